@@ -1,0 +1,19 @@
+"""The guides' import path: `from backend_manager import BackendManager, Backend`."""
+
+from crosstune.compat.backend_manager import (
+    Backend,
+    BackendCapabilities,
+    BackendManager,
+    detect_backend,
+    get_backend_manager,
+    get_device,
+)
+
+__all__ = [
+    "Backend",
+    "BackendCapabilities",
+    "BackendManager",
+    "detect_backend",
+    "get_backend_manager",
+    "get_device",
+]

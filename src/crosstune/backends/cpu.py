@@ -1,0 +1,15 @@
+"""The processor through PyTorch: every computer has one."""
+
+from __future__ import annotations
+
+from crosstune.core.backend import BackendSpec
+
+SPEC = BackendSpec(
+    name="cpu",
+    title="CPU",
+    engine="torch",
+    device="cpu",
+    preference=90,
+    collective="gloo",
+    install="It needs torch: pip install 'crosstune[torch]'",
+)

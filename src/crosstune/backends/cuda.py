@@ -1,0 +1,19 @@
+"""NVIDIA GPUs through PyTorch."""
+
+from __future__ import annotations
+
+from crosstune.core.backend import BackendSpec
+
+SPEC = BackendSpec(
+    name="cuda",
+    title="NVIDIA GPU",
+    engine="torch",
+    device="cuda",
+    torch_build="cuda",
+    preference=10,
+    collective="nccl",
+    install=(
+        "It needs an NVIDIA GPU with its driver and a CUDA build of torch (https://pytorch.org/get-started); "
+        "without one use --backend auto, or name a backend that is available here"
+    ),
+)

@@ -1,0 +1,18 @@
+"""Apple's own framework: Apple GPUs through unified memory, and for tests any processor."""
+
+from __future__ import annotations
+
+from crosstune.core.backend import BackendSpec
+
+SPEC = BackendSpec(
+    name="mlx",
+    title="Apple MLX",
+    engine="mlx",
+    device="gpu",
+    preference=40,
+    collective="ring",
+    install=(
+        "It needs its framework: pip install 'crosstune[mlx]' on a Mac with Apple silicon, "
+        "or pip install 'mlx[cpu]' mlx-lm to try it on a Linux processor; otherwise use --backend auto"
+    ),
+)

@@ -1,0 +1,25 @@
+"""Apple GPUs through PyTorch."""
+
+from __future__ import annotations
+
+from crosstune.core.backend import BackendSpec
+
+SPEC = BackendSpec(
+    name="mps",
+    title="Apple GPU",
+    engine="torch",
+    device="mps",
+    torch_build="mps",
+    preference=50,
+    install=(
+        "It needs a Mac with Apple silicon, macOS 12.3 or later and the torch wheel for macOS; "
+        "on another computer use --backend auto, or name a backend that is available here"
+    ),
+    environment={
+        # Operators without a Metal kernel run on the processor instead of failing.
+        "PYTORCH_ENABLE_MPS_FALLBACK": "1",
+        # Shares of the memory that Metal recommends: the GPU and the system live in the same one.
+        "PYTORCH_MPS_HIGH_WATERMARK_RATIO": "0.7",
+        "PYTORCH_MPS_LOW_WATERMARK_RATIO": "0.5",
+    },
+)

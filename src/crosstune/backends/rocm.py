@@ -1,0 +1,19 @@
+"""AMD GPUs through PyTorch, which calls them cuda as well; the build of torch tells the two apart."""
+
+from __future__ import annotations
+
+from crosstune.core.backend import BackendSpec
+
+SPEC = BackendSpec(
+    name="rocm",
+    title="AMD GPU",
+    engine="torch",
+    device="cuda",
+    torch_build="hip",
+    preference=20,
+    collective="nccl",
+    install=(
+        "It needs an AMD GPU with its driver and a ROCm build of torch (https://pytorch.org/get-started); "
+        "without one use --backend auto, or name a backend that is available here"
+    ),
+)

@@ -1,0 +1,19 @@
+"""Intel GPUs through PyTorch."""
+
+from __future__ import annotations
+
+from crosstune.core.backend import BackendSpec
+
+SPEC = BackendSpec(
+    name="xpu",
+    title="Intel GPU",
+    engine="torch",
+    device="xpu",
+    torch_build="xpu",
+    preference=30,
+    collective="xccl",
+    install=(
+        "It needs an Intel GPU with its driver and an XPU build of torch (https://pytorch.org/get-started); "
+        "without one use --backend auto, or name a backend that is available here"
+    ),
+)

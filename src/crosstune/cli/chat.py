@@ -1,0 +1,58 @@
+"""`crosstune chat`: talk to a model or a trained run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from crosstune.cli.generate import add_model_words
+from crosstune.cli.words import Parser
+
+HELP = "/reset forgets the conversation, /quit (or Ctrl-D) leaves, /help says this"
+
+
+def run(words: Sequence[str]) -> int:
+    parser = Parser(
+        "chat", description="Talk to a model or to what a run has trained.", epilog=f"while talking: {HELP}"
+    )
+    add_model_words(parser)
+    own = parser.parse_args(list(words))
+
+    from crosstune.cli.screen import Screen
+    from crosstune.inference import open_talker
+
+    talker = open_talker(own.model, observer=Screen(live=True), backend=own.backend, precision=own.precision)
+    start = [{"role": "system", "content": own.system}] * bool(own.system)
+    messages = list(start)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        import readline  # noqa: F401  (line editing and history for input())
+
+        print(HELP)
+    while (line := _read_line(interactive)) is not None:
+        if line in ("/quit", "/exit"):
+            break
+        if line == "/help":
+            print(HELP)
+        elif line == "/reset":
+            messages = list(start)
+        elif line:
+            messages.append({"role": "user", "content": line})
+            answer = talker.answer(
+                messages,
+                max_new_tokens=own.max_new_tokens,
+                temperature=own.temperature,
+                seed=own.seed,
+                on_text=lambda text: print(text, end="", flush=True),
+            )
+            print()
+            messages.append({"role": "assistant", "content": answer})
+    return 0
+
+
+def _read_line(interactive: bool) -> str | None:
+    """The next line of the user, or None at the end."""
+    try:
+        return input("> " if interactive else "").strip()
+    except EOFError:
+        return None

@@ -1,0 +1,60 @@
+"""`crosstune generate`: answer a prompt with a model or a trained run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from crosstune.cli.words import Parser, print_json
+from crosstune.core.errors import UserError
+
+EXAMPLES = """examples:
+  crosstune generate runs/demo --prompt "Turn off the attic fan in 20 minutes."
+  crosstune generate smollm2-135m --prompt "What is the capital of France?"
+  echo "Why is the sky blue?" | crosstune generate smollm2-135m --max_new_tokens 100"""
+
+
+def run(words: Sequence[str]) -> int:
+    parser = Parser(
+        "generate",
+        description="Answer a prompt with a model or with what a run has trained.",
+        epilog=EXAMPLES,
+    )
+    add_model_words(parser)
+    parser.add_argument("--prompt", help="the user's words; unset, standard input is read")
+    parser.add_argument("--json", action="store_true", help="print prompt and answer as JSON")
+    own = parser.parse_args(list(words))
+    prompt = own.prompt if own.prompt is not None else sys.stdin.read().strip()
+    if not prompt:
+        raise UserError("There is no prompt.", do='pass --prompt "..." or pipe a text in')
+
+    from crosstune.cli.screen import Screen
+    from crosstune.inference import open_talker
+
+    talker = open_talker(own.model, observer=Screen(live=True), backend=own.backend, precision=own.precision)
+    messages = [{"role": "system", "content": own.system}] * bool(own.system) + [
+        {"role": "user", "content": prompt}
+    ]
+    show = None if own.json else _show
+    answer = talker.answer(
+        messages, max_new_tokens=own.max_new_tokens, temperature=own.temperature, seed=own.seed, on_text=show
+    )
+    if own.json:
+        print_json({"prompt": prompt, "answer": answer})
+    else:
+        print()
+    return 0
+
+
+def add_model_words(parser: Parser) -> None:
+    parser.add_argument("model", help="a run folder, an adapter folder, or a model as --model_name takes it")
+    parser.add_argument("--system", default="", help="a system message")
+    parser.add_argument("--max_new_tokens", type=int, default=256, help="longest answer (default 256)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 for the likeliest words (default)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default 0)")
+    parser.add_argument("--backend", default="auto", help="where to run (default auto)")
+    parser.add_argument("--precision", default="auto", help="number formats (default auto)")
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)

@@ -1,0 +1,68 @@
+"""`crosstune models`: list, fetch and remove models in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from crosstune.cli.words import Parser, print_json, size
+from crosstune.config.load import cache_override
+
+
+def run(words: Sequence[str]) -> int:
+    parser = Parser(
+        "models",
+        description="Models in the cache. CROSSTUNE_CACHE names another folder for it.",
+        epilog="examples:\n  crosstune models list\n  crosstune models get smollm2-135m\n  crosstune models rm smollm2-135m",
+    )
+    parser.add_argument("action", choices=("list", "get", "rm"))
+    parser.add_argument("name", nargs="?", help="the model, for get and rm")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    own = parser.parse_args(list(words))
+    if own.action != "list" and not own.name:
+        parser.error(f"{own.action} needs the name of a model")
+    return {"list": _list, "get": _get, "rm": _remove}[own.action](own.name, own.json)
+
+
+def _list(name: str | None, as_json: bool) -> int:
+    from crosstune.models.bundled import BUNDLED
+    from crosstune.models.cache import cache_root, list_models
+
+    root = cache_root(cache_override())
+    cached = list_models(cache=cache_override())
+    absent = sorted(set(BUNDLED) - {model.name for model in cached})
+    if as_json:
+        rows = [
+            {"name": m.name, "path": str(m.path), "bytes": m.size_bytes, "source": m.source} for m in cached
+        ]
+        print_json({"cache": str(root), "models": rows, "not_fetched": absent})
+        return 0
+    for model in cached:
+        damage = f"  damaged: {'; '.join(model.problems)}" if model.problems else ""
+        print(f"{model.name:<28} {size(model.size_bytes):>10}  {model.path}{damage}")
+    for bundled in absent:
+        print(f"{bundled:<28} {'':>10}  not fetched yet: crosstune models get {bundled}")
+    return 0
+
+
+def _get(name: str, as_json: bool) -> int:
+    from crosstune.cli.screen import Screen
+    from crosstune.config.load import make_config
+    from crosstune.run import find_model
+
+    found = find_model(make_config(model_name=name), Screen(live=True))
+    if as_json:
+        print_json({"name": found.name, "path": str(found.path), "source": found.source})
+    else:
+        print(found.path)
+    return 0
+
+
+def _remove(name: str, as_json: bool) -> int:
+    from crosstune.models.cache import remove_model
+
+    freed = remove_model(name, cache=cache_override())
+    if as_json:
+        print_json({"removed": name, "bytes": freed})
+    else:
+        print(f"removed {name}, {size(freed)} freed")
+    return 0

@@ -1,0 +1,76 @@
+"""`crosstune plan`: what `train` would do, without doing it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from crosstune.cli.words import Parser, print_json, read_config, size
+from crosstune.config.plan import Plan
+from crosstune.core.errors import EXIT_DONE
+
+EXAMPLES = """examples:
+  crosstune plan --train_type qlora --model_name meta-llama/Llama-2-7b-hf
+  crosstune plan --machine apple-m1-16gb --backend mps --precision bf16
+  crosstune plan --machine their-doctor-report.json --json
+
+machines: a report written by `crosstune doctor --json` on another computer, or one of the profiles that
+`crosstune plan --machine list` names."""
+
+
+def run(words: Sequence[str]) -> int:
+    parser = Parser(
+        "plan",
+        description="Show what train would do with the same options, without doing it.",
+        epilog=EXAMPLES,
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--machine", metavar="NAME|FILE", help="plan for another machine instead of this one")
+    own, config = read_config(parser, words)
+
+    from crosstune.config.unbuilt import unbuilt
+    from crosstune.machines import load_machine, profile_names
+    from crosstune.run import make_plan
+
+    if own.machine == "list":
+        print("\n".join(profile_names()))
+        return EXIT_DONE
+    plan = make_plan(config, machine=load_machine(own.machine) if own.machine else None)
+    missing = [error.asked for error in unbuilt(plan)]
+    if own.json:
+        print_json(plan.to_json() | {"not_built": missing})
+    else:
+        _print_plan(plan, missing)
+    return EXIT_DONE
+
+
+def _print_plan(plan: Plan, missing: Sequence[str]) -> None:
+    config = plan.config
+    device = plan.backend.devices[0].name if plan.backend.devices else plan.backend.device
+    quantized = f", {plan.quantizer} base of {plan.n_bits} bits" if plan.quantizer != "none" else ""
+    rows = [
+        ("machine", plan.machine.name),
+        ("backend", f"{plan.backend.name} ({plan.engine} engine), {plan.world_size} x {device}"),
+        ("model", config.model_name),
+        ("data", f"{config.dataset}, up to {config.context_length} tokens a row"),
+        ("method", f"{config.recipe} / {plan.method}{quantized}"),
+        ("precision", plan.precision),
+        (
+            "step",
+            f"{config.batch_size} rows x {config.gradient_accumulation_steps} micro-batches x {plan.world_size}",
+        ),
+        ("optimizer", f"{config.optimizer}, lr {config.lr:g} {config.lr_scheduler}, wd {config.wd:g}"),
+    ]
+    if plan.collective:
+        rows.append(("devices talk", f"through {plan.collective}, {config.sharding_strategy}"))
+    if plan.estimated_bytes is not None:
+        have = size(plan.backend.memory_total_bytes)
+        rows.append(
+            ("memory", f"about {size(plan.estimated_bytes)} for a full step, by arithmetic; {have} there")
+        )
+    for name, value in rows:
+        print(f"{name:<12} {value}")
+    for adjustment in plan.adjustments:
+        label = {"change": "changed", "warning": "warning"}.get(adjustment.kind, "chosen")
+        print(f"{label:<12} {adjustment.sentence()}")
+    for sentence in missing:
+        print(f"{'cannot train':<12} {sentence}")

@@ -1,0 +1,69 @@
+"""`crosstune train`: fine-tune a model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from crosstune.cli.words import Parser, duration, print_json, read_config, size
+from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED
+
+EXAMPLES = """examples:
+  crosstune train
+  crosstune train --model_name ./my-model --dataset chats.jsonl --num_epochs 3 --name first-try
+  crosstune train --train_type full --lr 2e-5 --precision bf16 --use_gradient_checkpointing
+  crosstune train --config run.yaml --max_steps 20        (a flag wins over the file)"""
+
+
+def run(words: Sequence[str]) -> int:
+    parser = Parser("train", description="Fine-tune a model on this machine.", epilog=EXAMPLES)
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
+    own, config = read_config(parser, words)
+
+    from crosstune.cli.screen import Screen
+    from crosstune.report import write_report
+    from crosstune.run import train
+
+    screen = Screen(live=config.log_to == "tqdm", every=config.log_every_n_steps, verbose=config.verbose)
+    try:
+        result = train(config, observers=[screen], command=["crosstune", "train", *words])
+    finally:
+        screen.close()
+    report = write_report(result.folder)
+    summary = result.summary
+    if own.json:
+        print_json(summary | {"folder": str(result.folder), "report": str(report)})
+    _print_ending(summary, result.folder, report, screen)
+    return EXIT_DONE if summary["status"] == "finished" else EXIT_STOPPED
+
+
+def _print_ending(summary: dict[str, Any], folder: Path, report: Path, screen: Any) -> None:
+    rate = f"{summary['tokens_per_s']:,.0f} tok/s" if summary["tokens_per_s"] else "no step"
+    lines = [
+        f"{summary['status']} {summary['steps']} steps, {summary['tokens']:,} tokens in "
+        f"{duration(summary['seconds'])} ({rate}, peak {size(summary['peak_memory_bytes'])})"
+    ]
+    for name, after in summary["eval_after"].items():
+        lines.append(f"{name}: {summary['eval_before'][name]:.4f} before, {after:.4f} after")
+    lines.append(f"report   {report}")
+    if summary["status"] == "stopped":
+        lines += _how_to_go_on(summary)
+    elif summary["result"]:
+        lines.append(f'try it   crosstune generate {folder} --prompt "..."')
+    for line in lines:
+        screen.console.print(line, markup=False)
+    sys.stderr.flush()
+
+
+def _how_to_go_on(summary: dict[str, Any]) -> list[str]:
+    if not summary.get("result"):
+        return [
+            "go on    nothing was trained yet: run the same command with another --name or with --overwrite"
+        ]
+    if summary["result"].endswith("adapter"):
+        again = f"--base_adapter {summary['result']}"
+    else:
+        again = f"--model_name {summary['result']}"
+    return [f"go on    the weights so far are kept; add {again} and another --name to the same command"]

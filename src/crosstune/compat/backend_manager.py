@@ -1,0 +1,246 @@
+"""The guides' BackendManager: their names over what the probe of this machine found."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from importlib.util import find_spec
+from typing import Any
+
+from crosstune.backends._host import memory_bytes
+from crosstune.config.schema import QUANTIZERS
+from crosstune.core.backend import backend_specs
+from crosstune.core.machine import BackendReport, Machine
+from crosstune.core.memory import GIB, largest_batch, shape_for_size
+from crosstune.machines import fastest_backend, probe_backend, probe_machine
+from crosstune.torch_engine.probe import allocated_bytes, torch_device, torch_dtype
+
+USABLE_MEMORY = 0.9
+LARGEST_SIZE_B = 4096
+
+
+class Backend(Enum):
+    """A backend by name; `str()` gives the name that --backend takes."""
+
+    CUDA = "cuda"
+    ROCM = "rocm"
+    XPU = "xpu"
+    MLX = "mlx"
+    MPS = "mps"
+    CPU = "cpu"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass
+class BackendCapabilities:
+    """What a backend can do here, in the guides' words."""
+
+    quantization_bits: list[int] = field(default_factory=list)
+    supports_distributed: bool = False
+    supports_fsdp: bool = False
+    supports_bfloat16: bool = False
+    supports_flash_attention: bool = False
+    max_model_size: float | None = None
+    """Billions of parameters whose LoRA training is estimated to fit; None when the memory is not known."""
+    distributed_backend: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+class BackendManager:
+    """One backend of this machine, or of the `machine` given: its device, its capabilities, its memory."""
+
+    def __init__(
+        self,
+        backend: str | Backend | None = None,
+        verbose: bool = True,
+        *,
+        machine: Machine | None = None,
+    ) -> None:
+        wanted = _find(backend)
+        self.verbose = verbose
+        self._is_here = machine is None
+        self.machine = probe_machine() if machine is None else machine
+        self._available_backends = [
+            Backend(name) for name in backend_specs() if name in self.machine.available()
+        ]
+        self.backend = Backend(fastest_backend(self.machine)) if wanted is None else wanted
+        if self.backend not in self._available_backends:
+            raise ValueError(_why_not_available(self.machine, self.backend))
+        self.report = self.machine.backends[self.backend.value] if machine else _probe_fully(self.backend)
+        self.device = _device(self.report)
+        self.capabilities = _capabilities(self.report)
+        if verbose:
+            print("\n".join(self._summary()))
+
+    @classmethod
+    def from_env(
+        cls, verbose: bool = True, *, environment: Mapping[str, str] | None = None
+    ) -> BackendManager:
+        """The backend that FSDP_BACKEND names; unset or `auto`, the fastest one here."""
+        variables = os.environ if environment is None else environment
+        return cls(backend=variables.get("FSDP_BACKEND") or None, verbose=verbose)
+
+    def supports_quantization(self, bits: int) -> bool:
+        return bits in self.capabilities.quantization_bits
+
+    def get_dtype(self, prefer_bfloat16: bool = True) -> Any:
+        """The torch.dtype to train in: bfloat16 where it works and is wanted, then float16, then float32."""
+        order = ("bf16", "fp16", "fp32") if prefer_bfloat16 else ("fp16", "fp32")
+        return torch_dtype(next(name for name in order if name in self.report.dtypes))
+
+    def get_distributed_backend(self) -> str | None:
+        return self.capabilities.distributed_backend
+
+    def validate_model_size(self, model_size_b: float) -> None:
+        """Raise a ValueError for a model too large to train here."""
+        limit = self.capabilities.max_model_size
+        if limit is not None and model_size_b > limit:
+            raise ValueError(
+                f"A model of {model_size_b:g}B parameters exceeds the limit of backend '{self.backend}' here: "
+                f"about {limit:g}B parameters fit into {self.report.memory_total_bytes / GIB:.1f} GiB."
+            )
+
+    def get_memory_info(self) -> dict[str, int | float]:
+        """Memory of the first device in bytes, as it is now; of a `machine` given, as it was recorded."""
+        total, free = self.report.memory_total_bytes, self.report.memory_free_bytes
+        allocated = reserved = 0
+        if self._is_here:
+            if self.report.engine == "torch":
+                allocated, reserved = allocated_bytes(self.report.device)
+            if self.report.device == "cpu" or self.report.unified_memory:
+                free = min(total, memory_bytes()[1])
+        used = max(0, total - free)
+        return {
+            "total_memory": total,
+            "free_memory": free,
+            "available_memory": free,
+            "used_memory": used,
+            "allocated_memory": allocated,
+            "reserved_memory": reserved,
+            "percent_used": round(100 * used / total, 1) if total else 0.0,
+        }
+
+    def get_optimal_batch_size(self, model_size_b: float, sequence_length: int = 2048) -> int:
+        """Rows of this length that are estimated to fit when LoRA trains over the smallest usual base."""
+        batch = largest_batch(
+            shape_for_size(model_size_b),
+            limit_bytes=int(self.report.memory_free_bytes * USABLE_MEMORY),
+            bits=_base_bits(self.report),
+            context=sequence_length,
+        )
+        return max(1, batch)
+
+    def _summary(self) -> list[str]:
+        able, report = self.capabilities, self.report
+        others = ", ".join(str(backend) for backend in self._available_backends)
+        lines = [
+            f"{self.machine.name}: {self.machine.system}, {self.machine.processor}, {self.machine.num_cores} cores",
+            f"  available backends   {others}",
+            f"  backend              {self.backend} (device {self.device})",
+        ]
+        lines += [
+            f"  device {index}             {device.name}, {device.memory_free_bytes / GIB:.1f} of "
+            f"{device.memory_total_bytes / GIB:.1f} GiB free"
+            for index, device in enumerate(report.devices)
+        ]
+        quantizers = [f"{name} {'/'.join(map(str, bits))}" for name, bits in report.quantizers.items()]
+        lines += [
+            f"  number formats       {', '.join(report.dtypes)} (bf16 products {report.bf16_speedup:g}x fp32)",
+            f"  quantization bits    {', '.join(map(str, able.quantization_bits))} ({'; '.join(quantizers) or 'none'})",
+            f"  distributed          {able.distributed_backend or 'no'}",
+            f"  FSDP                 {'yes' if able.supports_fsdp else 'no'}",
+            f"  attention            {', '.join(report.attention) or 'plain'}",
+            f"  largest model        about {able.max_model_size:g}B parameters"
+            if able.max_model_size
+            else "",
+        ]
+        return [line for line in lines if line] + [f"  note: {note}" for note in able.notes]
+
+
+def get_backend_manager(backend: str | Backend | None = None, verbose: bool = True) -> BackendManager:
+    return BackendManager(backend=backend, verbose=verbose)
+
+
+def detect_backend() -> Backend:
+    """The backend that `auto` takes here."""
+    return Backend(fastest_backend(probe_machine()))
+
+
+def get_device(backend: str | Backend | None = None) -> Any:
+    """The torch.device of a backend, by default of the fastest one."""
+    return BackendManager(backend, verbose=False, machine=probe_machine()).device
+
+
+def _probe_fully(backend: Backend) -> BackendReport:
+    """One backend with every quantizer, which takes seconds: only the chosen one is worth that."""
+    quantizers = [name for name in QUANTIZERS if name not in ("auto", "none")]
+    return probe_backend(backend_specs()[backend.value], quantizers=quantizers)
+
+
+def _find(backend: str | Backend | None) -> Backend | None:
+    if backend is None or isinstance(backend, Backend):
+        return backend
+    name = backend.strip().lower()
+    if name == "auto":
+        return None
+    if name not in {member.value for member in Backend}:
+        raise ValueError(
+            f"Unknown backend '{backend}'. The names that exist: auto, {', '.join(map(str, Backend))}."
+        )
+    return Backend(name)
+
+
+def _why_not_available(machine: Machine, backend: Backend) -> str:
+    report, spec = machine.backends.get(backend.value), backend_specs()[backend.value]
+    reason = report.reason if report is not None else f"{machine.name} has no report on it"
+    return (
+        f"Backend '{backend}' is not available: {reason}. {spec.install}. "
+        f"Available here: {', '.join(machine.available()) or 'none'}."
+    )
+
+
+def _device(report: BackendReport) -> Any:
+    """torch's device; MLX has none, so the processor's stands in, and its name alone where torch is missing."""
+    name = report.device if report.engine == "torch" else "cpu"
+    return torch_device(name) if find_spec("torch") is not None else name
+
+
+def _capabilities(report: BackendReport) -> BackendCapabilities:
+    bits = {width for widths in report.quantizers.values() for width in widths}
+    if {"bf16", "fp16"} & set(report.dtypes):
+        bits.add(16)
+    return BackendCapabilities(
+        quantization_bits=sorted(bits),
+        supports_distributed=bool(report.collectives),
+        supports_fsdp=report.engine == "torch" and bool(report.collectives),
+        supports_bfloat16="bf16" in report.dtypes,
+        supports_flash_attention=any("flash" in kernel for kernel in report.attention),
+        max_model_size=_largest_model_b(report),
+        distributed_backend=report.collectives[0] if report.collectives else None,
+        notes=list(report.notes),
+    )
+
+
+def _base_bits(report: BackendReport) -> int:
+    """The base that QLoRA would take here: 4 bits where a quantizer has them, else 8, else 16."""
+    widths = {width for bits in report.quantizers.values() for width in bits}
+    return next((bits for bits in (4, 8) if bits in widths), 16)
+
+
+def _largest_model_b(report: BackendReport) -> float | None:
+    """The largest size of which one row of 512 tokens is estimated to fit; an estimate deserves no more digits."""
+    if not report.devices:
+        return None
+    limit, bits = int(report.memory_total_bytes * USABLE_MEMORY), _base_bits(report)
+
+    def is_too_large(tenths: int) -> bool:
+        shape = shape_for_size(tenths / 10)
+        return largest_batch(shape, limit_bytes=limit, bits=bits, context=512, at_most=1) == 0
+
+    size_b = bisect_left(range(1, LARGEST_SIZE_B * 10), True, key=is_too_large) / 10
+    return size_b if size_b < 10 else float(int(size_b))

@@ -1,0 +1,44 @@
+"""A plan in the making: what has been decided so far, and how each decision is written down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from crosstune.config.plan import Adjustment, Kind
+from crosstune.config.schema import Config
+from crosstune.core.errors import UserError
+from crosstune.core.machine import BackendReport, Machine
+
+
+@dataclass
+class Draft:
+    """Current values over what was asked, with the adjustments and problems found on the way."""
+
+    asked: Config
+    machine: Machine
+    report: BackendReport
+    values: dict[str, Any] = field(default_factory=dict)
+    adjustments: list[Adjustment] = field(default_factory=list)
+    problems: list[UserError] = field(default_factory=list)
+
+    def __getitem__(self, option: str) -> Any:
+        return self.values.get(option, getattr(self.asked, option))
+
+    def is_asked(self, option: str) -> bool:
+        return option in self.asked.asked
+
+    def set(self, option: str, used: Any, reason: str, *, kind: Kind | None = None) -> None:
+        """Use another value. What the user wrote is changed; what was left open is chosen."""
+        asked = getattr(self.asked, option)
+        if kind is None:
+            kind = "change" if self.is_asked(option) and asked not in ("auto", None) else "choice"
+        self.values[option] = used
+        self.adjustments = [a for a in self.adjustments if a.option != option or a.kind == "warning"]
+        self.adjustments.append(Adjustment(option=option, asked=asked, used=used, reason=reason, kind=kind))
+
+    def warn(self, option: str, reason: str) -> None:
+        value = self[option]
+        self.adjustments.append(
+            Adjustment(option=option, asked=value, used=value, reason=reason, kind="warning")
+        )

@@ -1,0 +1,49 @@
+"""Options that do nothing in the plan at hand: a user who set one is told so."""
+
+from __future__ import annotations
+
+from crosstune.config.draft import Draft
+
+_NEEDS_SEVERAL_DEVICES = ("sharding_strategy", "no_sync", "master_addr", "master_port", "use_cpu_offload")
+_NEEDS_ADAPTER = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "base_adapter")
+_NEEDS_QUANTIZER = ("n_bits", "group_size")
+_NEEDS_WANDB = ("project_name", "group", "entity")
+_NEEDS_PROFILE = (
+    "profiling_output",
+    "with_stack",
+    "with_shapes",
+    "export_trace",
+    "export_memory_timeline",
+    "wait_steps",
+    "profiler_warmup_steps",
+    "active_steps",
+    "repeat",
+    "profiling_frequency",
+)
+
+
+def warn_without_effect(draft: Draft, *, method: str, quantizer: str, world_size: int) -> None:
+    idle: dict[str, str] = {}
+    if world_size == 1:
+        idle |= dict.fromkeys(_NEEDS_SEVERAL_DEVICES, "has no effect with one device")
+    if method not in ("lora", "dora"):
+        idle |= dict.fromkeys(_NEEDS_ADAPTER, f"has no effect with method {method}")
+    if quantizer == "none":
+        idle |= dict.fromkeys(_NEEDS_QUANTIZER, "has no effect without a quantized base")
+    if not draft["profile"] and not draft["profile_memory"]:
+        idle |= dict.fromkeys(_NEEDS_PROFILE, "has no effect without --profile")
+    if draft["log_to"] != "wandb":
+        idle |= dict.fromkeys(_NEEDS_WANDB, "has no effect without --log_to wandb")
+    if draft.report.engine != "mlx":
+        idle["mlx_config"] = "has no effect outside the MLX engine"
+    if method != "llama_pro":
+        idle["llama_pro_path"] = "has no effect without a llama_pro train type"
+    if not draft["use_gradient_checkpointing"]:
+        idle["reentrant_checkpointing"] = "has no effect without --use_gradient_checkpointing"
+    if not draft["apply_gradient_clipping"]:
+        idle["grad_norm"] = "has no effect without --apply_gradient_clipping"
+    if not draft["save_steps"]:
+        idle["keep_last_n"] = "has no effect without --save_steps"
+    for option, reason in idle.items():
+        if draft.is_asked(option):
+            draft.warn(option, reason)

@@ -1,0 +1,101 @@
+"""What will run: the resolved options, where they differ from what was asked, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from crosstune.config.schema import Config
+from crosstune.core.machine import BackendReport, Machine
+
+Kind = Literal["choice", "change", "warning"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adjustment:
+    """One difference between what was asked and what runs.
+
+    A `choice` fills in what was left open, a `change` replaces what was asked (and is forbidden by --strict),
+    a `warning` changes nothing but should be known.
+    """
+
+    option: str
+    asked: Any
+    used: Any
+    reason: str
+    kind: Kind
+
+    def sentence(self) -> str:
+        if self.kind == "warning":
+            return f"{self.option}: {self.reason}"
+        arrow = f"{_word(self.asked)} -> {_word(self.used)}" if self.kind == "change" else _word(self.used)
+        return f"{self.option}: {arrow} ({self.reason})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A configuration that a machine can run."""
+
+    config: Config
+    """The options as they will be used."""
+    machine: Machine
+    backend: BackendReport
+    method: str
+    quantizer: str
+    n_bits: int
+    world_size: int
+    collective: str | None
+    estimated_bytes: int | None
+    """Memory of one training step by arithmetic; None when the model's shape is not known."""
+    adjustments: tuple[Adjustment, ...]
+
+    @property
+    def engine(self) -> str:
+        return self.backend.engine
+
+    @property
+    def precision(self) -> str:
+        return self.config.precision
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "asked": self.config.options_asked() | {a.option: a.asked for a in self.changes()},
+            "options": self.config.options(),
+            "backend": self.backend.name,
+            "engine": self.engine,
+            "device": self.backend.device,
+            "method": self.method,
+            "quantizer": self.quantizer,
+            "n_bits": self.n_bits,
+            "precision": self.precision,
+            "world_size": self.world_size,
+            "collective": self.collective,
+            "estimated_bytes": self.estimated_bytes,
+            "adjustments": [asdict(adjustment) for adjustment in self.adjustments],
+            "machine": self.machine.to_json(),
+        }
+
+    def changes(self) -> list[Adjustment]:
+        return [a for a in self.adjustments if a.kind == "change" and a.option in self.config.options()]
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+TRAIN_TYPE_PARTS: Mapping[str, tuple[str, str]] = {
+    "full": ("full", "none"),
+    "lora": ("lora", "none"),
+    "custom_lora": ("lora", "none"),
+    "dora": ("dora", "none"),
+    "llama_pro": ("llama_pro", "none"),
+    "qlora": ("lora", "auto"),
+    "custom_qlora": ("lora", "auto"),
+    "hqq_lora": ("lora", "hqq"),
+    "hqq_dora": ("dora", "hqq"),
+    "bnb_dora": ("dora", "bnb"),
+    "bnb_llama_pro": ("llama_pro", "bnb"),
+    "hqq_llama_pro": ("llama_pro", "hqq"),
+}
+"""Train type -> (method, quantizer): two choices that the type's one word stands for."""

@@ -1,0 +1,313 @@
+"""Asked + machine -> plan: a pure function. Everything it changes is an Adjustment with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from crosstune.config.draft import Draft
+from crosstune.config.effects import warn_without_effect
+from crosstune.config.plan import TRAIN_TYPE_PARTS, Adjustment, Plan
+from crosstune.config.schema import Config
+from crosstune.core.errors import UserError, raise_all
+from crosstune.core.machine import BackendReport, Machine, choose_backend
+from crosstune.core.memory import GIB, ModelShape, step_bytes
+
+QUANTIZER_ORDER = ("bnb", "hqq", "quanto", "mlx")
+MPS_QUANTIZER_ORDER = ("bnb", "quanto", "hqq")
+USABLE_MEMORY = 0.9
+CONTEXT_WITHOUT_FLASH = 2048
+BF16_WORTH_IT = 1.3
+
+
+def resolve(
+    config: Config,
+    *,
+    machine: Machine,
+    collectives: Mapping[str, str | None],
+    preference: Sequence[str],
+    shape: ModelShape | None = None,
+    longest_row: int | None = None,
+) -> Plan:
+    """The plan for this machine, or one ConfigError with everything that stands in its way.
+
+    `collectives` and `preference` come from the backend files: what each backend's devices talk through, and
+    the order in which `auto` tries them. `longest_row` is the longest example of the data, once it is known:
+    memory is then estimated for it and not for the whole context.
+    """
+    draft = _choose_backend(config, machine, preference)
+    method, quantizer, n_bits = _choose_method(draft)
+    _fit_precision(draft)
+    world_size, collective = _fit_world(draft, collectives)
+    _fit_attention(draft, shape)
+    _fit_optimizer(draft)
+    if draft["low_memory"] and not draft.is_asked("use_gradient_checkpointing"):
+        draft.set("use_gradient_checkpointing", True, "low_memory recomputes activations")
+    estimate = _fit_memory(draft, shape, longest_row, method=method, quantizer=quantizer, n_bits=n_bits)
+    _check_values(draft, method)
+    warn_without_effect(draft, method=method, quantizer=quantizer, world_size=world_size)
+    if config.strict:
+        draft.problems += [_forbidden(a) for a in draft.adjustments if a.kind == "change"]
+    raise_all(draft.problems)
+    return Plan(
+        config=replace(config, **draft.values),
+        machine=machine,
+        backend=draft.report,
+        method=method,
+        quantizer=quantizer,
+        n_bits=n_bits,
+        world_size=world_size,
+        collective=collective,
+        estimated_bytes=estimate,
+        adjustments=tuple(draft.adjustments),
+    )
+
+
+def _forbidden(adjustment: Adjustment) -> UserError:
+    return UserError(
+        f"{adjustment.option} cannot stay {adjustment.asked}.",
+        why=f"{adjustment.reason}; --strict forbids to use {adjustment.used} instead.",
+        do=f"ask for --{adjustment.option} {adjustment.used}, or leave --strict out",
+    )
+
+
+def _choose_backend(config: Config, machine: Machine, preference: Sequence[str]) -> Draft:
+    if config.backend == "auto":
+        name = choose_backend(machine, preference=preference)
+        draft = Draft(asked=config, machine=machine, report=machine.backends[name])
+        draft.set("backend", name, "the first that is available here", kind="choice")
+        if name == "cpu":
+            draft.warn("backend", "training on a CPU is very slow: use it for small models and for tests")
+        return draft
+    report = machine.backends.get(config.backend)
+    if report is None or not report.available:
+        reason = report.reason if report else f"{machine.name} has no report on it."
+        raise UserError(
+            f"Backend '{config.backend}' is not available",
+            why=reason,
+            do=f"use --backend auto, or one that is available here: {', '.join(machine.available())}",
+        )
+    draft = Draft(asked=config, machine=machine, report=report)
+    if report.name == "cpu":
+        draft.warn("backend", "training on a CPU is very slow: use it for small models and for tests")
+    return draft
+
+
+def _choose_method(draft: Draft) -> tuple[str, str, int]:
+    """Method, quantizer and bits: what the one word of --train_type and the quantizer options add up to."""
+    train_type = draft["train_type"]
+    method, wanted = TRAIN_TYPE_PARTS[train_type]
+    explicit = draft["quantization_backend"]
+    if explicit == "none" or draft["no_4bit"]:
+        wanted = "none"
+    elif explicit != "auto":
+        if wanted in ("hqq", "bnb") and explicit != wanted:
+            draft.problems.append(
+                UserError(
+                    f"--train_type {train_type} and --quantization_backend {explicit} contradict each other.",
+                    do=f"leave one out, or use --train_type {'qlora' if method == 'lora' else method}",
+                )
+            )
+        wanted = explicit
+    if wanted == "none":
+        return method, "none", 16
+    if method == "full":
+        draft.problems.append(
+            UserError(
+                "A quantized base cannot be trained as a whole.",
+                why=f"--train_type full updates every weight, --quantization_backend {wanted} freezes them.",
+                do="use --train_type qlora, or leave --quantization_backend out",
+            )
+        )
+    return method, _fit_quantizer(draft, wanted), draft["n_bits"]
+
+
+def _fit_quantizer(draft: Draft, wanted: str) -> str:
+    report, bits = draft.report, draft["n_bits"]
+    order = MPS_QUANTIZER_ORDER if report.name == "mps" else QUANTIZER_ORDER
+    able = [name for name in order if bits in report.quantizers.get(name, ())]
+    if not able:
+        offers = [f"{name} {'/'.join(map(str, widths))} bit" for name, widths in report.quantizers.items()]
+        have = f"what runs here: {'; '.join(offers)}." if offers else "no quantizer runs here."
+        if report.engine == "mlx":
+            do = "choose an --n_bits from that list, or --train_type lora"
+        else:
+            do = "pip install 'crosstune[bnb]', choose an --n_bits from that list, or use --train_type lora"
+        draft.problems.append(
+            UserError(f"A base of {bits} bits is not possible on {report.name} here.", why=have, do=do)
+        )
+        return wanted
+    used = wanted if wanted in able else able[0]
+    if wanted == "auto":
+        draft.set("quantization_backend", used, f"runs with {bits} bits on {report.name}")
+    elif used != wanted:
+        if wanted == "mlx":
+            reason = "mlx quantization belongs to the MLX engine (--backend mlx)"
+        else:
+            reason = f"{wanted} does not run with {bits} bits on {report.name} here"
+        draft.set("quantization_backend", used, reason, kind="change")
+    if report.name == "mps" and bits == 4:
+        draft.warn("n_bits", "4-bit arithmetic has no fast kernels on MPS: expect it to be slow")
+    if report.name == "cpu":
+        draft.warn("n_bits", "quantization has limited support on a CPU: expect it to be slow")
+    return used
+
+
+def _fit_precision(draft: Draft) -> None:
+    asked, report = draft["precision"], draft.report
+    if asked == "auto":
+        used, reason = _best_precision(report)
+        draft.set("precision", used, reason, kind="choice")
+        return
+    dtype = asked.split("_")[0]
+    if dtype in report.dtypes:
+        return
+    title = report.name.upper()
+    words = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[dtype]
+    for other in ("fp16", "bf16", "fp32"):
+        if other in report.dtypes:
+            suffix = "_autocast" if asked.endswith("_autocast") and other != "fp32" else ""
+            draft.set(
+                "precision", other + suffix, f"{title} backend doesn't support {words} here", kind="change"
+            )
+            return
+    draft.problems.append(
+        UserError(f"No number format works on {report.name} here.", why="see: crosstune doctor")
+    )
+
+
+def _best_precision(report: BackendReport) -> tuple[str, str]:
+    if report.name == "cpu":
+        if "bf16" in report.dtypes and report.bf16_speedup >= BF16_WORTH_IT:
+            return "bf16_autocast", f"bf16 products ran {report.bf16_speedup:.1f}x as fast as fp32 here"
+        return "fp32", "bf16 is not faster on this CPU"
+    if "bf16" in report.dtypes:
+        return "bf16", "bf16 works here; what is trained is kept in fp32"
+    if "fp16" in report.dtypes and report.name != "mps":
+        return "fp16_autocast", "no bf16 here; fp16 with loss scaling"
+    return (
+        "fp32",
+        "no bf16 here, and fp16 is prone to overflow" if "fp16" in report.dtypes else "nothing shorter works",
+    )
+
+
+def _fit_world(draft: Draft, collectives: Mapping[str, str | None]) -> tuple[int, str | None]:
+    report, asked = draft.report, draft["world_size"]
+    num_devices = max(1, len(report.devices))
+    world_size = (1 if report.name == "cpu" else num_devices) if asked == -1 else asked
+    if report.engine == "mlx" and world_size > 1:
+        draft.problems.append(
+            UserError(
+                f"MLX backend doesn't support distributed training (--world_size {world_size}).",
+                why="crosstune trains on one MLX device.",
+                do="set --world_size 1",
+            )
+        )
+    elif report.name != "cpu" and world_size > num_devices:
+        plural = "device" if num_devices == 1 else "devices"
+        draft.set("world_size", num_devices, f"{report.name} has {num_devices} {plural} here")
+        world_size = num_devices
+    collective = collectives.get(report.name)
+    wanted = draft["distributed_backend"]
+    if wanted not in ("auto", collective) and wanted not in report.collectives:
+        draft.set("distributed_backend", collective or "auto", f"{report.name} has no {wanted}")
+    elif wanted != "auto":
+        collective = wanted
+    return world_size, collective if world_size > 1 else None
+
+
+def _fit_attention(draft: Draft, shape: ModelShape | None) -> None:
+    has_flash = any("flash" in kernel for kernel in draft.report.attention)
+    if draft["use_flash_attention"] and not has_flash:
+        draft.set("use_flash_attention", False, f"no flash attention on {draft.report.name} here")
+        if draft["context_length"] > CONTEXT_WITHOUT_FLASH:
+            draft.set(
+                "context_length",
+                CONTEXT_WITHOUT_FLASH,
+                "without flash attention, longer rows need too much memory",
+            )
+    if shape is not None and shape.max_context and draft["context_length"] > shape.max_context:
+        draft.set("context_length", shape.max_context, f"the model was made for {shape.max_context} tokens")
+
+
+def _fit_optimizer(draft: Draft) -> None:
+    optimizer, report = draft["optimizer"], draft.report
+    if optimizer.startswith("fused_") and report.name not in ("cuda", "rocm", "cpu", "mps", "xpu"):
+        draft.set("optimizer", optimizer.removeprefix("fused_"), f"no fused optimizer on {report.name}")
+    if optimizer.endswith("_8bit") and report.name not in ("cuda", "rocm", "xpu", "cpu"):
+        draft.set("optimizer", "adamw", f"no 8-bit optimizer on {report.name}")
+    if optimizer == "paged_adamw_8bit" and report.name == "cpu":
+        draft.set("optimizer", "adamw_8bit", "host memory needs no paging")
+
+
+def _fit_memory(
+    draft: Draft,
+    shape: ModelShape | None,
+    longest_row: int | None,
+    *,
+    method: str,
+    quantizer: str,
+    n_bits: int,
+) -> int | None:
+    """Make the step fit by changes that keep the maths: recompute activations, then smaller micro-batches."""
+    if shape is None:
+        return None
+    limit = int(draft.report.memory_total_bytes * USABLE_MEMORY)
+
+    def estimate() -> int:
+        precision = draft["precision"]
+        full_width = precision == "fp32" or precision.endswith("_autocast")
+        return step_bytes(
+            shape,
+            method=method,
+            bits=n_bits if quantizer != "none" else 32 if full_width else 16,
+            rank=draft["lora_rank"],
+            batch=draft["batch_size"],
+            context=min(draft["context_length"], longest_row or draft["context_length"]),
+            checkpointing=draft["use_gradient_checkpointing"],
+            compute_bits=32 if precision == "fp32" else 16,
+        )
+
+    need = estimate()
+    if not limit:
+        return need
+    why = f"the step is estimated at {need / GIB:.1f} GiB and {draft.report.name} has {limit / GIB:.1f} GiB to use"
+    if need > limit and not draft.is_asked("use_gradient_checkpointing"):
+        draft.set("use_gradient_checkpointing", True, why)
+        need = estimate()
+    batch, accumulation = draft["batch_size"], draft["gradient_accumulation_steps"]
+    while need > limit and draft["batch_size"] > 1:
+        smaller = draft["batch_size"] // 2
+        draft.set("batch_size", smaller, why)
+        draft.set(
+            "gradient_accumulation_steps", -(-batch * accumulation // smaller), "keeps the rows of a step"
+        )
+        need = estimate()
+    if need > limit:
+        draft.warn(
+            "batch_size",
+            f"one row is still estimated at {need / GIB:.1f} GiB of {limit / GIB:.1f} GiB; it may run out of memory: "
+            "use --train_type qlora, a shorter --context_length or a smaller model",
+        )
+    return need
+
+
+def _check_values(draft: Draft, method: str) -> None:
+    if draft["max_steps"] != -1 and not draft.is_asked("num_epochs"):
+        draft.set("num_epochs", 0, "max_steps alone says when to stop")
+    if draft["num_epochs"] == 0 and draft["max_steps"] == -1:
+        draft.problems.append(
+            UserError("num_epochs is 0 and max_steps is not set.", do="ask for one of the two")
+        )
+    if draft.is_asked("warmup_steps") and draft.is_asked("warmup_ratio"):
+        draft.problems.append(
+            UserError("warmup_steps and warmup_ratio are both set.", do="keep one of the two")
+        )
+    for option in ("lora_dropout", "warmup_ratio", "cosine_min_lr_ratio"):
+        value = draft[option]
+        if value is not None and value > 1:
+            draft.problems.append(UserError(f"{option} cannot be {value}.", do="it is a share, from 0 to 1"))
+    if method == "llama_pro" and draft["base_adapter"]:
+        draft.problems.append(
+            UserError("base_adapter does not fit llama_pro.", why="llama_pro trains blocks, not adapters.")
+        )

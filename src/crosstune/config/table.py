@@ -1,0 +1,85 @@
+"""The options as text: --help and the docs table, both from the schema."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from crosstune.config.schema import GROUPS, Option, option_list
+
+_TYPE_WORDS = {bool: "bool", int: "int", float: "number", str: "text"}
+
+
+def help_text(*, width: int = 100) -> str:
+    """Every option by group, one or two lines each."""
+    lines: list[str] = []
+    for group, title in GROUPS.items():
+        lines += ["", f"{title}:"]
+        for option in option_list():
+            if option.group == group:
+                lines += _help_lines(option, width)
+    return "\n".join(lines)
+
+
+def markdown_table() -> str:
+    """The reference page of all options."""
+    lines = [
+        "# Options",
+        "",
+        "Made from the schema by `crosstune options --markdown`; edit the schema, not this page.",
+        "Each option is a flag (`--name value`, dashes and underscores alike), a key of the YAML file given with",
+        "`--config`, and an argument of `crosstune.config.load.make_config`. A flag wins over the environment,",
+        "the environment over the file, the file over the default.",
+    ]
+    for group, title in GROUPS.items():
+        lines += ["", f"## {title}", "", "| option | takes | default | meaning |", "|---|---|---|---|"]
+        for option in option_list():
+            if option.group == group:
+                lines.append(_markdown_row(option))
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_row(option: Option) -> str:
+    also = [f"`--{alias}`" for alias in option.aliases] + [f"`${option.env}`"] * bool(option.env)
+    meaning = option.text + (f" (also {', '.join(also)})" if also else "")
+    return f"| `--{option.name}` | {_takes(option)} | `{_shown(option.default)}` | {meaning} |"
+
+
+def _help_lines(option: Option, width: int) -> list[str]:
+    head = f"  --{option.name} {_takes(option).upper() if option.choices is None else ''}".rstrip()
+    details = [f"default {_shown(option.default)}"]
+    if option.choices:
+        details.append("one of " + ", ".join(option.choices))
+    details += [f"also --{alias}" for alias in option.aliases]
+    if option.env:
+        details.append(f"environment {option.env}")
+    body = f"{option.text} ({'; '.join(details)})"
+    return _fill(head, body, width)
+
+
+def _fill(head: str, body: str, width: int) -> list[str]:
+    import textwrap
+
+    indent = 36
+    lines = textwrap.wrap(body, width - indent)
+    first = head.ljust(indent) if len(head) < indent else head
+    if len(head) >= indent:
+        return [first, *(" " * indent + line for line in lines)]
+    return [first + lines[0], *(" " * indent + line for line in lines[1:])]
+
+
+def _takes(option: Option) -> str:
+    if option.choices:
+        return " ".join(f"`{choice}`" for choice in option.choices)
+    return _TYPE_WORDS[option.type]
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "unset"
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )

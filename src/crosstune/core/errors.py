@@ -1,0 +1,49 @@
+"""Errors that are meant to be read by people, and the exit codes they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+EXIT_DONE = 0
+EXIT_OUR_FAULT = 1
+EXIT_USER_MUST_ACT = 2
+EXIT_STOPPED = 3
+
+
+class UserError(Exception):
+    """Something the user can change: what was asked, why it cannot work here, what to do instead."""
+
+    exit_code = EXIT_USER_MUST_ACT
+
+    def __init__(self, asked: str, *, why: str = "", do: str = "") -> None:
+        self.asked, self.why, self.do = asked, why, do
+        super().__init__("\n".join(self.lines()))
+
+    def lines(self) -> list[str]:
+        return [
+            self.asked,
+            *(f"  why: {self.why}",) * bool(self.why),
+            *(f"  do:  {self.do}",) * bool(self.do),
+        ]
+
+
+class ConfigError(UserError):
+    """Every problem of a configuration at once."""
+
+    def __init__(self, problems: Sequence[UserError]) -> None:
+        self.problems = list(problems)
+        count = len(self.problems)
+        super().__init__(f"{count} problem{'s' * (count != 1)} in the configuration")
+
+    def lines(self) -> list[str]:
+        return [line for problem in self.problems for line in problem.lines()]
+
+
+class NonFiniteError(UserError):
+    """The loss or a gradient is not a number; raised before the optimizer moves."""
+
+
+def raise_all(problems: Sequence[UserError]) -> None:
+    """Raise one ConfigError that carries all problems; do nothing when there are none."""
+    if problems:
+        raise ConfigError(problems)

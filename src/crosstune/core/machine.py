@@ -1,0 +1,126 @@
+"""What a computer can do, as data: one report per backend, made by a probe or read from a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from crosstune.core.errors import UserError
+
+MACHINE_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    name: str
+    memory_total_bytes: int
+    memory_free_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendReport:
+    """One backend of one machine: whether it can be used, and what was seen to work on it."""
+
+    name: str
+    engine: str
+    available: bool
+    reason: str = ""
+    """Why it is not available, and what would make it so."""
+    device: str = "cpu"
+    """The engine's own word for the device."""
+    devices: tuple[Device, ...] = ()
+    unified_memory: bool = False
+    dtypes: tuple[str, ...] = ()
+    """Types in which a small product and its gradient gave the right numbers."""
+    bf16_speedup: float = 1.0
+    """Time of an fp32 matrix product over that of a bf16 one."""
+    quantizers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Quantizers that import and run here, with their bit widths."""
+    collectives: tuple[str, ...] = ()
+    attention: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def memory_total_bytes(self) -> int:
+        return min((device.memory_total_bytes for device in self.devices), default=0)
+
+    @property
+    def memory_free_bytes(self) -> int:
+        return min((device.memory_free_bytes for device in self.devices), default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A computer: its backends by name."""
+
+    name: str
+    system: str
+    processor: str
+    num_cores: int
+    memory_total_bytes: int
+    backends: Mapping[str, BackendReport]
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def available(self) -> list[str]:
+        return [name for name, report in self.backends.items() if report.available]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": MACHINE_FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], *, source: str) -> Machine:
+        """Read a machine; keys that a newer doctor wrote beside it (checks, advice) are left alone."""
+        if data.get("format") != MACHINE_FORMAT:
+            raise UserError(
+                f"{source} is not a machine report this version can read.",
+                why=f"its format is {data.get('format')!r}, not {MACHINE_FORMAT}.",
+                do="make one on that computer with: crosstune doctor --json > machine.json",
+            )
+        try:
+            backends = {name: _backend_from_json(report) for name, report in data["backends"].items()}
+            known = {item.name for item in fields(cls)} - {"backends"}
+            return cls(backends=backends, **{key: value for key, value in data.items() if key in known})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{source} is not a complete machine report.",
+                why=f"{type(error).__name__}: {error}",
+                do="make one on that computer with: crosstune doctor --json > machine.json",
+            ) from error
+
+
+def choose_backend(machine: Machine, *, preference: Sequence[str]) -> str:
+    """The backend `auto` takes: the first of `preference` that is available.
+
+    An accelerator's engine that found only a processor (MLX on Linux) comes last: the cpu backend is faster there.
+    """
+    available = [name for name in preference if name in machine.available()]
+    if not available:
+        raise UserError(
+            f"No backend can be used on {machine.name}.",
+            why="; ".join(f"{report.name}: {report.reason}" for report in machine.backends.values()),
+            do="pip install 'crosstune[torch]', which runs on any processor",
+        )
+    return min(available, key=lambda name: name != "cpu" and machine.backends[name].device == "cpu")
+
+
+def _backend_from_json(data: Mapping[str, Any]) -> BackendReport:
+    known = {item.name for item in fields(BackendReport)}
+    values = {key: value for key, value in data.items() if key in known}
+    values["devices"] = tuple(Device(**device) for device in values.get("devices", ()))
+    values["quantizers"] = {name: tuple(bits) for name, bits in values.get("quantizers", {}).items()}
+    for key in ("dtypes", "collectives", "attention", "notes"):
+        values[key] = tuple(values.get(key, ()))
+    return BackendReport(**values)
+
+
+def read_machine(path: Path) -> Machine:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"Cannot read the machine report {path}.", why=str(error)) from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path} is not a machine report.", why="it holds no JSON object.")
+    return Machine.from_json(data, source=str(path))

@@ -1,0 +1,133 @@
+"""How much memory a training step needs: arithmetic on shapes, an estimate and called one."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The numbers of a decoder model that memory depends on."""
+
+    num_parameters: int
+    hidden: int
+    num_layers: int
+    intermediate: int
+    vocab: int
+    max_context: int | None = None
+    source: str = "config"
+    """Where the numbers come from: the model's config, or a guess from its name."""
+
+
+# (billions of parameters, hidden, layers, intermediate, vocabulary) of common decoder models.
+_TYPICAL = (
+    (0.135, 576, 30, 1536, 49152),
+    (0.5, 896, 24, 4864, 151936),
+    (1.1, 2048, 22, 5632, 32000),
+    (3.0, 3072, 28, 8192, 128256),
+    (7.0, 4096, 32, 11008, 32000),
+    (13.0, 5120, 40, 13824, 32000),
+    (34.0, 7168, 60, 20480, 64000),
+    (70.0, 8192, 80, 28672, 32000),
+)
+
+
+def shape_from_name(name: str) -> ModelShape | None:
+    """Guess a shape from a size in a model's name, such as 7b or 135M; None when there is no size in it."""
+    match = re.search(r"(?<![A-Za-z0-9])(\d+(?:\.\d+)?)\s*([bBmM])(?![A-Za-z0-9])", name)
+    if match is None:
+        return None
+    billions = float(match.group(1)) * (1.0 if match.group(2) in "bB" else 1e-3)
+    return shape_for_size(billions)
+
+
+def shape_for_size(billions: float) -> ModelShape:
+    _, hidden, layers, intermediate, vocab = min(_TYPICAL, key=lambda row: abs(row[0] - billions))
+    return ModelShape(
+        num_parameters=round(billions * 1e9),
+        hidden=hidden,
+        num_layers=layers,
+        intermediate=intermediate,
+        vocab=vocab,
+        source="name",
+    )
+
+
+def model_bytes(shape: ModelShape, *, method: str, bits: int, rank: int) -> int:
+    """Weights, gradients and optimizer moments."""
+    weights = shape.num_parameters * bits // 8
+    if bits < 16:
+        # Embeddings and the head stay in 16 bits; a scale per 64 weights adds half a bit to the rest.
+        kept = shape.vocab * shape.hidden
+        weights = kept * 2 + (shape.num_parameters - kept) * (2 * bits + 1) // 16
+    if method == "full":
+        trained = shape.num_parameters
+    else:
+        per_layer = 4 * 2 * shape.hidden + 3 * (shape.hidden + shape.intermediate)
+        trained = rank * per_layer * shape.num_layers
+    return weights + trained * 16  # fp32 master, gradient and two moments
+
+
+def activation_bytes(
+    shape: ModelShape, *, batch: int, context: int, checkpointing: bool, compute_bits: int
+) -> int:
+    """What the forward pass keeps for the backward pass, and the logits of one micro-batch."""
+    tokens = batch * context
+    width = compute_bits // 8
+    per_layer = tokens * (10 * shape.hidden + 4 * shape.intermediate) * width
+    if checkpointing:
+        kept = shape.num_layers * tokens * shape.hidden * width + per_layer
+    else:
+        kept = shape.num_layers * per_layer
+    return kept + 2 * tokens * shape.vocab * 4
+
+
+def step_bytes(
+    shape: ModelShape,
+    *,
+    method: str,
+    bits: int,
+    rank: int,
+    batch: int,
+    context: int,
+    checkpointing: bool,
+    compute_bits: int,
+) -> int:
+    return model_bytes(shape, method=method, bits=bits, rank=rank) + activation_bytes(
+        shape, batch=batch, context=context, checkpointing=checkpointing, compute_bits=compute_bits
+    )
+
+
+def largest_batch(
+    shape: ModelShape,
+    *,
+    limit_bytes: int,
+    method: str = "lora",
+    bits: int = 16,
+    rank: int = 16,
+    context: int = 2048,
+    checkpointing: bool = True,
+    compute_bits: int = 16,
+    at_most: int = 1024,
+) -> int:
+    """The largest power of two of rows that is estimated to fit; 0 when not even one does."""
+    batch = 0
+    candidate = 1
+    while candidate <= at_most:
+        need = step_bytes(
+            shape,
+            method=method,
+            bits=bits,
+            rank=rank,
+            batch=candidate,
+            context=context,
+            checkpointing=checkpointing,
+            compute_bits=compute_bits,
+        )
+        if need > limit_bytes:
+            break
+        batch, candidate = candidate, candidate * 2
+    return batch

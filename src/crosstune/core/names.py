@@ -1,0 +1,41 @@
+"""Plug-ins found by file name, and the nearest names to one that does not exist."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Iterable
+from types import ModuleType
+
+from crosstune.core.errors import UserError
+
+
+def plugin_names(package: str) -> list[str]:
+    """Module names in a package folder, without importing any of them. Names with a leading _ are private."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.submodule_search_locations is None:
+        return []
+    modules = pkgutil.iter_modules(list(spec.submodule_search_locations))
+    return sorted(module.name for module in modules if not module.name.startswith("_"))
+
+
+def load_plugin(package: str, name: str, *, kind: str) -> ModuleType:
+    """Import `package.name`; an unknown name answers with the names that exist."""
+    names = plugin_names(package)
+    if name not in names:
+        raise unknown_name(kind, name, names)
+    return importlib.import_module(f"{package}.{name}")
+
+
+def nearest(name: str, names: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)
+
+
+def unknown_name(kind: str, name: str, names: Iterable[str]) -> UserError:
+    """The error for a name that is not among `names`."""
+    known = sorted(names)
+    close = nearest(name, known)
+    hint = f"did you mean {' or '.join(repr(match) for match in close)}? " if close else ""
+    return UserError(f"Unknown {kind} '{name}'.", do=f"{hint}The names that exist: {', '.join(known)}.")

@@ -1,0 +1,155 @@
+"""The seams: what a recipe, an engine's session and an observer of a run look like to the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+IGNORED = -100
+"""The target of a position that carries no loss."""
+
+IntArray = NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One tokenized document. `supervised[i]` says whether token i is to be predicted."""
+
+    tokens: IntArray
+    supervised: NDArray[np.bool_]
+    index: int
+    """Its place in the data set, counted from 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Rows of equal length. Targets are already shifted: position t predicts `targets[:, t]`."""
+
+    input_ids: IntArray
+    targets: IntArray
+    segments: IntArray
+    """0 where there is padding, else the number of the document within its row, from 1."""
+    positions: IntArray
+
+    @property
+    def num_tokens(self) -> int:
+        return int((self.segments > 0).sum())
+
+    @property
+    def num_supervised(self) -> int:
+        return int((self.targets != IGNORED).sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    loss: float
+    """Mean over all supervised tokens of the window."""
+    grad_norm: float
+    num_tokens: int
+    num_supervised: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalResult:
+    loss: float
+    num_supervised: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    used_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Numbers of one evaluation, and the samples behind them."""
+
+    metrics: Mapping[str, float]
+    samples: Sequence[Sample] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    prompt: str
+    answer: str
+    reference: str = ""
+
+
+class Session(Protocol):
+    """An opened engine: model, adapters and optimizer on their devices."""
+
+    def step(self, window: Sequence[Batch], *, lr: float) -> StepResult: ...
+
+    def evaluate(self, batches: Iterable[Batch]) -> EvalResult: ...
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        stop_ids: Sequence[int] = (),
+        temperature: float = 0.0,
+        seed: int = 0,
+        on_token: Callable[[int], None] | None = None,
+    ) -> list[list[int]]: ...
+
+    def memory(self) -> Memory: ...
+
+    def num_parameters(self) -> tuple[int, int]:
+        """Trained, and all."""
+        ...
+
+    def save_result(self, run_dir: Path) -> Path:
+        """Write what was trained as other tools read it: `adapter/` or `model/`. Returns that folder."""
+        ...
+
+
+class Recipe(Protocol):
+    """One kind of training, engine-free: its data, how it is batched and how it is judged."""
+
+    def longest_row(self) -> int:
+        """Tokens of the longest row that a step can meet."""
+        ...
+
+    def configure(self, config: Any) -> None:
+        """Take the options as finally resolved; the data stays what it is."""
+        ...
+
+    def window(self, step: int) -> list[Batch]:
+        """The micro-batches of optimizer step `step`, counted from 0. Depends on nothing else."""
+        ...
+
+    def num_steps(self) -> int: ...
+
+    def describe(self) -> Mapping[str, Any]: ...
+
+    def evaluate(self, session: Session, *, observer: Observer) -> Evaluation: ...
+
+
+class Observer(Protocol):
+    """Who is told what happens in a run: the record on disk, the screen."""
+
+    def on_event(self, kind: str, data: Mapping[str, Any]) -> None: ...
+
+    def on_step(self, metrics: Mapping[str, Any]) -> None: ...
+
+
+@dataclass
+class Observers:
+    """Several observers as one; each hears everything, in order."""
+
+    members: list[Observer] = field(default_factory=list)
+
+    def on_event(self, kind: str, data: Mapping[str, Any]) -> None:
+        for member in self.members:
+            member.on_event(kind, data)
+
+    def on_step(self, metrics: Mapping[str, Any]) -> None:
+        for member in self.members:
+            member.on_step(metrics)

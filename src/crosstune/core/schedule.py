@@ -1,0 +1,51 @@
+"""Learning-rate schedules as arithmetic: every engine follows the same numbers."""
+
+from __future__ import annotations
+
+import math
+
+SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "exponential")
+NUM_RESTARTS = 3
+POLYNOMIAL_POWER = 2.0
+
+
+def warmup_steps(*, schedule: str, num_steps: int, steps: int | None, ratio: float | None) -> int:
+    """How many steps the rate climbs. Unasked, a decaying schedule takes a tenth and a constant one none."""
+    if steps is None:
+        if ratio is None:
+            ratio = 0.0 if schedule == "constant" else 0.1
+        steps = round(num_steps * ratio)
+    return min(steps, num_steps)
+
+
+def learning_rate(
+    step: int, *, peak: float, schedule: str, num_steps: int, warmup: int, floor_ratio: float
+) -> float:
+    """The rate of step `step`, counted from 0, out of `num_steps`."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    span = max(1, num_steps - warmup)
+    progress = min(1.0, (step - warmup) / span)
+    return peak * _decay(schedule, progress, floor_ratio)
+
+
+def _decay(schedule: str, progress: float, floor_ratio: float) -> float:
+    if schedule == "constant":
+        return 1.0
+    if schedule == "linear":
+        shape = 1.0 - progress
+    elif schedule == "cosine":
+        shape = 0.5 * (1.0 + math.cos(math.pi * progress))
+    elif schedule == "cosine_with_restarts":
+        cycle = (progress * NUM_RESTARTS) % 1.0 if progress < 1.0 else 1.0
+        shape = 0.5 * (1.0 + math.cos(math.pi * cycle))
+    elif schedule == "polynomial":
+        shape = (1.0 - progress) ** POLYNOMIAL_POWER
+    elif schedule == "exponential":
+        # Falls to the floor exactly at the end; a floor of zero has no exponential, so a thousandth stands in.
+        return float(max(floor_ratio, 1e-3) ** progress)
+    else:
+        raise AssertionError(f"unknown schedule {schedule}")
+    if schedule == "linear" or schedule == "polynomial":
+        return shape
+    return floor_ratio + (1.0 - floor_ratio) * shape

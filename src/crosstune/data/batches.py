@@ -1,0 +1,39 @@
+"""Examples to rectangular batches of numpy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from crosstune.core.protocols import IGNORED, Batch, Example
+
+# Rows are padded to a multiple of this, so that compiled and cached kernels see few shapes.
+LENGTH_STEP = 8
+
+
+def pad_rows(examples: Sequence[Example], *, pad_id: int) -> Batch:
+    """One example a row, padded on the right to the longest."""
+    longest = max(len(example.tokens) for example in examples)
+    width = -(-longest // LENGTH_STEP) * LENGTH_STEP
+    shape = (len(examples), width)
+    input_ids = np.full(shape, pad_id, dtype=np.int32)
+    targets = np.full(shape, IGNORED, dtype=np.int32)
+    segments = np.zeros(shape, dtype=np.int32)
+    for row, example in enumerate(examples):
+        length = len(example.tokens)
+        input_ids[row, :length] = example.tokens
+        targets[row, : length - 1] = np.where(example.supervised[1:], example.tokens[1:], IGNORED)
+        segments[row, :length] = 1
+    positions = np.broadcast_to(np.arange(width, dtype=np.int32), shape).copy()
+    return Batch(input_ids=input_ids, targets=targets, segments=segments, positions=positions)
+
+
+def split_rows(examples: Sequence[Example], *, batch_size: int, pad_id: int) -> Iterator[Batch]:
+    for start in range(0, len(examples), batch_size):
+        yield pad_rows(examples[start : start + batch_size], pad_id=pad_id)
+
+
+def num_supervised(example: Example) -> int:
+    """Tokens that carry loss; the first token of a row has nothing before it to be predicted from."""
+    return int(example.supervised[1:].sum())

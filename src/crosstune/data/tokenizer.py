@@ -1,0 +1,83 @@
+"""Text to token ids and back, with the places of tokens in the text, from a model folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from crosstune.core.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RustTokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenizer:
+    rust: RustTokenizer
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_id: int
+    stop_ids: frozenset[int]
+    """Tokens that end an answer."""
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        from tokenizers import Tokenizer as RustTokenizer
+
+        if not (folder / "tokenizer.json").exists():
+            raise UserError(
+                f"{folder} has no tokenizer.json.",
+                why="crosstune reads fast tokenizers.",
+                do="make one with: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
+            )
+        rust = RustTokenizer.from_file(str(folder / "tokenizer.json"))
+        settings = _read(folder / "tokenizer_config.json")
+        tokens = _read(folder / "special_tokens_map.json") | settings
+        eos = _token_text(tokens.get("eos_token"))
+        pad = _token_text(tokens.get("pad_token")) or eos
+        return cls(
+            rust=rust,
+            chat_template=_chat_template(folder, settings),
+            bos_token=_token_text(tokens.get("bos_token")),
+            eos_token=eos,
+            pad_id=(rust.token_to_id(pad) if pad else None) or 0,
+            stop_ids=_stop_ids(folder, rust, eos),
+        )
+
+    def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids, and for each the characters it stands for. Adds no special tokens: templates write their own."""
+        encoding = self.rust.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
+        return str(self.rust.decode(list(ids), skip_special_tokens=not keep_special))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _token_text(entry: Any) -> str | None:
+    return entry.get("content") if isinstance(entry, dict) else entry
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template
+
+
+def _stop_ids(folder: Path, rust: RustTokenizer, eos: str | None) -> frozenset[int]:
+    declared = _read(folder / "generation_config.json").get("eos_token_id")
+    ids = set(declared if isinstance(declared, list) else [declared])
+    ids.add(rust.token_to_id(eos) if eos else None)
+    return frozenset(token for token in ids if token is not None)

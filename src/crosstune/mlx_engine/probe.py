@@ -1,0 +1,192 @@
+"""What MLX can do on this computer, found by trying it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from crosstune.backends._host import memory_bytes, processor_device
+from crosstune.core.backend import BackendSpec
+from crosstune.core.machine import BackendReport, Device
+
+_FAILURES = (ImportError, RuntimeError, ValueError, TypeError, AttributeError, OSError)
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_TOLERANCE = {"fp32": 2e-3, "fp16": 1e-2, "bf16": 5e-2}
+_QUANTIZER = "mlx"
+# Relative error of a product over a quantized weight, at several times what was measured on Gaussian weights.
+_QUANTIZED_TOLERANCE = {2: 0.8, 3: 0.4, 4: 0.2, 6: 0.1, 8: 0.05}
+_COLLECTIVES = ("ring", "jaccl", "nccl", "mpi")
+
+Notes = list[str]
+
+
+def probe(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> BackendReport:
+    """Report on MLX; of `quantizers` its own is tried, the others left out."""
+    reason = _why_missing()
+    if reason:
+        return BackendReport(
+            name=spec.name, engine=spec.engine, available=False, reason=reason, device=spec.device
+        )
+    notes: Notes = []
+    dtypes = tuple(
+        name for name in _DTYPES if _works(partial(_try_dtype, name), f"{name} does not work", notes)
+    )
+    if "fp32" not in dtypes:
+        why = "; ".join(notes)
+        return BackendReport(
+            name=spec.name, engine=spec.engine, available=False, reason=why, device=spec.device
+        )
+    kind, device, unified = _device()
+    if kind == "cpu":
+        notes.append("MLX found no GPU and runs on the processor, which is slow: use it for tests")
+    bits = _working_bits(notes) if _QUANTIZER in quantizers else ()
+    return BackendReport(
+        name=spec.name,
+        engine=spec.engine,
+        available=True,
+        device=kind,
+        devices=(device,),
+        unified_memory=unified,
+        dtypes=dtypes,
+        bf16_speedup=_bf16_speedup(size=2048 if kind == "gpu" else 256) if "bf16" in dtypes else 1.0,
+        quantizers={_QUANTIZER: bits} if bits else {},
+        collectives=_collectives(),
+        attention=("sdpa",) if _works(_try_attention, "attention does not run", notes) else (),
+        notes=tuple(notes),
+    )
+
+
+def _why_missing() -> str:
+    """Why MLX cannot be used; empty when it can."""
+    try:
+        import mlx.core  # noqa: F401
+    except ModuleNotFoundError as error:
+        missing = error.name is not None and error.name.partition(".")[0] == "mlx"
+        return "mlx is not installed" if missing else f"mlx does not import: {error}"
+    except (ImportError, OSError) as error:
+        return f"mlx does not import: {error}"
+    return ""
+
+
+def _works(trial: Callable[[], None], what: str, notes: Notes) -> bool:
+    try:
+        trial()
+    except _FAILURES as error:
+        lines = str(error).strip().splitlines()
+        notes.append(f"{what}: {lines[0] if lines else type(error).__name__}")
+        return False
+    return True
+
+
+def _device() -> tuple[str, Device, bool]:
+    """gpu or cpu, the device, and whether its memory is the system's."""
+    import mlx.core as mx
+
+    if mx.default_device().type != mx.DeviceType.gpu:
+        return "cpu", processor_device(), False
+    info = (mx.device_info if hasattr(mx, "device_info") else mx.metal.device_info)()
+    system_total, system_free = memory_bytes()
+    unified = bool(mx.metal.is_available())
+    # Metal names what a program should stay under; CUDA names the card's own memory.
+    total = int(info.get("max_recommended_working_set_size") or info.get("total_memory") or system_total)
+    free = int(info.get("free_memory") or total - mx.get_active_memory())
+    if unified:
+        free = min(free, system_free)
+    name = str(info.get("device_name") or info.get("architecture") or "gpu")
+    return "gpu", Device(name=name, memory_total_bytes=total, memory_free_bytes=free), unified
+
+
+def _try_dtype(name: str) -> None:
+    """A product and both its gradients, against the same in float64 by numpy."""
+    import mlx.core as mx
+
+    dtype = getattr(mx, _DTYPES[name])
+    random = np.random.default_rng(0)
+    left, right, weight = (
+        mx.array(random.standard_normal((48, 48), dtype=np.float32)).astype(dtype) for _ in "abc"
+    )
+    gradients = mx.grad(lambda a, b: ((a @ b) * weight).astype(mx.float32).sum(), argnums=(0, 1))(left, right)
+    a, b, w = (_to_numpy(item) for item in (left, right, weight))
+    pairs = zip((left @ right, *gradients), (a @ b, w @ b.T, a.T @ w), strict=True)
+    for result, reference in pairs:
+        error = float(np.abs(_to_numpy(result) - reference).max() / np.abs(reference).max())
+        if not error <= _TOLERANCE[name]:
+            raise ValueError(f"a small product differs from float64 by {error:.1%}")
+
+
+def _working_bits(notes: Notes) -> tuple[int, ...]:
+    return tuple(
+        bits
+        for bits in _QUANTIZED_TOLERANCE
+        if _works(partial(_try_bits, bits), f"mlx with {bits} bits does not run", notes)
+    )
+
+
+def _try_bits(bits: int) -> None:
+    """Quantize a weight, multiply by it, and take the gradient with respect to the input."""
+    import mlx.core as mx
+
+    random = np.random.default_rng(0)
+    weight = mx.array(random.standard_normal((128, 128), dtype=np.float32))
+    inputs = mx.array(random.standard_normal((8, 128), dtype=np.float32))
+    packed = mx.quantize(weight, group_size=64, bits=bits)
+
+    def product(x: Any) -> Any:
+        return mx.quantized_matmul(x, *packed, transpose=True, group_size=64, bits=bits)
+
+    gradient = _to_numpy(mx.grad(lambda x: product(x).square().sum())(inputs))
+    restored = _to_numpy(mx.dequantize(*packed, group_size=64, bits=bits))
+    reference = _to_numpy(inputs) @ _to_numpy(weight).T
+    error = np.linalg.norm(_to_numpy(product(inputs)) - reference) / np.linalg.norm(reference)
+    if not (np.isfinite(gradient).all() and np.isfinite(restored).all()):
+        raise ValueError("a result or its gradient is not finite")
+    if error > _QUANTIZED_TOLERANCE[bits]:
+        raise ValueError(f"a small product is off by {error:.0%}")
+
+
+def _try_attention() -> None:
+    import mlx.core as mx
+
+    queries = mx.array(np.random.default_rng(0).standard_normal((1, 4, 32, 64), dtype=np.float32))
+
+    def attend(x: Any) -> Any:
+        return mx.fast.scaled_dot_product_attention(x, x, x, scale=0.125, mask="causal").square().sum()
+
+    if not np.isfinite(_to_numpy(mx.grad(attend)(queries))).all():
+        raise ValueError("the gradient is not finite")
+
+
+def _bf16_speedup(*, size: int) -> float:
+    """Time of an fp32 product over that of a bf16 one."""
+    import mlx.core as mx
+
+    operand = mx.array(np.random.default_rng(0).standard_normal((size, size), dtype=np.float32))
+    return round(_product_s(operand) / _product_s(operand.astype(mx.bfloat16)), 2)
+
+
+def _product_s(operand: Any) -> float:
+    import mlx.core as mx
+
+    mx.eval(operand @ operand)
+    seconds: list[float] = []
+    for _ in range(3):
+        start = time.perf_counter()
+        mx.eval(operand @ operand)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def _collectives() -> tuple[str, ...]:
+    import mlx.core as mx
+
+    return tuple(name for name in _COLLECTIVES if mx.distributed.is_available(name))
+
+
+def _to_numpy(value: Any) -> Any:
+    import mlx.core as mx
+
+    return np.array(value.astype(mx.float32)).astype(np.float64)

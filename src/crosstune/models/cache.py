@@ -1,0 +1,277 @@
+"""The model cache: a folder per model that is either whole or not there, whoever asks and whatever is killed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from crosstune import __version__
+from crosstune.core.errors import UserError
+from crosstune.core.names import unknown_name
+from crosstune.core.record import write_json
+from crosstune.models.disk import CACHE_VARIABLE, disk_errors, ensure_space
+from crosstune.models.progress import Progress, silent
+
+MARKER = "crosstune.json"
+LAYOUT = 1
+"""Raised when models are made differently, so that the ones in the cache are made again."""
+
+Build = Callable[[Path, Path], Mapping[str, Any]]
+"""Fills an empty folder with a model, using a scratch folder, and returns a record of where it came from."""
+
+_LOCKS, _STAGING = ".locks", ".staging"
+_BLOCK_BYTES = 1 << 20
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedModel:
+    name: str
+    path: Path
+    size_bytes: int
+    source: Mapping[str, Any]
+    made_at: str
+    problems: list[str]
+    """What the quick check found; empty for a sound model."""
+
+
+def cache_root(override: Path | None = None) -> Path:
+    """The folder of cached models, in the user's cache folder unless the caller names another."""
+    import platformdirs
+
+    base = platformdirs.user_cache_path("crosstune") if override is None else override.expanduser().absolute()
+    return base / "models"
+
+
+def install(
+    name: str, build: Build, *, need_bytes: int, cache: Path | None = None, progress: Progress = silent
+) -> Path:
+    """The folder of the model `name`, made by `build` unless a sound one is there.
+
+    The lock of a name is held for as long as its staging folder is in use, so a staging folder whose lock is free
+    belongs to nobody. A kill leaves such a folder behind and nothing else.
+    """
+    root = cache_root(cache)
+    target = root / name
+    if not check(target):
+        return target
+    _make_writable(root)
+    with _locked(root, name, progress=progress):
+        problems = check(target)
+        if not problems:
+            return target
+        if target.exists():
+            _log.warning(
+                "The cached model %s is damaged (%s); it is made again.", target, "; ".join(problems)
+            )
+        _sweep(root, held=name)
+        ensure_space(root, need_bytes)
+        with _staging(root, name) as stage, disk_errors(root, need_bytes):
+            folder, scratch = stage / "model", stage / "scratch"
+            folder.mkdir()
+            scratch.mkdir()
+            source = build(folder, scratch)
+            _seal(folder, source, progress=progress)
+            _put_in_place(folder, target, aside=stage / "replaced")
+    return target
+
+
+def check(folder: Path) -> list[str]:
+    """What is wrong with a cached model, judged by its marker and the sizes of its files; empty when sound."""
+    marker = _read_marker(folder)
+    if marker is None:
+        return [f"{MARKER} is missing or unreadable"]
+    if marker.get("layout") != LAYOUT:
+        return [f"it was made by crosstune {marker.get('crosstune')}, which made models differently"]
+    problems = []
+    for name, facts in marker["files"].items():
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"{name} is missing")
+        elif path.stat().st_size != facts["bytes"]:
+            problems.append(f"{name} has {path.stat().st_size:,} bytes instead of {facts['bytes']:,}")
+    return problems
+
+
+def verify(folder: Path, *, progress: Progress = silent) -> list[str]:
+    """Like `check`, but every byte is read and compared with the hash in the marker."""
+    problems = check(folder)
+    marker = _read_marker(folder)
+    if problems or marker is None:
+        return problems
+    total = sum(facts["bytes"] for facts in marker["files"].values())
+    done = 0
+    for name, facts in marker["files"].items():
+        if file_sha256(folder / name) != facts["sha256"]:
+            problems.append(f"{name} does not have the contents it was made with")
+        done += facts["bytes"]
+        progress("verify", done, total)
+    return problems
+
+
+def list_models(*, cache: Path | None = None) -> list[CachedModel]:
+    """Every model in the cache, damaged ones too."""
+    root = cache_root(cache)
+    if not root.is_dir():
+        return []
+    folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return [_describe(folder) for folder in folders]
+
+
+def remove_model(name: str, *, cache: Path | None = None) -> int:
+    """Delete one model from the cache and return how many bytes that freed."""
+    root = cache_root(cache)
+    models = {model.name: model for model in list_models(cache=cache)}
+    if name not in models:
+        raise unknown_name("cached model", name, models)
+    _make_writable(root)
+    with _locked(root, name, progress=silent), _staging(root, name) as stage:
+        # Moved out of sight first: a kill during the deletion must not leave half a model under its name.
+        if (root / name).exists():
+            (root / name).rename(stage / "removed")
+    return models[name].size_bytes
+
+
+def file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _locked(root: Path, name: str, *, progress: Progress) -> Iterator[None]:
+    import filelock
+
+    lock = filelock.FileLock(_lock_path(root, name))
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        progress("wait", 0, None)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _staging(root: Path, name: str) -> Iterator[Path]:
+    """A new folder on the disk of the cache that is gone afterwards, whatever happens inside."""
+    home = root / _STAGING / name
+    home.mkdir(parents=True, exist_ok=True)
+    # A new name each time: a child that outlived its killed parent may still write into the old one.
+    stage = Path(tempfile.mkdtemp(dir=home))
+    try:
+        yield stage
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _sweep(root: Path, *, held: str) -> None:
+    """Remove what killed processes left; `held` is the name whose lock the caller has."""
+    import filelock
+
+    staging = root / _STAGING
+    for leftover in staging.iterdir() if staging.is_dir() else ():
+        if leftover.name == held:
+            shutil.rmtree(leftover, ignore_errors=True)
+            continue
+        try:
+            with filelock.FileLock(_lock_path(root, leftover.name), timeout=0):
+                shutil.rmtree(leftover, ignore_errors=True)
+        except filelock.Timeout:
+            continue
+
+
+def _seal(folder: Path, source: Mapping[str, Any], *, progress: Progress) -> None:
+    """Flush every file to the disk and write the marker, which is what makes a folder a model."""
+    files: dict[str, dict[str, Any]] = {}
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    total = sum(path.stat().st_size for path in paths)
+    done = 0
+    for path in paths:
+        _flush_file(path)
+        size = path.stat().st_size
+        files[path.relative_to(folder).as_posix()] = {"bytes": size, "sha256": file_sha256(path)}
+        done += size
+        progress("verify", done, total)
+    marker = {
+        "layout": LAYOUT,
+        "crosstune": __version__,
+        "made_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "source": dict(source),
+        "files": files,
+    }
+    write_json(folder / MARKER, marker)
+    _flush_folder(folder)
+
+
+def _put_in_place(folder: Path, target: Path, *, aside: Path) -> None:
+    if target.exists():
+        target.rename(aside)
+    folder.rename(target)
+    _flush_folder(target.parent)
+
+
+def _flush_file(path: Path) -> None:
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    if os.name == "nt":
+        return  # Windows has no handle on a folder that could be flushed.
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _make_writable(root: Path) -> None:
+    try:
+        (root / _LOCKS).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root / _LOCKS):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"Cannot write to the model cache {root}.",
+            why=str(error),
+            do=f"set the environment variable {CACHE_VARIABLE} to a folder you can write to",
+        ) from error
+
+
+def _lock_path(root: Path, name: str) -> Path:
+    return root / _LOCKS / f"{name}.lock"
+
+
+def _read_marker(folder: Path) -> dict[str, Any] | None:
+    try:
+        marker = json.loads((folder / MARKER).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return marker if isinstance(marker, dict) and isinstance(marker.get("files"), dict) else None
+
+
+def _describe(folder: Path) -> CachedModel:
+    marker = _read_marker(folder) or {}
+    return CachedModel(
+        name=folder.name,
+        path=folder,
+        size_bytes=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
+        source=marker.get("source", {}),
+        made_at=marker.get("made_at", ""),
+        problems=check(folder),
+    )

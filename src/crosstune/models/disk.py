@@ -1,0 +1,70 @@
+"""Room on the disk: known before work starts, and one clear error when it runs out midway."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from crosstune.core.errors import UserError
+
+CACHE_VARIABLE = "CROSSTUNE_CACHE"
+HUB_VARIABLE = "HF_HOME"
+
+# A quota or a limit on the size of one file stops a write just as a full disk does.
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class DiskFullError(UserError):
+    """A model does not fit on the disk of the cache."""
+
+
+def ensure_space(
+    folder: Path, need_bytes: int, *, variable: str = CACHE_VARIABLE, free_bytes: int | None = None
+) -> None:
+    """Raise unless `folder`'s disk has room for `need_bytes`; `free_bytes` replaces the measured number."""
+    free = free_space(folder) if free_bytes is None else free_bytes
+    if free < need_bytes:
+        raise disk_full(folder, need_bytes, variable=variable, free_bytes=free)
+
+
+@contextmanager
+def disk_errors(folder: Path, need_bytes: int, *, variable: str = CACHE_VARIABLE) -> Iterator[None]:
+    """Turn a disk that fills up inside the block into the same error as `ensure_space`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        raise disk_full(folder, need_bytes, variable=variable, cause=error.strerror) from error
+
+
+def free_space(folder: Path) -> int:
+    """Free bytes on the disk that holds `folder`, or would hold it."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free
+
+
+def readable_bytes(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 10e9 else f"{count / 1e6:,.0f} MB"
+
+
+def disk_full(
+    folder: Path,
+    need_bytes: int,
+    *,
+    variable: str = CACHE_VARIABLE,
+    free_bytes: int | None = None,
+    cause: str | None = None,
+) -> DiskFullError:
+    free = free_space(folder) if free_bytes is None else free_bytes
+    said = f" (the system said: {cause})" if cause else ""
+    return DiskFullError(
+        f"There is not enough room for the model in {folder}.",
+        why=f"about {readable_bytes(need_bytes)} are needed there and {readable_bytes(free)} are free{said}.",
+        do=f"free some space, or set the environment variable {variable} to a folder on a larger disk",
+    )

@@ -1,0 +1,192 @@
+"""A model folder in the Hugging Face layout: whether it can be used, its shape, and which weights it holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from crosstune.core.errors import UserError
+from crosstune.core.memory import ModelShape
+from crosstune.models.canonical import CONFIG, Llama
+from crosstune.models.weights import read_header
+
+INDEX = "model.safetensors.index.json"
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+)
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_SAMPLES_PER_FILE, _SAMPLE_BYTES = 32, 4096
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def check_folder(folder: Path) -> None:
+    """Raise the one error that says why a folder cannot be used as a model; return when it can."""
+    if not (folder / CONFIG).is_file():
+        raise _no_config(folder)
+    read_config(folder)
+    files = weight_files(folder)
+    if not files:
+        raise _no_weights(folder)
+    absent = sorted(_indexed_files(folder) - {path.name for path in files})
+    if absent:
+        raise UserError(
+            f"The model folder {folder} is not complete.",
+            why=f"{INDEX} names weight files that are not there: {', '.join(absent)}.",
+            do="download or copy the missing files",
+        )
+    for path in files:
+        read_header(path)
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise UserError(
+            f"The model folder {folder} has no tokenizer.",
+            why=f"none of these files is there: {', '.join(_TOKENIZER_FILES)}.",
+            do="copy tokenizer.json and tokenizer_config.json of the model into the folder",
+        )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    return _read_json(folder / CONFIG)
+
+
+def folder_shape(folder: Path) -> ModelShape | None:
+    """The shape of the model in a folder; None when its config.json does not hold the numbers."""
+    config = read_config(folder)
+    shape = config_shape(config)
+    files = weight_files(folder)
+    if shape is None or not files or "quantization_config" in config:
+        return shape
+    counted = sum(math.prod(entry["shape"]) for path in files for entry in read_header(path)[0].values())
+    return _with_parameters(shape, counted)
+
+
+def config_shape(config: dict[str, Any]) -> ModelShape | None:
+    """The shape that a config.json describes, its parameters counted as if it were a Llama model."""
+    numbers: dict[str, Any] = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    hidden = _first(numbers, "hidden_size", "n_embd", "d_model")
+    layers = _first(numbers, "num_hidden_layers", "n_layer", "num_layers")
+    vocab = _first(numbers, "vocab_size")
+    if hidden is None or layers is None or vocab is None:
+        return None
+    heads = _first(numbers, "num_attention_heads", "n_head") or 1
+    max_context = _first(numbers, "max_position_embeddings", "n_positions")
+    llama = Llama(
+        vocab=vocab,
+        hidden=hidden,
+        intermediate=_first(numbers, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=_first(numbers, "num_key_value_heads") or heads,
+        head_dim=_first(numbers, "head_dim") or hidden // heads,
+        max_context=max_context or 0,
+        rope_theta=0.0,
+        norm_eps=0.0,
+        tied=bool(config.get("tie_word_embeddings", False)),
+        dtype="",
+    )
+    shape = llama.shape()
+    experts = _first(numbers, *_EXPERTS) or 1
+    width = _first(numbers, "moe_intermediate_size") or llama.intermediate
+    if experts > 1:
+        gained = layers * 3 * hidden * (experts * width - llama.intermediate)
+        shape = _with_parameters(shape, shape.num_parameters + gained)
+    return shape
+
+
+def identity(folder: Path) -> dict[str, Any]:
+    """Which base weights a folder holds, told without reading all of them.
+
+    `weights_sha256` covers each safetensors file's name, size, header and blocks spread evenly over it: two fine-tunes
+    of one model share all but the last. `sha256` covers config.json too.
+    """
+    weights = hashlib.sha256()
+    files: dict[str, int] = {}
+    for path in weight_files(folder):
+        files[path.name] = path.stat().st_size
+        weights.update(f"{path.name}\0{files[path.name]}\0".encode())
+        weights.update(read_header(path)[1])
+        _update_with_samples(weights, path, files[path.name])
+    config = hashlib.sha256((folder / CONFIG).read_bytes()).hexdigest()
+    both = hashlib.sha256(f"{config}\0{weights.hexdigest()}".encode()).hexdigest()
+    return {"sha256": both, "config_sha256": config, "weights_sha256": weights.hexdigest(), "files": files}
+
+
+def _update_with_samples(digest: hashlib._Hash, path: Path, size: int) -> None:
+    with path.open("rb") as file:
+        for number in range(_SAMPLES_PER_FILE):
+            file.seek(max(0, size - _SAMPLE_BYTES) * number // (_SAMPLES_PER_FILE - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+
+
+def _no_config(folder: Path) -> UserError:
+    if (folder / "adapter_config.json").is_file():
+        return UserError(
+            f"{folder} holds an adapter, not a model.",
+            why=f"it has adapter_config.json and no {CONFIG}.",
+            do="name the base model of the adapter as the model",
+        )
+    return UserError(
+        f"{folder} is not a model folder.",
+        why=f"there is no {CONFIG} in it.",
+        do=f"name a folder that holds {CONFIG}, *.safetensors and the tokenizer files",
+    )
+
+
+def _no_weights(folder: Path) -> UserError:
+    asked = f"The model folder {folder} has no usable weights."
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        return UserError(
+            asked,
+            why=f"its weights are pickles ({', '.join(pickles[:3])}), which can run code when they are loaded.",
+            do="save the model as safetensors (`save_pretrained` of transformers does), or get such a version of it",
+        )
+    ggufs = sorted(folder.glob("*.gguf"))
+    if ggufs:
+        return UserError(
+            asked, why="it holds a GGUF file.", do=f"name the file itself as the model: {ggufs[0]}"
+        )
+    return UserError(
+        asked, why="there is no *.safetensors file in it.", do="download or copy the model's weights into it"
+    )
+
+
+def _indexed_files(folder: Path) -> set[str]:
+    if not (folder / INDEX).is_file():
+        return set()
+    weight_map = _read_json(folder / INDEX).get("weight_map", {})
+    return set(weight_map.values())
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(
+            f"{path} cannot be read.", why=f"it is not JSON ({error}).", do="get the file again"
+        ) from error
+    if not isinstance(data, dict):
+        raise UserError(
+            f"{path} cannot be read.", why="it does not hold a JSON object.", do="get the file again"
+        )
+    return data
+
+
+def _first(numbers: dict[str, Any], *keys: str) -> int | None:
+    return next((numbers[key] for key in keys if isinstance(numbers.get(key), int)), None)
+
+
+def _with_parameters(shape: ModelShape, count: int) -> ModelShape:
+    return replace(shape, num_parameters=count)

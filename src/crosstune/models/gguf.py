@@ -1,0 +1,226 @@
+"""A GGUF file turned into a canonical folder: configuration, bfloat16 weights and tokenizer, with numpy alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crosstune.core.errors import UserError
+from crosstune.core.memory import ModelShape
+from crosstune.models.canonical import WEIGHTS, Llama, write_configs, write_tokenizer
+from crosstune.models.gguf_tokenizer import build_tokenizer
+from crosstune.models.progress import Progress, silent
+from crosstune.models.weights import Tensor, bfloat16_bits, write_safetensors
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
+
+ARCHITECTURES = ("llama",)
+_CHUNK_VALUES = 1 << 22
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_GLOBAL_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_LAYER_NAMES = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+}
+
+
+class Metadata:
+    """The key-value part of a GGUF file. A key that is needed and not there is the user's to know."""
+
+    def __init__(self, path: Path, reader: GGUFReader) -> None:
+        self._path, self._fields = path, reader.fields
+
+    def get(self, key: str) -> Any:
+        field = self._fields.get(key)
+        return None if field is None else field.contents()
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key)
+        value = default if value is None else value
+        if not isinstance(value, (int, float)):
+            raise self.unsupported(f"its metadata has {value!r} for {key}, where a number is needed")
+        return value
+
+    def unsupported(
+        self, why: str, *, do: str = "use another file, or the model's Hugging Face folder"
+    ) -> UserError:
+        return UserError(f"The GGUF file {self._path} cannot be used.", why=f"{why}.", do=do)
+
+
+def convert(path: Path, folder: Path, *, progress: Progress = silent) -> None:
+    """Write the model of a GGUF file into `folder`, which exists."""
+    reader = _open(path)
+    metadata = Metadata(path, reader)
+    llama = _read_llama(metadata, reader)
+    tensors = _plan_tensors(metadata, reader, llama)
+    vocabulary = build_tokenizer(metadata)
+    write_tokenizer(
+        folder,
+        vocabulary.tokenizer,
+        special=vocabulary.special,
+        chat_template=metadata.get("tokenizer.chat_template"),
+        max_context=llama.max_context,
+    )
+    write_configs(folder, llama)
+    write_safetensors(folder / WEIGHTS, tensors, progress=progress)
+
+
+def read_shape(path: Path) -> ModelShape | None:
+    """The shape of a GGUF model from its metadata; None when the gguf package is not installed."""
+    if importlib.util.find_spec("gguf") is None:
+        return None
+    reader = _open(path)
+    return _read_llama(Metadata(path, reader), reader).shape()
+
+
+def converted_bytes(path: Path) -> int:
+    """Room that a conversion needs, from the size of the file: its weights may have as few as two bits."""
+    shape = read_shape(path)
+    parameters = path.stat().st_size * 4 if shape is None else shape.num_parameters
+    return parameters * 2 + 20_000_000
+
+
+def require_gguf(name: str) -> None:
+    """Raise unless the optional package that reads GGUF files is installed."""
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError(
+            f"Cannot read the GGUF file {name}.",
+            why="the Python package gguf is not installed.",
+            do="pip install 'crosstune[gguf]'",
+        )
+
+
+def _open(path: Path) -> GGUFReader:
+    require_gguf(str(path))
+    from gguf import GGUFReader
+
+    try:
+        return GGUFReader(path)
+    except (ValueError, IndexError, KeyError) as error:
+        raise UserError(
+            f"{path} is not a whole GGUF file.", why=str(error), do="download or copy the file again"
+        ) from error
+
+
+def _read_llama(metadata: Metadata, reader: GGUFReader) -> Llama:
+    architecture = metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise metadata.unsupported(
+            f"its architecture is {architecture!r}; GGUF files can be read for: {', '.join(ARCHITECTURES)}",
+            do="use the model's Hugging Face folder or hub id instead",
+        )
+    scaling = metadata.get("llama.rope.scaling.type")
+    if scaling not in (None, "none"):
+        raise metadata.unsupported(f"its positions are scaled ({scaling}), which is not read from GGUF")
+    shapes = {tensor.name: tensor.shape for tensor in reader.tensors}
+    if "token_embd.weight" not in shapes:
+        raise metadata.unsupported("it has no token embeddings")
+    hidden = int(metadata.number("llama.embedding_length"))
+    heads = int(metadata.number("llama.attention.head_count"))
+    head_dim = int(metadata.number("llama.attention.key_length", hidden // heads))
+    if metadata.number("llama.rope.dimension_count", head_dim) != head_dim:
+        raise metadata.unsupported("only a part of each attention head carries positions")
+    return Llama(
+        vocab=int(shapes["token_embd.weight"][1]),
+        hidden=hidden,
+        intermediate=int(metadata.number("llama.feed_forward_length")),
+        num_layers=int(metadata.number("llama.block_count")),
+        num_heads=heads,
+        num_kv_heads=int(metadata.number("llama.attention.head_count_kv", heads)),
+        head_dim=head_dim,
+        max_context=int(metadata.number("llama.context_length")),
+        rope_theta=_shortest(metadata.number("llama.rope.freq_base", 10000.0)),
+        norm_eps=_shortest(metadata.number("llama.attention.layer_norm_rms_epsilon")),
+        tied="output.weight" not in shapes,
+        dtype="bfloat16",
+        bos=metadata.get("tokenizer.ggml.bos_token_id"),
+        eos=metadata.get("tokenizer.ggml.eos_token_id"),
+        pad=metadata.get("tokenizer.ggml.padding_token_id"),
+    )
+
+
+def _plan_tensors(metadata: Metadata, reader: GGUFReader, llama: Llama) -> list[Tensor]:
+    """Every parameter of the model with the tensor it comes from; anything missing or left over is an error."""
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    planned = []
+    for name, shape in llama.tensor_shapes().items():
+        tensor = stored.pop(_gguf_name(name), None)
+        if tensor is None:
+            raise metadata.unsupported(
+                f"the tensor {_gguf_name(name)} is not in it", do="merge the parts of a split file first"
+            )
+        if tuple(reversed(tensor.shape.tolist())) != shape:
+            raise metadata.unsupported(f"the tensor {tensor.name} has the shape {tensor.shape.tolist()}")
+        _ensure_readable(metadata, tensor)
+        rows = _row_order(llama, name, shape)
+        planned.append(Tensor(name=name, dtype="BF16", shape=shape, rows=_bfloat16_rows(tensor, rows)))
+    if stored:
+        raise metadata.unsupported(
+            f"it has tensors that a plain Llama model does not have: {', '.join(sorted(stored)[:5])}"
+        )
+    return planned
+
+
+def _gguf_name(name: str) -> str:
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return _GLOBAL_NAMES[name]
+    return f"blk.{match.group(1)}.{_LAYER_NAMES[match.group(2)]}"
+
+
+def _row_order(llama: Llama, name: str, shape: tuple[int, ...]) -> NDArray[np.int64] | None:
+    """Which stored row each row of a parameter is. llama.cpp rotates neighbouring rows of a head, where the Hugging
+    Face layout rotates its first half with its second, so queries and keys are stored interleaved."""
+    if name.endswith("q_proj.weight"):
+        heads = llama.num_heads
+    elif name.endswith("k_proj.weight"):
+        heads = llama.num_kv_heads
+    else:
+        return None
+    stored = np.arange(shape[0], dtype=np.int64).reshape(heads, llama.head_dim // 2, 2)
+    order: NDArray[np.int64] = stored.transpose(0, 2, 1).reshape(-1)
+    return order
+
+
+def _bfloat16_rows(tensor: ReaderTensor, order: NDArray[np.int64] | None) -> Iterator[NDArray[np.uint16]]:
+    from gguf.quants import dequantize
+
+    data = tensor.data.reshape(1, -1) if tensor.data.ndim == 1 else tensor.data
+    step = max(1, _CHUNK_VALUES // int(tensor.shape[0]))
+    for start in range(0, len(data), step):
+        window = slice(start, start + step)
+        rows = data[window] if order is None else data[order[window]]
+        yield bfloat16_bits(dequantize(np.asarray(rows), tensor.tensor_type)).astype("<u2", copy=False)
+
+
+def _ensure_readable(metadata: Metadata, tensor: ReaderTensor) -> None:
+    """Try one row now: a type that gguf cannot decode must not be met after minutes of conversion."""
+    from gguf.quants import dequantize
+
+    try:
+        dequantize(np.asarray(tensor.data[:1]), tensor.tensor_type)
+    except NotImplementedError as error:
+        raise metadata.unsupported(f"its quantization {tensor.tensor_type.name} cannot be decoded") from error
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal that is the same float32: 1e-05 instead of 9.999999747378752e-06."""
+    return float(str(np.float32(value)))

@@ -1,0 +1,104 @@
+"""The tokenizer in a GGUF file's metadata, rebuilt as the byte-level BPE it came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from crosstune.core.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from tokenizers.pre_tokenizers import PreTokenizer
+
+PRE_TOKENIZERS = ("gpt-2", "smollm")
+_CONTROL, _USER_DEFINED = 3, 4
+_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+
+
+class Fields(Protocol):
+    """What is needed of a GGUF file's metadata."""
+
+    def get(self, key: str) -> Any: ...
+    def unsupported(self, why: str) -> UserError: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    tokenizer: Tokenizer
+    special: dict[str, str | None]
+    """The tokens for bos, eos, unk and pad; None for one the model does not have."""
+
+
+def build_tokenizer(metadata: Fields) -> Vocabulary:
+    from tokenizers import Tokenizer, decoders, models
+
+    kind, tokens = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.tokens")
+    merges = metadata.get("tokenizer.ggml.merges")
+    if kind != "gpt2" or not tokens or not merges:
+        raise metadata.unsupported(
+            f"its tokenizer is of the kind {kind!r}; byte-level BPE ('gpt2') can be read"
+        )
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    pairs = [_split_merge(metadata, merge) for merge in merges]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
+    tokenizer.pre_tokenizer = _pre_tokenizer(metadata)
+    tokenizer.decoder = decoders.ByteLevel()
+    _add_marked_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type") or [])
+    special = {role: _token(metadata, tokens, key) for role, key in _ROLES.items()}
+    if metadata.get("tokenizer.ggml.add_bos_token") and special["bos"] is not None:
+        _prepend(tokenizer, special["bos"], vocabulary[special["bos"]])
+    return Vocabulary(tokenizer=tokenizer, special=special)
+
+
+def _pre_tokenizer(metadata: Fields) -> PreTokenizer:
+    from tokenizers import pre_tokenizers
+
+    name = metadata.get("tokenizer.ggml.pre") or "gpt-2"
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if name == "gpt-2":
+        return byte_level
+    if name == "smollm":
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    # A tokenizer that splits differently would train on token sequences the model has never seen.
+    raise metadata.unsupported(f"it splits text as {name!r}; these can be read: {', '.join(PRE_TOKENIZERS)}")
+
+
+def _add_marked_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
+    """Tokens that text is cut at before the BPE sees it; they keep the ids they have in the vocabulary."""
+    from tokenizers import AddedToken
+
+    marked = [
+        (token, kind) for token, kind in zip(tokens, kinds, strict=False) if kind in (_CONTROL, _USER_DEFINED)
+    ]
+    for token, kind in marked:
+        added = AddedToken(token, special=kind == _CONTROL, normalized=False)
+        if kind == _CONTROL:
+            tokenizer.add_special_tokens([added])
+        else:
+            tokenizer.add_tokens([added])
+
+
+def _prepend(tokenizer: Tokenizer, token: str, number: int) -> None:
+    from tokenizers import processors
+
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{token} $A", pair=f"{token} $A {token}:1 $B:1", special_tokens=[(token, number)]
+    )
+
+
+def _split_merge(metadata: Fields, merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    if not left or not right:
+        raise metadata.unsupported(f"its tokenizer has the merge {merge!r}, which is not a pair")
+    return left, right
+
+
+def _token(metadata: Fields, tokens: list[str], key: str) -> str | None:
+    number = metadata.get(f"tokenizer.ggml.{key}_token_id")
+    if number is None:
+        return None
+    if not 0 <= number < len(tokens):
+        raise metadata.unsupported(f"its {key} token is number {number} of {len(tokens)}")
+    token: str = tokens[number]
+    return token

@@ -1,0 +1,146 @@
+"""From a model's name to a folder on this machine: a bundled name, a folder, a GGUF file or a hub id."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from crosstune.core.errors import UserError
+from crosstune.core.memory import ModelShape, shape_from_name
+from crosstune.core.names import nearest
+from crosstune.models.bundled import BUNDLED, install_bundled
+from crosstune.models.cache import cache_root, check, file_sha256, install
+from crosstune.models.canonical import CONFIG
+from crosstune.models.folder import check_folder, folder_shape, identity, weight_files
+from crosstune.models.progress import Progress, silent
+
+__all__ = ["ModelFolder", "Progress", "Source", "identity", "locate", "shape"]
+
+Source = Literal["bundled", "folder", "gguf", "hub"]
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_PATH_START = re.compile(r"[./~\\]|[A-Za-z]:[\\/]")
+_KEY_HASH_CHARS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder:
+    """A model in the canonical layout: config.json, *.safetensors, tokenizer files."""
+
+    name: str
+    path: Path
+    source: Source
+
+
+def locate(name: str, *, cache: Path | None = None, progress: Progress | None = None) -> ModelFolder:
+    """The folder of the model `name`, downloaded or converted first where that is needed.
+
+    A bundled name comes before a folder of the same name; `./name` always means the folder.
+    """
+    report = progress or silent
+    source = _source(name)
+    if source == "bundled":
+        path = install_bundled(name, cache=cache, progress=report)
+    elif source == "folder":
+        path = _path(name)
+        check_folder(path)
+    elif source == "gguf":
+        path = _convert(_path(name), cache=cache, progress=report)
+    else:
+        path = _fetch(name, progress=report)
+    return ModelFolder(name=name, path=path, source=source)
+
+
+def shape(name: str, *, cache: Path | None = None) -> ModelShape | None:
+    """The shape of a model, without downloading anything: from its config.json where there is one on this machine,
+    else guessed from its name; None when the name says nothing."""
+    if name in BUNDLED:
+        return BUNDLED[name].shape()
+    path = _path(name)
+    found: ModelShape | None = None
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        from crosstune.models.gguf import read_shape
+
+        found = read_shape(path)
+    elif (path / CONFIG).is_file():
+        found = folder_shape(path)
+    elif _HUB_ID.fullmatch(name):
+        from crosstune.models.hub import cached_config
+
+        config = cached_config(name)
+        found = None if config is None else folder_shape(config.parent)
+    return found or shape_from_name(path.name)
+
+
+def _source(name: str) -> Source:
+    """Which kind of name it is; the error for none of them."""
+    if name in BUNDLED:
+        return "bundled"
+    path = _path(name)
+    if not name:
+        raise _unknown(name)
+    if path.is_dir():
+        return "folder"
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise UserError(f"There is no file {path}.", do="check the path of the GGUF file")
+        return "gguf"
+    if path.is_file():
+        raise UserError(
+            f"{path} is a file that is not a model.",
+            why="a model is a folder with config.json, *.safetensors and a tokenizer, or a .gguf file.",
+            do=f"name the folder instead: {path.parent}",
+        )
+    if _PATH_START.match(name):
+        raise UserError(f"There is no folder {path}.", do="check the path of the model folder")
+    if _HUB_ID.fullmatch(name):
+        return "hub"
+    raise _unknown(name)
+
+
+def _convert(path: Path, *, cache: Path | None, progress: Progress) -> Path:
+    """The folder made from a GGUF file, under a name that changes with the file's contents."""
+    digest = file_sha256(path)
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip(".-") or "gguf"
+    key = f"{stem}-{digest[:_KEY_HASH_CHARS]}"
+    cached = cache_root(cache) / key
+    if not check(cached):
+        return cached
+    from crosstune.models.gguf import convert, converted_bytes
+
+    def build(folder: Path, scratch: Path) -> Mapping[str, Any]:
+        convert(path, folder, progress=progress)
+        return {"kind": "gguf", "file": str(path), "sha256": digest}
+
+    return install(key, build, need_bytes=converted_bytes(path), cache=cache, progress=progress)
+
+
+def _fetch(repo: str, *, progress: Progress) -> Path:
+    from crosstune.models.hub import fetch_from_hub
+
+    folder = fetch_from_hub(repo, progress=progress)
+    if not weight_files(folder):
+        raise UserError(
+            f"The hub model {repo} has no safetensors weights.",
+            why="it may hold only pickles, which can run code when they are loaded, or GGUF files.",
+            do="choose a version of it with safetensors, or download a GGUF file and give its path",
+        )
+    check_folder(folder)
+    return folder
+
+
+def _path(name: str) -> Path:
+    return Path(name).expanduser().absolute()
+
+
+def _unknown(name: str) -> UserError:
+    close = nearest(name, BUNDLED)
+    hint = f"did you mean {' or '.join(repr(match) for match in close)}? " if close else ""
+    return UserError(
+        f"Unknown model '{name}'.",
+        why="it is neither a bundled name nor a folder or .gguf file on this machine, nor a hub id.",
+        do=f"{hint}Give one of the bundled names ({', '.join(sorted(BUNDLED))}), the path of a model folder, "
+        "the path of a .gguf file, or a hub id (org/name)",
+    )

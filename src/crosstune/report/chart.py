@@ -1,0 +1,214 @@
+"""Charts as SVG: series of points in, one inline drawing that fits any width out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from markupsafe import Markup, escape
+
+from crosstune.report.axis import Axis, step_axis, value_axis
+from crosstune.report.quantity import NOT_FINITE, Shown, byte_unit, show_number
+from crosstune.report.series import Point, finite_values, kept_indices
+
+PLOT_UNITS = 1000
+"""Lines are drawn on a square of this side that is stretched to the plot; strokes keep their width."""
+FEW_POINTS = 12
+"""Up to this many points, each is also a dot."""
+
+Look = Literal["line", "faint", "marked"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One curve. Its colour is its place among the colours of the page; its look tells it apart without colour."""
+
+    label: str
+    points: Sequence[Point]
+    look: Look = "line"
+    colour: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How values become readable: divided into a unit for the axis, written in full for the read-out."""
+
+    unit: str = ""
+    divisor: float = 1.0
+    show: Callable[[float], Shown] = show_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    title: str
+    series: Sequence[Series]
+    scale: Scale = Scale()
+    from_zero: bool = False
+    steps: tuple[float, float] | None = None
+    """The range of steps, when several charts are to share one."""
+    wide: bool = False
+    note: str = ""
+
+    @property
+    def values(self) -> list[float]:
+        return [value for series in self.series for value in finite_values(series.points)]
+
+    @property
+    def num_gaps(self) -> int:
+        """Steps of the main series whose value was not finite."""
+        return sum(value is None for _, value in self.series[0].points)
+
+    @property
+    def figures(self) -> list[tuple[str, Shown]]:
+        """The main series in three numbers."""
+        values = finite_values(self.series[0].points)
+        if not values:
+            return []
+        if len(self.series[0].points) == 1:
+            return [("only value", self.scale.show(values[0]))]
+        last = self.series[0].points[-1][1]
+        shown_last = Shown(NOT_FINITE) if last is None else self.scale.show(last)
+        found = [
+            ("last", shown_last),
+            ("lowest", self.scale.show(min(values))),
+            ("highest", self.scale.show(max(values))),
+        ]
+        # The unit stands beside the title already, unless a value is so small that it has another.
+        return [
+            (name, shown._replace(text=shown.text.removesuffix(self.scale.unit).rstrip()))
+            for name, shown in found
+        ]
+
+
+def byte_scale(values: Sequence[float], *, show: Callable[[float], Shown]) -> Scale:
+    unit, divisor = byte_unit(max(values, default=0.0))
+    return Scale(unit=unit, divisor=divisor, show=show)
+
+
+def draw(chart: Chart) -> Markup:
+    """The chart as an SVG element, or nothing when no value is finite.
+
+    Everything outside the curves is placed in percent of the plot, so text keeps its size at any width.
+    """
+    if not chart.values:
+        return Markup()
+    down = value_axis([value / chart.scale.divisor for value in chart.values], from_zero=chart.from_zero)
+    across = step_axis(*(chart.steps or _step_range(chart.series)))
+    drawn = _thinned(chart.series)
+    parts = [
+        _grid(across, down),
+        *(_curve(series, across, down, chart.scale) for series in drawn),
+        *(_dots(series, across, down, chart.scale) for series in drawn),
+        Markup('<g class="guide" visibility="hidden"><line y1="0" y2="100%"/></g>'),
+    ]
+    return Markup('<svg class="plot" role="img" aria-label="{}" data-readout="{}">{}</svg>').format(
+        describe(chart), _readout(drawn, across, down, chart.scale), Markup("").join(parts)
+    )
+
+
+def describe(chart: Chart) -> str:
+    """The chart in words, for those who do not see it."""
+    first, last = _step_range(chart.series[:1])
+    span = f"at step {first:,.0f}" if first == last else f"from step {first:,.0f} to {last:,.0f}"
+    numbers = ", ".join(f"{name} {shown.text}" for name, shown in chart.figures)
+    gaps = f"; {chart.num_gaps} steps without a finite value" if chart.num_gaps else ""
+    return f"{chart.title} {span}: {numbers}{gaps}."
+
+
+def _step_range(series: Sequence[Series]) -> tuple[float, float]:
+    steps = [step for each in series for step, _ in each.points]
+    return min(steps), max(steps)
+
+
+def _thinned(series: Sequence[Series]) -> list[Series]:
+    """Fewer points of every curve; those over the same steps keep the same ones, to be read out together."""
+    steps = [step for step, _ in series[0].points]
+    shared = kept_indices(series[0].points)
+    drawn = []
+    for each in series:
+        same = [step for step, _ in each.points] == steps
+        indices = shared if same else kept_indices(each.points)
+        drawn.append(replace(each, points=[each.points[index] for index in indices]))
+    return drawn
+
+
+def _grid(across: Axis, down: Axis) -> Markup:
+    lines = []
+    for tick, label in zip(down.ticks, down.labels(), strict=True):
+        y = _percent(1 - down.fraction(tick))
+        lines.append(
+            Markup(
+                '<line x1="0" x2="100%" y1="{0}" y2="{0}"/><text class="down" x="0" dx="-8" y="{0}" dy="4">{1}</text>'
+            ).format(y, label)
+        )
+    for tick in across.ticks:
+        x = _percent(across.fraction(tick))
+        lines.append(
+            Markup('<text class="across" x="{}" y="100%" dy="18">{}</text>').format(x, f"{tick:,.0f}")
+        )
+    lines.append(Markup('<text class="down" x="0" dx="-8" y="100%" dy="18">step</text>'))
+    return Markup('<g class="grid" aria-hidden="true">{}</g>').format(Markup("").join(lines))
+
+
+def _curve(series: Series, across: Axis, down: Axis, scale: Scale) -> Markup:
+    """The line through the points; it is lifted over every gap."""
+    words: list[str] = []
+    pen_down = False
+    for step, value in series.points:
+        if value is not None:
+            x = across.fraction(step) * PLOT_UNITS
+            y = (1 - down.fraction(value / scale.divisor)) * PLOT_UNITS
+            words.append(f"{'L' if pen_down else 'M'}{x:.1f} {y:.1f}")
+        pen_down = value is not None
+    return Markup(
+        '<svg viewBox="0 0 {0} {0}" preserveAspectRatio="none" width="100%" height="100%" class="curve {1} c{2}"><path d="{3}"/></svg>'
+    ).format(PLOT_UNITS, series.look, series.colour, "".join(words))
+
+
+def _dots(series: Series, across: Axis, down: Axis, scale: Scale) -> Markup:
+    """Dots where there are few points, and where a point between two gaps has no line to be on."""
+    all_of_them = series.look == "marked" or len(series.points) <= FEW_POINTS
+    padded: list[Point] = [(0.0, None), *series.points, (0.0, None)]
+    circles = []
+    for (_, before), (step, value), (_, after) in zip(padded, padded[1:], padded[2:], strict=False):
+        if value is None or not (all_of_them or (before is None and after is None)):
+            continue
+        x, y = across.fraction(step), 1 - down.fraction(value / scale.divisor)
+        circles.append(Markup('<circle cx="{}" cy="{}" r="3"/>').format(_percent(x), _percent(y)))
+    return Markup('<g class="dots {} c{}">{}</g>').format(
+        series.look, series.colour, Markup("").join(circles)
+    )
+
+
+def _readout(drawn: Sequence[Series], across: Axis, down: Axis, scale: Scale) -> str:
+    """What the page's script needs to answer a pointer: step, height in the plot, text."""
+    series = [
+        {
+            "label": each.label,
+            "colour": each.colour,
+            "points": [
+                [step, None, NOT_FINITE]
+                if value is None
+                else [step, round(1 - down.fraction(value / scale.divisor), 4), scale.show(value).text]
+                for step, value in each.points
+            ],
+        }
+        for each in drawn
+    ]
+    return json.dumps(
+        {"steps": [across.low, across.high], "series": series}, ensure_ascii=False, separators=(",", ":")
+    )
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.2f}%"
+
+
+def legend_key(series: Series) -> Markup:
+    """A short piece of a curve, as it looks in the plot."""
+    dot = Markup('<circle cx="12" cy="5" r="3"/>') if series.look == "marked" else ""
+    return Markup(
+        '<svg class="key" aria-hidden="true" width="24" height="10"><g class="curve {0} c{1}"><path d="M1 5H23"/></g><g class="dots {0} c{1}">{2}</g></svg>'
+    ).format(escape(series.look), series.colour, dot)

@@ -1,0 +1,66 @@
+"""What happened in a run, one line per event."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from crosstune.report.files import RunFiles, number
+from crosstune.report.quantity import Shown, label_of, read_time, show_named, show_seconds, show_time
+
+NOTABLE_KINDS = ("warning", "failed", "stopped", "error", "recovery")
+MOST_EVENTS = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventRow:
+    time: Shown
+    kind: str
+    text: str
+    notable: bool
+
+
+def event_rows(run: RunFiles) -> list[EventRow]:
+    start = read_time(run.plan.get("created"))
+    return [_event_row(event, start) for event in run.events]
+
+
+def _event_row(event: Mapping[str, Any], start: datetime | None) -> EventRow:
+    kind = str(event.get("kind", "event"))
+    return EventRow(
+        time=_event_time(number(event.get("time")), start),
+        kind=kind,
+        text=_event_text(event),
+        notable=kind in NOTABLE_KINDS,
+    )
+
+
+def _event_time(seconds: float | None, start: datetime | None) -> Shown:
+    if seconds is None or not 0 <= seconds < 1e11:
+        return Shown("–")
+    moment = datetime.fromtimestamp(seconds, tz=start.tzinfo if start else timezone.utc)
+    if start is None or moment < start:
+        return show_time(moment)
+    return Shown(f"+{show_seconds((moment - start).total_seconds()).text}", moment.isoformat())
+
+
+def _event_text(event: Mapping[str, Any]) -> str:
+    """The sentence an event carries, or its values one after the other."""
+    for name in ("message", "error", "reason"):
+        if event.get(name) and event.get("kind") != "adjustment":
+            return str(event[name])
+    words = []
+    for name, value in event.items():
+        if name in ("time", "kind"):
+            continue
+        if name == "samples" and isinstance(value, list):
+            words.append(f"{len(value)} samples")
+        elif isinstance(value, Mapping):
+            words += [
+                f"{label_of(str(key))} {show_named(str(key), item).text}" for key, item in value.items()
+            ]
+        else:
+            words.append(f"{label_of(name)} {show_named(name, value).text}")
+    return " · ".join(words)

@@ -1,0 +1,191 @@
+"""Tables about a run: what was asked and what ran, its data, its machine."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from crosstune.report.files import RunFiles, mapping, number
+from crosstune.report.outcome import devices, duration
+from crosstune.report.quantity import (
+    Shown,
+    is_flat,
+    label_of,
+    read_time,
+    show_bytes,
+    show_named,
+    show_option,
+    show_time,
+)
+
+Fact = tuple[str, Shown]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionRow:
+    name: str
+    asked: Shown
+    used: Shown
+    differs: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdjustmentRow:
+    option: str
+    asked: Shown
+    used: Shown
+    reason: str
+    kind: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Mappings with the same kind of keys, as the columns of one table."""
+
+    columns: list[str]
+    rows: list[tuple[str, list[Shown]]]
+
+
+def header_facts(run: RunFiles) -> list[Fact]:
+    """What ran, in a line or two."""
+    plan = run.plan
+    model = mapping(plan.get("model")).get("name") or run.asked.get("model_name")
+    data = mapping(plan.get("data"))
+    data_set = data.get("dataset") or run.asked.get("dataset")
+    engine = [
+        word for word in (plan.get("engine"), plan.get("device")) if word and word != plan.get("backend")
+    ]
+    backend = plan.get("backend") or run.summary.get("backend") or run.asked.get("backend")
+    method = [word for word in (plan.get("method"), plan.get("quantizer")) if word and word != "none"]
+    world = number(plan.get("world_size"))
+    created = read_time(plan.get("created"))
+    facts: list[tuple[str, Any]] = [
+        ("Model", model),
+        ("Data set", data_set),
+        ("Backend", f"{backend} ({', '.join(map(str, engine))})" if backend and engine else backend),
+        ("Method", " + ".join(map(str, method)) or run.asked.get("train_type")),
+        ("Precision", plan.get("precision") or run.asked.get("precision")),
+        ("Processes", f"{world:.0f} over {plan.get('collective')}" if world and world > 1 else None),
+        ("Started", show_time(created) if created else plan.get("created")),
+        ("Duration", duration(run)),
+    ]
+    return [
+        (name, value if isinstance(value, Shown) else Shown(str(value))) for name, value in facts if value
+    ]
+
+
+def option_rows(run: RunFiles) -> list[OptionRow]:
+    """The options someone asked for, beside what the run went by."""
+    used = mapping(run.plan.get("options"))
+    return [
+        OptionRow(
+            name=name,
+            asked=show_option(asked),
+            used=show_option(used[name]) if name in used else Shown("not recorded"),
+            differs=name in used and used[name] != asked,
+        )
+        for name, asked in run.asked.items()
+    ]
+
+
+def unasked_options(run: RunFiles) -> list[Fact]:
+    options = mapping(run.plan.get("options"))
+    return [(name, show_option(value)) for name, value in options.items() if name not in run.asked]
+
+
+def adjustment_rows(run: RunFiles) -> list[AdjustmentRow]:
+    """The plan's adjustments and those made on the way, each once."""
+    planned = run.plan.get("adjustments")
+    recorded = [*(planned if isinstance(planned, list) else []), *run.events_of("adjustment")]
+    rows = {
+        AdjustmentRow(
+            option=str(item.get("option", "")),
+            asked=show_option(item.get("asked")),
+            used=show_option(item.get("used")),
+            reason=str(item.get("reason", "")),
+            # An event's own kind is the word adjustment, which says nothing more here.
+            kind="change" if item.get("kind") in (None, "adjustment") else str(item["kind"]),
+        ): None
+        for item in map(mapping, recorded)
+    }
+    return list(rows)
+
+
+def data_tables(data: Mapping[str, Any]) -> tuple[list[Fact], Grid | None, list[tuple[str, str]]]:
+    """A free-form description: plain values, one table of its parts, and the rest as text."""
+    facts = [(label_of(name), show_named(name, value)) for name, value in data.items() if is_flat(value)]
+    parts = {name: value for name, value in data.items() if _is_part(value)}
+    rest = [
+        (label_of(name), json.dumps(value, ensure_ascii=False, indent=2, default=str))
+        for name, value in data.items()
+        if not is_flat(value) and name not in parts
+    ]
+    return facts, _grid(parts) if parts else None, rest
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value) and all(is_flat(item) for item in value.values())
+
+
+def _grid(parts: Mapping[str, Mapping[str, Any]]) -> Grid:
+    names = dict.fromkeys(name for part in parts.values() for name in part)
+    rows = [
+        (
+            label_of(name),
+            [show_named(name, part[name]) if name in part else Shown("–") for part in parts.values()],
+        )
+        for name in names
+    ]
+    return Grid(columns=[label_of(name) for name in parts], rows=rows)
+
+
+def machine_facts(run: RunFiles) -> list[Fact]:
+    machine = mapping(run.plan.get("machine"))
+    facts = [
+        (label, show_named(name, machine[name]))
+        for name, label in (
+            ("name", "Computer"),
+            ("system", "System"),
+            ("processor", "Processor"),
+            ("num_cores", "Cores"),
+        )
+        if machine.get(name)
+    ]
+    memory = number(machine.get("memory_total_bytes"))
+    if memory:
+        facts.append(("Memory", show_bytes(memory)))
+    for index, device in enumerate(devices(run)):
+        size = number(device.get("memory_total_bytes"))
+        text = f"{device.get('name', 'unnamed')}" + (f", {show_bytes(size).text}" if size else "")
+        facts.append((f"Device {index}", Shown(text, show_bytes(size).full if size else "")))
+    return facts
+
+
+def version_facts(run: RunFiles) -> list[Fact]:
+    versions = mapping(mapping(run.plan.get("machine")).get("versions"))
+    return [(str(name), show_option(version)) for name, version in versions.items()]
+
+
+def identity_facts(run: RunFiles) -> list[Fact]:
+    """Where the weights came from and where the result went."""
+    model = mapping(run.plan.get("model"))
+    facts = [(f"model {name}", show_option(model[name])) for name in ("path", "source") if model.get(name)]
+    facts += [
+        (f"model {label_of(name)}", show_option(value))
+        for name, value in mapping(model.get("identity")).items()
+    ]
+    return facts + [
+        (name, show_option(run.summary[name])) for name in ("checkpoint", "result") if run.summary.get(name)
+    ]
+
+
+def reproduce_command(run: RunFiles) -> str:
+    """The words that started the run, quoted for a shell, a line per flag; empty when they were not recorded."""
+    words = run.plan.get("command")
+    if not isinstance(words, list):
+        return str(words or "")
+    quoted = [shlex.quote(str(word)) for word in words]
+    return "".join(f" \\\n  {word}" if word.startswith("--") else f" {word}" for word in quoted).strip()

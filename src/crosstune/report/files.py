@@ -1,0 +1,134 @@
+"""One run's files as plain data: what is there, what is missing, what could not be read."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from crosstune.core.errors import UserError
+from crosstune.core.record import RUN_FILES, read_jsonl
+
+IDENTIFYING_FILES = ("plan.json", "config.yaml")
+"""A folder with neither of these holds no run."""
+LARGEST = 1e300
+"""A number beyond this is as good as infinite: sums and differences of such overflow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """What one run folder holds. A file that is not there is an empty value here and a name in `missing`."""
+
+    folder: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Sequence[Mapping[str, Any]] = ()
+    """One row per step, in the order of the steps."""
+    events: Sequence[Mapping[str, Any]] = ()
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+    """Why a file that is there could not be read."""
+    num_repeated_steps: int = 0
+    """Rows left out because the run was resumed from an earlier step."""
+    read_time: float = 0.0
+    last_write_time: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return str(self.plan.get("name") or self.summary.get("name") or self.folder.name)
+
+    @property
+    def asked(self) -> Mapping[str, Any]:
+        return mapping(self.plan.get("asked")) or self.config
+
+    @property
+    def last_step(self) -> int:
+        steps = [number(row.get("step")) for row in self.metrics[-1:]]
+        return int(
+            next((step for step in [*steps, number(self.summary.get("steps"))] if step is not None), 0)
+        )
+
+    def events_of(self, kind: str) -> list[Mapping[str, Any]]:
+        return [event for event in self.events if event.get("kind") == kind]
+
+
+def load_run(run_dir: Path) -> RunFiles:
+    """Read whatever the run has written so far; it may have ended, been killed or still be going."""
+    folder = run_dir.absolute()
+    present = [name for name in RUN_FILES if (folder / name).is_file()]
+    if not any(name in present for name in IDENTIFYING_FILES):
+        raise UserError(
+            f"{run_dir} holds no run.",
+            why=f"there is neither {' nor '.join(IDENTIFYING_FILES)} in it.",
+            do="name the folder of one run, such as runs/<name>",
+        )
+    problems: list[str] = []
+    rows = _read_rows(folder / "metrics.jsonl", problems)
+    metrics = rewind(rows)
+    return RunFiles(
+        folder=folder,
+        config=_read_mapping(folder / "config.yaml", problems),
+        plan=_read_mapping(folder / "plan.json", problems),
+        metrics=metrics,
+        events=_read_rows(folder / "events.jsonl", problems),
+        summary=_read_mapping(folder / "summary.json", problems),
+        missing=tuple(name for name in RUN_FILES if name not in present),
+        problems=tuple(problems),
+        num_repeated_steps=len(rows) - len(metrics),
+        read_time=time.time(),
+        last_write_time=max((folder / name).stat().st_mtime for name in present),
+    )
+
+
+def rewind(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Rows in the order of their steps. A resumed run goes back: its row takes the place of all from its step on."""
+    kept: list[tuple[float, Mapping[str, Any]]] = []
+    for row in rows:
+        step = number(row.get("step"))
+        if step is None:
+            continue
+        while kept and kept[-1][0] >= step:
+            kept.pop()
+        kept.append((step, row))
+    return [row for _, row in kept]
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for everything else a record may hold in its place."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if abs(value) <= LARGEST else None
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _read_rows(path: Path, problems: list[str]) -> list[Mapping[str, Any]]:
+    try:
+        rows: list[Any] = list(read_jsonl(path))
+    except (UserError, OSError) as error:
+        problems.append(f"{path.name} could not be read: {error}")
+        return []
+    return [row for row in rows if isinstance(row, Mapping)]
+
+
+def _read_mapping(path: Path, problems: list[str]) -> Mapping[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        problems.append(f"{path.name} could not be read: {error}")
+        return {}
+    if not isinstance(data, Mapping):
+        problems.append(f"{path.name} holds no mapping.")
+        return {}
+    return {str(key): value for key, value in data.items()}

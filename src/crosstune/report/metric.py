@@ -1,0 +1,69 @@
+"""Evaluation metrics by name: what they are called, how they are written, which way is better."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from crosstune.report.quantity import MINUS, Shown, label_of, show_number, show_share
+
+_FIRST = ("loss", "exact_match")
+_LOWER_IS_BETTER = frozenset(
+    {"loss", "nll", "perplexity", "ppl", "error", "mse", "mae", "rmse", "wer", "cer"}
+)
+_SHARES = frozenset(
+    {"match", "accuracy", "acc", "agreement", "precision", "recall", "f1", "auc", "share", "winrate"}
+)
+_HIGHER_IS_BETTER = _SHARES | {"bleu", "rouge", "correlation", "spearman", "pearson", "kendall", "win"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricDisplay:
+    label: str
+    show: Callable[[float], Shown]
+    is_share: bool
+    better: int
+    """1 when a rise is an improvement, -1 when a fall is, 0 when the name does not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """From one value to another, in words."""
+
+    amount: Shown
+    verdict: str
+    """better, worse, unchanged, or empty when the metric's name does not say which way is up."""
+    rising: bool
+
+
+def display_of(name: str, values: Sequence[float]) -> MetricDisplay:
+    words = set(name.lower().replace("-", "_").replace("/", "_").split("_"))
+    is_share = bool(words & _SHARES) and all(0 <= value <= 1 for value in values)
+    better = -1 if words & _LOWER_IS_BETTER else int(bool(words & _HIGHER_IS_BETTER))
+    return MetricDisplay(
+        label=label_of(name), show=show_share if is_share else show_number, is_share=is_share, better=better
+    )
+
+
+def ordered(names: Iterable[str]) -> list[str]:
+    """Loss and exact match first, the others as they came."""
+    names = list(names)
+    return [name for name in _FIRST if name in names] + [name for name in names if name not in _FIRST]
+
+
+def change_between(before: float, after: float, display: MetricDisplay) -> Change:
+    delta = after - before
+    if delta == 0:
+        return Change(amount=Shown("no change"), verdict="unchanged", rising=False)
+    if display.is_share:
+        text = f"{_sign(delta)}{show_number(abs(delta) * 100, digits=3).text} points"
+    elif before > 0:
+        text = f"{_sign(delta)}{show_share(abs(delta) / before).text}"
+    else:
+        text = f"{_sign(delta)}{show_number(abs(delta)).text}"
+    verdict = {1: "better", -1: "worse", 0: ""}[display.better * (1 if delta > 0 else -1)]
+    return Change(amount=Shown(text, repr(delta)), verdict=verdict, rising=delta > 0)
+
+
+def _sign(delta: float) -> str:
+    return "+" if delta > 0 else MINUS

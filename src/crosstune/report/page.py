@@ -1,0 +1,140 @@
+"""The report page: every part of one run put into one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from datetime import datetime
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup
+
+from crosstune import __version__
+from crosstune.core.errors import UserError
+from crosstune.report.chart import draw, legend_key
+from crosstune.report.event_log import MOST_EVENTS, event_rows
+from crosstune.report.facts import (
+    adjustment_rows,
+    data_tables,
+    header_facts,
+    identity_facts,
+    machine_facts,
+    option_rows,
+    reproduce_command,
+    unasked_options,
+    version_facts,
+)
+from crosstune.report.files import RunFiles, load_run, mapping
+from crosstune.report.outcome import End, end_of, evaluations, totals, training_loss
+from crosstune.report.quantity import show_time
+from crosstune.report.run_charts import run_charts
+from crosstune.report.samples import collect_samples
+
+REPORT_FILE = "report.html"
+MISSING_MEANS = {
+    "config.yaml": "what was asked is taken from the plan.",
+    "plan.json": "what the options became, the data and the machine are not known.",
+    "metrics.jsonl": "no step is recorded.",
+    "events.jsonl": "no evaluation, sample, checkpoint or warning is recorded.",
+    "summary.json": "the run did not reach its end; totals are added up from its steps.",
+}
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.html` into a run folder; a reader sees the old page or the new one, never half of one."""
+    html = render(load_run(run_dir))
+    target = run_dir / REPORT_FILE
+    staged = target.with_name(f".{REPORT_FILE}.{os.getpid()}")
+    try:
+        # A model may answer with half a surrogate pair, which UTF-8 has no bytes for.
+        staged.write_bytes(html.encode("utf-8", errors="replace"))
+        staged.replace(target)
+    except OSError as error:
+        staged.unlink(missing_ok=True)
+        raise UserError(f"Cannot write the report {target}.", why=str(error)) from error
+    return target
+
+
+def render(run: RunFiles) -> str:
+    """The whole page as text."""
+    environment = Environment(
+        loader=FunctionLoader(_asset),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals.update(draw=draw, legend_key=legend_key)
+    style, script = _asset("style.css"), _asset("script.js")
+    return environment.get_template("page.html.jinja").render(
+        style=Markup(style),
+        script=Markup(script),
+        policy=_policy(style, script),
+        version=__version__,
+        **_contents(run),
+    )
+
+
+def _contents(run: RunFiles) -> dict[str, Any]:
+    data_facts, data_grid, data_rest = data_tables(mapping(run.plan.get("data")))
+    graphs = run_charts(run)
+    events = event_rows(run)
+    end = end_of(run)
+    return {
+        "run": run,
+        "end": end,
+        "missing": _missing(run, end),
+        "facts": header_facts(run),
+        "evaluations": evaluations(run),
+        "training_loss": training_loss(run),
+        "totals": totals(run),
+        "charts": graphs.charts,
+        "absent_charts": graphs.absent,
+        "samples": collect_samples(run),
+        "asked": option_rows(run),
+        "unasked": unasked_options(run),
+        "adjustments": adjustment_rows(run),
+        "data_facts": data_facts,
+        "data_grid": data_grid,
+        "data_rest": data_rest,
+        "machine": machine_facts(run),
+        "versions": version_facts(run),
+        "identity": identity_facts(run),
+        "command": reproduce_command(run),
+        "notable_events": [event for event in events if event.notable],
+        "events": events[-MOST_EVENTS:],
+        "num_events": len(events),
+        "written": show_time(datetime.fromtimestamp(run.read_time).astimezone()),
+    }
+
+
+def _missing(run: RunFiles, end: End) -> list[tuple[str, str]]:
+    """Files that should be there by now, and what the page lacks without them."""
+    expected = [name for name in run.missing if not (name == "summary.json" and end.status == "running")]
+    return [(name, MISSING_MEANS[name]) for name in expected]
+
+
+def _policy(style: str, script: str) -> str:
+    """Nothing may be fetched, and nothing may run but the page's own style and script."""
+    return "; ".join(
+        (
+            "default-src 'none'",
+            f"style-src '{_digest(style)}'",
+            f"script-src '{_digest(script)}'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        )
+    )
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
+
+
+def _asset(name: str) -> str:
+    return resources.files("crosstune.report").joinpath(name).read_text(encoding="utf-8")

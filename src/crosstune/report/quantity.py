@@ -1,0 +1,158 @@
+"""Numbers as people read them, each with its full value beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any, NamedTuple
+
+from crosstune.report.files import number
+
+MINUS = "\N{MINUS SIGN}"
+NOT_FINITE = "not finite"
+_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+class Shown(NamedTuple):
+    """A value for the page: what is read, and what a title says in full."""
+
+    text: str
+    full: str = ""
+
+
+def show_number(value: float, *, digits: int = 4) -> Shown:
+    """A measured value to a few significant digits."""
+    size = abs(value)
+    if value == 0:
+        text = "0"
+    elif size >= 1e9 or size < 1e-4:
+        text = _short_exponent(f"{value:.{digits - 2}e}")
+    else:
+        decimals = max(0, digits - 1 - _exponent(size))
+        text = f"{value:,.{decimals}f}"
+    return Shown(_signed(text), repr(value))
+
+
+def show_setting(value: float) -> Shown:
+    """A chosen value, such as a learning rate: short, in the notation people type."""
+    text = f"{value:.4g}" if value == 0 or abs(value) >= 1e-3 else _short_exponent(f"{value:.3e}")
+    return Shown(_signed(text), repr(value))
+
+
+def show_count(value: float) -> Shown:
+    whole = round(value)
+    full = _signed(f"{whole:,}")
+    for divisor, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if abs(whole) >= divisor:
+            return Shown(f"{show_number(whole / divisor, digits=3).text} {unit}", full)
+    return Shown(full, full)
+
+
+def byte_unit(size: float) -> tuple[str, int]:
+    """The largest unit in which a size is at least one, and what to divide by."""
+    index = 0
+    while index < len(_BYTE_UNITS) - 1 and abs(size) >= 1024 ** (index + 1):
+        index += 1
+    return _BYTE_UNITS[index], 1024**index
+
+
+def show_bytes(value: float) -> Shown:
+    unit, divisor = byte_unit(value)
+    return Shown(f"{show_number(value / divisor, digits=3).text} {unit}", f"{round(value):,} bytes")
+
+
+def show_seconds(value: float) -> Shown:
+    full = f"{value:,.3f} seconds"
+    if value < 60:
+        return Shown(f"{show_setting(float(f'{value:.3g}')).text} s", full)
+    minutes, seconds = divmod(round(value), 60)
+    if minutes < 60:
+        return Shown(f"{minutes} min {seconds:02} s", full)
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return Shown(f"{hours} h {minutes:02} min", full)
+    days, hours = divmod(hours, 24)
+    return Shown(f"{days} d {hours} h", full)
+
+
+def show_rate(tokens_per_s: float) -> Shown:
+    text = show_count(tokens_per_s).text if tokens_per_s >= 100 else show_number(tokens_per_s, digits=3).text
+    return Shown(f"{text} tok/s", f"{tokens_per_s!r} tokens per second")
+
+
+def show_share(share: float) -> Shown:
+    """A fraction of one as a percentage."""
+    percent = 100 * share
+    text = f"{percent:.1f}" if abs(percent) >= 10 or percent == 0 else show_number(percent, digits=2).text
+    return Shown(f"{_signed(text.removesuffix('.0'))}\N{NO-BREAK SPACE}%", repr(share))
+
+
+def show_time(moment: datetime) -> Shown:
+    return Shown(moment.strftime("%Y-%m-%d %H:%M %Z").strip(), moment.isoformat())
+
+
+def read_time(value: Any) -> datetime | None:
+    """An ISO time, or None when it is not one. A time without a zone is taken for UTC."""
+    if not isinstance(value, str):
+        return None
+    try:
+        moment = datetime.fromisoformat(value.removesuffix("Z") + "+00:00" * value.endswith("Z"))
+    except ValueError:
+        return None
+    return moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+
+
+def show_option(value: Any) -> Shown:
+    """An option's value as one would write it: no rounding, no thousands."""
+    if value is None:
+        return Shown("not set")
+    if isinstance(value, str):
+        return Shown(value or "(empty)")
+    if isinstance(value, (list, tuple)) and all(isinstance(item, (str, int, float)) for item in value):
+        return Shown(", ".join(str(item) for item in value) or "(none)")
+    return Shown(json.dumps(value, ensure_ascii=False, default=str))
+
+
+def show_named(name: str, value: Any) -> Shown:
+    """A recorded value by the unit its name carries."""
+    amount = number(value)
+    if amount is None:
+        if isinstance(value, bool):
+            return Shown("yes" if value else "no")
+        return Shown("not recorded") if value is None else show_option(value)
+    if name.endswith("_bytes"):
+        return show_bytes(amount)
+    if name.endswith(("_s", "seconds")):
+        return show_seconds(amount)
+    return show_count(amount) if isinstance(value, int) else show_number(amount)
+
+
+def label_of(name: str) -> str:
+    """An identifier as words."""
+    return name.replace("_", " ").strip() or name
+
+
+def is_flat(value: Any) -> bool:
+    """Whether a value fits one cell."""
+    if isinstance(value, Mapping):
+        return False
+    return not isinstance(value, (list, tuple)) or not any(
+        isinstance(item, (Mapping, list, tuple)) for item in value
+    )
+
+
+def _exponent(size: float) -> int:
+    return int(f"{size:e}".partition("e")[2])
+
+
+def _short_exponent(text: str) -> str:
+    """1.50e-04 as 1.5e-4."""
+    mantissa, _, exponent = text.partition("e")
+    if "." in mantissa:
+        mantissa = mantissa.rstrip("0").rstrip(".")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def _signed(text: str) -> str:
+    return text.replace("-", MINUS, 1) if text.startswith("-") else text

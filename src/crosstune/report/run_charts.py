@@ -1,0 +1,103 @@
+"""Which charts a run gets, and from which of its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from crosstune.report.chart import Chart, Scale, Series, byte_scale
+from crosstune.report.files import RunFiles
+from crosstune.report.metric import display_of, ordered
+from crosstune.report.quantity import show_bytes, show_rate, show_setting
+from crosstune.report.series import (
+    Point,
+    evaluation_points,
+    finite_values,
+    smooth,
+    smoothing_window,
+    step_points,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCharts:
+    charts: list[Chart]
+    absent: list[str]
+    """Titles of the charts that have no finite value to show."""
+
+
+def run_charts(run: RunFiles) -> RunCharts:
+    """Every chart over the same range of steps, so that one can be read below the other."""
+    evaluated = evaluation_points(run)
+    steps = _step_range(run, evaluated)
+    candidates = [_loss_chart(run, evaluated.get("loss", []), steps), *_evaluation_charts(evaluated, steps)]
+    candidates += [_learning_rate_chart(run, steps), _throughput_chart(run, steps)]
+    candidates += [_memory_chart(run, steps), _gradient_chart(run, steps)]
+    return RunCharts(
+        charts=[chart for chart in candidates if finite_values(chart.series[0].points)],
+        absent=[chart.title for chart in candidates if not finite_values(chart.series[0].points)],
+    )
+
+
+def _step_range(run: RunFiles, evaluated: dict[str, list[Point]]) -> tuple[float, float]:
+    steps = [step for points in evaluated.values() for step, _ in points]
+    return 0.0, max([*steps, float(run.last_step)], default=0.0)
+
+
+def _with_smoothed(points: list[Point]) -> list[Series]:
+    window = smoothing_window(len(points))
+    if window == 1:
+        return [Series(label="each step", points=points)]
+    return [
+        Series(label="each step", points=points, look="faint"),
+        Series(label=f"mean of {window} steps", points=smooth(points, window=window)),
+    ]
+
+
+def _loss_chart(run: RunFiles, evaluated: list[Point], steps: tuple[float, float]) -> Chart:
+    series = _with_smoothed(step_points(run.metrics, "loss"))
+    if evaluated:
+        series.append(Series(label="evaluation", points=evaluated, look="marked", colour=2))
+    return Chart(title="Training loss", series=series, steps=steps, wide=True)
+
+
+def _evaluation_charts(evaluated: dict[str, list[Point]], steps: tuple[float, float]) -> list[Chart]:
+    charts = []
+    for name in ordered(evaluated):
+        display = display_of(name, finite_values(evaluated[name]))
+        series = [Series(label=display.label, points=evaluated[name], look="marked", colour=2)]
+        scale = (
+            Scale(unit="%", divisor=0.01, show=display.show) if display.is_share else Scale(show=display.show)
+        )
+        title = f"Evaluation: {display.label}"
+        charts.append(Chart(title=title, series=series, scale=scale, steps=steps, from_zero=display.is_share))
+    return charts
+
+
+def _learning_rate_chart(run: RunFiles, steps: tuple[float, float]) -> Chart:
+    series = [Series(label="learning rate", points=step_points(run.metrics, "lr"), colour=3)]
+    return Chart(
+        title="Learning rate", series=series, scale=Scale(show=show_setting), steps=steps, from_zero=True
+    )
+
+
+def _throughput_chart(run: RunFiles, steps: tuple[float, float]) -> Chart:
+    series = _with_smoothed(step_points(run.metrics, "tokens_per_s"))
+    scale = Scale(unit="tok/s", show=show_rate)
+    return Chart(title="Throughput", series=series, scale=scale, steps=steps, from_zero=True)
+
+
+def _memory_chart(run: RunFiles, steps: tuple[float, float]) -> Chart:
+    points = step_points(run.metrics, "memory_bytes")
+    scale = byte_scale(finite_values(points), show=show_bytes)
+    return Chart(
+        title="Memory",
+        series=[Series(label="memory", points=points, colour=3)],
+        scale=scale,
+        steps=steps,
+        from_zero=True,
+    )
+
+
+def _gradient_chart(run: RunFiles, steps: tuple[float, float]) -> Chart:
+    series = _with_smoothed(step_points(run.metrics, "grad_norm"))
+    return Chart(title="Gradient norm", series=series, steps=steps, from_zero=True)

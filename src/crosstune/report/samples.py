@@ -1,0 +1,124 @@
+"""The same prompts at several moments of a run, side by side with their references."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from crosstune.report.files import RunFiles, mapping
+from crosstune.report.series import evaluation_step
+
+MOST_DURING = 2
+"""Columns between before and after."""
+MOST_PROMPTS = 40
+MOST_CHARACTERS = 6000
+
+Key = tuple[str, int]
+"""A prompt, and which of its occurrences in one evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    text: str | None
+    """None when this prompt was not asked at this moment."""
+    mark: str = ""
+    """match, no match, or empty without a reference to compare with."""
+    hint: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRow:
+    prompt: str
+    reference: str
+    answers: list[Answer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleColumn:
+    title: str
+    num_matches: int
+    num_compared: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    columns: list[SampleColumn]
+    rows: list[SampleRow]
+    num_prompts: int
+    num_moments: int
+
+
+def collect_samples(run: RunFiles) -> Samples:
+    recorded = [event for event in run.events_of("evaluation") if isinstance(event.get("samples"), list)]
+    recorded = [event for event in recorded if event["samples"]]
+    moments = _choose(recorded)
+    tables = [dict(_keyed(event["samples"])) for event in moments]
+    keys = list(dict.fromkeys(key for table in tables for key in table))
+    rows = [_row(key, tables) for key in keys]
+    columns = []
+    for index, event in enumerate(moments):
+        marks = Counter(row.answers[index].mark for row in rows)
+        compared = marks["match"] + marks["no match"]
+        columns.append(
+            SampleColumn(title=_title(event, run), num_matches=marks["match"], num_compared=compared)
+        )
+    return Samples(
+        columns=columns, rows=rows[:MOST_PROMPTS], num_prompts=len(rows), num_moments=len(recorded)
+    )
+
+
+def _choose(recorded: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Before, a few in between at even distances, after."""
+    before = [event for event in recorded if event.get("when") == "before"][-1:]
+    after = [event for event in recorded if event.get("when") == "after"][-1:]
+    during = [event for event in recorded if event.get("when") not in ("before", "after")]
+    if len(during) > MOST_DURING:
+        if after:
+            places = [(index + 1) * len(during) // (MOST_DURING + 1) for index in range(MOST_DURING)]
+        else:
+            places = [len(during) // 2, len(during) - 1]
+        during = [during[place] for place in places]
+    return [*before, *during, *after]
+
+
+def _keyed(samples: Sequence[Any]) -> Iterator[tuple[Key, Mapping[str, Any]]]:
+    seen: Counter[str] = Counter()
+    for sample in map(mapping, samples):
+        prompt = str(sample.get("prompt", ""))
+        yield (prompt, seen[prompt]), sample
+        seen[prompt] += 1
+
+
+def _title(event: Mapping[str, Any], run: RunFiles) -> str:
+    when = str(event.get("when", ""))
+    return when if when in ("before", "after") else f"step {evaluation_step(event, run):,.0f}"
+
+
+def _row(key: Key, tables: Sequence[Mapping[Key, Mapping[str, Any]]]) -> SampleRow:
+    reference = next(
+        (str(table[key]["reference"]) for table in tables if table.get(key, {}).get("reference")), ""
+    )
+    answers = []
+    for table in tables:
+        answer = str(table[key].get("answer", "")) if key in table else None
+        answers.append(_answer(answer, reference))
+    return SampleRow(prompt=_cut(key[0]), reference=_cut(reference), answers=answers)
+
+
+def _answer(answer: str | None, reference: str) -> Answer:
+    if answer is None:
+        return Answer(text=None)
+    if not reference:
+        return Answer(text=_cut(answer))
+    if answer == reference:
+        return Answer(text=_cut(answer), mark="match")
+    same_words = answer.split() == reference.split()
+    return Answer(text=_cut(answer), mark="no match", hint="only spacing differs" if same_words else "")
+
+
+def _cut(text: str) -> str:
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    return f"{text[:MOST_CHARACTERS]}… [{len(text) - MOST_CHARACTERS:,} more characters]"

@@ -1,0 +1,83 @@
+"""Numbers over steps: taken from the record, smoothed, and thinned without losing their extremes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from crosstune.report.files import RunFiles, mapping, number
+
+Point = tuple[float, float | None]
+"""A step and its value; None where the value was not a finite number."""
+
+NUM_BUCKETS = 120
+SMOOTHED_SHARE = 20
+"""The smoothing window is this part of all points."""
+FEWEST_TO_SMOOTH = 12
+
+
+def step_points(rows: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
+    """The values of one key. A row without the key is no point; a row with null in its place is a gap."""
+    return [(float(row["step"]), number(row[key])) for row in rows if key in row]
+
+
+def evaluation_points(run: RunFiles) -> dict[str, list[Point]]:
+    """Every evaluated metric over the steps. A step evaluated twice counts as it was seen last."""
+    found: dict[str, dict[float, float | None]] = {}
+    for event in run.events_of("evaluation"):
+        step = evaluation_step(event, run)
+        for name, value in mapping(event.get("metrics")).items():
+            found.setdefault(str(name), {})[step] = number(value)
+    return {name: sorted(values.items(), key=lambda point: point[0]) for name, values in found.items()}
+
+
+def evaluation_step(event: Mapping[str, Any], run: RunFiles) -> float:
+    step = number(event.get("step"))
+    if step is not None:
+        return step
+    return float(run.last_step) if event.get("when") == "after" else 0.0
+
+
+def finite_values(points: Sequence[Point]) -> list[float]:
+    return [value for _, value in points if value is not None]
+
+
+def smoothing_window(num_points: int) -> int:
+    """An odd number of points to average over; 1 when there are too few to be worth it."""
+    if num_points < FEWEST_TO_SMOOTH:
+        return 1
+    return max(5, num_points // SMOOTHED_SHARE) | 1
+
+
+def smooth(points: Sequence[Point], *, window: int) -> list[Point]:
+    """A centred mean, so that the curve does not lag behind the values. Gaps stay gaps."""
+    half = window // 2
+    values = [value for _, value in points]
+    sums = [0.0, *accumulate(value or 0.0 for value in values)]
+    counts = [0, *accumulate(int(value is not None) for value in values)]
+    smoothed: list[Point] = []
+    for index, (step, value) in enumerate(points):
+        start, stop = max(0, index - half), min(len(points), index + half + 1)
+        count = counts[stop] - counts[start]
+        smoothed.append((step, None if value is None else (sums[stop] - sums[start]) / count))
+    return smoothed
+
+
+def kept_indices(points: Sequence[Point], *, num_buckets: int = NUM_BUCKETS) -> list[int]:
+    """Which points to draw: at most three a bucket (lowest, highest, a gap), and the first and last of all."""
+    if len(points) <= 3 * num_buckets:
+        return list(range(len(points)))
+    keep = {0, len(points) - 1}
+    for bucket in range(num_buckets):
+        start = bucket * len(points) // num_buckets
+        stop = (bucket + 1) * len(points) // num_buckets
+        keep |= _extremes(points, start, stop)
+    return sorted(keep)
+
+
+def _extremes(points: Sequence[Point], start: int, stop: int) -> set[int]:
+    known = [(value, index) for index in range(start, stop) if (value := points[index][1]) is not None]
+    gap = next((index for index in range(start, stop) if points[index][1] is None), None)
+    keep = {min(known)[1], max(known)[1]} if known else set()
+    return keep if gap is None else keep | {gap}

@@ -1,0 +1,45 @@
+"""The torch device of a backend, and its memory."""
+
+from __future__ import annotations
+
+import sys
+
+from typing import Any
+
+import psutil
+import torch
+
+from crosstune.core.machine import BackendReport
+from crosstune.core.protocols import Memory
+
+
+def open_device(report: BackendReport) -> torch.device:
+    device = torch.device(report.device)
+    module = _memory_module(device)
+    if module is not None and hasattr(module, "reset_peak_memory_stats"):
+        module.reset_peak_memory_stats()
+    return device
+
+
+def read_memory(device: torch.device) -> Memory:
+    """Bytes in use now and at most so far: the device's own where it has memory of its own, else the process's."""
+    module = _memory_module(device)
+    if module is not None and hasattr(module, "max_memory_allocated"):
+        return Memory(used_bytes=module.memory_allocated(), peak_bytes=module.max_memory_allocated())
+    if device.type == "mps":
+        used = torch.mps.driver_allocated_memory()
+        return Memory(used_bytes=used, peak_bytes=used)
+    return Memory(used_bytes=psutil.Process().memory_info().rss, peak_bytes=_peak_resident_bytes())
+
+
+def _memory_module(device: torch.device) -> Any:
+    return None if device.type in ("cpu", "mps") else torch.get_device_module(device)
+
+
+def _peak_resident_bytes() -> int:
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,35 @@
+"""The number formats behind each name of --precision."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    weights: torch.dtype
+    """Of the weights as they lie in memory. What is trained has fp32 masters besides, whatever this is."""
+    autocast: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+    scaled: bool = False
+    """fp16 gradients underflow unless the loss is scaled up."""
+
+    def context(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device.type, dtype=self.autocast)
+
+
+PRECISIONS = {
+    "fp32": Precision(weights=torch.float32),
+    "bf16": Precision(weights=torch.bfloat16),
+    "fp16": Precision(weights=torch.float16, scaled=True),
+    "bf16_autocast": Precision(weights=torch.float32, autocast=torch.bfloat16),
+    "fp16_autocast": Precision(weights=torch.float32, autocast=torch.float16, scaled=True),
+    "bf16_buffers_autocast": Precision(
+        weights=torch.float32, autocast=torch.bfloat16, buffers=torch.bfloat16
+    ),
+}

@@ -1,0 +1,177 @@
+"""What one torch backend of this computer can do, found by trying it. Works from a backend's spec alone."""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from crosstune.backends._host import memory_bytes, processor_device, processor_name
+from crosstune.core.backend import BackendSpec
+from crosstune.core.machine import BackendReport, Device
+
+_BUILD_TITLES = {"cuda": "CUDA", "hip": "ROCm", "xpu": "Intel XPU", "mps": "Apple MPS"}
+
+
+def probe(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> BackendReport:
+    """Report on a backend; those of `quantizers` that are torch's are tried too, the others left out."""
+    reason = _why_missing(spec)
+    if reason:
+        return _missing(spec, reason)
+    from crosstune.torch_engine import trials
+
+    notes: list[str] = []
+    dtypes = trials.working_dtypes(spec.device, notes=notes)
+    if "fp32" not in dtypes:
+        return _missing(spec, "; ".join(notes))
+    devices, unified = _devices(spec.device)
+    dtype = trials.DTYPES[next(name for name in ("bf16", "fp16", "fp32") if name in dtypes)]
+    tried = [name for name in quantizers if name in trials.QUANTIZERS]
+    bits = {name: trials.working_bits(name, spec.device, dtype, notes=notes) for name in tried}
+    collectives = trials.working_collectives(spec.device, notes=notes)
+    return BackendReport(
+        name=spec.name,
+        engine=spec.engine,
+        available=True,
+        device=spec.device,
+        devices=devices,
+        unified_memory=unified,
+        dtypes=dtypes,
+        bf16_speedup=trials.bf16_speedup(spec.device) if "bf16" in dtypes else 1.0,
+        quantizers={name: widths for name, widths in bits.items() if widths},
+        collectives=tuple(sorted(collectives, key=lambda name: name != spec.collective)),
+        attention=trials.working_attention(spec.device, dtype, notes=notes),
+        notes=_merge(notes),
+    )
+
+
+def torch_device(name: str) -> Any:
+    """torch's own object for a device."""
+    import torch
+
+    return torch.device(name)
+
+
+def torch_dtype(name: str) -> Any:
+    """torch's own object for fp32, fp16 or bf16."""
+    from crosstune.torch_engine.trials import DTYPES
+
+    return DTYPES[name]
+
+
+def allocated_bytes(device: str) -> tuple[int, int]:
+    """What this process's tensors take on the first device, and what torch holds there for them."""
+    import torch
+
+    module = torch.get_device_module(device)
+    if hasattr(module, "memory_reserved"):
+        return module.memory_allocated(), module.memory_reserved()
+    if hasattr(module, "driver_allocated_memory"):
+        return module.current_allocated_memory(), module.driver_allocated_memory()
+    return 0, 0
+
+
+def _missing(spec: BackendSpec, reason: str) -> BackendReport:
+    return BackendReport(
+        name=spec.name, engine=spec.engine, available=False, reason=reason, device=spec.device
+    )
+
+
+def _why_missing(spec: BackendSpec) -> str:
+    """Why torch cannot use this backend; empty when it can."""
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        return "torch is not installed" if error.name == "torch" else f"torch does not import: {error}"
+    except (ImportError, OSError) as error:
+        return f"torch does not import: {error}"
+    if spec.torch_build and not _is_built(spec.torch_build):
+        return _why_not_built(spec)
+    try:
+        module = torch.get_device_module(spec.device)
+    except (RuntimeError, AttributeError):
+        return f"torch {torch.__version__} knows no device '{spec.device}'"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        available = _is_available(spec.device, module)
+    if available:
+        return ""
+    said = f" ({str(caught[0].message).splitlines()[0]})" if caught else ""
+    return f"no {spec.title} or driver was found{said}"
+
+
+def _is_available(device: str, module: Any) -> bool:
+    ask = getattr(module, "is_available", None)
+    if ask is None:  # torch.mps before torch 2.7
+        import torch
+
+        ask = getattr(torch.backends, device).is_available
+    return bool(ask())
+
+
+def _is_built(build: str) -> bool:
+    import torch
+
+    if hasattr(torch.version, build):
+        return getattr(torch.version, build) is not None
+    backend = getattr(torch.backends, build, None)
+    return backend is not None and bool(backend.is_built())
+
+
+def _why_not_built(spec: BackendSpec) -> str:
+    import torch
+
+    if not hasattr(torch.version, spec.torch_build):  # not another wheel but another kind of computer
+        return f"this torch has no {spec.torch_build} support ({platform.system()}, {platform.machine()})"
+    built = [title for build, title in _BUILD_TITLES.items() if _is_built(build)]
+    if not built:
+        return "this torch is a CPU build"
+    return f"this torch was built for {built[0]}, not {_BUILD_TITLES.get(spec.torch_build, spec.torch_build)}"
+
+
+def _devices(device: str) -> tuple[tuple[Device, ...], bool]:
+    """The devices, and whether their memory is the system's."""
+    import torch
+
+    if device == "cpu":
+        return (processor_device(),), False
+    module = torch.get_device_module(device)
+    if hasattr(module, "recommended_max_memory"):
+        total = module.recommended_max_memory()
+        free = min(total - module.driver_allocated_memory(), memory_bytes()[1])
+        return (
+            Device(name=processor_name(), memory_total_bytes=total, memory_free_bytes=max(0, free)),
+        ), True
+    properties = [module.get_device_properties(index) for index in range(module.device_count())]
+    devices = tuple(_device(module, index, item) for index, item in enumerate(properties))
+    return devices, any(bool(getattr(item, "is_integrated", False)) for item in properties)
+
+
+def _device(module: Any, index: int, properties: Any) -> Device:
+    total = properties.total_memory
+    return Device(
+        name=properties.name, memory_total_bytes=total, memory_free_bytes=_free_bytes(module, index, total)
+    )
+
+
+def _free_bytes(module: Any, index: int, total: int) -> int:
+    """Free memory; of a device other than the current one only as far as its driver's library tells.
+
+    Asking torch about another device opens a context there, which costs each process hundreds of megabytes.
+    """
+    if index == module.current_device():
+        return int(module.mem_get_info(index)[0])
+    try:
+        return int(total - module.device_memory_used(index))
+    except (ImportError, RuntimeError, AttributeError):
+        return int(total)
+
+
+def _merge(notes: Sequence[str]) -> tuple[str, ...]:
+    """Each note once; a library that is not installed fails at every bit width in the same words."""
+    merged: dict[str, list[str]] = {}
+    for note in notes:
+        what, colon, why = note.partition(": ")
+        merged.setdefault(why if colon else what, []).extend([what] * bool(colon))
+    return tuple(f"{', '.join(whats)}: {why}" if whats else why for why, whats in merged.items())

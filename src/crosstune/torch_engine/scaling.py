@@ -1,0 +1,36 @@
+"""Loss scaling for fp16: a factor that shrinks when gradients overflow and grows back when they do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+START = 2.0**16
+SMALLEST = 1.0
+STEPS_TO_GROW = 200
+
+
+@dataclass
+class LossScale:
+    enabled: bool
+    factor: float = 1.0
+    good_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.enabled:
+            self.factor = START
+
+    def shrink(self) -> bool:
+        """Halve the factor, so that the step can be tried again. False when there is nothing left to halve."""
+        if not self.enabled or self.factor <= SMALLEST:
+            return False
+        self.factor /= 2
+        self.good_steps = 0
+        return True
+
+    def grow(self) -> None:
+        """Count a good step, and double the factor after enough of them."""
+        if not self.enabled:
+            return
+        self.good_steps += 1
+        if self.good_steps >= STEPS_TO_GROW:
+            self.factor, self.good_steps = min(self.factor * 2, START), 0

@@ -1,0 +1,190 @@
+"""A model, its trained part and its optimizer on a torch device, behind the Session protocol."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from crosstune.config.plan import Plan
+from crosstune.core.errors import NonFiniteError
+from crosstune.core.protocols import Batch, EvalResult, Memory, StepResult
+from crosstune.torch_engine import export
+from crosstune.torch_engine.adapters import LoraLinear, add_lora
+from crosstune.torch_engine.device import open_device, read_memory
+from crosstune.torch_engine.generate import OnToken, generate
+from crosstune.torch_engine.load import load_model, shrink_frozen
+from crosstune.torch_engine.losses import causal_loss_sum
+from crosstune.torch_engine.optimizer import Masters, make_optimizer
+from crosstune.torch_engine.precision import PRECISIONS
+from crosstune.torch_engine.scaling import LossScale
+
+
+class TorchSession:
+    """`trained=False` opens the model to evaluate and generate only: no masters, no optimizer."""
+
+    def __init__(
+        self, plan: Plan, *, model_folder: Path, base_name: str | None = None, trained: bool = True
+    ) -> None:
+        config = plan.config
+        self.plan = plan
+        self.model_folder = model_folder
+        self.base_name = base_name
+        self.precision = PRECISIONS[plan.precision]
+        self.device = open_device(plan.backend)
+        torch.manual_seed(config.seed)
+        self.model = load_model(model_folder, plan=plan, precision=self.precision, device=self.device)
+        self.adapters: dict[str, LoraLinear] = {}
+        if plan.method == "lora":
+            self._add_adapters()
+        if config.use_gradient_checkpointing:
+            self._checkpoint_activations(reentrant=config.reentrant_checkpointing)
+        if not trained:
+            self.model.requires_grad_(False)
+        self.masters = Masters(self._trained() if trained else {})
+        self.optimizer = (
+            make_optimizer(config.optimizer, self.masters.masters, weight_decay=config.wd)
+            if trained
+            else None
+        )
+        self.scale = LossScale(enabled=self.precision.scaled)
+        self.model.train()
+
+    def step(self, window: Sequence[Batch], *, lr: float) -> StepResult:
+        """One optimizer step. The gradient is that of one large batch: each micro-batch's sum of losses is divided
+        by the supervised tokens of the whole window."""
+        weight = sum(batch.num_supervised for batch in window)
+        while True:
+            loss, grad_norm = self._backward(window, weight)
+            if math.isfinite(loss) and math.isfinite(grad_norm):
+                break
+            self.masters.clear_gradients()
+            if not (math.isfinite(loss) and self.scale.shrink()):
+                raise NonFiniteError(
+                    f"The {'loss' if not math.isfinite(loss) else 'gradient'} is not a finite number.",
+                    why="the step was stopped before the optimizer moved; the weights are those of the step before.",
+                    do="lower --lr, use --precision bf16 or fp32, or look at the data of this step",
+                )
+        assert self.optimizer is not None, "this session was opened without training"
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.masters.publish()
+        self.masters.clear_gradients()
+        self.scale.grow()
+        return StepResult(
+            loss=loss,
+            grad_norm=grad_norm,
+            num_tokens=sum(batch.num_tokens for batch in window),
+            num_supervised=weight,
+        )
+
+    def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
+        self.model.eval()
+        total, weight = 0.0, 0
+        with torch.inference_mode(), self.precision.context(self.device):
+            for batch in batches:
+                total += float(causal_loss_sum(self.model, batch, device=self.device))
+                weight += batch.num_supervised
+        self.model.train()
+        return EvalResult(loss=total / weight if weight else math.nan, num_supervised=weight)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        stop_ids: Sequence[int] = (),
+        temperature: float = 0.0,
+        seed: int = 0,
+        on_token: OnToken | None = None,
+    ) -> list[list[int]]:
+        self.model.eval()
+        with self.precision.context(self.device):
+            answers = generate(
+                self.model,
+                prompts,
+                device=self.device,
+                max_new_tokens=max_new_tokens,
+                stop_ids=stop_ids,
+                temperature=temperature,
+                seed=seed,
+                on_token=on_token,
+            )
+        self.model.train()
+        return answers
+
+    def memory(self) -> Memory:
+        return read_memory(self.device)
+
+    def num_parameters(self) -> tuple[int, int]:
+        trained = sum(p.numel() for p in self.masters.parameters.values())
+        adapters = sum(p.numel() for p in export.adapter_weights(self.adapters).values())
+        return trained, sum(p.numel() for p in self.model.parameters()) - adapters
+
+    def save_result(self, run_dir: Path) -> Path:
+        if self.plan.method == "full":
+            export.save_model(run_dir / "model", self.model, base=self.model_folder)
+            return run_dir / "model"
+        config = self.plan.config
+        settings = {"rank": config.lora_rank, "alpha": config.lora_alpha, "dropout": config.lora_dropout}
+        export.save_adapter(
+            run_dir / "adapter",
+            self.adapters,
+            settings=settings,
+            base=self.model_folder,
+            base_name=self.base_name,
+        )
+        return run_dir / "adapter"
+
+    def _add_adapters(self) -> None:
+        config = self.plan.config
+        self.adapters = add_lora(
+            self.model,
+            targets=config.lora_target_modules,
+            rank=config.lora_rank,
+            alpha=config.lora_alpha,
+            dropout=config.lora_dropout,
+            seed=config.seed,
+        )
+        if self.precision.autocast is not None:
+            shrink_frozen(self.model, dtype=self.precision.autocast)
+        if config.base_adapter:
+            export.load_adapter(Path(config.base_adapter).expanduser(), self.adapters)
+
+    def _checkpoint_activations(self, *, reentrant: bool) -> None:
+        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        if reentrant and self.adapters:
+            # Re-entrant checkpointing passes gradients only through inputs that ask for one.
+            self.model.enable_input_require_grads()
+
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
+        if self.adapters:
+            return export.adapter_weights(self.adapters)
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def _backward(self, window: Sequence[Batch], weight: int) -> tuple[float, float]:
+        """Gradients of the window in the masters, unscaled and clipped. Returns the loss and the norm before clipping."""
+        total = torch.zeros((), device=self.device)
+        for batch in window:
+            with self.precision.context(self.device):
+                loss = causal_loss_sum(self.model, batch, device=self.device) / weight
+            (loss * self.scale.factor).backward()
+            self.masters.collect_gradients()
+            total += loss.detach()
+        trained = list(self.masters.masters.values())
+        if self.scale.factor != 1.0:
+            for tensor in trained:
+                if tensor.grad is not None:
+                    tensor.grad.div_(self.scale.factor)
+        limit = self.plan.config.grad_norm if self.plan.config.apply_gradient_clipping else math.inf
+        norm = torch.nn.utils.clip_grad_norm_(trained, limit)
+        return float(total), float(norm)
+
+
+def open_session(
+    plan: Plan, *, model_folder: Path, base_name: str | None = None, trained: bool = True
+) -> TorchSession:
+    return TorchSession(plan, model_folder=model_folder, base_name=base_name, trained=trained)

@@ -1,0 +1,251 @@
+"""Small things run for real on a torch device: number formats, speed, attention kernels, collectives, quantizers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+FAILURES = (ImportError, RuntimeError, AssertionError, ValueError, TypeError, AttributeError, OSError)
+"""What libraries raise when something does not work here. NotImplementedError is a RuntimeError."""
+
+DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16})
+_TOLERANCE = {"fp32": 2e-3, "fp16": 1e-2, "bf16": 5e-2}
+# Relative error of a product over a quantized weight, at several times what was measured on Gaussian weights.
+_QUANTIZED_TOLERANCE = {8: 0.05, 4: 0.2, 3: 0.3, 2: 0.6, 1: 1.5}
+_WIDTH = 128
+
+Notes = list[str]
+LayerMaker = Callable[..., torch.nn.Module]
+
+
+def works(trial: Callable[[], None], *, what: str, notes: Notes) -> bool:
+    """Run a trial; a failure becomes a note that says why."""
+    try:
+        # A probe must leave the random numbers of a run as they were; new layers draw some.
+        with _quiet(), torch.random.fork_rng(devices=[]):
+            trial()
+    except FAILURES as error:
+        notes.append(f"{what}: {describe(error)}")
+        return False
+    return True
+
+
+def describe(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def working_dtypes(device: str, *, notes: Notes) -> tuple[str, ...]:
+    trials = {name: partial(_try_dtype, device, name) for name in DTYPES}
+    return tuple(
+        name for name, trial in trials.items() if works(trial, what=f"{name} does not work", notes=notes)
+    )
+
+
+def _try_dtype(device: str, name: str) -> None:
+    """A product and both its gradients, against the same in float64 on the processor."""
+    operands = [_random(48, 48, seed=seed).to(DTYPES[name]) for seed in range(3)]
+    results = _product_with_gradients(*(operand.to(device) for operand in operands))
+    references = _product_with_gradients(*(operand.double() for operand in operands))
+    for result, reference in zip(results, references, strict=True):
+        error = float((result.cpu().double() - reference).abs().max() / reference.abs().max())
+        if not error <= _TOLERANCE[name]:
+            raise ValueError(f"a small product differs from float64 by {error:.1%}")
+
+
+def _product_with_gradients(left: Any, right: Any, weight: Any) -> tuple[Any, Any, Any]:
+    left, right = left.detach().requires_grad_(), right.detach().requires_grad_()
+    product = left @ right
+    (product * weight).sum().backward()
+    return product.detach(), left.grad, right.grad
+
+
+def bf16_speedup(device: str) -> float:
+    """Time of an fp32 product over that of a bf16 one. A GPU needs a larger product to be busy at all."""
+    size = 1024 if device == "cpu" else 2048
+    operands = [_random(size, size).to(device, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    for operand in operands:  # the first product of each kind also prepares its kernel
+        _product_s(operand)
+    rounds: list[list[float]] = []
+    while len(rounds) < 5 and sum(map(sum, rounds)) < 0.08:
+        rounds.append([_product_s(operand) for operand in operands])
+    # The best of each: whatever else runs on the same cores only adds time.
+    fp32_s, bf16_s = (min(times) for times in zip(*rounds, strict=True))
+    return round(fp32_s / bf16_s, 2)
+
+
+def _product_s(operand: torch.Tensor) -> float:
+    synchronize = torch.get_device_module(operand.device.type).synchronize
+    synchronize()
+    start = time.perf_counter()
+    operand @ operand
+    synchronize()
+    return time.perf_counter() - start
+
+
+def working_attention(device: str, dtype: torch.dtype, *, notes: Notes) -> tuple[str, ...]:
+    """Kernels of torch's attention that ran with gradients, and the flash_attn package's on CUDA."""
+    kernels = {
+        name.removesuffix("_ATTENTION").lower(): kernel for name, kernel in SDPBackend.__members__.items()
+    }
+    del kernels["error"]
+    found = [
+        label
+        for label, kernel in sorted(kernels.items(), key=lambda item: item[0] == "math")
+        # That a kernel of another kind of device is missing here is no news; a missing flash kernel is.
+        if works(
+            partial(_try_attention, device, dtype, label, kernel),
+            what=f"{label} attention does not run",
+            notes=notes if label == "flash" else [],
+        )
+    ]
+    if device == "cuda" and works(partial(_try_flash_package, device, dtype), what="flash_attn", notes=[]):
+        found.append("flash_attn")
+    return tuple(found)
+
+
+def _attention_inputs(device: str, dtype: torch.dtype, *shape: int) -> list[torch.Tensor]:
+    return [_random(*shape, seed=seed).to(device, dtype).requires_grad_() for seed in range(3)]
+
+
+def _try_attention(device: str, dtype: torch.dtype, label: str, kernel: SDPBackend) -> None:
+    inputs = _attention_inputs(device, dtype, 1, 4, 64, 64)
+    with sdpa_kernel(kernel):
+        output = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
+        output.float().square().sum().backward()
+    # MPS ignores the choice of kernel; the name of the backward pass tells which one ran.
+    ran = output.grad_fn.name() if output.grad_fn is not None else ""
+    if label != "math" and label.capitalize() not in ran:
+        raise RuntimeError("torch takes another kernel on this device")
+    _check_finite(output, *(tensor.grad for tensor in inputs))
+
+
+def _try_flash_package(device: str, dtype: torch.dtype) -> None:
+    from flash_attn import flash_attn_func
+
+    inputs = _attention_inputs(device, dtype, 1, 64, 4, 64)
+    output = flash_attn_func(*inputs, causal=True)
+    output.float().square().sum().backward()
+    _check_finite(output, *(tensor.grad for tensor in inputs))
+
+
+def working_collectives(device: str, *, notes: Notes) -> tuple[str, ...]:
+    """Process-group backends that take this device's tensors. Gloo is tried: its own list of devices is not true."""
+    distributed = torch.distributed
+    if not distributed.is_available():
+        notes.append("this torch has no distributed package")
+        return ()
+    others = [
+        name
+        for name, devices in distributed.Backend.backend_capability.items()
+        if name not in ("gloo", "fake") and device in devices and distributed.is_backend_available(name)
+    ]
+    if distributed.is_gloo_available() and works(
+        partial(_try_gloo, device), what=f"gloo cannot move {device} tensors between processes", notes=notes
+    ):
+        others.append("gloo")
+    return tuple(others)
+
+
+def _try_gloo(device: str) -> None:
+    """A group of one process on the loopback interface, beside the default group that a run may have."""
+    gloo = torch.distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    group = gloo(torch.distributed.HashStore(), 0, 1, options)
+    group.allreduce([torch.ones(2, device=device)]).wait()
+
+
+def working_bits(quantizer: str, device: str, dtype: torch.dtype, *, notes: Notes) -> tuple[int, ...]:
+    """Bit widths at which a layer quantized by this library gave about the right product and a gradient."""
+    make, widths = QUANTIZERS[quantizer]
+    return tuple(
+        bits
+        for bits in widths
+        if works(
+            partial(_try_quantized, make, bits, device, dtype),
+            what=f"{quantizer} with {bits} bits does not run",
+            notes=notes,
+        )
+    )
+
+
+def _try_quantized(make: LayerMaker, bits: int, device: str, dtype: torch.dtype) -> None:
+    dense = torch.nn.Linear(_WIDTH, _WIDTH, bias=False, dtype=dtype)
+    with torch.no_grad():
+        dense.weight.copy_(_random(_WIDTH, _WIDTH))
+    inputs = _random(8, _WIDTH, seed=1).to(dtype)
+    reference = inputs.double() @ dense.weight.detach().double().T
+    inputs = inputs.to(device).requires_grad_()
+    output = make(dense, bits=bits, device=device, dtype=dtype)(inputs)
+    output.float().square().sum().backward()
+    _check_finite(output, inputs.grad)
+    error = float((output.detach().cpu().double() - reference).norm() / reference.norm())
+    if error > _QUANTIZED_TOLERANCE[bits]:
+        raise ValueError(f"a small product is off by {error:.0%}")
+
+
+def _bnb_layer(dense: torch.nn.Linear, *, bits: int, device: str, dtype: torch.dtype) -> torch.nn.Module:
+    from bitsandbytes import nn
+
+    layer: torch.nn.Module
+    if bits == 4:
+        layer = nn.Linear4bit(_WIDTH, _WIDTH, bias=False, compute_dtype=dtype, quant_type="nf4")
+    else:
+        layer = nn.Linear8bitLt(_WIDTH, _WIDTH, bias=False, has_fp16_weights=False)
+    layer.load_state_dict(dense.state_dict())
+    return layer.to(device)
+
+
+def _hqq_layer(dense: torch.nn.Linear, *, bits: int, device: str, dtype: torch.dtype) -> torch.nn.Module:
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+
+    config = BaseQuantizeConfig(nbits=bits, group_size=64)
+    return HQQLinear(dense, config, compute_dtype=dtype, device=device)
+
+
+def _quanto_layer(dense: torch.nn.Linear, *, bits: int, device: str, dtype: torch.dtype) -> torch.nn.Module:
+    from optimum import quanto
+
+    layer = torch.nn.Sequential(dense.to(device))
+    quanto.quantize(layer, weights=getattr(quanto, f"qint{bits}"))
+    quanto.freeze(layer)
+    return layer
+
+
+QUANTIZERS: Mapping[str, tuple[LayerMaker, tuple[int, ...]]] = MappingProxyType(
+    {"bnb": (_bnb_layer, (4, 8)), "hqq": (_hqq_layer, (1, 2, 3, 4, 8)), "quanto": (_quanto_layer, (2, 4, 8))}
+)
+
+
+def _random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _check_finite(*tensors: torch.Tensor | None) -> None:
+    for tensor in tensors:
+        if tensor is None or not bool(torch.isfinite(tensor).all()):
+            raise ValueError("a result or its gradient is not finite")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the remarks that libraries make when first used off the screen. Logged errors still show."""
+    disabled = logging.root.manager.disable
+    logging.disable(max(disabled, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)

@@ -1,0 +1,165 @@
+"""The guides' BackendManager: every documented name, on this machine and on bundled Apple profiles."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the guides' class hands out torch devices")
+
+from backend_manager import (  # noqa: E402
+    Backend,
+    BackendCapabilities,
+    BackendManager,
+    detect_backend,
+    get_backend_manager,
+    get_device,
+)
+from crosstune.machines import load_machine  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def cpu() -> BackendManager:
+    return BackendManager(backend="cpu", verbose=False)
+
+
+def on(profile: str, backend: str | None = None) -> BackendManager:
+    return BackendManager(backend, verbose=False, machine=load_machine(profile))
+
+
+def test_backend_names() -> None:
+    assert [str(backend) for backend in Backend] == ["cuda", "rocm", "xpu", "mlx", "mps", "cpu"]
+    assert Backend.CUDA.value == "cuda" and Backend("mps") is Backend.MPS
+
+
+def test_capabilities_have_the_documented_fields() -> None:
+    empty = BackendCapabilities()
+    assert (empty.quantization_bits, empty.notes) == ([], [])
+    assert empty.max_model_size is None and empty.distributed_backend is None
+    assert not (empty.supports_distributed or empty.supports_fsdp)
+    assert not (empty.supports_bfloat16 or empty.supports_flash_attention)
+
+
+def test_checking_what_is_available_prints_it(capsys: pytest.CaptureFixture) -> None:
+    manager = BackendManager(verbose=True)
+    printed = capsys.readouterr().out
+    for word in ("available backends", "quantization bits", "distributed", "GiB free", str(manager.backend)):
+        assert word in printed
+    assert manager.backend in manager._available_backends
+    assert Backend.CPU in manager._available_backends
+
+
+def test_the_guides_custom_logic(cpu: BackendManager) -> None:
+    manager = BackendManager(backend="auto", verbose=False)
+    assert isinstance(manager.supports_quantization(4), bool)
+    assert manager.get_optimal_batch_size(model_size_b=7) >= 1
+    assert isinstance(cpu.capabilities.supports_flash_attention, bool)
+
+
+def test_cpu_here(cpu: BackendManager) -> None:
+    assert (cpu.backend, cpu.device) == (Backend.CPU, torch.device("cpu"))
+    assert cpu.supports_quantization(16) and not cpu.supports_quantization(32)
+    assert cpu.get_dtype() is torch.bfloat16
+    assert cpu.get_dtype(prefer_bfloat16=False) is torch.float16
+    assert cpu.get_distributed_backend() == "gloo"
+    assert cpu.capabilities.supports_distributed and cpu.capabilities.supports_fsdp
+
+
+def test_cpu_quantizes_to_four_bits_where_a_quantizer_is_installed(cpu: BackendManager) -> None:
+    pytest.importorskip("bitsandbytes", reason="bnb is an extra: pip install 'crosstune[bnb]'")
+    assert cpu.supports_quantization(4) and cpu.supports_quantization(8)
+
+
+def test_memory_is_in_bytes_and_adds_up(cpu: BackendManager) -> None:
+    info = cpu.get_memory_info()
+    assert info["total_memory"] > 1e8
+    assert info["used_memory"] + info["free_memory"] == info["total_memory"]
+    assert info["available_memory"] == info["free_memory"]
+    assert 0 <= info["percent_used"] <= 100
+    assert {"allocated_memory", "reserved_memory"} <= set(info)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is available here")
+@pytest.mark.parametrize("backend", ["cuda", "CUDA", Backend.CUDA])
+def test_unavailable_backend_says_so_in_the_documented_words(backend: str | Backend) -> None:
+    with pytest.raises(ValueError) as caught:
+        BackendManager(backend=backend, verbose=False)
+    text = str(caught.value)
+    assert text.startswith("Backend 'cuda' is not available")
+    assert "--backend auto" in text and "cpu" in text
+
+
+def test_unknown_backend_names_those_that_exist() -> None:
+    with pytest.raises(ValueError, match="Unknown backend 'tpu'.*cuda.*cpu"):
+        BackendManager(backend="tpu", verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"), [("cpu", Backend.CPU), ("auto", None), ("", None), (None, None)]
+)
+def test_environment_chooses(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, wanted: Backend | None
+) -> None:
+    if value is None:
+        monkeypatch.delenv("FSDP_BACKEND", raising=False)
+    else:
+        monkeypatch.setenv("FSDP_BACKEND", value)
+    assert BackendManager.from_env(verbose=False).backend is (wanted or detect_backend())
+    assert BackendManager.from_env(verbose=False, environment={"FSDP_BACKEND": "cpu"}).backend is Backend.CPU
+
+
+def test_functions() -> None:
+    assert get_backend_manager("cpu", verbose=False).backend is Backend.CPU
+    assert isinstance(detect_backend(), Backend)
+    assert get_device("cpu") == torch.device("cpu")
+    assert isinstance(get_device(), torch.device)
+
+
+def test_apple_m1_trains_in_mlx_and_mps_falls_back_to_fp16() -> None:
+    assert on("apple-m1-16gb").backend is Backend.MLX
+    mps = on("apple-m1-16gb", "mps")
+    assert mps.device == torch.device("mps")
+    assert mps._available_backends == [Backend.MLX, Backend.MPS, Backend.CPU]
+    assert not mps.capabilities.supports_bfloat16
+    assert mps.get_dtype() is torch.float16
+    assert mps.supports_quantization(8) and mps.supports_quantization(16)
+    assert not mps.capabilities.supports_flash_attention
+
+
+def test_newer_apple_has_bfloat16_and_four_bits_on_mps() -> None:
+    mps = on("apple-m2-max-64gb", "mps")
+    assert mps.get_dtype() is torch.bfloat16
+    assert mps.supports_quantization(4)
+    assert any("gloo cannot move mps tensors" in note for note in mps.capabilities.notes)
+
+
+def test_mlx_stands_on_the_processor_for_torch() -> None:
+    mlx = on("apple-m2-max-64gb", "mlx")
+    assert mlx.device == torch.device("cpu")
+    assert all(mlx.supports_quantization(bits) for bits in (4, 8, 16))
+    assert not mlx.capabilities.supports_fsdp
+    assert mlx.get_memory_info()["total_memory"] == 51539607552
+
+
+def test_nvidia_profile() -> None:
+    cuda = on("rtx-4090")
+    assert (cuda.backend, cuda.device) == (Backend.CUDA, torch.device("cuda"))
+    assert cuda.get_distributed_backend() == "nccl"
+    assert cuda.capabilities.supports_flash_attention
+    assert set(cuda.capabilities.quantization_bits) >= {4, 8, 16}
+
+
+def test_batch_size_follows_memory_model_and_length() -> None:
+    small, large = on("rtx-4090"), on("h200")
+    assert large.get_optimal_batch_size(7) > small.get_optimal_batch_size(7) >= 1
+    assert large.get_optimal_batch_size(7) > large.get_optimal_batch_size(70) >= 1
+    assert large.get_optimal_batch_size(7) > large.get_optimal_batch_size(7, sequence_length=8192)
+    assert on("cpu-laptop").get_optimal_batch_size(model_size_b=400) == 1
+
+
+def test_model_size_is_checked_against_memory() -> None:
+    laptop = on("cpu-laptop")
+    laptop.validate_model_size(7)
+    with pytest.raises(ValueError, match="exceeds the limit of backend 'cpu'"):
+        laptop.validate_model_size(70)
+    on("h200").validate_model_size(70)
+    assert on("h200").capabilities.max_model_size > laptop.capabilities.max_model_size

@@ -1,0 +1,181 @@
+"""The torch probe on this computer: what it reports really ran."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the torch engine needs torch")
+
+from crosstune.core.backend import backend_specs  # noqa: E402
+from crosstune.core.machine import BackendReport  # noqa: E402
+from crosstune.torch_engine import probe as probe_module  # noqa: E402
+from crosstune.torch_engine import trials  # noqa: E402
+from crosstune.torch_engine.probe import probe  # noqa: E402
+
+GIB = 1024**3
+
+
+@pytest.fixture(scope="module")
+def report() -> BackendReport:
+    return probe(backend_specs()["cpu"])
+
+
+def test_cpu_works_and_is_described(report: BackendReport) -> None:
+    assert report.available and report.reason == ""
+    assert {"fp32", "bf16"} <= set(report.dtypes)
+    assert 0.01 < report.bf16_speedup < 100
+    assert report.collectives == ("gloo",)
+    assert report.attention[0] == "flash" and report.attention[-1] == "math"
+    assert len(report.devices) == 1 and report.devices[0].name
+    assert 0 < report.memory_free_bytes <= report.memory_total_bytes
+    assert report.quantizers == {}
+
+
+def test_probe_leaves_random_numbers_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    probe(backend_specs()["cpu"], quantizers=("bnb",))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "bits"),
+    [
+        ("bnb", "bitsandbytes", (4, 8)),
+        ("hqq", "hqq", (1, 2, 3, 4, 8)),
+        ("quanto", "optimum.quanto", (2, 4, 8)),
+    ],
+)
+def test_quantizers_run_on_the_cpu(
+    name: str, package: str, bits: tuple[int, ...], capfd: pytest.CaptureFixture
+) -> None:
+    pytest.importorskip(package, reason=f"{name} is an extra: pip install 'crosstune[{name}]'")
+    assert probe(backend_specs()["cpu"], quantizers=(name, "mlx")).quantizers == {name: bits}
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_quantizer_that_is_not_installed_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hqq.core.quantize", None)
+    report = probe(backend_specs()["cpu"], quantizers=("hqq",))
+    assert report.quantizers == {}
+    assert len([note for note in report.notes if "hqq with 4 bits" in note]) == 1
+
+
+def test_a_quantizer_that_computes_nonsense_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shrunk(dense: torch.nn.Linear, **_: object) -> torch.nn.Module:
+        with torch.no_grad():
+            dense.weight.mul_(0.5)
+        return dense
+
+    monkeypatch.setattr(trials, "QUANTIZERS", {"bad": (shrunk, (4,))})
+    notes: list[str] = []
+    assert trials.working_bits("bad", "cpu", torch.float32, notes=notes) == ()
+    assert notes == ["bad with 4 bits does not run: a small product is off by 50%"]
+
+
+def test_a_dtype_that_computes_nonsense_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(trials._TOLERANCE, "bf16", 1e-9)
+    notes: list[str] = []
+    assert trials.working_dtypes("cpu", notes=notes) == ("fp32", "fp16")
+    assert "bf16 does not work: a small product differs from float64" in notes[0]
+
+
+def test_gloo_refuses_devices_it_cannot_move() -> None:
+    notes: list[str] = []
+    assert trials.working_collectives("meta", notes=notes) == ()
+    assert "unsupported device type meta" in notes[0]
+
+
+def test_attention_of_another_kernel_does_not_count() -> None:
+    kernel = trials.SDPBackend.MATH
+    with pytest.raises(RuntimeError, match="another kernel"):
+        trials._try_attention("cpu", torch.float32, "flash", kernel)
+
+
+@pytest.mark.skipif(
+    torch.version.cuda is not None or torch.version.hip is not None, reason="this torch is a GPU build"
+)
+@pytest.mark.parametrize("name", ["cuda", "rocm", "xpu"])
+def test_a_cpu_build_says_so(name: str) -> None:
+    report = probe(backend_specs()[name])
+    assert (report.available, report.reason) == (False, "this torch is a CPU build")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this computer has a GPU")
+def test_a_cuda_build_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "hip", None)
+    reasons = [probe(backend_specs()[name]).reason for name in ("cuda", "rocm")]
+    assert reasons[0].startswith("no NVIDIA GPU or driver was found")
+    assert reasons[1] == "this torch was built for CUDA, not ROCm"
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="a Mac may have MPS")
+def test_mps_elsewhere_says_so() -> None:
+    assert probe(backend_specs()["mps"]).reason.startswith("this torch has no mps support (")
+
+
+def test_missing_torch_is_reported_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    report = probe(backend_specs()["cpu"])
+    assert (report.available, report.reason) == (False, "torch is not installed")
+
+
+def test_a_new_backend_file_needs_no_change_here() -> None:
+    spec = replace(backend_specs()["cpu"], name="gaudi", title="Gaudi", device="hpu")
+    report = probe(spec)
+    assert not report.available
+    assert "hpu" in report.reason or "Gaudi" in report.reason
+
+
+def test_unified_memory_is_what_metal_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
+    metal = SimpleNamespace(recommended_max_memory=lambda: 8 * GIB, driver_allocated_memory=lambda: 3 * GIB)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: metal)
+    (device,), unified = probe_module._devices("mps")
+    assert unified and device.memory_total_bytes == 8 * GIB
+    assert device.memory_free_bytes <= 5 * GIB
+
+
+def test_other_gpus_are_listed_without_opening_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+
+    def mem_get_info(index: int) -> tuple[int, int]:
+        opened.append(index)
+        return 70 * GIB, 80 * GIB
+
+    gpus = SimpleNamespace(
+        device_count=lambda: 2,
+        current_device=lambda: 0,
+        get_device_properties=lambda index: SimpleNamespace(
+            name="GPU", total_memory=80 * GIB, is_integrated=0
+        ),
+        mem_get_info=mem_get_info,
+        device_memory_used=lambda index: 20 * GIB,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: gpus)
+    devices, unified = probe_module._devices("cuda")
+    assert [device.memory_free_bytes for device in devices] == [70 * GIB, 60 * GIB]
+    assert (opened, unified) == ([0], False)
+
+
+def test_notes_with_one_reason_become_one() -> None:
+    assert probe_module._merge(["a: x", "b: x", "alone", "c: y: z"]) == ("a, b: x", "alone", "c: y: z")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs an NVIDIA GPU: run with `pytest -m cuda` on one"
+)
+def test_gpu_has_bf16_nccl_and_flash_attention() -> None:
+    report = probe(backend_specs()["cuda"])
+    assert report.available, report.reason
+    assert report.dtypes == ("fp32", "fp16", "bf16")
+    assert report.bf16_speedup > 1.3
+    assert report.collectives == ("nccl", "gloo")
+    assert {"flash", "efficient", "math"} <= set(report.attention)
+    assert len(report.devices) == torch.cuda.device_count()
+    assert not probe(backend_specs()["rocm"]).available

@@ -1,0 +1,196 @@
+"""Backend files, bundled profiles, and the choices made from them: no framework needed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from crosstune import machines
+from crosstune.backends import _host
+from crosstune.core.backend import backend_specs
+from crosstune.core.errors import UserError
+from crosstune.core.machine import BackendReport, Machine, choose_backend
+
+ORDER = ["cuda", "rocm", "xpu", "mlx", "mps", "cpu"]
+
+
+def make_machine(**devices: str) -> Machine:
+    """A machine whose named backends are available on the device given."""
+    reports = {
+        name: BackendReport(
+            name=name,
+            engine="mlx" if name == "mlx" else "torch",
+            available=name in devices,
+            reason="" if name in devices else "not here",
+            device=devices.get(name, name),
+        )
+        for name in ORDER
+    }
+    return Machine(name="m", system="s", processor="p", num_cores=4, memory_total_bytes=1, backends=reports)
+
+
+def test_specs_are_in_the_order_of_auto_and_named_like_their_files() -> None:
+    specs = backend_specs()
+    assert list(specs) == ORDER
+    assert all(spec.install.startswith("It needs") and spec.title for spec in specs.values())
+    assert {spec.engine for spec in specs.values()} == {"torch", "mlx"}
+    assert len({spec.preference for spec in specs.values()}) == len(ORDER)
+
+
+def test_cuda_and_rocm_share_a_device_but_not_a_build() -> None:
+    specs = backend_specs()
+    assert specs["cuda"].device == specs["rocm"].device == "cuda"
+    assert (specs["cuda"].torch_build, specs["rocm"].torch_build) == ("cuda", "hip")
+
+
+def test_mps_asks_for_its_fallback_and_watermarks() -> None:
+    assert dict(backend_specs()["mps"].environment) == {
+        "PYTORCH_ENABLE_MPS_FALLBACK": "1",
+        "PYTORCH_MPS_HIGH_WATERMARK_RATIO": "0.7",
+        "PYTORCH_MPS_LOW_WATERMARK_RATIO": "0.5",
+    }
+
+
+@pytest.mark.parametrize(
+    ("devices", "chosen"),
+    [
+        ({"cuda": "cuda", "cpu": "cpu"}, "cuda"),
+        ({"cuda": "cuda", "mlx": "gpu", "cpu": "cpu"}, "cuda"),
+        ({"rocm": "cuda", "cpu": "cpu"}, "rocm"),
+        ({"xpu": "xpu", "cpu": "cpu"}, "xpu"),
+        ({"mlx": "gpu", "mps": "mps", "cpu": "cpu"}, "mlx"),
+        ({"mps": "mps", "cpu": "cpu"}, "mps"),
+        ({"mlx": "cpu", "cpu": "cpu"}, "cpu"),
+        ({"mlx": "cpu", "mps": "mps", "cpu": "cpu"}, "mps"),
+        ({"mlx": "cpu"}, "mlx"),
+        ({"cpu": "cpu"}, "cpu"),
+    ],
+)
+def test_auto_takes_the_first_available_with_a_device_of_its_own(
+    devices: dict[str, str], chosen: str
+) -> None:
+    assert choose_backend(make_machine(**devices), preference=ORDER) == chosen
+    assert machines.fastest_backend(make_machine(**devices)) == chosen
+
+
+def test_no_backend_at_all_says_why_for_each() -> None:
+    with pytest.raises(UserError, match="mps: not here") as caught:
+        choose_backend(make_machine(), preference=ORDER)
+    assert "pip install 'crosstune[torch]'" in str(caught.value)
+
+
+def test_profiles_are_the_promised_ones() -> None:
+    promised = ["a100-80gb", "apple-m1-16gb", "apple-m2-max-64gb", "cpu-laptop", "h200", "rtx-4090"]
+    assert machines.profile_names() == promised
+
+
+@pytest.mark.parametrize("name", machines.profile_names())
+def test_profile_covers_every_backend(name: str) -> None:
+    machine = machines.load_machine(name)
+    assert machine.name == name
+    assert list(machine.backends) == ORDER
+    assert set(machine.versions.values()) == {"profile"}
+    for key, report in machine.backends.items():
+        assert report.name == key
+        assert report.engine == backend_specs()[key].engine
+        assert report.available != bool(report.reason)
+        if report.available:
+            assert "fp32" in report.dtypes
+            assert 0 < report.memory_free_bytes <= report.memory_total_bytes
+            assert report.quantizers
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "mps_dtypes"),
+    [
+        ("apple-m1-16gb", "mlx", ("fp32", "fp16")),
+        ("apple-m2-max-64gb", "mlx", ("fp32", "fp16", "bf16")),
+        ("rtx-4090", "cuda", ()),
+        ("a100-80gb", "cuda", ()),
+        ("h200", "cuda", ()),
+        ("cpu-laptop", "cpu", ()),
+    ],
+)
+def test_profile_facts(name: str, backend: str, mps_dtypes: tuple[str, ...]) -> None:
+    machine = machines.load_machine(name)
+    assert machines.fastest_backend(machine) == backend
+    assert machine.backends["mps"].dtypes == mps_dtypes
+    assert machine.backends["mps"].collectives == ()
+
+
+def test_a_machine_survives_its_json(tmp_path: Path) -> None:
+    machine = machines.load_machine("apple-m2-max-64gb")
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(machine.to_json()))
+    assert machines.load_machine(str(file)) == machine
+
+
+def test_unknown_machine_names_the_profiles() -> None:
+    with pytest.raises(UserError) as caught:
+        machines.load_machine("rtx-4900")
+    text = str(caught.value)
+    assert "Unknown machine 'rtx-4900'" in text
+    assert "did you mean 'rtx-4090'" in text
+    assert all(name in text for name in machines.profile_names())
+
+
+def test_unknown_backend_names_those_that_exist() -> None:
+    with pytest.raises(UserError, match="Unknown backend 'cude'"):
+        machines.probe_machine(backends=["cude"])
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("h200", ["--backend cuda --train_type lora"]),
+        ("a100-80gb", ["--backend cuda --train_type lora"]),
+        ("rtx-4090", ["--backend cuda --train_type qlora --quantization_backend bnb"]),
+        ("apple-m1-16gb", ["--backend mlx --train_type qlora", "--backend mps --train_type lora"]),
+        (
+            "cpu-laptop",
+            [
+                "  crosstune train --backend cpu",
+                "OMP_NUM_THREADS=8 MKL_NUM_THREADS=8 crosstune train --backend cpu",
+            ],
+        ),
+    ],
+)
+def test_advice_follows_the_hardware(name: str, wanted: list[str]) -> None:
+    lines = machines.recommend(machines.load_machine(name))
+    for part in wanted:
+        assert any(part in line for line in lines), (part, lines)
+    assert all(line.endswith((":", ".")) or line.startswith("  ") for line in lines)
+
+
+def test_advice_for_a_bare_machine_is_to_install() -> None:
+    assert any("pip install" in line for line in machines.recommend(make_machine()))
+
+
+@pytest.mark.parametrize(("limit", "used"), [("2000000000", "500000000"), ("max", "0")])
+def test_container_limit_counts_when_there_is_one(tmp_path: Path, limit: str, used: str) -> None:
+    (tmp_path / "memory.max").write_text(limit + "\n")
+    (tmp_path / "memory.current").write_text(used + "\n")
+    total, free = _host.memory_bytes(cgroup=tmp_path)
+    if limit == "max":
+        assert (total, free > 0) == (_host.memory_bytes(cgroup=tmp_path / "none")[0], True)
+    else:
+        assert (total, free <= 1_500_000_000) == (2_000_000_000, True)
+
+
+def test_host_has_a_name_and_cores() -> None:
+    assert _host.processor_name()
+    assert _host.num_cores() >= 1
+
+
+def test_nothing_here_loads_a_framework() -> None:
+    code = (
+        "import sys, backend_manager, crosstune.machines as m; m.recommend(m.load_machine('h200')); "
+        "import crosstune.torch_engine.probe, crosstune.mlx_engine.probe; "
+        "print([name for name in ('torch', 'mlx', 'transformers') if name in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert run.stdout.strip() == "[]"

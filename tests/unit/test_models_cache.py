@@ -1,0 +1,287 @@
+"""The model cache: whole models or none, whoever asks, whatever is killed, however full the disk is."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crosstune.core.errors import UserError
+from crosstune.models import cache
+from crosstune.models.disk import DiskFullError, disk_errors, ensure_space
+from crosstune.models.tiny import tiny_model
+
+SLOW_INSTALL = """
+import sys, time
+from pathlib import Path
+from crosstune.models import cache
+
+def build(folder, scratch):
+    with open(sys.argv[2], "a") as log:
+        log.write("built\\n")
+    (folder / "first.bin").write_bytes(b"1" * 1000)
+    time.sleep(float(sys.argv[3]))
+    (folder / "second.bin").write_bytes(b"2" * 1000)
+    return {"kind": "test"}
+
+print(cache.install("slow", build, need_bytes=2000, cache=Path(sys.argv[1])))
+"""
+TINY_INSTALL = """
+import sys
+from pathlib import Path
+from crosstune.models.locate import locate
+locate("tiny-random", cache=Path(sys.argv[1]))
+"""
+
+
+def build_small(folder: Path, scratch: Path) -> Mapping[str, Any]:
+    (scratch / "leftover").write_text("not part of the model")
+    (folder / "weights.bin").write_bytes(b"w" * 5000)
+    return {"kind": "test"}
+
+
+def build_never(folder: Path, scratch: Path) -> Mapping[str, Any]:
+    raise AssertionError("a sound model is not made again")
+
+
+def staged(root: Path) -> list[Path]:
+    return list((root / "models" / ".staging").iterdir())
+
+
+def start(script: str, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} never came"
+        time.sleep(0.01)
+
+
+def test_installs_once_and_reuses(tmp_path: Path) -> None:
+    folder = cache.install("m", build_small, need_bytes=5000, cache=tmp_path)
+    assert folder == tmp_path / "models" / "m"
+    assert sorted(path.name for path in folder.iterdir()) == ["crosstune.json", "weights.bin"]
+    marker = json.loads((folder / "crosstune.json").read_text())
+    assert marker["source"] == {"kind": "test"}
+    assert marker["files"]["weights.bin"]["bytes"] == 5000
+    assert cache.verify(folder) == []
+    assert staged(tmp_path) == []
+    assert cache.install("m", build_never, need_bytes=5000, cache=tmp_path) == folder
+
+
+def test_default_root_is_the_users_cache() -> None:
+    assert cache.cache_root().parts[-2:] == ("crosstune", "models")
+
+
+def test_failed_build_leaves_nothing(tmp_path: Path) -> None:
+    def fail(folder: Path, scratch: Path) -> Mapping[str, Any]:
+        build_small(folder, scratch)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cache.install("m", fail, need_bytes=1, cache=tmp_path)
+    assert staged(tmp_path) == []
+    assert cache.list_models(cache=tmp_path) == []
+
+
+def test_two_processes_make_a_model_once(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    both = [start(SLOW_INSTALL, tmp_path, log, 0.5) for _ in range(2)]
+    outputs = {process.communicate(timeout=30)[0] for process in both}
+    assert [process.returncode for process in both] == [0, 0]
+    assert outputs == {f"{tmp_path / 'models' / 'slow'}\n"}
+    assert log.read_text() == "built\n"
+
+
+def test_waiting_is_told(tmp_path: Path) -> None:
+    other = start(SLOW_INSTALL, tmp_path, tmp_path / "log", 0.5)
+    wait_for(tmp_path / "log")
+    stages: list[str] = []
+    cache.install(
+        "slow",
+        build_never,
+        need_bytes=1,
+        cache=tmp_path,
+        progress=lambda stage, done, total: stages.append(stage),
+    )
+    other.communicate(timeout=30)
+    assert stages == ["wait"]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL, which Windows has not")
+def test_kill_during_build_leaves_no_model(tmp_path: Path) -> None:
+    victim = start(SLOW_INSTALL, tmp_path, tmp_path / "log", 60)
+    wait_for(tmp_path / "log")
+    victim.kill()
+    victim.communicate(timeout=30)
+    assert staged(tmp_path), "the kill should have left a staging folder"
+    assert cache.list_models(cache=tmp_path) == []
+
+    # Another model's installation clears it away too.
+    cache.install("other", build_small, need_bytes=1, cache=tmp_path)
+    assert staged(tmp_path) == []
+    assert start(SLOW_INSTALL, tmp_path, tmp_path / "log", 0).wait(timeout=30) == 0
+    assert cache.verify(tmp_path / "models" / "slow") == []
+
+
+def test_the_sweep_spares_a_living_process(tmp_path: Path) -> None:
+    other = start(SLOW_INSTALL, tmp_path, tmp_path / "log", 1)
+    wait_for(tmp_path / "log")
+    cache.install("other", build_small, need_bytes=1, cache=tmp_path)
+    assert other.wait(timeout=30) == 0
+    assert cache.verify(tmp_path / "models" / "slow") == []
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL, which Windows has not")
+def test_kills_at_any_moment_leave_a_whole_model_or_none(tmp_path: Path) -> None:
+    moments = random.Random(0)
+    began = time.monotonic()
+    assert start(TINY_INSTALL, tmp_path / "timing").wait(timeout=60) == 0
+    duration = time.monotonic() - began
+    folder = tmp_path / "models" / "tiny-random"
+    killed = 0
+    for _ in range(12):
+        victim = start(TINY_INSTALL, tmp_path)
+        time.sleep(moments.uniform(0.3, 1.0) * duration)
+        victim.kill()
+        killed += victim.wait(timeout=30) == -signal.SIGKILL
+        if folder.exists():
+            assert cache.verify(folder) == []
+            shutil.rmtree(folder)
+    assert killed >= 3
+    assert start(TINY_INSTALL, tmp_path).wait(timeout=60) == 0
+    assert cache.verify(folder) == []
+    assert staged(tmp_path) == []
+
+
+@pytest.mark.parametrize("damage", ["short", "missing", "marker", "older"])
+def test_damaged_model_is_noticed_said_and_made_again(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = cache.install("m", build_small, need_bytes=1, cache=tmp_path)
+    weights, marker = folder / "weights.bin", folder / cache.MARKER
+    if damage == "short":
+        weights.write_bytes(b"w" * 4999)
+    elif damage == "missing":
+        weights.unlink()
+    elif damage == "marker":
+        marker.write_text("{")
+    else:
+        marker.write_text(marker.read_text().replace('"layout": 1', '"layout": 0'))
+    assert cache.check(folder)
+    assert cache.list_models(cache=tmp_path)[0].problems
+    assert cache.install("m", build_small, need_bytes=1, cache=tmp_path) == folder
+    assert cache.verify(folder) == []
+    assert "is damaged" in caplog.text
+
+
+def test_a_flipped_bit_needs_the_full_check(tmp_path: Path) -> None:
+    folder = cache.install("m", build_small, need_bytes=1, cache=tmp_path)
+    data = bytearray((folder / "weights.bin").read_bytes())
+    data[2500] ^= 1
+    (folder / "weights.bin").write_bytes(data)
+    assert cache.check(folder) == []
+    assert cache.verify(folder) == ["weights.bin does not have the contents it was made with"]
+
+
+def test_list_and_remove(tmp_path: Path) -> None:
+    assert cache.list_models(cache=tmp_path) == []
+    folder = cache.install("m", build_small, need_bytes=1, cache=tmp_path)
+    (model,) = cache.list_models(cache=tmp_path)
+    assert (model.name, model.path, model.source, model.problems) == ("m", folder, {"kind": "test"}, [])
+    assert cache.remove_model("m", cache=tmp_path) == model.size_bytes > 5000
+    assert not folder.exists()
+    with pytest.raises(UserError, match="Unknown cached model 'm'"):
+        cache.remove_model("m", cache=tmp_path)
+
+
+def test_too_little_room_is_said_before_work(tmp_path: Path) -> None:
+    with pytest.raises(DiskFullError) as caught:
+        ensure_space(tmp_path / "not" / "there", 400_000_000, free_bytes=100_000_000)
+    message = str(caught.value)
+    assert "400 MB are needed" in message
+    assert "100 MB are free" in message
+    assert str(tmp_path) in message
+    assert "CROSSTUNE_CACHE" in message
+    with pytest.raises(DiskFullError):
+        cache.install("m", build_never, need_bytes=1 << 60, cache=tmp_path)
+
+
+def test_other_system_errors_pass_unchanged(tmp_path: Path) -> None:
+    with pytest.raises(PermissionError), disk_errors(tmp_path, 1):
+        raise PermissionError(13, "Permission denied")
+
+
+FILE_LIMIT = """
+import resource, sys
+from pathlib import Path
+from crosstune.core.errors import UserError
+from crosstune.models.locate import locate
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    locate("tiny-random", cache=Path(sys.argv[1]))
+except UserError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs setrlimit")
+def test_a_write_that_the_system_refuses_midway(tmp_path: Path) -> None:
+    output, _ = start(FILE_LIMIT, tmp_path).communicate(timeout=60)
+    assert "not enough room for the model" in output
+    assert "File too large" in output
+    assert staged(tmp_path) == []
+    assert cache.list_models(cache=tmp_path) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = shutil.which("mount") and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=400k", "none", str(disk)], capture_output=True, check=False
+    )
+    if not mounted or mounted.returncode != 0:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_real_disk_that_fills_up_midway(small_disk: Path) -> None:
+    def build(folder: Path, scratch: Path) -> Mapping[str, Any]:
+        tiny_model(folder)
+        return {}
+
+    with pytest.raises(DiskFullError, match="No space left on device"):
+        cache.install("tiny", build, need_bytes=1, cache=small_disk)
+    assert staged(small_disk) == []
+    assert cache.list_models(cache=small_disk) == []
+    with pytest.raises(DiskFullError, match="2 MB are needed"):
+        cache.install("tiny", build, need_bytes=2_000_000, cache=small_disk)
+
+
+@pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() == 0, reason="root may write everywhere")
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError, match="CROSSTUNE_CACHE"):
+        cache.install("m", build_never, need_bytes=1, cache=tmp_path)
+
+
+def test_a_cache_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="Cannot write to the model cache"):
+        cache.install("m", build_never, need_bytes=1, cache=tmp_path / "file")

