@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from crosstune.config.load import add_environment, cache_override, to_yaml
-from crosstune.config.plan import Plan
+from crosstune.config.plan import TRAIN_TYPE_PARTS, Plan
 from crosstune.config.resolve import resolve
 from crosstune.config.schema import Config
 from crosstune.config.unbuilt import unbuilt
@@ -42,10 +42,7 @@ def make_plan(config: Config, *, machine: Machine | None = None, longest_row: in
     """What `train` would do with this configuration, here or on another machine."""
     specs = backend_specs()
     if machine is None:
-        machine = probe_machine(
-            backends=None if config.backend == "auto" else [config.backend, "cpu"],
-            quantizers=ALL_QUANTIZERS if _wants_quantizer(config) else (),
-        )
+        machine = _probe_for(config)
     return resolve(
         config,
         machine=machine,
@@ -72,7 +69,7 @@ def train(
     plan = make_plan(config, machine=plan.machine, longest_row=recipe.longest_row())
     recipe.configure(plan.config)
     for adjustment in plan.adjustments:
-        screen.on_event("adjustment", vars(adjustment) | {"sentence": adjustment.sentence()})
+        screen.on_event("adjustment", adjustment.to_event())
     if recipe.num_steps() == 0:
         raise UserError(
             "There is no step to run.", why="the data set and --num_epochs add up to less than one."
@@ -81,7 +78,7 @@ def train(
     record = RunRecord.create(folder, config_yaml=to_yaml(config), plan=described)
     observer = Observers([record, screen])
     for adjustment in plan.adjustments:
-        record.on_event("adjustment", vars(adjustment))
+        record.on_event("adjustment", adjustment.to_event())
     observer.on_event(
         "start", {"folder": str(folder), "data": recipe.describe(), "num_steps": recipe.num_steps()}
     )
@@ -185,9 +182,17 @@ def _engine(plan: Plan) -> ModuleType:
     return importlib.import_module(f"crosstune.{plan.engine}_engine.session")
 
 
-def _wants_quantizer(config: Config) -> bool:
-    from crosstune.config.plan import TRAIN_TYPE_PARTS
+def _probe_for(config: Config) -> Machine:
+    """This machine, as far as the request needs it; all of it when the backend asked for is not there."""
+    quantizers = ALL_QUANTIZERS if _wants_quantizer(config) else ()
+    if config.backend != "auto":
+        machine = probe_machine(backends=[config.backend], quantizers=quantizers)
+        if machine.available():
+            return machine
+    return probe_machine(quantizers=quantizers)
 
+
+def _wants_quantizer(config: Config) -> bool:
     return TRAIN_TYPE_PARTS[config.train_type][1] != "none" or config.quantization_backend not in (
         "auto",
         "none",

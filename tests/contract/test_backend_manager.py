@@ -89,7 +89,7 @@ def test_unavailable_backend_says_so_in_the_documented_words(backend: str | Back
 
 
 def test_unknown_backend_names_those_that_exist() -> None:
-    with pytest.raises(ValueError, match="Unknown backend 'tpu'.*cuda.*cpu"):
+    with pytest.raises(ValueError, match=r"Unknown backend 'tpu'.*cuda.*cpu"):
         BackendManager(backend="tpu", verbose=False)
 
 

@@ -6,6 +6,7 @@ import hashlib
 import http.server
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 
 from crosstune.models.tiny import tiny_model
@@ -43,10 +45,21 @@ class Hub(http.server.BaseHTTPRequestHandler):
     """The few answers of the hub's protocol that a download needs."""
 
     folder: Path
+    stalled: threading.Event
+    stop_stalling: threading.Event
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         path = urlsplit(self.path).path
+        if "stalling" in path and path.endswith("model.safetensors") and self.command == "GET":
+            self.send_response(200)
+            self.send_header("Content-Length", str((self.folder / "model.safetensors").stat().st_size))
+            self.end_headers()
+            self.wfile.write((self.folder / "model.safetensors").read_bytes()[:300_000])
+            self.wfile.flush()
+            self.stalled.set()
+            self.stop_stalling.wait(60)
+            return
         if "gated" in path:
             self._send(403, b"{}", {"X-Error-Code": "GatedRepo"})
         elif "nobody" in path:
@@ -65,7 +78,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
                 {"id": path.removeprefix("/api/models/"), "sha": COMMIT, "siblings": self._files()}
             )
 
-    do_HEAD = do_GET
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
     def _files(self) -> list[dict[str, Any]]:
         files = sorted(path for path in self.folder.rglob("*") if path.is_file())
@@ -100,12 +114,20 @@ class Hub(http.server.BaseHTTPRequestHandler):
 class LocalHub:
     def __init__(self, folder: Path, home: Path) -> None:
         self.folder, self.home = folder, home
-        handler = type("Handler", (Hub,), {"folder": folder})
+        self.stalled, self.stop_stalling = threading.Event(), threading.Event()
+        events = {"stalled": self.stalled, "stop_stalling": self.stop_stalling}
+        handler = type("Handler", (Hub,), {"folder": folder, **events})
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.server.daemon_threads = True
+        self.server.block_on_close = False
         threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
 
     def ask(self, name: str, **settings: str) -> dict[str, Any]:
+        output, _ = self.start(name, **settings).communicate(timeout=60)
+        answer: dict[str, Any] = json.loads(output)
+        return answer
+
+    def start(self, name: str, **settings: str) -> subprocess.Popen[str]:
         environment = {
             **{key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")},
             "HF_HOME": str(self.home / "hf"),
@@ -114,12 +136,12 @@ class LocalHub:
             **settings,
         }
         command = [sys.executable, "-c", ASK, name, str(self.home / "cache")]
-        answer: dict[str, Any] = json.loads(
-            subprocess.check_output(command, env=environment, text=True, timeout=60)
+        return subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        return answer
 
     def stop(self) -> None:
+        self.stop_stalling.set()
         self.server.shutdown()
         self.server.server_close()
 
@@ -177,6 +199,17 @@ def test_no_network(hub: LocalHub) -> None:
         message = hub.ask("org/model", **settings)["error"]
         assert "Cannot get the hub model org/model" in message
         assert "connect to the network" in message
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGINT for one process")
+def test_ctrl_c_ends_a_download_at_once(hub: LocalHub) -> None:
+    asked = hub.start("org/stalling-model")
+    assert hub.stalled.wait(20)
+    (child,) = psutil.Process(asked.pid).children()
+    asked.send_signal(signal.SIGINT)
+    _, errors = asked.communicate(timeout=5)
+    assert "KeyboardInterrupt" in errors
+    assert not child.is_running()
 
 
 def test_the_bundled_model_falls_back_to_the_hub(hub: LocalHub) -> None:

@@ -68,8 +68,8 @@ class Screen:
         target.print(escape(text), style=style)
 
     def _on_adjustment(self, data: Mapping[str, Any]) -> None:
-        style = {"change": "yellow", "warning": "yellow"}.get(data["kind"], "dim")
-        label = {"change": "changed ", "warning": "warning "}.get(data["kind"], "chosen  ")
+        style = {"change": "yellow", "warning": "yellow"}.get(data["sort"], "dim")
+        label = {"change": "changed ", "warning": "warning "}.get(data["sort"], "chosen  ")
         self._print(f"{label} {data['sentence']}", style=style)
 
     def _on_moved_aside(self, data: Mapping[str, Any]) -> None:

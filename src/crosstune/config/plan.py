@@ -26,6 +26,11 @@ class Adjustment:
     reason: str
     kind: Kind
 
+    def to_event(self) -> dict[str, Any]:
+        """As an event of a run, whose own `kind` is taken: the kind of the adjustment is its `sort`."""
+        data = asdict(self)
+        return data | {"sort": data.pop("kind"), "sentence": self.sentence()}
+
     def sentence(self) -> str:
         if self.kind == "warning":
             return f"{self.option}: {self.reason}"

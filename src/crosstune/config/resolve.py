@@ -16,6 +16,7 @@ from crosstune.core.memory import GIB, ModelShape, step_bytes
 QUANTIZER_ORDER = ("bnb", "hqq", "quanto", "mlx")
 MPS_QUANTIZER_ORDER = ("bnb", "quanto", "hqq")
 USABLE_MEMORY = 0.9
+USABLE_MEMORY_ON_MPS = 0.7  # the high watermark that the backend sets
 CONTEXT_WITHOUT_FLASH = 2048
 BF16_WORTH_IT = 1.3
 
@@ -217,7 +218,8 @@ def _fit_world(draft: Draft, collectives: Mapping[str, str | None]) -> tuple[int
 
 
 def _fit_attention(draft: Draft, shape: ModelShape | None) -> None:
-    has_flash = any("flash" in kernel for kernel in draft.report.attention)
+    # MLX has one fused attention of its own; asking it for flash attention asks for that.
+    has_flash = any("flash" in kernel for kernel in draft.report.attention) or draft.report.engine == "mlx"
     if draft["use_flash_attention"] and not has_flash:
         draft.set("use_flash_attention", False, f"no flash attention on {draft.report.name} here")
         if draft["context_length"] > CONTEXT_WITHOUT_FLASH:
@@ -252,7 +254,8 @@ def _fit_memory(
     """Make the step fit by changes that keep the maths: recompute activations, then smaller micro-batches."""
     if shape is None:
         return None
-    limit = int(draft.report.memory_total_bytes * USABLE_MEMORY)
+    usable = USABLE_MEMORY_ON_MPS if draft.report.name == "mps" else USABLE_MEMORY
+    limit = int(draft.report.memory_total_bytes * usable)
 
     def estimate() -> int:
         precision = draft["precision"]

@@ -107,6 +107,7 @@ class RunRecord:
         self._append(self._metrics, metrics)
 
     def on_event(self, kind: str, data: Mapping[str, Any]) -> None:
+        assert "kind" not in data and "time" not in data, f"an event of kind {kind} brings its own"
         self._append(self._events, {"time": time.time(), "kind": kind, **data})
 
     def finish(self, summary: Mapping[str, Any]) -> None:

@@ -122,7 +122,7 @@ def _working_bits(notes: Notes) -> tuple[int, ...]:
     return tuple(
         bits
         for bits in _QUANTIZED_TOLERANCE
-        if _works(partial(_try_bits, bits), f"mlx with {bits} bits does not run", notes)
+        if _works(partial(_try_bits, bits), f"{bits}-bit mlx does not run", notes)
     )
 
 

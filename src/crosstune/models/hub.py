@@ -1,57 +1,51 @@
-"""Models from the Hugging Face hub: fetched without pickles, and found in the hub's own cache."""
+"""Models from the Hugging Face hub, fetched by a child process, and found in the hub's own cache."""
 
 from __future__ import annotations
 
-import shutil
-import threading
-from fnmatch import fnmatch
+import json
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from crosstune.core.errors import UserError
 from crosstune.models.canonical import CONFIG
-from crosstune.models.disk import CACHE_VARIABLE, HUB_VARIABLE, disk_errors, ensure_space
+from crosstune.models.disk import DiskFullError
 from crosstune.models.progress import Progress, silent
 
-_WANTED = [
-    "*.safetensors",
-    "*.json",
-    "*.jinja",
-    "tokenizer*",
-    "*.model",
-    "*.tiktoken",
-    "merges.txt",
-    "vocab.txt",
-]
-# Subfolders hold other formats of the same weights, `consolidated` files a second copy of them.
-_UNWANTED = ["*/*", "consolidated*", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl"]
+# The child finds crosstune where its parent did, however that was arranged.
+_CHILD = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "from crosstune.models.hub_download import main; main()"
+)
+_MOST_REASON_CHARS = 600
 
 
 def fetch_from_hub(repo: str, *, folder: Path | None = None, progress: Progress = silent) -> Path:
     """Download a model into the hub's own cache, or into `folder` when one is given, and return where it is.
 
-    `progress` is called from the threads that download, one call at a time.
+    The hub's library downloads in threads that do not hear Ctrl-C, so it works in a child that can be killed.
     """
-    from huggingface_hub import constants, snapshot_download
-
-    place = Path(constants.HF_HUB_CACHE) if folder is None else folder
-    variable = HUB_VARIABLE if folder is None else CACHE_VARIABLE
-    need_bytes = _bytes_to_fetch(repo, whole=folder is not None)
-    ensure_space(place, need_bytes, variable=variable)
-    try:
-        with disk_errors(place, need_bytes, variable=variable):
-            found = snapshot_download(
-                repo,
-                local_dir=folder,
-                allow_patterns=_WANTED,
-                ignore_patterns=_UNWANTED,
-                tqdm_class=_bar_class(progress, total=need_bytes or None),
-            )
-    except _hub_errors() as error:
-        raise _explain(repo, error) from error
-    if folder is not None:
-        shutil.rmtree(folder / ".cache", ignore_errors=True)
-    return Path(found)
+    command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), repo, *([str(folder)] if folder else [])]
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as noise:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=noise,
+            text=True,
+            encoding="utf-8",
+        )
+        try:
+            found = _listen(child, progress=progress)
+        finally:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+        if found is None:
+            raise unreachable(repo, f"the download ended with code {child.returncode}: {_last_words(noise)}")
+    return found
 
 
 def cached_config(repo: str) -> Path | None:
@@ -66,96 +60,32 @@ def cached_config(repo: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def _bytes_to_fetch(repo: str, *, whole: bool) -> int:
-    """Bytes of the model, less what is in the hub's cache unless `whole`; 0 when the hub does not answer: then the
-    download that follows says why."""
-    from huggingface_hub import HfApi, try_to_load_from_cache
-
-    try:
-        info = HfApi().model_info(repo, files_metadata=True)
-    except _hub_errors():
-        return 0
-    wanted = {file.rfilename: file.size or 0 for file in info.siblings or [] if _is_wanted(file.rfilename)}
-    if whole:
-        return sum(wanted.values())
-    return sum(
-        size
-        for name, size in wanted.items()
-        if not isinstance(try_to_load_from_cache(repo, name, revision=info.sha), str)
-    )
-
-
-def _is_wanted(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in _WANTED) and not any(
-        fnmatch(name, pattern) for pattern in _UNWANTED
-    )
-
-
-def _bar_class(progress: Progress, *, total: int | None) -> type[Any]:
-    """A progress bar that draws nothing and hands its bytes to `progress`."""
-    from tqdm.auto import tqdm
-
-    lock = threading.Lock()
-    most = 0
-
-    class Reporter(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._in_bytes, self._done = kwargs.get("unit") == "B", 0
-            super().__init__(*args, **{**kwargs, "disable": True})
-
-        def update(self, n: float | None = 1) -> None:
-            nonlocal most
-            if not self._in_bytes:
-                return
-            with lock:
-                self._done += int(n or 0)
-                # Some versions count what is received and what is written in two bars; the first to come is shown.
-                if self._done > most:
-                    most = self._done
-                    progress("download", most if total is None else min(most, total), total)
-
-    return Reporter
-
-
-def _hub_errors() -> tuple[type[Exception], ...]:
-    """What the hub's library raises: a name that cannot be one, errors of the system, and the base of all errors of
-    the HTTP library below it, whichever that is."""
-    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
-
-    return HFValidationError, HTTPError, OSError
-
-
-def _explain(repo: str, error: Exception) -> UserError:
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
-
-    if isinstance(error, GatedRepoError):
-        return _gated(repo)
-    if isinstance(error, (RepositoryNotFoundError, HFValidationError)):
-        return _not_found(repo)
-    cause = error.__cause__ or error
-    text = str(cause).strip() or type(cause).__name__
-    return _unreachable(repo, text.splitlines()[0])
-
-
-def _gated(repo: str) -> UserError:
-    return UserError(
-        f"The hub model {repo} is gated.",
-        why="its owner gives it only to people who have accepted its terms and are logged in.",
-        do=f"ask for access on the model's page, then run `hf auth login`, then try again with {repo}",
-    )
-
-
-def _not_found(repo: str) -> UserError:
-    return UserError(
-        f"There is no hub model {repo}.",
-        why="the hub does not know that name, or it is private and you are not logged in.",
-        do="check the spelling (org/name), or run `hf auth login` if the model is private",
-    )
-
-
-def _unreachable(repo: str, reason: str) -> UserError:
+def unreachable(repo: str, reason: str) -> UserError:
     return UserError(
         f"Cannot get the hub model {repo}.",
         why=f"the download failed and the model is not whole in the hub's cache ({reason}).",
         do="connect to the network (and unset HF_HUB_OFFLINE), or give the path of a model folder on this machine",
     )
+
+
+def _listen(child: subprocess.Popen[str], *, progress: Progress) -> Path | None:
+    """Follow the child's lines until it says where the model is, or why there is none."""
+    assert child.stdout is not None
+    for line in child.stdout:
+        message = json.loads(line)
+        if "progress" in message:
+            progress(*message["progress"])
+        elif "error" in message:
+            kind = DiskFullError if message["full"] else UserError
+            raise kind(message["error"], why=message["why"], do=message["do"])
+        else:
+            child.wait()
+            return Path(message["path"])
+    child.wait()
+    return None
+
+
+def _last_words(noise: IO[str]) -> str:
+    noise.seek(0)
+    lines = [line.strip() for line in noise.read().splitlines() if line.strip()]
+    return " ".join(lines[-2:])[-_MOST_REASON_CHARS:] or "it said nothing"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from crosstune.report.axis import Axis, step_axis, value_axis
 from crosstune.report.quantity import NOT_FINITE, Shown, byte_unit, show_number
@@ -49,7 +49,6 @@ class Chart:
     steps: tuple[float, float] | None = None
     """The range of steps, when several charts are to share one."""
     wide: bool = False
-    note: str = ""
 
     @property
     def values(self) -> list[float]:
@@ -57,7 +56,7 @@ class Chart:
 
     @property
     def num_gaps(self) -> int:
-        """Steps of the main series whose value was not finite."""
+        """Steps of the main series, the first, whose value was not finite."""
         return sum(value is None for _, value in self.series[0].points)
 
     @property
@@ -96,7 +95,7 @@ def draw(chart: Chart) -> Markup:
         return Markup()
     down = value_axis([value / chart.scale.divisor for value in chart.values], from_zero=chart.from_zero)
     across = step_axis(*(chart.steps or _step_range(chart.series)))
-    drawn = _thinned(chart.series)
+    drawn = _thinned([series for series in chart.series if finite_values(series.points)])
     parts = [
         _grid(across, down),
         *(_curve(series, across, down, chart.scale) for series in drawn),
@@ -110,11 +109,12 @@ def draw(chart: Chart) -> Markup:
 
 def describe(chart: Chart) -> str:
     """The chart in words, for those who do not see it."""
-    first, last = _step_range(chart.series[:1])
+    first, last = _step_range(chart.series)
     span = f"at step {first:,.0f}" if first == last else f"from step {first:,.0f} to {last:,.0f}"
     numbers = ", ".join(f"{name} {shown.text}" for name, shown in chart.figures)
     gaps = f"; {chart.num_gaps} steps without a finite value" if chart.num_gaps else ""
-    return f"{chart.title} {span}: {numbers}{gaps}."
+    unit = f" in {chart.scale.unit}" if chart.scale.unit else ""
+    return f"{chart.title}{unit} {span}: {numbers or 'nothing finite'}{gaps}."
 
 
 def _step_range(series: Sequence[Series]) -> tuple[float, float]:
@@ -211,4 +211,4 @@ def legend_key(series: Series) -> Markup:
     dot = Markup('<circle cx="12" cy="5" r="3"/>') if series.look == "marked" else ""
     return Markup(
         '<svg class="key" aria-hidden="true" width="24" height="10"><g class="curve {0} c{1}"><path d="M1 5H23"/></g><g class="dots {0} c{1}">{2}</g></svg>'
-    ).format(escape(series.look), series.colour, dot)
+    ).format(series.look, series.colour, dot)

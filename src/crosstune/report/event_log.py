@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from crosstune.report.files import RunFiles, number
+from crosstune.report.files import RunFiles, is_adjustment, number
 from crosstune.report.quantity import Shown, label_of, read_time, show_named, show_seconds, show_time
 
 NOTABLE_KINDS = ("warning", "failed", "stopped", "error", "recovery")
@@ -28,7 +28,7 @@ def event_rows(run: RunFiles) -> list[EventRow]:
 
 
 def _event_row(event: Mapping[str, Any], start: datetime | None) -> EventRow:
-    kind = str(event.get("kind", "event"))
+    kind = "adjustment" if is_adjustment(event) else str(event.get("kind", "event"))
     return EventRow(
         time=_event_time(number(event.get("time")), start),
         kind=kind,
@@ -49,7 +49,7 @@ def _event_time(seconds: float | None, start: datetime | None) -> Shown:
 def _event_text(event: Mapping[str, Any]) -> str:
     """The sentence an event carries, or its values one after the other."""
     for name in ("message", "error", "reason"):
-        if event.get(name) and event.get("kind") != "adjustment":
+        if event.get(name) and not is_adjustment(event):
             return str(event[name])
     words = []
     for name, value in event.items():

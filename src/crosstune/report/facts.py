@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from crosstune.report.files import RunFiles, mapping, number
+from crosstune.report.files import RunFiles, is_adjustment, mapping, number
 from crosstune.report.outcome import devices, duration
 from crosstune.report.quantity import (
     Shown,
@@ -99,19 +99,19 @@ def unasked_options(run: RunFiles) -> list[Fact]:
 def adjustment_rows(run: RunFiles) -> list[AdjustmentRow]:
     """The plan's adjustments and those made on the way, each once."""
     planned = run.plan.get("adjustments")
-    recorded = [*(planned if isinstance(planned, list) else []), *run.events_of("adjustment")]
-    rows = {
-        AdjustmentRow(
+    recorded = [*(planned if isinstance(planned, list) else []), *filter(is_adjustment, run.events)]
+    rows: dict[tuple[Shown | str, ...], AdjustmentRow] = {}
+    for item in map(mapping, recorded):
+        row = AdjustmentRow(
             option=str(item.get("option", "")),
             asked=show_option(item.get("asked")),
             used=show_option(item.get("used")),
             reason=str(item.get("reason", "")),
-            # An event's own kind is the word adjustment, which says nothing more here.
-            kind="change" if item.get("kind") in (None, "adjustment") else str(item["kind"]),
-        ): None
-        for item in map(mapping, recorded)
-    }
-    return list(rows)
+            # In an event `kind` is the event's own, and the adjustment's is its `sort`.
+            kind=str(item.get("sort") or item.get("kind", "change")),
+        )
+        rows.setdefault((row.option, row.asked, row.used, row.reason), row)
+    return list(rows.values())
 
 
 def data_tables(data: Mapping[str, Any]) -> tuple[list[Fact], Grid | None, list[tuple[str, str]]]:

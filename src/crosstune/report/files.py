@@ -110,6 +110,10 @@ def mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def is_adjustment(event: Mapping[str, Any]) -> bool:
+    return event.get("kind") == "adjustment"
+
+
 def _read_rows(path: Path, problems: list[str]) -> list[Mapping[str, Any]]:
     try:
         rows: list[Any] = list(read_jsonl(path))

@@ -58,9 +58,9 @@ def end_of(run: RunFiles) -> End:
         status = next((kind for kind, event in words.items() if event), None)
     if status is None:
         return _unspoken_end(run)
-    failure = run.summary.get("error") or words["failed"].get("error")
-    reason = words["stopped"].get("reason")
-    detail = {"failed": failure, "stopped": reason}.get(str(status))
+    if status not in words:
+        return End(status=str(status))
+    detail = run.summary.get("error") or words[status].get("error") or words[status].get("reason")
     return End(status=str(status), detail=str(detail or ""))
 
 
@@ -213,7 +213,8 @@ def devices(run: RunFiles) -> list[Mapping[str, Any]]:
 
 
 def _parameters(run: RunFiles) -> Total | None:
-    trained, whole = number(run.summary.get("trained_parameters")), number(run.summary.get("parameters"))
+    counted = run.summary if "trained_parameters" in run.summary else _last(run, "loaded")
+    trained, whole = number(counted.get("trained_parameters")), number(counted.get("parameters"))
     if trained is None:
         return None
     detail = f"{show_share(trained / whole).text} of {show_count(whole).text}" if whole else ""

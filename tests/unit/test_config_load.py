@@ -1,0 +1,111 @@
+"""Flags, environment and file to a Config: precedence, names, and all problems at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from crosstune.config.load import load_config, make_config, to_yaml
+from crosstune.config.schema import Config, option_list
+from crosstune.core.errors import ConfigError
+
+
+def load(*flags: str, file: Path | None = None, **environment: str) -> Config:
+    return load_config(flags, file=file, environment=environment)
+
+
+def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("backend: mps\nlr: 0.5\n")
+    assert load().backend == "auto"
+    assert load(file=file).backend == "mps"
+    assert load(file=file, FSDP_BACKEND="mlx").backend == "mlx"
+    assert load("--backend", "cpu", file=file, FSDP_BACKEND="mlx").backend == "cpu"
+    assert load(file=file, FSDP_BACKEND="mlx").lr == 0.5
+
+
+def test_every_option_is_a_flag_with_dashes_or_underscores() -> None:
+    for option in option_list():
+        value = (
+            option.choices[0]
+            if option.choices
+            else {bool: "true", int: "3", float: "0.5", str: "word"}[option.type]
+        )
+        for name in (option.name, option.name.replace("_", "-"), *option.aliases):
+            config = load(f"--{name}", value)
+            assert option.name in config.asked
+            assert getattr(config, option.name) == option.type(value if option.type is not bool else True)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--packing"], True),
+        (["--packing", "true"], True),
+        (["--packing=false"], False),
+        (["--packing", "No"], False),
+        (["--packing", "--strict"], True),
+    ],
+)
+def test_booleans_take_a_word_or_nothing(words: list[str], expected: bool) -> None:
+    assert load(*words).packing is expected
+
+
+def test_negative_numbers_and_scientific_notation_are_values() -> None:
+    config = load("--max_steps", "-1", "--lr", "1e-3", "--batch_size=4")
+    assert (config.max_steps, config.lr, config.batch_size) == (-1, 1e-3, 4)
+
+
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("learning_rat: 1\nbatch_size: many\n")
+    with pytest.raises(ConfigError) as caught:
+        load("--precison", "bf16", "--lora_rank", "0", "--train_type", "qlra", "--seed", file=file)
+    text = str(caught.value)
+    assert len(caught.value.problems) == 6
+    for words in (
+        "learning_rat ",
+        "batch_size cannot be 'many'",
+        "did you mean precision",
+        "lora_rank cannot be 0",
+    ):
+        assert words.strip() in text
+    assert "did you mean qlora" in text
+    assert "--seed needs a value" in text
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "lr: [1\n", "\x00"])
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError):
+        load(file=file)
+
+
+def test_an_empty_file_is_no_options(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("")
+    assert load(file=file) == Config()
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "1.5", "", "1e400"])
+def test_a_whole_number_is_a_finite_whole_number(value: str) -> None:
+    with pytest.raises(ConfigError):
+        load(f"--batch_size={value}")
+
+
+def test_python_arguments_are_checked_like_flags() -> None:
+    assert make_config(lr=1, model="x").model_name == "x"
+    with pytest.raises(ConfigError, match="did you mean"):
+        make_config(leanring_rate=1)
+    with pytest.raises(ConfigError):
+        make_config(packing=3)
+
+
+def test_what_was_asked_round_trips_through_its_file(tmp_path: Path) -> None:
+    asked = load("--lr", "1e-4", "--name", "x", "--packing", "--warmup_steps", "3")
+    file = tmp_path / "run.yaml"
+    file.write_text(to_yaml(asked))
+    assert load(file=file) == asked
+    assert set(load(file=file).asked) == {"lr", "name", "packing", "warmup_steps"}

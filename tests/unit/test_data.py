@@ -1,0 +1,208 @@
+"""Rows to conversations, order of examples, batches: exact at the level of tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import IGNORED, Example
+from crosstune.data.batches import pad_rows, split_rows
+from crosstune.data.chat import PLAIN_TEMPLATE, encode_conversation, encode_prompt, render
+from crosstune.data.commands import NUM_HELD_OUT, NUM_TRAIN, make_commands
+from crosstune.data.formats import recognise, to_conversation
+from crosstune.data.order import rows_of_step, total_steps
+from crosstune.data.sources import read_rows
+from crosstune.data.tokenizer import Tokenizer
+
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "One?"},
+    {"role": "assistant", "content": "Eins."},
+    {"role": "user", "content": "Two?"},
+    {"role": "assistant", "content": "Zwei. <b>ok</b>"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return Tokenizer.from_folder(tiny_model)
+
+
+def supervised_texts(example: Example, tokenizer: Tokenizer) -> list[str]:
+    """The supervised stretches of an example, decoded."""
+    texts: list[list[int]] = []
+    previous = False
+    for token, marked in zip(example.tokens, example.supervised, strict=True):
+        if marked and not previous:
+            texts.append([])
+        if marked:
+            texts[-1].append(int(token))
+        previous = bool(marked)
+    return [tokenizer.decode(tokens, keep_special=True) for tokens in texts]
+
+
+def test_exactly_the_answers_and_their_end_tokens_are_supervised(tokenizer: Tokenizer) -> None:
+    example = encode_conversation(TURNS, tokenizer, index=0, whole=False)
+    assert supervised_texts(example, tokenizer) == [
+        f"Eins.{tokenizer.eos_token}",
+        f"Zwei. <b>ok</b>{tokenizer.eos_token}",
+    ]
+    assert tokenizer.decode(example.tokens, keep_special=True) == render(
+        TURNS, tokenizer, add_generation_prompt=False
+    )
+
+
+def test_the_plain_template_serves_models_without_one(tokenizer: Tokenizer) -> None:
+    from dataclasses import replace
+
+    bare = replace(tokenizer, chat_template=None)
+    example = encode_conversation(TURNS, bare, index=0, whole=False)
+    assert supervised_texts(example, bare) == [f"Eins.{bare.eos_token}", f"Zwei. <b>ok</b>{bare.eos_token}"]
+    assert "Assistant: " in PLAIN_TEMPLATE
+
+
+def test_train_on_prompt_supervises_everything(tokenizer: Tokenizer) -> None:
+    assert encode_conversation(TURNS, tokenizer, index=0, whole=True).supervised.all()
+
+
+def test_a_prompt_is_the_beginning_of_its_conversation(tokenizer: Tokenizer) -> None:
+    prompt = encode_prompt(TURNS[:-1], tokenizer)
+    whole = encode_conversation(TURNS, tokenizer, index=0, whole=False).tokens
+    assert whole[: len(prompt)].tolist() == prompt
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{{ raise_exception('no system turn, please') }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{% for m in messages %}",
+    ],
+)
+def test_a_template_that_cannot_be_used_is_a_clear_error(tokenizer: Tokenizer, template: str) -> None:
+    from dataclasses import replace
+
+    broken = replace(tokenizer, chat_template=template)
+    with pytest.raises(UserError):
+        encode_conversation(TURNS, broken, index=0, whole=False)
+
+
+@pytest.mark.parametrize(
+    ("row", "form"),
+    [
+        ({"messages": TURNS[1:3]}, "messages"),
+        (
+            {"conversations": [{"from": "human", "value": "One?"}, {"from": "gpt", "value": "Eins."}]},
+            "sharegpt",
+        ),
+        ({"instruction": "One?", "output": "Eins."}, "alpaca"),
+        ({"prompt": "One?", "completion": "Eins."}, "prompt_completion"),
+    ],
+)
+def test_formats_are_recognised_by_their_columns(row: dict[str, Any], form: str) -> None:
+    assert recognise([row], asked="auto", source="x") == form
+    assert to_conversation(row, form) == TURNS[1:3]
+
+
+def test_alpaca_input_joins_the_instruction() -> None:
+    [user, _] = to_conversation({"instruction": "Add.", "input": "1 2", "output": "3"}, "alpaca")
+    assert user["content"] == "Add.\n\n1 2"
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"question": "a", "reply": "b"}], "question, reply"),
+        ([{"prompt": "a", "completion": "b"}, {"prompt": "a"}], "Row 2 .* completion"),
+    ],
+)
+def test_wrong_columns_are_named(rows: list[dict[str, Any]], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        recognise(rows, asked="auto", source="x")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": []},
+        {"messages": "hello"},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "content": ["an", "image"]}]},
+    ],
+)
+def test_conversations_that_are_none_are_refused(row: dict[str, Any]) -> None:
+    with pytest.raises(UserError):
+        to_conversation(row, "messages")
+
+
+def test_files_that_cannot_be_read_name_the_place(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "a"}\n\n{"text": \n')
+    with pytest.raises(UserError, match="line 3"):
+        read_rows(str(bad))
+    bad.write_text('{"text": "a"}\n[1]\n')
+    with pytest.raises(UserError, match="line 2"):
+        read_rows(str(bad))
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    with pytest.raises(UserError, match="is empty"):
+        read_rows(str(empty))
+    with pytest.raises(UserError, match="did you mean commands"):
+        read_rows("comands")
+    with pytest.raises(UserError, match="folder"):
+        read_rows(str(tmp_path))
+
+
+def test_the_bundled_data_holds_out_pairs_that_training_never_shows() -> None:
+    train, test = make_commands("train"), make_commands("test")
+    assert (len(train), len(test)) == (NUM_TRAIN, NUM_HELD_OUT)
+    assert make_commands("train") == train
+
+    def pairs(rows: list[dict[str, Any]]) -> set[tuple[str, str]]:
+        import json
+
+        answers = [json.loads(row["messages"][1]["content"]) for row in rows]
+        return {(answer["device"], answer["room"]) for answer in answers}
+
+    assert not pairs(train) & pairs(test)
+
+
+def test_order_covers_each_epoch_once_and_depends_on_position_alone() -> None:
+    def rows(step: int, per_step: int) -> list[int]:
+        return rows_of_step(step, num_examples=10, rows_per_step=per_step, num_rows_in_all=25, seed=1)
+
+    by_four = [index for step in range(7) for index in rows(step, 4)]
+    by_five = [index for step in range(5) for index in rows(step, 5)]
+    assert by_four == by_five
+    assert len(by_four) == 25
+    assert sorted(by_four[:10]) == sorted(by_four[10:20]) == list(range(10))
+    assert by_four[:10] != by_four[10:20]
+
+
+def test_steps_follow_from_epochs_or_max_steps() -> None:
+    assert total_steps(10, rows_per_step=4, num_epochs=1, max_steps=-1) == 3
+    assert total_steps(10, rows_per_step=4, num_epochs=2.5, max_steps=-1) == 7
+    assert total_steps(10, rows_per_step=4, num_epochs=0, max_steps=50) == 50
+    assert total_steps(10, rows_per_step=4, num_epochs=1, max_steps=2) == 2
+
+
+def example(tokens: list[int], supervised: list[int]) -> Example:
+    return Example(
+        tokens=np.array(tokens, dtype=np.int32), supervised=np.array(supervised, dtype=bool), index=0
+    )
+
+
+def test_targets_are_shifted_and_padding_carries_no_loss() -> None:
+    batch = pad_rows([example([5, 6, 7], [0, 0, 1]), example([1, 2, 3, 4], [1, 1, 0, 1])], pad_id=9)
+    assert batch.input_ids[0].tolist() == [5, 6, 7, 9, 9, 9, 9, 9]
+    assert batch.targets[0].tolist() == [IGNORED, 7] + [IGNORED] * 6
+    assert batch.targets[1].tolist() == [2, IGNORED, 4] + [IGNORED] * 5
+    assert (batch.num_tokens, batch.num_supervised) == (7, 3)
+    assert [
+        b.input_ids.shape[0] for b in split_rows([example([1, 2], [1, 1])] * 5, batch_size=2, pad_id=0)
+    ] == [2, 2, 1]

@@ -1,0 +1,224 @@
+"""What is asked and what a machine can do, to what will run: a table over the bundled machines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from crosstune.config.load import make_config
+from crosstune.config.plan import Adjustment, Plan
+from crosstune.config.resolve import resolve
+from crosstune.core.backend import backend_specs
+from crosstune.core.errors import ConfigError, UserError
+from crosstune.core.machine import Machine
+from crosstune.core.memory import ModelShape, shape_for_size
+from crosstune.machines import load_machine
+
+
+def plan_on(machine: str | Machine, *, shape: ModelShape | None = None, **asked: Any) -> Plan:
+    specs = backend_specs()
+    return resolve(
+        make_config(**asked),
+        machine=load_machine(machine) if isinstance(machine, str) else machine,
+        collectives={name: spec.collective for name, spec in specs.items()},
+        preference=list(specs),
+        shape=shape,
+    )
+
+
+def adjustment(plan: Plan, option: str, kind: str) -> Adjustment:
+    [found] = [a for a in plan.adjustments if a.option == option and a.kind == kind]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("machine", "backend", "precision"),
+    [
+        ("apple-m1-16gb", "mlx", "bf16"),
+        ("apple-m2-max-64gb", "mlx", "bf16"),
+        ("rtx-4090", "cuda", "bf16"),
+        ("a100-80gb", "cuda", "bf16"),
+        ("h200", "cuda", "bf16"),
+        ("cpu-laptop", "cpu", "fp32"),
+    ],
+)
+def test_auto_picks_the_first_backend_that_is_there(machine: str, backend: str, precision: str) -> None:
+    plan = plan_on(machine)
+    assert plan.backend.name == backend
+    assert plan.precision == precision
+    assert adjustment(plan, "backend", "choice").used == backend
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "used"),
+    [
+        ("apple-m1-16gb", "bf16", "fp16"),
+        ("apple-m1-16gb", "bf16_autocast", "fp16_autocast"),
+        ("apple-m1-16gb", "bf16_buffers_autocast", "fp16_autocast"),
+        ("apple-m1-16gb", "fp16", "fp16"),
+        ("apple-m2-max-64gb", "bf16", "bf16"),
+    ],
+)
+def test_bf16_becomes_fp16_where_it_does_not_work(machine: str, asked: str, used: str) -> None:
+    plan = plan_on(machine, backend="mps", precision=asked)
+    assert plan.precision == used
+    if asked != used:
+        change = adjustment(plan, "precision", "change")
+        assert (change.asked, change.used) == (asked, used)
+        assert "doesn't support bfloat16" in change.reason
+
+
+def test_strict_forbids_every_change_and_lists_them_all() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_on(
+            "apple-m1-16gb",
+            backend="mps",
+            precision="bf16",
+            use_flash_attention=True,
+            world_size=2,
+            strict=True,
+        )
+    assert len(caught.value.problems) == 3
+
+
+def test_strict_allows_choices() -> None:
+    assert plan_on("rtx-4090", strict=True, train_type="qlora").quantizer == "bnb"
+
+
+def test_an_unavailable_backend_is_refused_with_what_is_there() -> None:
+    with pytest.raises(UserError, match="Backend 'cuda' is not available") as caught:
+        plan_on("apple-m1-16gb", backend="cuda")
+    assert "mlx, mps, cpu" in caught.value.do
+
+
+@pytest.mark.parametrize(
+    ("machine", "backend", "asked", "used"),
+    [
+        ("rtx-4090", "cuda", "auto", "bnb"),
+        ("rtx-4090", "cuda", "hqq", "hqq"),
+        ("apple-m1-16gb", "mps", "bnb", "quanto"),
+        ("apple-m1-16gb", "mps", "mlx", "quanto"),
+        ("apple-m2-max-64gb", "mps", "bnb", "bnb"),
+        ("apple-m1-16gb", "mlx", "bnb", "mlx"),
+        ("cpu-laptop", "cpu", "hqq", "hqq"),
+    ],
+)
+def test_the_quantizer_is_one_that_runs_there(machine: str, backend: str, asked: str, used: str) -> None:
+    plan = plan_on(machine, backend=backend, train_type="qlora", quantization_backend=asked)
+    assert (plan.method, plan.quantizer, plan.n_bits) == ("lora", used, 4)
+    if asked not in ("auto", used):
+        assert adjustment(plan, "quantization_backend", "change").asked == asked
+
+
+@pytest.mark.parametrize(
+    ("train_type", "parts"),
+    [
+        ("full", ("full", "none")),
+        ("lora", ("lora", "none")),
+        ("custom_lora", ("lora", "none")),
+        ("qlora", ("lora", "bnb")),
+        ("custom_qlora", ("lora", "bnb")),
+        ("hqq_lora", ("lora", "hqq")),
+        ("hqq_dora", ("dora", "hqq")),
+        ("bnb_dora", ("dora", "bnb")),
+        ("bnb_llama_pro", ("llama_pro", "bnb")),
+        ("hqq_llama_pro", ("llama_pro", "hqq")),
+    ],
+)
+def test_a_train_type_is_a_method_and_a_quantizer(train_type: str, parts: tuple[str, str]) -> None:
+    plan = plan_on("a100-80gb", train_type=train_type)
+    assert (plan.method, plan.quantizer) == parts
+
+
+def test_no_4bit_keeps_the_base_in_16_bits() -> None:
+    plan = plan_on("rtx-4090", train_type="qlora", no_4bit=True)
+    assert (plan.quantizer, plan.n_bits) == ("none", 16)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"train_type": "full", "quantization_backend": "bnb"},
+        {"train_type": "hqq_lora", "quantization_backend": "bnb"},
+        {"train_type": "qlora", "n_bits": 5},
+        {"warmup_steps": 3, "warmup_ratio": 0.1},
+        {"num_epochs": 0},
+        {"lora_dropout": 1.5},
+    ],
+)
+def test_contradictions_are_refused(asked: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        plan_on("a100-80gb", **asked)
+
+
+def test_mlx_refuses_several_devices() -> None:
+    with pytest.raises(ConfigError, match="MLX backend doesn't support distributed training"):
+        plan_on("apple-m2-max-64gb", backend="mlx", world_size=2)
+
+
+def test_world_size_is_cut_to_the_devices_there() -> None:
+    plan = plan_on("rtx-4090", world_size=4)
+    assert plan.world_size == 1
+    assert adjustment(plan, "world_size", "change").asked == 4
+
+
+def test_nccl_becomes_gloo_on_a_cpu() -> None:
+    plan = plan_on("cpu-laptop", backend="cpu", world_size=2, distributed_backend="nccl")
+    assert plan.collective == "gloo"
+    assert adjustment(plan, "distributed_backend", "change").used == "gloo"
+
+
+def test_without_flash_attention_the_context_is_cut() -> None:
+    plan = plan_on("apple-m1-16gb", backend="mps", use_flash_attention=True, context_length=8192)
+    assert plan.config.use_flash_attention is False
+    assert plan.config.context_length == 2048
+    assert plan_on("h200", use_flash_attention=True, context_length=8192).config.context_length == 8192
+
+
+def test_the_context_ends_where_the_model_does() -> None:
+    shape = replace(shape_for_size(1.1), max_context=1024)
+    assert plan_on("h200", shape=shape, context_length=4096).config.context_length == 1024
+
+
+def test_the_micro_batch_shrinks_until_it_fits_and_the_step_keeps_its_rows() -> None:
+    plan = plan_on(
+        "rtx-4090", shape=shape_for_size(7), train_type="qlora", batch_size=64, context_length=2048
+    )
+    config = plan.config
+    assert config.batch_size < 64
+    assert config.batch_size * config.gradient_accumulation_steps == 64
+    assert config.use_gradient_checkpointing
+    assert plan.estimated_bytes is not None
+    assert plan.estimated_bytes <= plan.backend.memory_total_bytes
+
+
+def test_a_model_far_too_large_is_a_warning_with_a_way_out() -> None:
+    plan = plan_on("cpu-laptop", shape=shape_for_size(70), train_type="lora")
+    assert "qlora" in adjustment(plan, "batch_size", "warning").reason
+
+
+def test_slow_paths_are_warned_about() -> None:
+    plan = plan_on("cpu-laptop", train_type="qlora")
+    assert "slow" in adjustment(plan, "backend", "warning").reason
+    assert "limited support" in adjustment(plan, "n_bits", "warning").reason
+    mps = plan_on("apple-m1-16gb", backend="mps", train_type="qlora")
+    assert "slow" in adjustment(mps, "n_bits", "warning").reason
+
+
+def test_an_option_without_effect_is_told_and_not_swallowed() -> None:
+    plan = plan_on("h200", mlx_config="x.json", n_bits=8, with_stack=True, sharding_strategy="ddp")
+    idle = {a.option for a in plan.adjustments if a.kind == "warning"}
+    assert {"mlx_config", "n_bits", "with_stack", "sharding_strategy"} <= idle
+
+
+def test_max_steps_alone_decides_when_to_stop() -> None:
+    assert plan_on("h200", max_steps=500).config.num_epochs == 0
+    assert plan_on("h200", max_steps=500, num_epochs=2).config.num_epochs == 2
+
+
+def test_resolve_is_pure() -> None:
+    first, second = (plan_on("apple-m1-16gb", backend="mps", precision="bf16") for _ in range(2))
+    assert first == second
+    assert make_config(precision="bf16").precision == "bf16"
