@@ -1,0 +1,250 @@
+"""Bad input through the command line: exit code 2, a clear sentence, no traceback, nothing left behind or lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crosstune.cli.main import main
+from crosstune.core.record import read_jsonl
+
+ROW = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there"}]}
+
+
+def train(tmp_path: Path, *words: str) -> int:
+    fixed = [
+        "--backend",
+        "cpu",
+        "--precision",
+        "fp32",
+        "--output_dir",
+        str(tmp_path / "runs"),
+        "--max_steps",
+        "2",
+    ]
+    return main(["train", *fixed, *words])
+
+
+@pytest.fixture
+def data(write_jsonl: Any) -> Path:
+    path: Path = write_jsonl([ROW] * 12)
+    return path
+
+
+def test_a_good_run_for_comparison(tmp_path: Path, tiny_model: Path, data: Path) -> None:
+    assert train(tmp_path, "--model_name", str(tiny_model), "--dataset", str(data), "--name", "good") == 0
+    summary = json.loads((tmp_path / "runs" / "good" / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert (tmp_path / "runs" / "good" / "report.html").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--model_name no-such-model", "no-such-model"),
+        ("--model_name {empty}", "config.json"),
+        ("--backend abacus", "backend cannot be 'abacus'"),
+        ("--backend xpu", "Backend 'xpu' is not available"),
+        ("--lr fast", "lr cannot be 'fast'"),
+        ("--dataset {empty}/none.jsonl", "no data set"),
+        ("--dataset {blank}", "is empty"),
+        ("--dataset {columns}", "question, reply"),
+        ("--dataset {data} --context_length 8", "longer than the context of 8 tokens"),
+        ("--dataset {silent}", "No token"),
+        ("--dataset {torn}", "line 2"),
+        ("--name ../elsewhere", "cannot be the name of a run"),
+        ("--config {empty}/none.yaml", "Cannot read"),
+    ],
+)
+def test_a_clear_error_and_no_run_folder(
+    tmp_path: Path,
+    tiny_model: Path,
+    data: Path,
+    write_jsonl: Any,
+    capsys: pytest.CaptureFixture[str],
+    flags: str,
+    words: str,
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    torn = tmp_path / "torn.jsonl"
+    torn.write_text(json.dumps(ROW) + '\n{"messages": [\n')
+    places = {
+        "empty": empty,
+        "data": data,
+        "blank": write_jsonl([], "blank.jsonl"),
+        "columns": write_jsonl([{"question": "a", "reply": "b"}], "columns.jsonl"),
+        "silent": write_jsonl([{"messages": [{"role": "user", "content": "a"}]}], "silent.jsonl"),
+        "torn": torn,
+    }
+    asked = flags.format(**places).split()
+    defaults = [] if "--model_name" in asked else ["--model_name", str(tiny_model)]
+    defaults += [] if "--dataset" in asked else ["--dataset", str(data)]
+    assert train(tmp_path, *defaults, *asked) == 2
+    answer = capsys.readouterr().err
+    assert words in answer
+    assert "Traceback" not in answer
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_without_weights_is_named(tmp_path: Path, tiny_model: Path, data: Path, capsys: Any) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_model, bare)
+    for path in bare.glob("*.safetensors"):
+        path.unlink()
+    assert train(tmp_path, "--model_name", str(bare), "--dataset", str(data)) == 2
+    assert "safetensors" in capsys.readouterr().err
+
+
+def test_a_folder_that_holds_another_run_is_kept(
+    tmp_path: Path, tiny_model: Path, data: Path, capsys: Any
+) -> None:
+    words = ["--model_name", str(tiny_model), "--dataset", str(data), "--name", "one", "--skip_eval"]
+    assert train(tmp_path, *words) == 0
+    before = (tmp_path / "runs" / "one" / "metrics.jsonl").read_bytes()
+    assert train(tmp_path, *words) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert (tmp_path / "runs" / "one" / "metrics.jsonl").read_bytes() == before
+    assert train(tmp_path, *words, "--overwrite") == 0
+    assert (tmp_path / "runs" / "one~1" / "metrics.jsonl").read_bytes() == before
+
+
+def test_long_examples_can_be_cut_or_left_out(tmp_path: Path, tiny_model: Path, write_jsonl: Any) -> None:
+    long = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "word " * 200}]}
+    path = write_jsonl([ROW] * 10 + [long], "mixed.jsonl")
+    for truncation in ("cut", "drop"):
+        words = [
+            "--model_name",
+            str(tiny_model),
+            "--dataset",
+            str(path),
+            "--context_length",
+            "64",
+            "--skip_eval",
+        ]
+        assert train(tmp_path, *words, "--truncation", truncation, "--name", truncation) == 0
+        data = json.loads((tmp_path / "runs" / truncation / "plan.json").read_text())["data"]["train"]
+        assert data["over_context"] == 1
+        assert data["longest"] <= 64
+        assert data["examples"] == (11 if truncation == "cut" else 10)
+
+
+def test_a_cache_without_room_says_how_much_is_missing(tmp_path: Path) -> None:
+    """A real small file system, where the machine lets us mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True
+    ).returncode:
+        pytest.skip("mounting a file system needs rights that this user does not have")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "crosstune", "models", "get", "smollm2-135m"],
+            env=os.environ | {"CROSSTUNE_CACHE": str(disk)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 2
+        assert "CROSSTUNE_CACHE" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert not list(disk.rglob("*.safetensors"))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_keeps_what_was_logged_and_says_how_to_go_on(
+    tmp_path: Path, tiny_model: Path, data: Path, number: signal.Signals
+) -> None:
+    folder = tmp_path / "runs" / "long"
+    words = [
+        "--model_name",
+        str(tiny_model),
+        "--dataset",
+        str(data),
+        "--backend",
+        "cpu",
+        "--max_steps",
+        "100000",
+    ]
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "crosstune",
+            "train",
+            *words,
+            "--output_dir",
+            str(tmp_path / "runs"),
+            "--name",
+            "long",
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(lambda: len(read_jsonl(folder / "metrics.jsonl")) >= 20)
+    process.send_signal(number)
+    _, answer = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert "go on" in answer
+    assert "--base_adapter" in answer
+    assert "Traceback" not in answer
+    steps = read_jsonl(folder / "metrics.jsonl")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("stopped", len(steps))
+    assert summary["final_loss"] == steps[-1]["loss"]
+    assert (folder / "adapter" / "adapter_model.safetensors").exists()
+    assert (folder / "report.html").exists()
+    again = ["--base_adapter", str(folder / "adapter"), "--skip_eval", "--lora_rank", "16"]
+    assert train(tmp_path, *words[:4], *again, "--name", "again") == 0
+    assert read_jsonl(tmp_path / "runs" / "again" / "metrics.jsonl")[0]["loss"] < steps[0]["loss"]
+
+
+def wait_for(condition: Any, *, seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to pass in time"
+        time.sleep(0.05)
+
+
+def test_a_kill_leaves_a_record_that_can_be_read(tmp_path: Path, tiny_model: Path, data: Path) -> None:
+    folder = tmp_path / "runs" / "killed"
+    words = [
+        "--model_name",
+        str(tiny_model),
+        "--dataset",
+        str(data),
+        "--backend",
+        "cpu",
+        "--max_steps",
+        "100000",
+    ]
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "crosstune",
+            "train",
+            *words,
+            "--output_dir",
+            str(tmp_path / "runs"),
+            "--name",
+            "killed",
+        ],
+        stderr=subprocess.DEVNULL,
+    )
+    wait_for(lambda: len(read_jsonl(folder / "metrics.jsonl")) >= 3)
+    process.kill()
+    process.wait()
+    assert main(["report", str(folder)]) == 0
+    assert (folder / "report.html").stat().st_size > 1000
