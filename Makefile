@@ -23,7 +23,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 demo: setup
-	$(BIN)/crosstune train --name demo --overwrite --max_steps 40 --lr 1e-3 --eval_samples 48
+	$(BIN)/crosstune train --name demo --overwrite --max_steps 40 --lr 1e-3 --eval_samples 48 --eval_steps 20
 	@echo
 	$(BIN)/crosstune generate runs/demo --prompt "After 45 minutes, shut down the coffee maker in the garage."
 

@@ -34,6 +34,8 @@ class Screen:
         self._tokens = 0
         self._last_shown = 0.0
         self._last_stage = ""
+        self._stage_started = 0.0
+        self._stage_finished = False
         self._last_metrics: dict[str, float] = {}
 
     def on_step(self, metrics: Mapping[str, Any]) -> None:
@@ -80,6 +82,9 @@ class Screen:
         total = data["total"]
         finished = total is not None and data["done"] >= total
         stage_changed = data["stage"] != self._last_stage
+        if finished and not stage_changed and self._stage_finished:
+            return
+        self._stage_finished = finished
         if not (finished or stage_changed or now - self._last_shown >= (0.2 if self.live else PLAIN_SECONDS)):
             return
         if stage_changed:
