@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -220,10 +220,24 @@ def _hqq_layer(dense: torch.nn.Linear, *, bits: int, device: str, dtype: torch.d
 def _quanto_layer(dense: torch.nn.Linear, *, bits: int, device: str, dtype: torch.dtype) -> torch.nn.Module:
     from optimum import quanto
 
+    _unpack_without_compiler()
     layer = torch.nn.Sequential(dense.to(device))
     quanto.quantize(layer, weights=getattr(quanto, f"qint{bits}"))
     quanto.freeze(layer)
     return layer
+
+
+def _unpack_without_compiler() -> None:
+    """Give quanto its own Python function for unpacking 2 and 4 bits, where it would compile a C++ one on first use.
+
+    Compiling takes half a minute, needs a compiler, and fails once something has imported Python's distutils.
+    """
+    from optimum.quanto.library.extensions import get_extension
+    from optimum.quanto.library.unpack import unpack
+
+    extension = get_extension("quanto_cpp")
+    if extension._lib is None:
+        extension._lib = SimpleNamespace(unpack=unpack)
 
 
 QUANTIZERS: Mapping[str, tuple[str, LayerMaker, tuple[int, ...]]] = MappingProxyType(
