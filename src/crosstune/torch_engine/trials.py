@@ -228,16 +228,20 @@ def _quanto_layer(dense: torch.nn.Linear, *, bits: int, device: str, dtype: torc
 
 
 def _unpack_without_compiler() -> None:
-    """Give quanto its own Python function for unpacking 2 and 4 bits, where it would compile a C++ one on first use.
+    """Give quanto a plain torch function for unpacking 2 and 4 bits, where it would compile a C++ one on first use.
 
     Compiling takes half a minute, needs a compiler, and fails once something has imported Python's distutils.
     """
     from optimum.quanto.library.extensions import get_extension
-    from optimum.quanto.library.unpack import unpack
 
     extension = get_extension("quanto_cpp")
     if extension._lib is None:
-        extension._lib = SimpleNamespace(unpack=unpack)
+        extension._lib = SimpleNamespace(unpack=_unpack)
+
+
+def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Several numbers a byte, the lowest bits first, as one stretch of rows after the other."""
+    return torch.cat([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)])
 
 
 QUANTIZERS: Mapping[str, tuple[str, LayerMaker, tuple[int, ...]]] = MappingProxyType(
