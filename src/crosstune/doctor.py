@@ -76,6 +76,7 @@ def _train_briefly(backend: str, on_progress: Callable[[str], None]) -> Check:
             "batch_size": 4,
             "max_steps": NUM_STEPS,
             "precision": "fp32",
+            "world_size": 1,
             "lr": 1e-3,
             "output_dir": folder,
             "name": "check",

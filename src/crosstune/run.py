@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +19,12 @@ from crosstune.config.resolve import resolve
 from crosstune.config.schema import Config
 from crosstune.config.unbuilt import unbuilt
 from crosstune.core.backend import backend_specs
-from crosstune.core.errors import UserError, raise_all
+from crosstune.core.errors import NonFiniteError, UserError, raise_all
 from crosstune.core.machine import Machine
-from crosstune.core.names import load_plugin
+from crosstune.core.names import load_plugin, plugin_names
 from crosstune.core.protocols import Observer, Observers, Recipe, Session
-from crosstune.core.record import RunRecord, holds_run, move_aside
-from crosstune.loop.stop import StopSignal
+from crosstune.core.record import RunRecord, check_free, holds_run, move_aside
+from crosstune.loop.stop import StopRequested, StopSignal
 from crosstune.loop.train import Progress
 from crosstune.loop.train import train as run_loop
 from crosstune.machines import probe_machine
@@ -36,18 +37,24 @@ ALL_QUANTIZERS = ("bnb", "hqq", "quanto", "mlx")
 class RunResult:
     folder: Path
     summary: dict[str, Any]
+    failure: NonFiniteError | None = None
+    """What ended the run early, with everything up to the step before it kept."""
 
 
 def make_plan(config: Config, *, machine: Machine | None = None, longest_row: int | None = None) -> Plan:
     """What `train` would do with this configuration, here or on another machine."""
     specs = backend_specs()
+    preference = list(specs)
     if machine is None:
         machine = _probe_for(config)
+        # Here, `auto` takes what can train today; for another machine it shows what the machine is best at.
+        preference = [name for name in specs if _has_session(specs[name].engine)] or preference
     return resolve(
         config,
         machine=machine,
         collectives={name: spec.collective for name, spec in specs.items()},
-        preference=list(specs),
+        preference=preference,
+        installs={name: spec.install for name, spec in specs.items()},
         shape=shape(config.model_name, cache=cache_override()),
         longest_row=longest_row,
     )
@@ -61,10 +68,10 @@ def train(
     plan = make_plan(config)
     raise_all(unbuilt(plan))
     folder = run_folder(config)
-    if holds_run(folder) and config.overwrite:
-        screen.on_event("moved_aside", {"path": str(move_aside(folder))})
-    check_folder_free(folder)
+    if not config.overwrite:
+        check_free(folder)
     model = find_model(plan.config, screen)
+    plan = make_plan(config, machine=plan.machine)  # again: now the model's shape is known for certain
     recipe = open_recipe(plan.config, model)
     plan = make_plan(config, machine=plan.machine, longest_row=recipe.longest_row())
     recipe.configure(plan.config)
@@ -74,6 +81,8 @@ def train(
         raise UserError(
             "There is no step to run.", why="the data set and --num_epochs add up to less than one."
         )
+    if holds_run(folder):
+        screen.on_event("moved_aside", {"path": str(move_aside(folder))})
     described = describe_run(plan, folder=folder, model=model, recipe=recipe, command=command)
     record = RunRecord.create(folder, config_yaml=to_yaml(config), plan=described)
     observer = Observers([record, screen])
@@ -82,13 +91,36 @@ def train(
     observer.on_event(
         "start", {"folder": str(folder), "data": recipe.describe(), "num_steps": recipe.num_steps()}
     )
-    progress = Progress()
-    extra: dict[str, Any] = {"name": folder.name, "backend": plan.backend.name, "engine": plan.engine}
+    return _run(plan, recipe, model, record=record, observer=observer)
+
+
+def _run(
+    plan: Plan, recipe: Recipe, model: ModelFolder, *, record: RunRecord, observer: Observer
+) -> RunResult:
+    """Load, train, save. Whatever ends it, what was done until then stays on record."""
+    progress, stop = Progress(), StopSignal()
+    extra: dict[str, Any] = {"name": record.folder.name, "backend": plan.backend.name, "engine": plan.engine}
+    extra |= {"checkpoint": None, "result": None}
     started = time.perf_counter()
+    failure: NonFiniteError | None = None
     try:
-        _run(plan, recipe, model, folder, observer=observer, progress=progress, extra=extra)
+        with stop.listening():
+            session = _load(plan, model, stop=stop, observer=observer)
+            extra["trained_parameters"], extra["parameters"] = session.num_parameters()
+            observer.on_event("loaded", dict(extra))
+            try:
+                run_loop(session, recipe, config=plan.config, observer=observer, stop=stop, progress=progress)
+            except NonFiniteError as error:
+                failure = error
+                extra["error"] = str(error)
+                observer.on_event("failed", {"error": str(error), "step": progress.steps + 1})
+            if plan.config.save_model and progress.steps:
+                extra["result"] = str(session.save_result(record.folder))
+                observer.on_event("saved", {"path": extra["result"], "step": progress.steps})
+    except StopRequested:
+        progress.status = "stopped"
+        observer.on_event("stopped", {"reason": stop.reason, "step": 0, "num_steps": recipe.num_steps()})
     except BaseException as error:
-        # Whatever ends the run, what it did until then stays on record; the error goes on to the caller.
         progress.status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
         extra["error"] = f"{type(error).__name__}: {error}"
         record.on_event(progress.status, {"error": extra["error"], "step": progress.steps})
@@ -96,31 +128,13 @@ def train(
     finally:
         extra["seconds"] = time.perf_counter() - started
         record.finish(progress.summary() | extra)
-    return RunResult(folder=folder, summary=progress.summary() | extra)
+    return RunResult(folder=record.folder, summary=progress.summary() | extra, failure=failure)
 
 
-def _run(
-    plan: Plan,
-    recipe: Recipe,
-    model: ModelFolder,
-    folder: Path,
-    *,
-    observer: Observer,
-    progress: Progress,
-    extra: dict[str, Any],
-) -> None:
-    stop = StopSignal()
-    with stop.listening():
-        observer.on_event("loading", {"model": model.name, "path": str(model.path)})
-        with stop.droppable():
-            session = open_session(plan, model)
-        extra["trained_parameters"], extra["parameters"] = session.num_parameters()
-        observer.on_event("loaded", dict(extra))
-        run_loop(session, recipe, config=plan.config, observer=observer, stop=stop, progress=progress)
-        extra["checkpoint"] = extra["result"] = None
-        if plan.config.save_model and progress.steps:
-            extra["result"] = str(session.save_result(folder))
-            observer.on_event("saved", {"path": extra["result"], "step": progress.steps})
+def _load(plan: Plan, model: ModelFolder, *, stop: StopSignal, observer: Observer) -> Session:
+    observer.on_event("loading", {"model": model.name, "path": str(model.path)})
+    with stop.droppable():
+        return open_session(plan, model)
 
 
 def open_session(plan: Plan, model: ModelFolder, **options: Any) -> Session:
@@ -144,24 +158,17 @@ def find_model(config: Config, observer: Observer) -> ModelFolder:
 
 
 def run_folder(config: Config) -> Path:
+    parent = Path(config.output_dir).expanduser()
+    if config.name is None:
+        stem = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(config.model_name.rstrip('/')).name}"
+        names = (stem if number == 1 else f"{stem}-{number}" for number in itertools.count(1))
+        return next(parent / name for name in names if not (parent / name).exists())
     name = config.name
-    if name is None:
-        model = Path(config.model_name.rstrip("/")).name
-        name = f"{datetime.now():%Y%m%d-%H%M%S}-{model}"
-    elif not name or Path(name).name != name or name in (".", ".."):
+    if not name or Path(name).name != name or name in (".", ".."):
         raise UserError(
             f"'{name}' cannot be the name of a run.", do="use a plain folder name; --output_dir says where"
         )
-    return Path(config.output_dir).expanduser() / name
-
-
-def check_folder_free(folder: Path) -> None:
-    if holds_run(folder):
-        raise UserError(
-            f"{folder} already holds a run.",
-            why="a new run there would mix its records with the old one's.",
-            do="choose another --name, or pass --overwrite to move the old run aside first",
-        )
+    return parent / name
 
 
 def describe_run(
@@ -179,7 +186,15 @@ def describe_run(
 
 
 def _engine(plan: Plan) -> ModuleType:
+    if not _has_session(plan.engine):
+        raise UserError(
+            f"Not built yet: the {plan.engine} engine.", do="use a torch backend, such as --backend cpu"
+        )
     return importlib.import_module(f"crosstune.{plan.engine}_engine.session")
+
+
+def _has_session(engine: str) -> bool:
+    return "session" in plugin_names(f"crosstune.{engine}_engine")
 
 
 def _probe_for(config: Config) -> Machine:
@@ -193,6 +208,9 @@ def _probe_for(config: Config) -> Machine:
 
 
 def _wants_quantizer(config: Config) -> bool:
+    """Whether quantizers are worth trying, which means importing their libraries."""
+    if config.optimizer.endswith("_8bit"):
+        return True
     return TRAIN_TYPE_PARTS[config.train_type][1] != "none" or config.quantization_backend not in (
         "auto",
         "none",

@@ -67,15 +67,14 @@ def test_a_quantizer_that_is_not_installed_is_a_note(monkeypatch: pytest.MonkeyP
 
 
 def test_a_quantizer_that_computes_nonsense_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def shrunk(dense: torch.nn.Linear, **_: object) -> torch.nn.Module:
-        with torch.no_grad():
-            dense.weight.mul_(0.5)
-        return dense
+    from crosstune.torch_engine.quant import bnb
 
-    monkeypatch.setattr(trials, "QUANTIZERS", {"bad": ("torch", shrunk, (4,))})
+    honest = bnb.quantize
+    monkeypatch.setattr(bnb, "quantize", lambda weight, spec, dtype: honest(weight * 0.5, spec, dtype))
+    monkeypatch.setattr(bnb, "BITS", (8,))
     notes: list[str] = []
-    assert trials.working_bits("bad", "cpu", torch.float32, notes=notes) == ()
-    assert notes == ["4-bit bad does not run: a small product is off by 50%"]
+    assert trials.working_bits("bnb", "cpu", torch.float32, notes=notes) == ()
+    assert notes == ["8-bit bnb does not run: a small product is off by 50%"]
 
 
 def test_a_dtype_that_computes_nonsense_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from crosstune.config.load import make_config
 from crosstune.core.record import read_jsonl
@@ -33,15 +34,13 @@ def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def reference_losses(folder: Path, options: dict[str, Any], order: list[list[int]]) -> list[float]:
-    """The loss of every step, by the textbook: tokenize with transformers, mask the prompt, sum, divide, step."""
+def reference_run(
+    folder: Path, options: dict[str, Any], order: list[list[int]]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The loss of every step, by the textbook: tokenize with transformers, mask the prompt, sum, divide, step.
+    And what was trained, by name, in the end."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if options["train_type"] == "lora":
-        model = get_peft_model(
-            model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-        )
-        start_adapter(model, seed=options["seed"])
+    model = reference_model(folder, options["train_type"], options["seed"])
     model.train()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups = [
@@ -65,7 +64,28 @@ def reference_losses(folder: Path, options: dict[str, Any], order: list[list[int
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total / num_supervised)
-    return losses
+    return losses, {name: p.detach() for name, p in trained.items()}
+
+
+def reference_model(folder: Path, train_type: str, seed: int) -> Any:
+    quantized = None
+    if train_type in ("qlora", "bnb_dora"):
+        quantized = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.float32,
+        )
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=quantized, device_map="cpu" if quantized else None
+    )
+    if train_type == "full":
+        return model
+    dora = train_type in ("dora", "bnb_dora")
+    config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", use_dora=dora)
+    model = get_peft_model(model, config)
+    start_adapter(model, seed=seed)
+    return model
 
 
 def encode(tokenizer: Any, question: str, answer: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,7 +124,7 @@ def order_of_rows(data_file: Path, options: dict[str, Any]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("train_type", ["lora", "full"])
+@pytest.mark.parametrize("train_type", ["lora", "full", "qlora", "dora", "bnb_dora"])
 def test_twenty_steps_equal_the_reference(
     tiny_model: Path, data_file: Path, tmp_path: Path, train_type: str, accumulation: int
 ) -> None:
@@ -134,9 +154,17 @@ def test_twenty_steps_equal_the_reference(
         )
     )
     ours = [row["loss"] for row in read_jsonl(run.folder / "metrics.jsonl")]
-    expected = reference_losses(tiny_model, options, order_of_rows(data_file, options))
+    expected, weights = reference_run(tiny_model, options, order_of_rows(data_file, options))
     assert len(ours) == NUM_STEPS
     assert ours == pytest.approx(expected, rel=1e-5)
+    [file] = (run.folder / ("model" if train_type == "full" else "adapter")).glob("*.safetensors")
+    saved = load_file(file)
+    assert saved.keys() == {
+        name.replace(".default", "").replace("_vector.weight", "_vector") for name in weights
+    }
+    for name, weight in weights.items():
+        mine = saved[name.replace(".default", "").replace("_vector.weight", "_vector")]
+        torch.testing.assert_close(mine, weight, rtol=1e-3, atol=2e-5)
     assert abs(ours[-1] - ours[0]) > 0.05, "a comparison of models that do not learn proves nothing"
 
 

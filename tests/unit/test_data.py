@@ -15,7 +15,6 @@ from crosstune.data.chat import PLAIN_TEMPLATE, encode_conversation, encode_prom
 from crosstune.data.commands import NUM_HELD_OUT, NUM_TRAIN, make_commands
 from crosstune.data.formats import recognise, to_conversation
 from crosstune.data.order import rows_of_step, total_steps
-from crosstune.data.sources import read_rows
 from crosstune.data.tokenizer import Tokenizer
 
 TURNS = [
@@ -78,7 +77,7 @@ def test_a_prompt_is_the_beginning_of_its_conversation(tokenizer: Tokenizer) -> 
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{{ messages | length }}{% for m in messages %}{{ m.content | length }}{% endfor %}",
         "{{ raise_exception('no system turn, please') }}",
         "{{ ''.__class__.__mro__ }}",
         "{% for m in messages %}",
@@ -105,7 +104,7 @@ def test_a_template_that_cannot_be_used_is_a_clear_error(tokenizer: Tokenizer, t
     ],
 )
 def test_formats_are_recognised_by_their_columns(row: dict[str, Any], form: str) -> None:
-    assert recognise([row], asked="auto", source="x") == form
+    assert recognise(row, asked="auto", source="x") == form
     assert to_conversation(row, form) == TURNS[1:3]
 
 
@@ -114,16 +113,11 @@ def test_alpaca_input_joins_the_instruction() -> None:
     assert user["content"] == "Add.\n\n1 2"
 
 
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ([{"question": "a", "reply": "b"}], "question, reply"),
-        ([{"prompt": "a", "completion": "b"}, {"prompt": "a"}], "Row 2 .* completion"),
-    ],
-)
-def test_wrong_columns_are_named(rows: list[dict[str, Any]], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        recognise(rows, asked="auto", source="x")
+def test_wrong_columns_are_named() -> None:
+    with pytest.raises(UserError, match="question, reply"):
+        recognise({"question": "a", "reply": "b"}, asked="auto", source="x")
+    with pytest.raises(UserError, match="no column completion"):
+        to_conversation({"prompt": "a"}, "prompt_completion")
 
 
 @pytest.mark.parametrize(
@@ -138,24 +132,6 @@ def test_wrong_columns_are_named(rows: list[dict[str, Any]], words: str) -> None
 def test_conversations_that_are_none_are_refused(row: dict[str, Any]) -> None:
     with pytest.raises(UserError):
         to_conversation(row, "messages")
-
-
-def test_files_that_cannot_be_read_name_the_place(tmp_path: Path) -> None:
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"text": "a"}\n\n{"text": \n')
-    with pytest.raises(UserError, match="line 3"):
-        read_rows(str(bad))
-    bad.write_text('{"text": "a"}\n[1]\n')
-    with pytest.raises(UserError, match="line 2"):
-        read_rows(str(bad))
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("\n")
-    with pytest.raises(UserError, match="is empty"):
-        read_rows(str(empty))
-    with pytest.raises(UserError, match="did you mean commands"):
-        read_rows("comands")
-    with pytest.raises(UserError, match="folder"):
-        read_rows(str(tmp_path))
 
 
 def test_the_bundled_data_holds_out_pairs_that_training_never_shows() -> None:

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from crosstune.cli.generate import add_model_words
 from crosstune.cli.words import Parser
 
-HELP = "/reset forgets the conversation, /quit (or Ctrl-D) leaves, /help says this"
+HELP = (
+    "Ctrl-C cuts an answer short, /reset forgets the conversation, /quit (or Ctrl-D) leaves, /help says this"
+)
 
 
 def run(words: Sequence[str]) -> int:
@@ -37,16 +39,20 @@ def run(words: Sequence[str]) -> int:
         elif line == "/reset":
             messages = list(start)
         elif line:
-            messages.append({"role": "user", "content": line})
-            answer = talker.answer(
-                messages,
-                max_new_tokens=own.max_new_tokens,
-                temperature=own.temperature,
-                seed=own.seed,
-                on_text=lambda text: print(text, end="", flush=True),
-            )
+            asked = [*messages, {"role": "user", "content": line}]
+            try:
+                answer = talker.answer(
+                    asked,
+                    max_new_tokens=own.max_new_tokens,
+                    temperature=own.temperature,
+                    seed=own.seed,
+                    on_text=lambda text: print(text, end="", flush=True),
+                )
+            except KeyboardInterrupt:
+                print(" ... (cut short and forgotten)")
+                continue
             print()
-            messages.append({"role": "assistant", "content": answer})
+            messages = [*asked, {"role": "assistant", "content": answer}]
     return 0
 
 

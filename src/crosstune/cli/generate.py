@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from crosstune.cli.words import Parser, print_json
+from crosstune.cli.words import Parser, at_least, print_json
 from crosstune.core.errors import UserError
 
 EXAMPLES = """examples:
@@ -49,9 +49,13 @@ def run(words: Sequence[str]) -> int:
 def add_model_words(parser: Parser) -> None:
     parser.add_argument("model", help="a run folder, an adapter folder, or a model as --model_name takes it")
     parser.add_argument("--system", default="", help="a system message")
-    parser.add_argument("--max_new_tokens", type=int, default=256, help="longest answer (default 256)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 for the likeliest words (default)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default 0)")
+    parser.add_argument(
+        "--max_new_tokens", type=at_least(1), default=256, help="longest answer (default 256)"
+    )
+    parser.add_argument(
+        "--temperature", type=at_least(0.0), default=0.0, help="0 for the likeliest words (default)"
+    )
+    parser.add_argument("--seed", type=at_least(0), default=0, help="seed of sampling (default 0)")
     parser.add_argument("--backend", default="auto", help="where to run (default auto)")
     parser.add_argument("--precision", default="auto", help="number formats (default auto)")
 

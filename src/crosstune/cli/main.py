@@ -13,9 +13,13 @@ from crosstune.core.names import unknown_name
 COMMANDS = {
     "train": "fine-tune a model",
     "plan": "show what train would do, here or on another machine, without doing it",
+    "data": "check a data set: counts, lengths, and examples with what is learned from them marked",
     "doctor": "check this machine: backends, memory, and a real three-step training job on each",
     "generate": "answer a prompt with a model or a trained run",
     "chat": "talk to a model or a trained run",
+    "merge": "fold a trained adapter into the weights of its base",
+    "export": "write a trained run or a model for other tools: Hugging Face, MLX, GGUF",
+    "convert": "change how the weights of a model folder are quantized",
     "report": "write the HTML report of a run",
     "models": "list, fetch and remove models in the cache",
     "options": "list every option of train",

@@ -99,12 +99,39 @@ class Screen:
         else:
             self._print(text)
 
+    def _on_tokenizing(self, data: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        stage = f"tokenizing {data['source']}"
+        done, total = data["done_bytes"], data["total_bytes"]
+        if stage != self._last_stage:
+            self._last_stage, self._stage_started, self._last_shown = stage, now, now
+        seconds = now - self._stage_started
+        finished = done >= total
+        # A data set that is read in a moment needs no line.
+        if seconds < 1.0 or not (finished or now - self._last_shown >= (0.2 if self.live else PLAIN_SECONDS)):
+            return
+        self._last_shown = now
+        rate = done / seconds
+        left = (
+            f"left {duration((total - done) / rate)}" if rate and not finished else f"in {duration(seconds)}"
+        )
+        text = (
+            f"tokens   {data['source']}: {data['examples']:,} examples, {size(done)} of {size(total)}  "
+            f"{size(rate)}/s  {left}"
+        )
+        if self.live:
+            self.console.print(escape(text).ljust(90), end="\n" if finished else "\r")
+        else:
+            self._print(text)
+
     def _on_start(self, data: Mapping[str, Any]) -> None:
         train = data["data"].get("train", {})
         parts = [f"{train.get('examples', 0):,} examples", f"{count(train.get('tokens', 0))} tokens"]
         parts.append(f"{count(train.get('supervised_tokens', 0))} supervised")
         parts.append(f"longest {train.get('longest', 0)}")
         self._print(f"data     {data['data'].get('dataset')}: {', '.join(parts)}")
+        for sentence in data["data"].get("warnings", ()):
+            self._print(f"warning  {sentence}", style="yellow")
         self.num_steps = data["num_steps"]
         self._print(f"run      {data['folder']}")
 

@@ -48,7 +48,7 @@ def _print_ending(summary: dict[str, Any], folder: Path, report: Path, screen: A
     for name, after in summary["eval_after"].items():
         lines.append(f"{name}: {summary['eval_before'][name]:.4f} before, {after:.4f} after")
     lines.append(f"report   {report}")
-    if summary["status"] == "stopped":
+    if summary["status"] != "finished":
         lines += _how_to_go_on(summary)
     elif summary["result"]:
         lines.append(f'try it   crosstune generate {folder} --prompt "..."')
@@ -58,12 +58,13 @@ def _print_ending(summary: dict[str, Any], folder: Path, report: Path, screen: A
 
 
 def _how_to_go_on(summary: dict[str, Any]) -> list[str]:
-    if not summary.get("result"):
-        return [
-            "go on    nothing was trained yet: run the same command with another --name or with --overwrite"
-        ]
-    if summary["result"].endswith("adapter"):
-        again = f"--base_adapter {summary['result']}"
-    else:
-        again = f"--model_name {summary['result']}"
+    if not summary["result"]:
+        lost = (
+            "its weights were not kept (--save_model false)"
+            if summary["steps"]
+            else "nothing was trained yet"
+        )
+        return [f"go on    {lost}: run the same command with another --name or with --overwrite"]
+    option = "--base_adapter" if summary["result"].endswith("adapter") else "--model_name"
+    again = f"{option} {summary['result']}"
     return [f"go on    the weights so far are kept; add {again} and another --name to the same command"]

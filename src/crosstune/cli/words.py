@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,6 +40,18 @@ def read_config(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespac
         sys.exit(0)
     own, flags = parser.parse_known_args(list(words))
     return own, load_config(flags, file=own.config)
+
+
+def at_least(low: int | float) -> Callable[[str], int | float]:
+    """A type for argparse: a number of the kind of `low`, not below it and of a size that fits 63 bits."""
+
+    def read(text: str) -> int | float:
+        value = type(low)(text)
+        if not low <= value < 2**63:
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {low} up")
+        return value
+
+    return read
 
 
 def print_json(data: object) -> None:

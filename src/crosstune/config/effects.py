@@ -3,10 +3,35 @@
 from __future__ import annotations
 
 from crosstune.config.draft import Draft
+from crosstune.config.plan import TRAIN_TYPE_PARTS
 
-_NEEDS_SEVERAL_DEVICES = ("sharding_strategy", "no_sync", "master_addr", "master_port", "use_cpu_offload")
-_NEEDS_ADAPTER = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "base_adapter")
-_NEEDS_QUANTIZER = ("n_bits", "group_size")
+_NEEDS_SEVERAL_DEVICES = (
+    "sharding_strategy",
+    "no_sync",
+    "master_addr",
+    "master_port",
+    "use_cpu_offload",
+    "distributed_backend",
+)
+_NEEDS_EVALUATION = (
+    "eval_dataset",
+    "eval_samples",
+    "eval_metric",
+    "eval_steps",
+    "num_samples",
+    "max_new_tokens",
+)
+_HAVE_FLOOR = ("cosine", "cosine_with_restarts", "exponential")
+_NEEDS_ADAPTER = (
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "base_adapter",
+    "use_rslora",
+    "loraplus_lr_ratio",
+)
+_NEEDS_QUANTIZER = ("n_bits", "group_size", "quant_type", "double_quant")
 _NEEDS_WANDB = ("project_name", "group", "entity")
 _NEEDS_PROFILE = (
     "profiling_output",
@@ -37,11 +62,19 @@ def warn_without_effect(draft: Draft, *, method: str, quantizer: str, world_size
     if draft.report.engine != "mlx":
         idle["mlx_config"] = "has no effect outside the MLX engine"
     if method != "llama_pro":
-        idle["llama_pro_path"] = "has no effect without a llama_pro train type"
+        idle["llama_pro_path"] = idle["num_new_blocks"] = "has no effect without a llama_pro train type"
     if not draft["use_gradient_checkpointing"]:
         idle["reentrant_checkpointing"] = "has no effect without --use_gradient_checkpointing"
     if not draft["apply_gradient_clipping"]:
         idle["grad_norm"] = "has no effect without --apply_gradient_clipping"
+    if draft["skip_eval"] or draft["eval_samples"] == 0:
+        idle |= dict.fromkeys(_NEEDS_EVALUATION, "has no effect without evaluation")
+    if draft["lr_scheduler"] not in _HAVE_FLOOR:
+        idle["cosine_min_lr_ratio"] = f"has no effect with lr_scheduler {draft['lr_scheduler']}"
+    if quantizer == "none" and method != "llama_pro":
+        idle["loading_workers"] = "has no effect without a quantized base"
+    if TRAIN_TYPE_PARTS[draft["train_type"]][1] == "none":
+        idle["no_4bit"] = f"has no effect with train_type {draft['train_type']}"
     if not draft["save_steps"]:
         idle["keep_last_n"] = "has no effect without --save_steps"
     for option, reason in idle.items():

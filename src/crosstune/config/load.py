@@ -129,8 +129,13 @@ def _read_flags(flags: Sequence[str], problems: list[UserError]) -> Given:
         else:
             problems.append(UserError(f"--{key} needs a value.", do=_expectation(option)))
             continue
-        if option is not None:
-            given[option.name] = (value, f"flag --{key}")
+        if option is None:
+            continue
+        if option.name in given and given[option.name][1] != f"flag --{key}":
+            problems.append(
+                UserError(f"--{key} and {given[option.name][1]} are the same option.", do="keep one")
+            )
+        given[option.name] = (value, f"flag --{key}")
     return given
 
 
@@ -162,7 +167,7 @@ def _coerce(option: Option, raw: Any, source: str) -> Any:
         raise UserError(
             f"{option.name} cannot be '{value}' ({source}).", do=f"{hint}It is one of: {', '.join(choices)}."
         )
-    if option.low is not None and value < option.low:
+    if (option.low is not None and value < option.low) or (option.high is not None and value > option.high):
         raise UserError(f"{option.name} cannot be {value} ({source}).", do=_expectation(option))
     if option.name in ("world_size", "max_steps", "dataset_samples") and value == 0:
         raise UserError(f"{option.name} cannot be 0 ({source}).", do="use -1 for all, or a number from 1 up")
@@ -186,12 +191,29 @@ def _convert(option: Option, raw: Any, source: str) -> Any:
     if isinstance(raw, bool) or not isinstance(raw, (int, float, str)):
         raise _bad_value(option, raw, source)
     try:
-        number = float(raw)
+        return _exact_int(raw) if option.type is int else _finite_float(raw)
     except ValueError:
         raise _bad_value(option, raw, source) from None
-    if not math.isfinite(number) or (option.type is int and number != int(number)):
-        raise _bad_value(option, raw, source)
-    return option.type(number)
+
+
+def _exact_int(raw: int | float | str) -> int:
+    """A whole number, also when it is written as 1e3; never rounded through a float."""
+    if isinstance(raw, str):
+        try:
+            return int(raw)
+        except ValueError:
+            pass
+    number = _finite_float(raw)
+    if number != int(number):
+        raise ValueError("not whole")
+    return raw if isinstance(raw, int) else int(number)
+
+
+def _finite_float(raw: int | float | str) -> float:
+    number = float(raw)
+    if not math.isfinite(number):
+        raise ValueError("not finite")
+    return number
 
 
 def _bad_value(option: Option, raw: Any, source: str) -> UserError:
@@ -204,4 +226,6 @@ def _expectation(option: Option) -> str:
         words = f"one of {', '.join(option.choices)}"
     if option.low is not None:
         words += f", {option.low:g} or more"
+    if option.high is not None:
+        words += f", at most {option.high}"
     return f"it takes {words}"

@@ -65,7 +65,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "asked": self.config.options_asked() | {a.option: a.asked for a in self.changes()},
+            "asked": self.config.options_asked() | {a.option: a.asked for a in self.replaced()},
             "options": self.config.options(),
             "backend": self.backend.name,
             "engine": self.engine,
@@ -81,8 +81,9 @@ class Plan:
             "machine": self.machine.to_json(),
         }
 
-    def changes(self) -> list[Adjustment]:
-        return [a for a in self.adjustments if a.kind == "change" and a.option in self.config.options()]
+    def replaced(self) -> list[Adjustment]:
+        """What the user wrote and does not get as written, `auto` among it."""
+        return [a for a in self.adjustments if a.kind != "warning" and a.option in self.config.asked]
 
 
 def _word(value: Any) -> str:

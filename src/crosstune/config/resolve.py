@@ -29,14 +29,15 @@ def resolve(
     preference: Sequence[str],
     shape: ModelShape | None = None,
     longest_row: int | None = None,
+    installs: Mapping[str, str] | None = None,
 ) -> Plan:
     """The plan for this machine, or one ConfigError with everything that stands in its way.
 
-    `collectives` and `preference` come from the backend files: what each backend's devices talk through, and
-    the order in which `auto` tries them. `longest_row` is the longest example of the data, once it is known:
+    `collectives`, `preference` and `installs` come from the backend files: what each backend's devices talk through,
+    the order in which `auto` tries them, and how to get one that is not there. `longest_row` is the longest example of the data, once it is known:
     memory is then estimated for it and not for the whole context.
     """
-    draft = _choose_backend(config, machine, preference)
+    draft = _choose_backend(config, machine, preference, installs or {})
     method, quantizer, n_bits = _choose_method(draft)
     _fit_precision(draft)
     world_size, collective = _fit_world(draft, collectives)
@@ -72,7 +73,14 @@ def _forbidden(adjustment: Adjustment) -> UserError:
     )
 
 
-def _choose_backend(config: Config, machine: Machine, preference: Sequence[str]) -> Draft:
+def _install_words(backend: str, installs: Mapping[str, str]) -> str:
+    words = installs.get(backend, "").rstrip(".")
+    return f"{words}; or " if words else ""
+
+
+def _choose_backend(
+    config: Config, machine: Machine, preference: Sequence[str], installs: Mapping[str, str]
+) -> Draft:
     if config.backend == "auto":
         name = choose_backend(machine, preference=preference)
         draft = Draft(asked=config, machine=machine, report=machine.backends[name])
@@ -86,7 +94,8 @@ def _choose_backend(config: Config, machine: Machine, preference: Sequence[str])
         raise UserError(
             f"Backend '{config.backend}' is not available",
             why=reason,
-            do=f"use --backend auto, or one that is available here: {', '.join(machine.available())}",
+            do=f"{_install_words(config.backend, installs)}use --backend auto, or one that is available here: "
+            f"{', '.join(machine.available())}",
         )
     draft = Draft(asked=config, machine=machine, report=report)
     if report.name == "cpu":
@@ -195,7 +204,9 @@ def _best_precision(report: BackendReport) -> tuple[str, str]:
 def _fit_world(draft: Draft, collectives: Mapping[str, str | None]) -> tuple[int, str | None]:
     report, asked = draft.report, draft["world_size"]
     num_devices = max(1, len(report.devices))
-    world_size = (1 if report.name == "cpu" else num_devices) if asked == -1 else asked
+    world_size = 1 if asked == -1 else asked
+    if asked == -1 and num_devices > 1 and report.name != "cpu":
+        draft.set("world_size", 1, f"one of {num_devices} devices; training on several is not built yet")
     if report.engine == "mlx" and world_size > 1:
         draft.problems.append(
             UserError(
@@ -236,9 +247,11 @@ def _fit_optimizer(draft: Draft) -> None:
     optimizer, report = draft["optimizer"], draft.report
     if optimizer.startswith("fused_") and report.name not in ("cuda", "rocm", "cpu", "mps", "xpu"):
         draft.set("optimizer", optimizer.removeprefix("fused_"), f"no fused optimizer on {report.name}")
-    if optimizer.endswith("_8bit") and report.name not in ("cuda", "rocm", "xpu", "cpu"):
-        draft.set("optimizer", "adamw", f"no 8-bit optimizer on {report.name}")
-    if optimizer == "paged_adamw_8bit" and report.name == "cpu":
+    if optimizer.endswith("_8bit") and (report.name in ("mps", "mlx") or "bnb" not in report.quantizers):
+        draft.set(
+            "optimizer", "adamw", f"no 8-bit optimizer on {report.name} here; it comes with bitsandbytes"
+        )
+    elif optimizer == "paged_adamw_8bit" and report.name == "cpu":
         draft.set("optimizer", "adamw_8bit", "host memory needs no paging")
 
 
@@ -279,12 +292,11 @@ def _fit_memory(
         draft.set("use_gradient_checkpointing", True, why)
         need = estimate()
     batch, accumulation = draft["batch_size"], draft["gradient_accumulation_steps"]
-    while need > limit and draft["batch_size"] > 1:
-        smaller = draft["batch_size"] // 2
+    for smaller in (size for size in range(batch - 1, 0, -1) if (batch * accumulation) % size == 0):
+        if need <= limit:
+            break
         draft.set("batch_size", smaller, why)
-        draft.set(
-            "gradient_accumulation_steps", -(-batch * accumulation // smaller), "keeps the rows of a step"
-        )
+        draft.set("gradient_accumulation_steps", batch * accumulation // smaller, "keeps the rows of a step")
         need = estimate()
     if need > limit:
         draft.warn(
@@ -310,6 +322,24 @@ def _check_values(draft: Draft, method: str) -> None:
         value = draft[option]
         if value is not None and value > 1:
             draft.problems.append(UserError(f"{option} cannot be {value}.", do="it is a share, from 0 to 1"))
+    stuck = [
+        ("lr", True),
+        ("lora_alpha", method in ("lora", "dora")),
+        ("grad_norm", draft["apply_gradient_clipping"]),
+    ]
+    for option, matters in stuck:
+        if matters and draft[option] == 0:
+            draft.problems.append(
+                UserError(f"{option} is 0.", why="nothing would ever be learned.", do="ask for more")
+            )
+    if draft["lora_dropout"] == 1:
+        draft.problems.append(UserError("lora_dropout is 1.", why="the adapters would never see an input."))
+    if (
+        draft["warmup_steps"] is not None
+        and draft["max_steps"] != -1
+        and draft["warmup_steps"] > draft["max_steps"]
+    ):
+        draft.warn("warmup_steps", "is longer than the run: the learning rate never reaches its peak")
     if method == "llama_pro" and draft["base_adapter"]:
         draft.problems.append(
             UserError("base_adapter does not fit llama_pro.", why="llama_pro trains blocks, not adapters.")

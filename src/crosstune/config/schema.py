@@ -53,17 +53,11 @@ def _option(
     choices: Choices | None = None,
     aliases: Sequence[str] = (),
     low: float | None = None,
+    high: float | None = None,
     env: str | None = None,
 ) -> Any:
-    facts = {
-        "text": text,
-        "group": group,
-        "choices": choices,
-        "aliases": tuple(aliases),
-        "low": low,
-        "env": env,
-    }
-    return field(default=default, metadata=facts)
+    facts = {"text": text, "group": group, "choices": choices, "aliases": tuple(aliases)}
+    return field(default=default, metadata=facts | {"low": low, "high": high, "env": env})
 
 
 def _backend_names() -> Sequence[str]:
@@ -94,17 +88,26 @@ class Config:
     # data
     dataset: str = _option(
         "commands",
-        "Data to train on: a bundled name, a .json or .jsonl file, or a hub id",
+        "Data to train on: a known name, a .json, .jsonl, .csv, .tsv or .parquet file, a folder of them, or a hub id",
         group="data",
     )
     eval_dataset: str | None = _option(
-        None, "Held-out data; unset, the data set's own held-out split or a tenth of it", group="data"
+        None, "Held-out data; unset, the data set's own held-out split, or a tenth of it up to eval_samples", group="data"
     )
     dataset_format: str = _option(
         "auto",
         "How a row is read; auto recognises it by its columns",
         group="data",
-        choices=("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"),
+        choices=(
+            "auto",
+            "messages",
+            "sharegpt",
+            "alpaca",
+            "prompt_completion",
+            "question_answer",
+            "guanaco",
+            "text",
+        ),
     )
     dataset_samples: int = _option(
         -1,
@@ -154,6 +157,11 @@ class Config:
         "Linear layers that get an adapter: all, default (query and value), or names with commas",
         group="method",
     )
+    use_rslora: bool = _option(False, "Scale adapters by alpha / sqrt(rank) instead (rsLoRA)", group="method")
+    loraplus_lr_ratio: float = _option(
+        1, "Learning rate of the B matrices over that of A (LoRA+)", group="method", low=0
+    )
+    num_new_blocks: int = _option(1, "Blocks that llama_pro adds, spread evenly", group="method", low=1)
     quantization_backend: str = _option(
         "auto", "Library that quantizes the frozen base", group="method", choices=QUANTIZERS
     )
@@ -164,6 +172,15 @@ class Config:
         group="method",
         aliases=("hqq_group_size",),
         low=1,
+    )
+    quant_type: str = _option(
+        "auto",
+        "Numbers of the quantized base: nf4 or fp4 (bnb), int or float8 (quanto); auto: the library's usual",
+        group="method",
+        choices=("auto", "nf4", "fp4", "int", "float8"),
+    )
+    double_quant: bool = _option(
+        True, "Quantize the scales of the quantized base too (bnb, 4 bits)", group="method"
     )
     no_4bit: bool = _option(
         False, "Keep the base in 16 bits even where the train type says otherwise", group="method"
@@ -191,7 +208,9 @@ class Config:
     )
     apply_gradient_clipping: bool = _option(True, "Clip the norm of the gradient", group="training")
     grad_norm: float = _option(1.0, "Largest norm of the gradient", group="training", low=0)
-    seed: int = _option(42, "Seed of data order, initial adapters and dropout", group="training", low=0)
+    seed: int = _option(
+        42, "Seed of data order, initial adapters and dropout", group="training", low=0, high=2**63 - 1
+    )
 
     # hardware
     backend: str = _option(
@@ -308,6 +327,7 @@ class Option:
     group: str
     aliases: tuple[str, ...]
     low: float | None
+    high: float | None
     env: str | None
     fixed_choices: Choices | None
 
@@ -337,6 +357,7 @@ def _read_option(item: Any, hint: Any) -> Option:
         group=item.metadata["group"],
         aliases=item.metadata["aliases"],
         low=item.metadata["low"],
+        high=item.metadata["high"],
         env=item.metadata["env"],
         fixed_choices=item.metadata["choices"],
     )

@@ -61,6 +61,19 @@ def holds_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in RUN_FILES)
 
 
+def check_free(folder: Path) -> None:
+    if holds_run(folder):
+        raise _taken(folder)
+
+
+def _taken(folder: Path) -> UserError:
+    return UserError(
+        f"{folder} already holds a run.",
+        why="a new run there would mix its records with the old one's.",
+        do="choose another --name, or pass --overwrite to move the old run aside first",
+    )
+
+
 def move_aside(folder: Path) -> Path:
     """Rename a run folder to the first free `<name>~<n>` and return the new path."""
     number = 1
@@ -84,19 +97,19 @@ class RunRecord:
             raise UserError(
                 f"{folder} is a file, not a folder for a run.", do="choose another --output_dir or --name"
             )
-        if holds_run(folder):
-            raise UserError(
-                f"{folder} already holds a run.",
-                why="a new run there would mix its records with the old one's.",
-                do="choose another --name, or pass --overwrite to move the old run aside first",
-            )
+        check_free(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             record = cls(folder)
-            (folder / "config.yaml").write_text(config_yaml, encoding="utf-8")
+            with (folder / "config.yaml").open(
+                "x", encoding="utf-8"
+            ) as file:  # whoever creates it has the folder
+                file.write(config_yaml)
             write_json(folder / "plan.json", plan)
             record._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
             record._events = (folder / "events.jsonl").open("a", encoding="utf-8")
+        except FileExistsError:
+            raise _taken(folder) from None
         except OSError as error:
             raise UserError(
                 f"Cannot write the run folder {folder}.", why=str(error), do="choose another --output_dir"

@@ -29,6 +29,34 @@ def pad_rows(examples: Sequence[Example], *, pad_id: int) -> Batch:
     return Batch(input_ids=input_ids, targets=targets, segments=segments, positions=positions)
 
 
+def pack_rows(rows: Sequence[Sequence[Example]], *, pad_id: int) -> Batch:
+    """Several examples a row, one behind the other. Positions start again at each, and once more at the padding,
+    which is thereby a document of its own that carries no loss."""
+    longest = max(sum(len(example.tokens) for example in row) for row in rows)
+    width = -(-longest // LENGTH_STEP) * LENGTH_STEP
+    shape = (len(rows), width)
+    input_ids = np.full(shape, pad_id, dtype=np.int32)
+    targets = np.full(shape, IGNORED, dtype=np.int32)
+    segments = np.zeros(shape, dtype=np.int32)
+    positions = np.zeros(shape, dtype=np.int32)
+    for number, row in enumerate(rows):
+        start = 0
+        for segment, example in enumerate(row, start=1):
+            end = start + len(example.tokens)
+            input_ids[number, start:end] = example.tokens
+            targets[number, start : end - 1] = np.where(example.supervised[1:], example.tokens[1:], IGNORED)
+            segments[number, start:end] = segment
+            positions[number, start:end] = np.arange(end - start)
+            start = end
+        positions[number, start:] = np.arange(width - start)
+    return Batch(input_ids=input_ids, targets=targets, segments=segments, positions=positions)
+
+
+def split_packed(rows: Sequence[Sequence[Example]], *, batch_size: int, pad_id: int) -> Iterator[Batch]:
+    for start in range(0, len(rows), batch_size):
+        yield pack_rows(rows[start : start + batch_size], pad_id=pad_id)
+
+
 def split_rows(examples: Sequence[Example], *, batch_size: int, pad_id: int) -> Iterator[Batch]:
     for start in range(0, len(examples), batch_size):
         yield pad_rows(examples[start : start + batch_size], pad_id=pad_id)

@@ -1,132 +1,218 @@
-"""A conversation to tokens, with exactly the assistant's tokens marked as supervised."""
+"""A conversation to text, with exactly the characters of the assistant's answers known."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from itertools import count
+from typing import TYPE_CHECKING
 
 import numpy as np
-from jinja2 import Template, TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Example
+from crosstune.data.template import Message, Span, load_template, render_text
 from crosstune.data.tokenizer import Tokenizer
 
-Message = Mapping[str, str]
-Spans = list[tuple[int, int]]
+if TYPE_CHECKING:
+    from tokenizers import Encoding
 
 # For models that come without a template: roles on lines of their own, the end token after each answer.
 PLAIN_TEMPLATE = (
-    "{% for m in messages %}"
+    "{{ leading_bos }}{% for m in messages %}"
     "{% if m.role == 'assistant' %}Assistant: {{ m.content }}{{ eos_token }}\n"
     "{% else %}{{ m.role | capitalize }}: {{ m.content }}\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}Assistant: {% endif %}"
 )
 
 
-class Refused(Exception):
-    """A template that says no to a conversation."""
+@dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """A text and the parts of it that are to be learned."""
 
-
-def _raise_exception(message: str) -> None:
-    raise Refused(message)
-
-
-@lru_cache(maxsize=8)
-def _compile(source: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)
+    text: str
+    spans: Sequence[Span]
+    num_unlocated: int = 0
+    """Answers that the template has changed so much that their place is not known; they carry no loss."""
 
 
 def render(messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool) -> str:
     """The text a model sees for a conversation."""
-    try:
-        return _compile(tokenizer.chat_template or PLAIN_TEMPLATE).render(
-            messages=list(messages),
-            add_generation_prompt=add_generation_prompt,
-            bos_token=tokenizer.bos_token or "",
-            eos_token=tokenizer.eos_token or "",
+    return _render(messages, tokenizer, add_generation_prompt=add_generation_prompt)[0]
+
+
+def render_conversation(messages: Sequence[Message], tokenizer: Tokenizer, *, whole: bool) -> Rendered:
+    """A conversation and the spans of its answers, each with the token that ends it. `whole`: all of it is a span."""
+    text, marked = _render(messages, tokenizer, add_generation_prompt=False)
+    if whole:
+        return Rendered(text=text, spans=[(0, len(text))])
+    if tokenizer.chat_template and load_template(tokenizer.chat_template).marks_answers:
+        return Rendered(text=text, spans=marked)
+    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    found = [_locate(messages, place, text, tokenizer) for place in places]
+    spans = [span for span in found if span is not None]
+    if places and not spans:
+        raise UserError(
+            "The answers cannot be found in what the chat template makes of this conversation.",
+            why="the template changes the answers or what stands around them.",
+            do="pass --train_on_prompt, or mark the answers in the template with {% generation %}",
         )
-    except (TemplateError, Refused) as error:
-        raise UserError("The chat template cannot render this conversation.", why=str(error)) from error
+    return Rendered(text=text, spans=spans, num_unlocated=len(places) - len(spans))
 
 
 def encode_conversation(
     messages: Sequence[Message], tokenizer: Tokenizer, *, index: int, whole: bool
 ) -> Example:
-    """Tokens of a conversation; supervised are the assistant's, up to and with the token that ends each answer.
-
-    `whole` puts the loss on everything.
-    """
-    text = render(messages, tokenizer, add_generation_prompt=False)
-    spans = [(0, len(text))] if whole else _answer_spans(messages, text, tokenizer)
-    return encode_spans(text, spans, tokenizer, index=index)
+    """Tokens of a conversation; supervised are the assistant's, up to and with the token that ends each answer."""
+    rendered = render_conversation(messages, tokenizer, whole=whole)
+    encoding = tokenizer.encode(rendered.text)
+    return Example(
+        tokens=np.asarray(encoding.ids, dtype=np.int32),
+        supervised=mask_of(encoding, rendered),
+        index=index,
+    )
 
 
 def encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> list[int]:
     """Tokens that ask for an answer."""
-    return tokenizer.encode(render(messages, tokenizer, add_generation_prompt=True))[0]
+    return list(tokenizer.encode(render(messages, tokenizer, add_generation_prompt=True)).ids)
 
 
-def encode_spans(text: str, spans: Spans, tokenizer: Tokenizer, *, index: int) -> Example:
-    """Tokens of a text; supervised are those with a character inside a span."""
-    ids, offsets = tokenizer.encode(text)
-    places = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
-    supervised = np.zeros(len(ids), dtype=bool)
-    for start, end in spans:
-        supervised |= (places[:, 0] < end) & (places[:, 1] > start)
-    return Example(tokens=np.asarray(ids, dtype=np.int32), supervised=supervised, index=index)
-
-
-def _answer_spans(messages: Sequence[Message], text: str, tokenizer: Tokenizer) -> Spans:
-    """Where each answer stands in the rendered text, found by rendering the conversation up to it."""
-    spans: Spans = []
-    for place, message in enumerate(messages):
-        if message["role"] != "assistant":
+def mask_of(encoding: Encoding, rendered: Rendered) -> NDArray[np.bool_]:
+    """Which tokens have a character inside a span."""
+    if list(rendered.spans) == [(0, len(rendered.text))]:
+        return np.ones(len(encoding.ids), dtype=np.bool_)
+    mask = np.zeros(len(encoding.ids), dtype=np.bool_)
+    for start, end in rendered.spans:
+        first = _token_at(encoding, range(start, end))
+        last = _token_at(encoding, range(end - 1, start - 1, -1))
+        if first is None or last is None:
             continue
-        before = render(messages[:place], tokenizer, add_generation_prompt=True)
-        through = render(messages[: place + 1], tokenizer, add_generation_prompt=False)
-        if not (text.startswith(before) and text.startswith(through) and len(through) > len(before)):
-            raise UserError(
-                "This chat template rewrites earlier turns, so its answers cannot be located.",
-                why=f"the text up to turn {place + 1} is not the beginning of the whole text.",
-                do="train on single answers, or pass --train_on_prompt",
-            )
-        spans.append((len(before), _end_of_answer(through, len(before), tokenizer.eos_token)))
-    return spans
+        # One character can be several tokens, each a part of its bytes.
+        while last + 1 < len(mask) and _starts_before(encoding, last + 1, end):
+            last += 1
+        mask[first : last + 1] = True
+    return mask
 
 
-def _end_of_answer(text: str, start: int, eos_token: str | None) -> int:
-    """The end of the span: white space that a template writes behind the end token belongs to nobody."""
+def _token_at(encoding: Encoding, characters: range) -> int | None:
+    """The token of the first of these characters that has one: tokenizers drop some white space."""
+    for character in characters:
+        token = encoding.char_to_token(character)
+        if token is not None:
+            return int(token)
+    return None
+
+
+def _starts_before(encoding: Encoding, token: int, end: int) -> bool:
+    place = encoding.token_to_chars(token)
+    return place is not None and place[0] < end and place[1] > place[0]
+
+
+def _render(
+    messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool
+) -> tuple[str, list[Span]]:
+    return render_text(
+        tokenizer.chat_template or PLAIN_TEMPLATE,
+        messages,
+        familiar=not tokenizer.chat_template,
+        add_generation_prompt=add_generation_prompt,
+        bos_token=tokenizer.bos_token or "",
+        eos_token=tokenizer.eos_token or "",
+        leading_bos=tokenizer.leading_bos,
+    )
+
+
+def _locate(messages: Sequence[Message], place: int, text: str, tokenizer: Tokenizer) -> Span | None:
+    """Where an answer stands in the whole text: from the end of the prompt that asks for it, to its end token.
+
+    Both ends are found by rendering the conversation up to there. Templates that treat earlier turns otherwise than
+    the last (they strip the reasoning from them, say) are rendered a second time with another answer in its place:
+    what stays the same on both sides of it is not the answer.
+    """
+    start, end = _start_by_prompt(messages, place, text, tokenizer), None
+    through: str | None = text
+    if place + 1 < len(messages):
+        through = _render_part(messages[: place + 1], tokenizer, add_generation_prompt=False)
+    if start is not None and through and text.startswith(through) and len(through) > start:
+        end = _without_tail(through, start, tokenizer)
+    if start is not None and end is not None and _heeds_prompt(tokenizer):
+        return start, end
+    around = _around(messages, place, text, tokenizer)
+    if around is None:
+        return (start, end) if start is not None and end is not None else None
+    before, behind = around
+    if start is None or (text[start:before].strip() and not _heeds_prompt(tokenizer)):
+        start = before
+    return start, end if end is not None else _with_end_token(text, behind, tokenizer)
+
+
+def _start_by_prompt(messages: Sequence[Message], place: int, text: str, tokenizer: Tokenizer) -> int | None:
+    prompt = _render_part(messages[:place], tokenizer, add_generation_prompt=True)
+    return len(prompt) if prompt and text.startswith(prompt) else None
+
+
+def _render_part(
+    messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool
+) -> str | None:
+    """A conversation cut short, which a template may refuse though it takes the whole."""
+    try:
+        return render(messages, tokenizer, add_generation_prompt=add_generation_prompt)
+    except UserError:
+        return None
+
+
+def _around(messages: Sequence[Message], place: int, text: str, tokenizer: Tokenizer) -> Span | None:
+    """Where the content of an answer begins and ends, by what a different content leaves unchanged."""
+    stand_in = _stand_in(messages)
+    changed = [*messages]
+    changed[place] = {**messages[place], "content": stand_in}
+    other = render(changed, tokenizer, add_generation_prompt=False)
+    before, found, behind = other.partition(stand_in)
+    if not found or stand_in in behind or len(before) + len(behind) > len(text):
+        return None
+    if not (text.startswith(before) and text.endswith(behind)):
+        return None
+    return len(before), len(text) - len(behind)
+
+
+def _stand_in(messages: Sequence[Mapping[str, str]]) -> str:
+    for number in count():
+        word = f"StandIn{number}Answer"
+        if not any(word in message["content"] for message in messages):
+            return word
+    raise AssertionError("count() does not end")
+
+
+def _without_tail(text: str, start: int, tokenizer: Tokenizer) -> int:
+    """The end of an answer: white space that a template writes behind the end token belongs to nobody."""
     stripped = text.rstrip()
-    if eos_token and stripped.endswith(eos_token) and len(stripped) > start:
+    if len(stripped) > start and stripped.endswith(_end_tokens(tokenizer)):
         return len(stripped)
     return len(text)
 
 
-def as_messages(value: Any) -> list[dict[str, str]]:
-    """A conversation as {role, content} messages; anything else is a UserError."""
-    if not isinstance(value, list) or not value:
-        raise UserError("A conversation must be a list of messages that is not empty.")
-    messages: list[dict[str, str]] = []
-    for item in value:
-        if not isinstance(item, dict) or "role" not in item or "content" not in item:
-            raise UserError("Every message needs a role and a content.", why=f"found {_short(item)}")
-        if not isinstance(item["content"], str):
-            raise UserError("The content of a message must be text.", why=f"found {_short(item['content'])}")
-        messages.append({"role": str(item["role"]), "content": item["content"]})
-    return messages
+def _with_end_token(text: str, end: int, tokenizer: Tokenizer) -> int:
+    """The end of an answer that is followed by other turns: behind its end token, where there is one."""
+    skipped = end + len(text[end:]) - len(text[end:].lstrip())
+    for token in _end_tokens(tokenizer):
+        if text.startswith(token, skipped):
+            return skipped + len(token)
+    return end
 
 
-def _short(value: Any) -> str:
-    words = json.dumps(value, ensure_ascii=False, default=str)
-    return words if len(words) <= 80 else words[:77] + "..."
+@lru_cache(maxsize=8)
+def _end_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Special tokens, the longest first, so that none hides behind its own beginning."""
+    words = {*tokenizer.special, tokenizer.eos_token or ""} - {""}
+    return tuple(sorted(words, key=len, reverse=True)) or ("\0",)
+
+
+@lru_cache(maxsize=8)
+def _heeds_prompt(tokenizer: Tokenizer) -> bool:
+    """Whether the template writes anything to ask for an answer. One that does not may still name the speaker."""
+    turn = [{"role": "user", "content": "Hello"}]
+    texts = [render(turn, tokenizer, add_generation_prompt=asks) for asks in (False, True)]
+    return texts[0] != texts[1]

@@ -9,14 +9,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)
 def epoch_order(num_examples: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
     return np.random.Generator(np.random.Philox(key=(seed, epoch))).permutation(num_examples)
 
 
 def total_steps(num_examples: int, *, rows_per_step: int, num_epochs: float, max_steps: int) -> int:
     """Steps until every epoch is done, the last one perhaps with fewer rows; cut at max_steps."""
-    by_epochs = math.ceil(num_examples * num_epochs / rows_per_step)
+    return steps_of_rows(
+        num_examples * num_epochs, rows_per_step=rows_per_step, num_epochs=num_epochs, max_steps=max_steps
+    )
+
+
+def steps_of_rows(num_rows: float, *, rows_per_step: int, num_epochs: float, max_steps: int) -> int:
+    by_epochs = math.ceil(num_rows / rows_per_step)
     if max_steps == -1:
         return by_epochs
     return max_steps if num_epochs == 0 else min(max_steps, by_epochs)

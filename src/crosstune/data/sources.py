@@ -1,81 +1,161 @@
-"""Where rows come from: a bundled name, or a JSON or JSONL file."""
+"""Where rows come from: a known name, a file, a folder of files, or a data set of the hub."""
 
 from __future__ import annotations
 
-import json
+import hashlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from crosstune.core.errors import UserError
 from crosstune.core.names import nearest
-from crosstune.data.commands import make_commands
-
-Row = dict[str, Any]
-
-BUNDLED = {"commands": make_commands}
-SUFFIXES = (".jsonl", ".json")
+from crosstune.data.files import SUFFIXES, FilePart, Found, Row, file_part
+from crosstune.data.hub import HELD_OUT_SPLITS, HubPart, open_hub
+from crosstune.data.known import BUNDLED, DUMMY, HUB_NAMES, RowsPart, known_names
 
 
-def read_rows(name: str, *, split: str = "train") -> list[Row]:
-    """The rows of a data set. `split` picks a part of a bundled one; a file has one part."""
+class Part(Protocol):
+    """A piece of a source that is read from its start to its end."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def place(self, number: int) -> str: ...
+
+    def digest(self) -> str: ...
+
+    def rows(self) -> Iterator[Found]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Rows to train on, and the held-out ones that came with them."""
+
+    name: str
+    parts: tuple[Part, ...]
+    held_out: tuple[Part, ...] = ()
+    form: str = "auto"
+    """The format a known name stands for."""
+    samples: int = -1
+    """Rows a known name stands for; -1 for all."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(part.size_bytes for part in self.parts)
+
+    def own_held_out(self) -> Source:
+        return replace(self, parts=self.held_out, held_out=())
+
+    def digest(self) -> str:
+        """sha256 of the contents, wherever they lie."""
+        return hashlib.sha256("".join(part.digest() for part in self.parts).encode()).hexdigest()
+
+    def rows(self) -> Iterator[tuple[Part, Found, int]]:
+        """Every row with the part it comes from and the bytes of the source read until its end."""
+        before = 0
+        for part in self.parts:
+            for found in part.rows():
+                yield part, found, before + found.end_byte
+            before += part.size_bytes
+
+    def pick(self, indices: Collection[int]) -> dict[int, Row]:
+        """The rows with these numbers, counted from 0; reading stops behind the last of them."""
+        wanted, last = set(indices), max(indices, default=-1)
+        picked: dict[int, Row] = {}
+        for index, (_, found, _) in enumerate(self.rows()):
+            if index > last:
+                break
+            if index in wanted:
+                picked[index] = found.row
+        return picked
+
+
+def open_source(name: str) -> Source:
+    """The source behind what --dataset says. An unknown name answers with the known ones."""
     if name in BUNDLED:
-        return BUNDLED[name](split)
+        parts = [RowsPart(name=name, held=BUNDLED[name](split)) for split in ("train", "test")]
+        return Source(name=name, parts=(parts[0],), held_out=(parts[1],), form="messages")
+    if name == DUMMY:
+        return Source(name=name, parts=(), form=DUMMY)
     path = Path(name).expanduser()
     if path.is_file():
-        rows = _read_file(path)
-        if not rows:
-            raise UserError(f"The data set {path} is empty.", do="give it at least one row")
-        return rows
+        return Source(name=name, parts=(file_part(path),))
     if path.is_dir():
-        raise UserError(f"{path} is a folder.", do="name one .json or .jsonl file in it")
+        return _open_folder(name, path)
+    if name in HUB_NAMES:
+        known = HUB_NAMES[name]
+        found = _of_splits(name, open_hub(known.repo, known=", ".join(known_names())))
+        return replace(found, form=known.form, samples=known.samples)
+    if _may_be_hub_id(name):
+        return _of_splits(name, open_hub(name, known=", ".join(known_names())))
     raise _unknown(name)
 
 
+def _may_be_hub_id(name: str) -> bool:
+    """`org/name`, and nothing that can only be a path."""
+    words = name.split("/")
+    return len(words) == 2 and all(words) and words[0][0].isalnum() and Path(name).suffix not in SUFFIXES
+
+
+def _of_splits(name: str, splits: dict[str, HubPart]) -> Source:
+    train = splits.get("train") or (next(iter(splits.values())) if len(splits) == 1 else None)
+    if train is None:
+        raise UserError(
+            f"The data set '{name}' has no split named train.", why=f"it has {', '.join(splits)}."
+        )
+    held_out = [splits[split] for split in HELD_OUT_SPLITS if split in splits and splits[split] is not train]
+    return Source(name=name, parts=(train,), held_out=tuple(held_out[:1]))
+
+
+def _open_folder(name: str, folder: Path) -> Source:
+    """All files of a folder, in order of their names; those named after a held-out split are held out."""
+    files = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix.lower() in SUFFIXES and not _hidden(path, folder)
+    )
+    if not files:
+        raise UserError(
+            f"The folder {folder} holds no data.", do=f"put files in it that end in {', '.join(SUFFIXES)}"
+        )
+    by_split: dict[str, list[FilePart]] = {}
+    for path in files:
+        by_split.setdefault(split_of(path.relative_to(folder)), []).append(file_part(path))
+    if "train" not in by_split:
+        raise UserError(
+            f"The folder {folder} holds no training data.",
+            why=f"all of its files are named after a held-out split: {', '.join(sorted(by_split))}.",
+        )
+    held_out = next((by_split[split] for split in HELD_OUT_SPLITS if split in by_split), [])
+    return Source(name=name, parts=tuple(by_split["train"]), held_out=tuple(held_out))
+
+
+def split_of(path: Path) -> str:
+    """The split that the first folder or the name of a file stands for: `test.jsonl`, `validation/0.json`,
+    `val-00000-of-00002.parquet`; train unless it says otherwise."""
+    words: Sequence[str] = [*path.parts[:-1], path.stem]
+    for word in words:
+        start = word.lower().replace("_", "-").replace(".", "-").split("-")[0]
+        if start in HELD_OUT_SPLITS:
+            return start
+    return "train"
+
+
+def _hidden(path: Path, folder: Path) -> bool:
+    return any(word.startswith((".", "_")) for word in path.relative_to(folder).parts)
+
+
 def _unknown(name: str) -> UserError:
-    close = nearest(name, BUNDLED)
+    names = known_names()
+    close = nearest(name, names)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     return UserError(
         f"There is no data set '{name}'.",
-        why="it is neither a bundled name nor a file here.",
-        do=f"{hint}Give the path of a .json or .jsonl file, or a bundled name: {', '.join(BUNDLED)}.",
+        why="it is neither a known name nor a file or folder here.",
+        do=f"{hint}Give the path of a {', '.join(SUFFIXES)} file or of a folder, a hub id (org/name), "
+        f"or a known name: {', '.join(names)}.",
     )
-
-
-def _read_file(path: Path) -> list[Row]:
-    if path.suffix not in SUFFIXES:
-        raise UserError(
-            f"{path} is not a kind of file that can be read.",
-            do=f"use one that ends in {' or '.join(SUFFIXES)}",
-        )
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"Cannot read the data set {path}.", why=str(error)) from error
-    return _parse_lines(path, text) if path.suffix == ".jsonl" else _parse_array(path, text)
-
-
-def _parse_lines(path: Path, text: str) -> list[Row]:
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{path}, line {number} is not JSON.", why=str(error)) from error
-        if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number} is not a row.", why="each line must be a JSON object.")
-        rows.append(row)
-    return rows
-
-
-def _parse_array(path: Path, text: str) -> list[Row]:
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise UserError(
-            f"{path} is not JSON.", why=str(error), do="lines of JSON belong in a .jsonl file"
-        ) from error
-    if not isinstance(data, list) or not all(isinstance(row, dict) for row in data):
-        raise UserError(f"{path} is not a list of rows.", why="it must be a JSON array of objects.")
-    return data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from crosstune.core.errors import UserError
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from tokenizers import Tokenizer as RustTokenizer
 
 
@@ -23,6 +25,12 @@ class Tokenizer:
     pad_id: int
     stop_ids: frozenset[int]
     """Tokens that end an answer."""
+    special: tuple[str, ...] = ()
+    """Texts that are one special token each."""
+    adds_bos: bool = False
+    """Whether it puts the first token in front of a plain text by itself."""
+    digest: str = ""
+    """sha256 of the file it was read from."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -34,24 +42,40 @@ class Tokenizer:
                 why="crosstune reads fast tokenizers.",
                 do="make one with: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
             )
-        rust = RustTokenizer.from_file(str(folder / "tokenizer.json"))
+        written = (folder / "tokenizer.json").read_bytes()
+        rust = RustTokenizer.from_buffer(written)
+        # A file may carry the cutting and padding of whoever saved it last; ours are done elsewhere.
+        rust.no_truncation()
+        rust.no_padding()
         settings = _read(folder / "tokenizer_config.json")
         tokens = _read(folder / "special_tokens_map.json") | settings
         eos = _token_text(tokens.get("eos_token"))
         pad = _token_text(tokens.get("pad_token")) or eos
+        bos = _token_text(tokens.get("bos_token"))
         return cls(
             rust=rust,
             chat_template=_chat_template(folder, settings),
-            bos_token=_token_text(tokens.get("bos_token")),
+            bos_token=bos,
             eos_token=eos,
             pad_id=(rust.token_to_id(pad) if pad else None) or 0,
             stop_ids=_stop_ids(folder, rust, eos),
+            special=tuple(t.content for t in rust.get_added_tokens_decoder().values() if t.special),
+            adds_bos=bos is not None and rust.encode("a").ids[:1] == [rust.token_to_id(bos)],
+            digest=hashlib.sha256(written).hexdigest(),
         )
 
-    def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids, and for each the characters it stands for. Adds no special tokens: templates write their own."""
-        encoding = self.rust.encode(text, add_special_tokens=False)
-        return encoding.ids, encoding.offsets
+    @property
+    def leading_bos(self) -> str:
+        """What stands before a text that no template has written."""
+        return self.bos_token if self.adds_bos and self.bos_token else ""
+
+    def encode(self, text: str) -> Encoding:
+        """Ids and their places in the text. Adds no special tokens: templates write their own."""
+        return self.rust.encode(text, add_special_tokens=False)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Encoding]:
+        """Like `encode`, on all cores."""
+        return self.rust.encode_batch(list(texts), add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         return str(self.rust.decode(list(ids), skip_special_tokens=not keep_special))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,18 +9,24 @@ from typing import Any
 
 import numpy as np
 
+from crosstune.config.load import cache_override
 from crosstune.config.schema import Config
-from crosstune.core.errors import UserError
-from crosstune.core.protocols import Batch, Evaluation, Example, Observer, Sample, Session
-from crosstune.data.batches import num_supervised, split_rows
-from crosstune.data.chat import encode_conversation, encode_prompt, encode_spans
-from crosstune.data.formats import recognise, to_conversation
-from crosstune.data.order import rows_of_step, total_steps
-from crosstune.data.sources import BUNDLED, Row, read_rows
+from crosstune.core.protocols import Batch, Evaluation, Observer, Observers, Sample, Session
+from crosstune.data.batches import split_packed, split_rows
+from crosstune.data.chat import encode_prompt
+from crosstune.data.corpus import Corpus, open_corpus
+from crosstune.data.dummy import dummy_corpus
+from crosstune.data.formats import to_conversation
+from crosstune.data.known import BUNDLED, DUMMY
+from crosstune.data.order import rows_of_step, steps_of_rows, total_steps
+from crosstune.data.packing import PackedOrder
+from crosstune.data.preflight import leave_out_unsupervised, num_shared, warnings_of
+from crosstune.data.sources import Row, Source, open_source
 from crosstune.data.tokenizer import Tokenizer
 
 HELD_OUT_SHARE = 0.1
-Conversation = list[dict[str, str]] | str
+# Keys the draw of held-out rows apart from the orders of epochs, which have the same seed.
+_HELD_OUT_KEY = 2**32
 
 
 @dataclass(frozen=True)
@@ -36,37 +41,62 @@ class Question:
 class SftRecipe:
     """The data of one run, tokenized, and how to judge what was learned from it."""
 
-    def __init__(self, config: Config, *, model_folder: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model_folder: Path,
+        cache: Path | None = None,
+        observer: Observer | None = None,
+    ) -> None:
         self.config = config
         self.tokenizer = Tokenizer.from_folder(model_folder)
-        train_rows, eval_rows = _split_rows(config)
-        self._dropped: dict[str, int] = {}
-        train = self._conversations(train_rows, config.dataset)
-        held_out = self._conversations(eval_rows, config.eval_dataset or config.dataset)
-        self.train = self._encode(train, "train", config.dataset)
-        self.held_out = (
-            self._encode(held_out, "eval", config.eval_dataset or config.dataset) if held_out else []
-        )
-        self.questions = _questions(held_out, self.tokenizer)
-        self._leave_out_unsupervised()
+        self._cache = cache if cache is not None else cache_override()
+        self._observer = observer or Observers()
+        self.source = open_source(config.dataset)
+        self._without_answer = 0
+        self.train, held_out = self._open()
+        self.held_out: Corpus | None = None
+        self.questions: list[Question] = []
+        if held_out is not None:
+            source, self.held_out = held_out
+            picked = source.pick(self.held_out.rows().tolist())
+            self.questions = _questions(list(picked.values()), self.held_out.form, self.tokenizer)
+        self._packed = self._pack()
 
     def longest_row(self) -> int:
-        return max(len(example.tokens) for example in self.train)
+        lengths = self.train.lengths()
+        if self._packed is not None:
+            return int(min(lengths.sum(), self.train.limit))
+        return int(lengths.max())
 
     def configure(self, config: Config) -> None:
         self.config = config
 
     def num_steps(self) -> int:
         config = self.config
-        return total_steps(
-            len(self.train),
+        if self._packed is None:
+            return total_steps(
+                len(self.train),
+                rows_per_step=self._rows_per_step(),
+                num_epochs=config.num_epochs,
+                max_steps=config.max_steps,
+            )
+        return steps_of_rows(
+            self._packed.num_rows(config.num_epochs, at_most=self._most_rows()),
             rows_per_step=self._rows_per_step(),
             num_epochs=config.num_epochs,
             max_steps=config.max_steps,
         )
 
     def window(self, step: int) -> list[Batch]:
-        config = self.config
+        config, pad_id = self.config, self.tokenizer.pad_id
+        if self._packed is not None:
+            first = step * self._rows_per_step()
+            in_all = self._packed.num_rows(config.num_epochs, at_most=self._most_rows())
+            last = min(first + self._rows_per_step(), in_all or first + self._rows_per_step())
+            rows = [[self.train[int(d)] for d in row] for row in self._packed.rows(first, last)]
+            return list(split_packed(rows, batch_size=config.batch_size, pad_id=pad_id))
         by_epochs = round(len(self.train) * config.num_epochs)
         indices = rows_of_step(
             step,
@@ -75,18 +105,34 @@ class SftRecipe:
             num_rows_in_all=by_epochs or config.max_steps * self._rows_per_step(),
             seed=config.seed,
         )
-        rows = [self.train[index] for index in indices]
-        return list(split_rows(rows, batch_size=config.batch_size, pad_id=self.tokenizer.pad_id))
+        examples = [self.train[index] for index in indices]
+        return list(split_rows(examples, batch_size=config.batch_size, pad_id=pad_id))
 
     def describe(self) -> Mapping[str, Any]:
+        """The report before training, for the screen, plan.json and the HTML page."""
+        facts = self.train.store.facts
+        train = self.train.stats | {
+            "rows": facts["rows"],
+            "empty_answers": facts["empty"],
+            "without_answer": self._without_answer,
+            "unlocated_answers": facts["unlocated_answers"],
+        }
         described: dict[str, Any] = {
             "dataset": self.config.dataset,
-            "train": self._counts(self.train, "train"),
+            "format": self.train.form,
+            "identity": self.train.identity,
+            "context_length": self.train.limit,
+            "num_steps": self.num_steps(),
+            "train": train,
         }
-        described["train"]["left_out_without_answer"] = self._unsupervised
-        if self.held_out:
-            described["eval"] = self._counts(self.held_out, "eval")
-        return described
+        if self._packed is not None:
+            rows = self._packed.num_rows(1)
+            described |= {"packed_rows": rows, "packed_fill": self._packed.fill()}
+        if self.held_out is not None:
+            described["eval"] = self.held_out.stats
+        shared = num_shared(self.train, self.held_out) if self.held_out is not None else 0
+        warnings = warnings_of(train, num_shared=shared)
+        return described | ({"warnings": list(warnings)} if warnings else {})
 
     def metric(self) -> str:
         if self.config.eval_metric == "auto":
@@ -94,9 +140,11 @@ class SftRecipe:
         return self.config.eval_metric
 
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation:
-        if not self.held_out:
+        if self.held_out is None:
             return Evaluation(metrics={})
-        batches = split_rows(self.held_out, batch_size=self.config.batch_size, pad_id=self.tokenizer.pad_id)
+        batches = split_rows(
+            list(self.held_out), batch_size=self.config.batch_size, pad_id=self.tokenizer.pad_id
+        )
         metrics = {"loss": session.evaluate(batches).loss}
         judged = (
             self.questions if self.metric() == "exact_match" else self.questions[: self.config.num_samples]
@@ -125,107 +173,86 @@ class SftRecipe:
     def _rows_per_step(self) -> int:
         return self.config.batch_size * self.config.gradient_accumulation_steps
 
-    def _conversations(self, rows: Sequence[Row], source: str) -> list[Conversation]:
-        if not rows:
-            return []
-        form = recognise(rows, asked=self.config.dataset_format, source=source)
-        conversations = []
-        for number, row in enumerate(rows, start=1):
-            try:
-                conversations.append(to_conversation(row, form))
-            except UserError as error:
-                raise _in_row(error, number, source) from error
-        return conversations
+    def _most_rows(self) -> int | None:
+        config = self.config
+        return None if config.max_steps == -1 else config.max_steps * self._rows_per_step()
 
-    def _encode(self, conversations: Sequence[Conversation], split: str, source: str) -> list[Example]:
-        examples = []
-        for index, conversation in enumerate(conversations):
-            try:
-                examples.append(self._encode_one(conversation, index))
-            except UserError as error:
-                raise _in_row(error, index + 1, source) from error
-        return self._fit_context(examples, split, source)
+    def _pack(self) -> PackedOrder | None:
+        if not self.config.packing:
+            return None
+        return PackedOrder(self.train.lengths(), capacity=self.train.limit, seed=self.config.seed)
 
-    def _encode_one(self, conversation: Conversation, index: int) -> Example:
-        if isinstance(conversation, str):
-            text = conversation + (self.tokenizer.eos_token or "")
-            return encode_spans(text, [(0, len(text))], self.tokenizer, index=index)
-        return encode_conversation(
-            conversation, self.tokenizer, index=index, whole=self.config.train_on_prompt
+    def _open(self) -> tuple[Corpus, tuple[Source, Corpus] | None]:
+        """Training examples, and held-out ones with the source they are from; a data set without a held-out part
+        gives up a tenth of its own, or as many as an evaluation uses."""
+        config, source = self.config, self.source
+        if source.form == DUMMY:
+            corpus = dummy_corpus(
+                self.tokenizer, config.dataset_samples, context_length=config.context_length
+            )
+            return corpus, None
+        most = 0 if config.skip_eval else config.eval_samples
+        if not most or config.eval_dataset or source.held_out:
+            corpus, self._without_answer = self._corpus(source, limit=self._num_samples())
+            if not most:
+                return corpus, None
+            other = open_source(config.eval_dataset) if config.eval_dataset else source
+            other = other.own_held_out() if other.held_out else other
+            return corpus, (other, self._corpus(other, limit=most)[0])
+        samples = self._num_samples()
+        corpus, self._without_answer = self._corpus(source, limit=samples + most if samples != -1 else -1)
+        num_held_out = min(most, int(len(corpus) * HELD_OUT_SHARE))
+        if not num_held_out:
+            return corpus.part(slice(0, samples if samples != -1 else None)), None
+        draw = np.random.Generator(np.random.Philox(key=(config.seed, _HELD_OUT_KEY)))
+        chosen = np.sort(draw.choice(len(corpus), size=num_held_out, replace=False))
+        rest = np.setdiff1d(np.arange(len(corpus)), chosen, assume_unique=True)
+        train = corpus.part(rest[: samples if samples != -1 else None])
+        return train, (source, corpus.part(chosen))
+
+    def _num_samples(self) -> int:
+        asked = self.config.dataset_samples
+        return self.source.samples if asked == -1 else asked
+
+    def _corpus(self, source: Source, *, limit: int) -> tuple[Corpus, int]:
+        """The examples of a source that teach something, and the number of those that do not."""
+        config = self.config
+
+        def show(done_bytes: int, total_bytes: int, examples: int) -> None:
+            self._observer.on_event(
+                "tokenizing",
+                {
+                    "source": source.name,
+                    "done_bytes": done_bytes,
+                    "total_bytes": total_bytes,
+                    "examples": examples,
+                },
+            )
+
+        corpus = open_corpus(
+            source,
+            self.tokenizer,
+            asked_format=config.dataset_format,
+            whole=config.train_on_prompt,
+            context_length=config.context_length,
+            truncation=config.truncation,
+            limit=limit,
+            cache=self._cache,
+            progress=show,
         )
-
-    def _fit_context(self, examples: list[Example], split: str, source: str) -> list[Example]:
-        limit = self.config.context_length
-        long = [example for example in examples if len(example.tokens) > limit]
-        self._dropped[split] = len(long)
-        if not long:
-            return examples
-        if self.config.truncation == "error":
-            longest = max(long, key=lambda example: len(example.tokens))
-            raise UserError(
-                f"{len(long)} of {len(examples)} examples of {source} are longer than the context of {limit} tokens.",
-                why=f"the longest, row {longest.index + 1}, has {len(longest.tokens)} tokens.",
-                do=f"raise --context_length to {len(longest.tokens)}, or pass --truncation cut or drop",
-            )
-        if self.config.truncation == "drop":
-            kept = [example for example in examples if len(example.tokens) <= limit]
-            if not kept:
-                raise UserError(
-                    f"Every example of {source} is longer than {limit} tokens.", do="raise --context_length"
-                )
-            return kept
-        return [_cut(example, limit) for example in examples]
-
-    def _leave_out_unsupervised(self) -> None:
-        """A row without a supervised token teaches nothing and would make a step of nothing."""
-        kept = [example for example in self.train if num_supervised(example)]
-        self._unsupervised = len(self.train) - len(kept)
-        self.train = kept
-        self.held_out = [example for example in self.held_out if num_supervised(example)]
-        if not kept:
-            raise UserError(
-                f"No token of {self.config.dataset} is supervised: there is nothing to learn.",
-                why="no row has an answer of the assistant within the context.",
-                do="check the roles of the messages, raise --context_length, or pass --train_on_prompt",
-            )
-
-    def _counts(self, examples: Sequence[Example], split: str) -> dict[str, int]:
-        return {
-            "examples": len(examples),
-            "tokens": int(sum(len(example.tokens) for example in examples)),
-            "supervised_tokens": sum(num_supervised(example) for example in examples),
-            "longest": max(len(example.tokens) for example in examples),
-            "over_context": self._dropped.get(split, 0),
-        }
+        return leave_out_unsupervised(corpus, source=source.name)
 
 
-def open_recipe(config: Config, *, model_folder: Path) -> SftRecipe:
-    return SftRecipe(config, model_folder=model_folder)
+def open_recipe(
+    config: Config, *, model_folder: Path, cache: Path | None = None, observer: Observer | None = None
+) -> SftRecipe:
+    return SftRecipe(config, model_folder=model_folder, cache=cache, observer=observer)
 
 
-def _split_rows(config: Config) -> tuple[list[Row], list[Row]]:
-    """Training and held-out rows; a data set without a held-out part gives up a tenth of its own."""
-    train = read_rows(config.dataset)
-    num_held_out = 0 if config.skip_eval else config.eval_samples
-    if not num_held_out:
-        held_out: list[Row] = []
-    elif config.eval_dataset:
-        held_out = read_rows(config.eval_dataset, split="test")
-    elif config.dataset in BUNDLED:
-        held_out = read_rows(config.dataset, split="test")
-    else:
-        shuffled = random.Random(config.seed).sample(range(len(train)), len(train))
-        chosen = set(shuffled[: int(len(train) * HELD_OUT_SHARE)])
-        held_out = [train[index] for index in sorted(chosen)]
-        train = [row for index, row in enumerate(train) if index not in chosen]
-    if config.dataset_samples != -1:
-        train = train[: config.dataset_samples]
-    return train, held_out[:num_held_out]
-
-
-def _questions(conversations: Sequence[Conversation], tokenizer: Tokenizer) -> list[Question]:
+def _questions(rows: Sequence[Row], form: str, tokenizer: Tokenizer) -> list[Question]:
     questions = []
-    for conversation in conversations:
+    for row in rows:
+        conversation = to_conversation(row, form)
         if isinstance(conversation, str) or conversation[-1]["role"] != "assistant":
             continue
         asked = conversation[:-1]
@@ -234,15 +261,3 @@ def _questions(conversations: Sequence[Conversation], tokenizer: Tokenizer) -> l
         text = "\n".join(message["content"] for message in asked)
         questions.append(Question(text, encode_prompt(asked, tokenizer), conversation[-1]["content"].strip()))
     return questions
-
-
-def _cut(example: Example, limit: int) -> Example:
-    return Example(
-        tokens=np.ascontiguousarray(example.tokens[:limit]),
-        supervised=example.supervised[:limit],
-        index=example.index,
-    )
-
-
-def _in_row(error: UserError, number: int, source: str) -> UserError:
-    return UserError(f"Row {number} of {source}: {error.asked}", why=error.why, do=error.do)

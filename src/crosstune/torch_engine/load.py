@@ -1,45 +1,71 @@
-"""A model folder to a torch model on its device, in the number formats of the plan."""
+"""A model folder to a torch model on its device: tensor by tensor, quantized and expanded on the way."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from crosstune.config.plan import Plan
 from crosstune.core.errors import UserError
+from crosstune.torch_engine.blocks import (
+    Expansion,
+    already_expanded,
+    expand_config,
+    expand_evenly,
+    read_expanded_name,
+)
 from crosstune.torch_engine.precision import Precision
+from crosstune.torch_engine.prequantized import Prequantized, check_asked, read_prequantized
+from crosstune.torch_engine.quantized import QuantLinear, QuantSpec, StoredWeight, open_quantizer
+from crosstune.torch_engine.stream import find_tensors, read_ahead
+
+OnLoad = Callable[[int, int], None]
+"""Hears how many of how many bytes are read."""
 
 
-def load_model(folder: Path, *, plan: Plan, precision: Precision, device: torch.device) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=precision.weights,
-            attn_implementation=attention_name(plan),
-            trust_remote_code=False,
-            local_files_only=True,
-        )
-    except (ValueError, KeyError, OSError) as error:
-        raise UserError(
-            f"transformers cannot load the model in {folder}.",
-            why=" ".join(str(error).split())[:400],
-            do="check that it is a causal language model and that its files are complete",
-        ) from error
+def load_model(
+    folder: Path, *, plan: Plan, precision: Precision, device: torch.device, on_load: OnLoad | None = None
+) -> tuple[nn.Module, Expansion | None]:
+    """The model, and which of its blocks are new where the method adds some."""
+    config = read_config(folder)
+    spec = quant_spec(plan)
+    held = read_prequantized(folder)
+    if held is not None:
+        check_asked(held, spec, method=plan.method)
+    expansion = _plan_expansion(plan, folder, config)
+    if expansion is not None:
+        config = expand_config(config, expansion)
+    if spec is None and expansion is None:
+        model = _from_pretrained(folder, plan=plan, precision=precision)
+    else:
+        model = _assemble(folder, config, plan, precision, device, spec, expansion, held, on_load)
     if precision.buffers is not None:
         _cast_buffers(model, precision.buffers)
-    return model.to(device)
+    return model.to(device), expansion
 
 
-def attention_name(plan: Plan) -> str:
-    """torch's own attention picks flash kernels by itself; eager is for those who forbid them."""
-    return "eager" if plan.config.use_flash_attention is False and plan.backend.name == "cuda" else "sdpa"
+def quant_spec(plan: Plan) -> QuantSpec | None:
+    if plan.quantizer == "none":
+        return None
+    config = plan.config
+    return QuantSpec(
+        quantizer=plan.quantizer,
+        bits=plan.n_bits,
+        group_size=config.group_size,
+        kind=config.quant_type,
+        double=config.double_quant,
+    )
+
+
+def attention_name(plan: Plan) -> str | None:
+    """None lets transformers take torch's fused attention wherever the model allows it; eager is for those who
+    forbid it."""
+    return "eager" if plan.config.use_flash_attention is False else None
 
 
 def shrink_frozen(model: nn.Module, *, dtype: torch.dtype) -> None:
@@ -54,7 +80,186 @@ def shrink_frozen(model: nn.Module, *, dtype: torch.dtype) -> None:
             module.to(dtype)
 
 
+def quantizable_layers(folder: Path) -> set[str]:
+    """The layers of a model that training over a quantized base quantizes."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    config = read_config(folder)
+    with readable_errors(folder), init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return _layers_to_quantize(model, None)
+
+
+def read_config(folder: Path) -> Any:
+    """The model's config, without what it says about quantized weights: those are read here, not by transformers."""
+    from transformers import AutoConfig
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with readable_errors(folder):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def _from_pretrained(folder: Path, *, plan: Plan, precision: Precision) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    with readable_errors(folder):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=precision.weights,
+            attn_implementation=attention_name(plan),
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise UserError(
+            f"The files in {folder} lack {len(missing)} tensors of the model, such as {missing[0]}.",
+            why="transformers would fill them with random numbers.",
+            do="fetch the model again",
+        )
+    return model
+
+
+def _assemble(
+    folder: Path,
+    config: Any,
+    plan: Plan,
+    precision: Precision,
+    device: torch.device,
+    spec: QuantSpec | None,
+    expansion: Expansion | None,
+    held: Prequantized | None,
+    on_load: OnLoad | None,
+) -> nn.Module:
+    """Build the model without weights, then give it its tensors one by one, each quantized as soon as it is read."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with readable_errors(folder), init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=precision.weights, attn_implementation=attention_name(plan), trust_remote_code=False
+        )
+    places = find_tensors(folder) if held is None else held.dense
+    stored_names = {f"{layer}.weight" for layer in held.layers} if held is not None else set()
+    _check_names(model, places.keys() | stored_names, expansion, folder)
+    quantized = _layers_to_quantize(model, expansion) if spec is not None and held is None else set()
+    if spec is not None:
+        _check_shapes(model, spec, quantized)
+    num_workers = 2 if plan.config.loading_workers == -1 else max(1, plan.config.loading_workers)
+    total = sum(place.end - place.start for place in places.values())
+    done = 0
+    compute = precision.autocast or precision.weights
+    for name, tensor in read_ahead(sorted(places), places, num_workers=num_workers):
+        done += places[name].end - places[name].start
+        for target, zeroed in expansion.names(name) if expansion is not None else [(name, False)]:
+            # A new block's weights are copies: sharing them would train the block they came from.
+            values = (
+                torch.zeros_like(tensor) if zeroed else tensor.clone() if expansion is not None else tensor
+            )
+            layer = target.removesuffix(".weight")
+            if spec is not None and layer in quantized and target.endswith(".weight"):
+                _put_quantized(model, layer, open_quantizer(spec).quantize(values.to(device), spec, compute))
+            else:
+                _put_dense(model, target, values.to(device, precision.weights))
+        if on_load is not None:
+            on_load(done, total)
+    if held is not None:
+        for layer in sorted(held.layers):
+            _put_quantized(model, layer, held.stored(layer, device))
+    model.tie_weights()
+    return model
+
+
+def _layers_to_quantize(model: nn.Module, expansion: Expansion | None) -> set[str]:
+    """Linear layers, but not the head, whose errors reach the loss at once, and not new blocks, which are trained."""
+    head = model.get_output_embeddings()
+    return {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module is not head
+        and not (expansion and expansion.is_new(name + "."))
+    }
+
+
+def _check_shapes(model: nn.Module, spec: QuantSpec, names: set[str]) -> None:
+    quantizer = open_quantizer(spec)
+    for name in sorted(names):
+        layer = model.get_submodule(name)
+        quantizer.check(spec, (layer.out_features, layer.in_features))
+
+
+def _put_quantized(model: nn.Module, name: str, stored: StoredWeight) -> None:
+    parent_name, _, child = name.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    old = getattr(parent, child)
+    bias = old.bias
+    assert bias is None or not bias.is_meta, "names are read in order, so a bias comes before its weight"
+    setattr(parent, child, QuantLinear(stored, bias.detach() if bias is not None else None))
+
+
+def _put_dense(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    parent_name, _, child = name.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    if child in parent._parameters:
+        parent._parameters[child] = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+    else:
+        parent._buffers[child] = tensor
+
+
+def _check_names(model: nn.Module, names: Set[str], expansion: Expansion | None, folder: Path) -> None:
+    """The files must hold exactly the model's tensors; those tied to another may be left out."""
+    wanted = set(model.state_dict().keys())
+    tied = set(
+        getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
+    )
+    given = {
+        target for name in names for target, _ in (expansion.names(name) if expansion else [(name, False)])
+    }
+    missing, extra = sorted(wanted - given - tied), sorted(given - wanted)
+    extra = [name for name in extra if not name.endswith("rotary_emb.inv_freq")]
+    if missing or extra:
+        example = (missing or extra)[0]
+        raise UserError(
+            f"The weights in {folder} cannot be quantized while they are read.",
+            why=f"{len(missing)} tensors of the model are not in its files and {len(extra)} are too many, such as {example}.",
+            do="train without a quantized base, or save the model once with transformers and use that folder",
+        )
+
+
+def _plan_expansion(plan: Plan, folder: Path, config: Any) -> Expansion | None:
+    if plan.method != "llama_pro":
+        return None
+    named = read_expanded_name(folder.name)
+    if named is not None:
+        if named[1] != config.num_hidden_layers:
+            raise UserError(
+                f"{folder.name} promises {named[1]} blocks and its config has {config.num_hidden_layers}."
+            )
+        return already_expanded(*named)
+    return expand_evenly(config.num_hidden_layers, plan.config.num_new_blocks)
+
+
 def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
     for buffer in model.buffers():
         if buffer.is_floating_point():
             buffer.data = buffer.data.to(dtype)
+
+
+@contextlib.contextmanager
+def readable_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, KeyError, OSError, ImportError, RuntimeError) as error:
+        raise UserError(
+            f"transformers cannot load the model in {folder}.",
+            why=" ".join(str(error).split())[:400],
+            do="check that it is a causal language model and that its files are complete",
+        ) from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,22 +46,62 @@ class Masters:
 
 
 def make_optimizer(
-    name: str, masters: Mapping[str, torch.Tensor], *, weight_decay: float
+    name: str, masters: Mapping[str, torch.Tensor], *, weight_decay: float, b_ratio: float = 1.0
 ) -> torch.optim.Optimizer:
-    """Decay goes to matrices only: biases and the gains of norms are not pulled to zero."""
-    groups = [
-        {"params": [m for m in masters.values() if m.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [m for m in masters.values() if m.ndim < 2], "weight_decay": 0.0},
+    """Decay goes to matrices only: biases and the gains of norms are not pulled to zero.
+
+    `b_ratio` is how much faster the B matrices of adapters learn; each group keeps its ratio to the rate of a step.
+    """
+    groups: dict[tuple[bool, bool], list[torch.Tensor]] = {}
+    for key, master in masters.items():
+        groups.setdefault((master.ndim >= 2, key.endswith("lora_B.weight")), []).append(master)
+    settings = [
+        {
+            "params": group,
+            "weight_decay": weight_decay if matrix else 0.0,
+            "lr_ratio": b_ratio if is_b else 1.0,
+        }
+        for (matrix, is_b), group in groups.items()
     ]
-    groups = [group for group in groups if group["params"]]
-    fused = True if name.startswith("fused_") else None
-    kind = name.removeprefix("fused_")
-    if kind == "adamw":
-        return torch.optim.AdamW(groups, lr=0.0, betas=BETAS, eps=EPSILON, fused=fused)
-    if kind == "adam":
-        return torch.optim.Adam(groups, lr=0.0, betas=BETAS, eps=EPSILON, fused=fused)
-    if kind == "sgd":
-        return torch.optim.SGD(groups, lr=0.0, momentum=0.0)
-    if kind == "adadelta":
-        return torch.optim.Adadelta(groups, lr=0.0)
-    raise AssertionError(f"no optimizer {name}")
+    return _OPTIMIZERS[name](settings)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_ratio"]
+
+
+Groups = list[dict[str, Any]]
+
+
+def _adamw(groups: Groups, *, fused: bool | None = None) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=0.0, betas=BETAS, eps=EPSILON, fused=fused)
+
+
+def _adam(groups: Groups, *, fused: bool | None = None) -> torch.optim.Optimizer:
+    return torch.optim.Adam(groups, lr=0.0, betas=BETAS, eps=EPSILON, fused=fused)
+
+
+def _adamw_8bit(groups: Groups) -> torch.optim.Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(groups, lr=0.0, betas=BETAS, eps=EPSILON)
+
+
+def _paged_adamw_8bit(groups: Groups) -> torch.optim.Optimizer:
+    from bitsandbytes.optim import PagedAdamW8bit
+
+    return PagedAdamW8bit(groups, lr=0.0, betas=BETAS, eps=EPSILON)
+
+
+_OPTIMIZERS: Mapping[str, Callable[[Groups], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "fused_adamw": partial(_adamw, fused=True),
+    "adam": _adam,
+    "fused_adam": partial(_adam, fused=True),
+    "adamw_8bit": _adamw_8bit,
+    "paged_adamw_8bit": _paged_adamw_8bit,
+    "sgd": partial(torch.optim.SGD, lr=0.0),
+    "adadelta": partial(torch.optim.Adadelta, lr=0.0),
+    "adafactor": partial(torch.optim.Adafactor, lr=0.0),
+}

@@ -10,6 +10,7 @@ from typing import Any
 from crosstune.backends._host import memory_bytes, processor_device, processor_name
 from crosstune.core.backend import BackendSpec
 from crosstune.core.machine import BackendReport, Device
+from crosstune.core.names import plugin_names
 
 _BUILD_TITLES = {"cuda": "CUDA", "hip": "ROCm", "xpu": "Intel XPU", "mps": "Apple MPS"}
 
@@ -27,7 +28,7 @@ def probe(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> BackendReport
         return _missing(spec, "; ".join(notes))
     devices, unified = _devices(spec.device)
     dtype = trials.DTYPES[next(name for name in ("bf16", "fp16", "fp32") if name in dtypes)]
-    tried = [name for name in quantizers if name in trials.QUANTIZERS]
+    tried = [name for name in quantizers if name in plugin_names(trials.QUANT_PACKAGE)]
     bits = {name: trials.working_bits(name, spec.device, dtype, notes=notes) for name in tried}
     collectives = trials.working_collectives(spec.device, notes=notes)
     return BackendReport(

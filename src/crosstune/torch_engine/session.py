@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from crosstune.config.plan import Plan
 from crosstune.core.errors import NonFiniteError
 from crosstune.core.protocols import Batch, EvalResult, Memory, StepResult
+from crosstune.models.locate import identity
 from crosstune.torch_engine import export
-from crosstune.torch_engine.adapters import LoraLinear, add_lora
+from crosstune.torch_engine.adapters import AdaptedLinear, AdapterSettings, add_adapters, name_targets
 from crosstune.torch_engine.device import open_device, read_memory
 from crosstune.torch_engine.generate import OnToken, generate
-from crosstune.torch_engine.load import load_model, shrink_frozen
+from crosstune.torch_engine.load import load_model, quant_spec, shrink_frozen
 from crosstune.torch_engine.losses import causal_loss_sum
-from crosstune.torch_engine.optimizer import Masters, make_optimizer
+from crosstune.torch_engine.optimizer import Masters, make_optimizer, set_learning_rate
 from crosstune.torch_engine.precision import PRECISIONS
+from crosstune.torch_engine.quantized import QuantLinear
 from crosstune.torch_engine.scaling import LossScale
+from crosstune.torch_engine.stream import find_tensors, read_tensor
 
 
 class TorchSession:
@@ -35,20 +40,22 @@ class TorchSession:
         self.precision = PRECISIONS[plan.precision]
         self.device = open_device(plan.backend)
         torch.manual_seed(config.seed)
-        self.model = load_model(model_folder, plan=plan, precision=self.precision, device=self.device)
-        self.adapters: dict[str, LoraLinear] = {}
-        if plan.method == "lora":
+        self.model, self.expansion = load_model(
+            model_folder, plan=plan, precision=self.precision, device=self.device
+        )
+        self.settings = AdapterSettings.from_config(config, method=plan.method)
+        self.adapters: dict[str, AdaptedLinear] = {}
+        if plan.method in ("lora", "dora"):
             self._add_adapters()
+        elif self.expansion is not None:
+            for name, parameter in self.model.named_parameters():
+                parameter.requires_grad_(self.expansion.is_new(name))
         if config.use_gradient_checkpointing:
             self._checkpoint_activations(reentrant=config.reentrant_checkpointing)
         if not trained:
             self.model.requires_grad_(False)
         self.masters = Masters(self._trained() if trained else {})
-        self.optimizer = (
-            make_optimizer(config.optimizer, self.masters.masters, weight_decay=config.wd)
-            if trained
-            else None
-        )
+        self.optimizer = self._make_optimizer() if trained else None
         self.scale = LossScale(enabled=self.precision.scaled)
         self.model.train()
 
@@ -68,8 +75,7 @@ class TorchSession:
                     do="lower --lr, use --precision bf16 or fp32, or look at the data of this step",
                 )
         assert self.optimizer is not None, "this session was opened without training"
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self.optimizer, lr)
         self.optimizer.step()
         self.masters.publish()
         self.masters.clear_gradients()
@@ -121,42 +127,75 @@ class TorchSession:
 
     def num_parameters(self) -> tuple[int, int]:
         trained = sum(p.numel() for p in self.masters.parameters.values())
-        adapters = sum(p.numel() for p in export.adapter_weights(self.adapters).values())
-        return trained, sum(p.numel() for p in self.model.parameters()) - adapters
+        added = sum(p.numel() for p in export.adapter_weights(self.adapters).values())
+        quantized = sum(
+            module.in_features * module.out_features
+            for module in self.model.modules()
+            if isinstance(module, QuantLinear)
+        )
+        return trained, sum(p.numel() for p in self.model.parameters()) - added + quantized
 
     def save_result(self, run_dir: Path) -> Path:
-        if self.plan.method == "full":
-            export.save_model(run_dir / "model", self.model, base=self.model_folder)
-            return run_dir / "model"
+        if self.adapters:
+            folder = run_dir / "adapter"
+            export.save_adapter(
+                folder,
+                self.adapters,
+                settings=self.settings,
+                targets=name_targets(self.model, self.adapters),
+                base=self.model_folder,
+                base_name=self.base_name,
+                record=self._base_record(),
+            )
+            return folder
+        folder = run_dir / "model"
+        export.save_model(folder, self.model.config, self._result_tensors(), base=self.model_folder)
+        return folder
+
+    def _base_record(self) -> dict[str, Any]:
+        """Which weights, quantized how, the adapter was trained over."""
+        spec = quant_spec(self.plan)
+        return {
+            "base": {"name": self.plan.config.model_name, "identity": identity(self.model_folder)},
+            "quantization": dataclasses.asdict(spec) if spec is not None else None,
+            "precision": self.plan.precision,
+        }
+
+    def _result_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The whole model: with new blocks over a frozen base, the base comes from its files as it was."""
+        if self.expansion is None:
+            skipped = set(self.model.all_tied_weights_keys or ())
+            yield from ((name, t) for name, t in self.model.state_dict().items() if name not in skipped)
+            return
+        for name, place in sorted(find_tensors(self.model_folder).items()):
+            for target, _ in self.expansion.names(name):
+                if self.expansion.is_new(target):
+                    yield target, self.masters.masters[target].to(place.dtype)
+                else:
+                    yield target, read_tensor(place)
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
         config = self.plan.config
-        settings = {"rank": config.lora_rank, "alpha": config.lora_alpha, "dropout": config.lora_dropout}
-        export.save_adapter(
-            run_dir / "adapter",
-            self.adapters,
-            settings=settings,
-            base=self.model_folder,
-            base_name=self.base_name,
+        return make_optimizer(
+            config.optimizer,
+            self.masters.masters,
+            weight_decay=config.wd,
+            b_ratio=config.loraplus_lr_ratio,
         )
-        return run_dir / "adapter"
 
     def _add_adapters(self) -> None:
         config = self.plan.config
-        self.adapters = add_lora(
-            self.model,
-            targets=config.lora_target_modules,
-            rank=config.lora_rank,
-            alpha=config.lora_alpha,
-            dropout=config.lora_dropout,
-            seed=config.seed,
+        self.adapters = add_adapters(
+            self.model, targets=config.lora_target_modules, settings=self.settings, seed=config.seed
         )
         if self.precision.autocast is not None:
             shrink_frozen(self.model, dtype=self.precision.autocast)
         if config.base_adapter:
-            export.load_adapter(Path(config.base_adapter).expanduser(), self.adapters)
+            export.load_adapter(Path(config.base_adapter).expanduser(), self.adapters, settings=self.settings)
 
     def _checkpoint_activations(self, *, reentrant: bool) -> None:
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        if reentrant and self.adapters:
+        if reentrant and self.plan.method != "full":
             # Re-entrant checkpointing passes gradients only through inputs that ask for one.
             self.model.enable_input_require_grads()
 

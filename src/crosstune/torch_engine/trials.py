@@ -7,14 +7,17 @@ import importlib
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from crosstune.core.names import load_plugin
+from crosstune.torch_engine.quantized import QUANT_PACKAGE, QuantLinear, QuantSpec, open_quantizer
 
 FAILURES = (ImportError, RuntimeError, AssertionError, ValueError, TypeError, AttributeError, OSError)
 """What libraries raise when something does not work here. NotImplementedError is a RuntimeError."""
@@ -26,7 +29,6 @@ _QUANTIZED_TOLERANCE = {8: 0.05, 4: 0.2, 3: 0.3, 2: 0.6, 1: 1.5}
 _WIDTH = 128
 
 Notes = list[str]
-LayerMaker = Callable[..., torch.nn.Module]
 
 
 def works(trial: Callable[[], None], *, what: str, notes: Notes) -> bool:
@@ -169,93 +171,36 @@ def _try_gloo(device: str) -> None:
 
 def working_bits(quantizer: str, device: str, dtype: torch.dtype, *, notes: Notes) -> tuple[int, ...]:
     """Bit widths at which a layer quantized by this library gave about the right product and a gradient."""
-    package, make, widths = QUANTIZERS[quantizer]
-    if not works(partial(_import, package), what=f"{quantizer} does not import", notes=notes):
+    module = load_plugin(QUANT_PACKAGE, quantizer, kind="quantizer")
+    if not works(partial(_import, module.LIBRARY), what=f"{quantizer} does not import", notes=notes):
         return ()
     return tuple(
         bits
-        for bits in widths
+        for bits in sorted(module.BITS)
         if works(
-            partial(_try_quantized, make, bits, device, dtype),
+            partial(_try_quantized, QuantSpec(quantizer=quantizer, bits=bits, group_size=64), device, dtype),
             what=f"{bits}-bit {quantizer} does not run",
             notes=notes,
         )
     )
 
 
-def _try_quantized(make: LayerMaker, bits: int, device: str, dtype: torch.dtype) -> None:
-    dense = torch.nn.Linear(_WIDTH, _WIDTH, bias=False, dtype=dtype)
-    with torch.no_grad():
-        dense.weight.copy_(_random(_WIDTH, _WIDTH))
+def _import(module: str) -> None:
+    importlib.import_module(module)
+
+
+def _try_quantized(spec: QuantSpec, device: str, dtype: torch.dtype) -> None:
+    weight = _random(_WIDTH, _WIDTH)
     inputs = _random(8, _WIDTH, seed=1).to(dtype)
-    reference = inputs.double() @ dense.weight.detach().double().T
+    reference = inputs.double() @ weight.double().T
     inputs = inputs.to(device).requires_grad_()
-    output = make(dense, bits=bits, device=device, dtype=dtype)(inputs)
+    stored = open_quantizer(spec).quantize(weight.to(device, dtype), spec, dtype)
+    output = QuantLinear(stored, None)(inputs)
     output.float().square().sum().backward()
     _check_finite(output, inputs.grad)
     error = float((output.detach().cpu().double() - reference).norm() / reference.norm())
-    if error > _QUANTIZED_TOLERANCE[bits]:
+    if error > _QUANTIZED_TOLERANCE[spec.bits]:
         raise ValueError(f"a small product is off by {error:.0%}")
-
-
-def _bnb_layer(dense: torch.nn.Linear, *, bits: int, device: str, dtype: torch.dtype) -> torch.nn.Module:
-    from bitsandbytes import nn
-
-    layer: torch.nn.Module
-    if bits == 4:
-        layer = nn.Linear4bit(_WIDTH, _WIDTH, bias=False, compute_dtype=dtype, quant_type="nf4")
-    else:
-        layer = nn.Linear8bitLt(_WIDTH, _WIDTH, bias=False, has_fp16_weights=False)
-    layer.load_state_dict(dense.state_dict())
-    return layer.to(device)
-
-
-def _hqq_layer(dense: torch.nn.Linear, *, bits: int, device: str, dtype: torch.dtype) -> torch.nn.Module:
-    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
-
-    config = BaseQuantizeConfig(nbits=bits, group_size=64)
-    return HQQLinear(dense, config, compute_dtype=dtype, device=device)
-
-
-def _quanto_layer(dense: torch.nn.Linear, *, bits: int, device: str, dtype: torch.dtype) -> torch.nn.Module:
-    from optimum import quanto
-
-    _unpack_without_compiler()
-    layer = torch.nn.Sequential(dense.to(device))
-    quanto.quantize(layer, weights=getattr(quanto, f"qint{bits}"))
-    quanto.freeze(layer)
-    return layer
-
-
-def _unpack_without_compiler() -> None:
-    """Give quanto a plain torch function for unpacking 2 and 4 bits, where it would compile a C++ one on first use.
-
-    Compiling takes half a minute, needs a compiler, and fails once something has imported Python's distutils.
-    """
-    from optimum.quanto.library.extensions import get_extension
-
-    extension = get_extension("quanto_cpp")
-    if extension._lib is None:
-        extension._lib = SimpleNamespace(unpack=_unpack)
-
-
-def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Several numbers a byte, the lowest bits first, as one stretch of rows after the other."""
-    return torch.cat([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)])
-
-
-QUANTIZERS: Mapping[str, tuple[str, LayerMaker, tuple[int, ...]]] = MappingProxyType(
-    {
-        "bnb": ("bitsandbytes", _bnb_layer, (4, 8)),
-        "hqq": ("hqq.core.quantize", _hqq_layer, (1, 2, 3, 4, 8)),
-        "quanto": ("optimum.quanto", _quanto_layer, (2, 4, 8)),
-    }
-)
-"""The module to import, a layer quantized by it, and the bit widths it knows."""
-
-
-def _import(module: str) -> None:
-    importlib.import_module(module)
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -1,0 +1,104 @@
+"""`crosstune convert`: change how the weights of a model folder are quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from crosstune.cli.merge import numbers, print_report
+from crosstune.cli.words import Parser, at_least, print_json
+from crosstune.core.errors import EXIT_DONE
+
+EXAMPLES = """examples:
+  crosstune convert models/llama-bnb-4bit --from bnb --to hqq --n_bits 4 --group_size 128
+  crosstune convert models/llama-bnb-4bit --from bnb --to quanto --original models/llama
+  crosstune convert smollm2-135m --to bnb
+  crosstune convert models/llama-hqq-4bit --to none
+
+A quantized folder is trained over as it is:
+  crosstune train --model_name models/llama-hqq-4bit --train_type qlora --quantization_backend hqq --group_size 128"""
+
+
+def run(words: Sequence[str]) -> int:
+    parser = Parser(
+        "convert",
+        description="Rewrite a model folder with its weights quantized, quantized otherwise, or plain.",
+        epilog=EXAMPLES,
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="a model folder, or any model as --model_name takes it"
+    )
+    parser.add_argument(
+        "--from", dest="held", choices=("bnb", "hqq", "quanto", "none"), help="what the folder holds; checked"
+    )
+    parser.add_argument("--to", required=True, choices=("bnb", "hqq", "quanto", "none", "mlx"))
+    parser.add_argument("--n_bits", type=at_least(1), default=4, help="bits of a weight (default 4)")
+    parser.add_argument(
+        "--group_size", type=at_least(1), default=64, help="weights that share a scale (default 64)"
+    )
+    parser.add_argument("--quant_type", default="auto", help="nf4 or fp4 (bnb), int or float8 (quanto)")
+    parser.add_argument(
+        "--double_quant", choices=("true", "false"), default="true", help="bnb: quantize scales too"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "bf16", "fp16", "fp32"),
+        default="auto",
+        help="of weights that stay dense, and of scales (default: the model's)",
+    )
+    parser.add_argument(
+        "--original", help="folder of the weights before quantization; none to do without them"
+    )
+    parser.add_argument(
+        "--out", type=lambda text: Path(text).expanduser().absolute(), help="folder for the result"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="take --original though it is not the recorded one"
+    )
+    parser.add_argument("--backend", default="auto", help="where to run (default auto)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    own = parser.parse_args(list(words))
+
+    from crosstune.cli.screen import Screen
+    from crosstune.conversion import ConvertRequest, convert
+
+    request = ConvertRequest(
+        model=own.model,
+        to=own.to,
+        held=own.held,
+        bits=own.n_bits,
+        group_size=own.group_size,
+        kind=own.quant_type,
+        double=own.double_quant == "true",
+        dtype=own.dtype,
+        original=own.original,
+        out=own.out,
+        force=own.force,
+        backend=own.backend,
+    )
+    report = convert(request, observer=Screen(live=not own.json))
+    if own.json:
+        print_json(report)
+    elif own.to == "mlx":
+        print_report(report)
+    else:
+        _print_conversion(report)
+    return EXIT_DONE
+
+
+def _print_conversion(report: Mapping[str, Any]) -> None:
+    words = {
+        "original": "from the original weights",
+        "dequantized": "through the quantized weights made dense, without the original ones",
+    }[report["started_from"]]
+    print(f"converted  {report['from']} -> {report['to']}, {words}")
+    print(f"measured against {report['reference']}:")
+    for name in ("before", "after"):
+        if name in report["weights"]:
+            weights = report["weights"][name]
+            print(
+                f"  {name:<7} weights {weights['relative']:.4f} off (worst {weights['worst']:.4f}, {weights['worst_layer']})"
+            )
+            print(f"  {'':<7} {numbers(report['logits'][name])}")
+    print(f"written    {report['path']}")

@@ -1,0 +1,118 @@
+"""`crosstune data`: what training would read from a data set, without training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from crosstune.cli.words import Parser, count, print_json, read_config
+from crosstune.core.errors import EXIT_DONE, UserError
+
+EXAMPLES = """examples:
+  crosstune data chats.jsonl
+  crosstune data chats.jsonl --model_name ORG/MODEL --context_length 1024 --packing --show 5
+  crosstune data my-folder --train_on_prompt --json
+
+The part of an example that is learned is in colour on a terminal and in [[ ]] elsewhere."""
+
+_MARK, _UNMARK = "\033[32m", "\033[0m"
+
+
+def run(words: Sequence[str]) -> int:
+    parser = Parser(
+        "data",
+        description="`crosstune data SOURCE [options]` checks a data set and shows what is learned from it.\n"
+        "SOURCE is what --dataset takes; the options are those of train.",
+        epilog=EXAMPLES,
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--show", type=int, default=3, metavar="N", help="print the first N examples (default 3)"
+    )
+    own, config = read_config(parser, _with_dataset(words))
+    if config.recipe != "sft":
+        raise UserError(
+            f"crosstune data reads conversations and texts, not the data of the recipe {config.recipe}.",
+            do="leave out --recipe",
+        )
+
+    from crosstune.cli.screen import Screen
+    from crosstune.recipes.sft import open_recipe
+    from crosstune.run import find_model
+
+    screen = Screen(live=True)
+    model = find_model(config, screen)
+    recipe = open_recipe(config, model_folder=model.path, observer=screen)
+    report = recipe.describe()
+    colour = sys.stdout.isatty()
+    shown = [
+        mark_supervised(recipe.train[place], recipe.tokenizer, colour=colour and not own.json)
+        for place in range(min(max(own.show, 0), len(recipe.train)))
+    ]
+    if own.json:
+        print_json({**report, "model": model.name, "shown": shown})
+        return EXIT_DONE
+    for line in report_lines(report):
+        print(line)
+    for number, text in enumerate(shown, start=1):
+        print(f"\nexample {number}\n{text}")
+    return EXIT_DONE
+
+
+def report_lines(report: Mapping[str, Any]) -> list[str]:
+    train = report["train"]
+    rows = [
+        ("data", f"{report['dataset']}, read as {report['format']}"),
+        ("identity", report["identity"][:16]),
+        ("rows", f"{train['rows']:,} read, {train['examples']:,} to train on"),
+        (
+            "tokens",
+            f"{count(train['tokens'])}, {count(train['supervised_tokens'])} supervised "
+            f"({train['supervised_share']:.1%})",
+        ),
+        (
+            "lengths",
+            f"half up to {train['length_p50']:,}, 90 % up to {train['length_p90']:,}, "
+            f"99 % up to {train['length_p99']:,}, longest {train['longest']:,} (context {report['context_length']:,})",
+        ),
+        (
+            "left out",
+            f"{train['empty_answers']:,} empty, {train['without_answer']:,} without an answer, "
+            f"{train['dropped_examples']:,} too long; {train['cut_examples']:,} cut by {train['cut_tokens']:,} tokens",
+        ),
+        ("duplicates", f"{train['duplicates']:,}"),
+    ]
+    if "packed_rows" in report:
+        rows.append(("packed", f"{report['packed_rows']:,} rows, {report['packed_fill']:.1%} full"))
+    if "eval" in report:
+        held_out = report["eval"]
+        rows.append(("held out", f"{held_out['examples']:,} examples, {count(held_out['tokens'])} tokens"))
+    rows.append(("steps", f"{report['num_steps']:,}"))
+    lines = [f"{name:<11} {value}" for name, value in rows]
+    return lines + [f"{'warning':<11} {sentence}" for sentence in report.get("warnings", ())]
+
+
+def mark_supervised(example: Any, tokenizer: Any, *, colour: bool) -> str:
+    """The text of an example with the supervised stretches marked; control characters cannot reach the terminal."""
+    begin, end = (_MARK, _UNMARK) if colour else ("[[", "]]")
+    pieces: list[str] = []
+    start = 0
+    marks = example.supervised
+    for place in range(1, len(marks) + 1):
+        if place == len(marks) or marks[place] != marks[start]:
+            text = _printable(tokenizer.decode(example.tokens[start:place], keep_special=True))
+            pieces.append(f"{begin}{text}{end}" if marks[start] else text)
+            start = place
+    return "".join(pieces)
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+
+
+def _with_dataset(words: Sequence[str]) -> list[str]:
+    """`data SOURCE ...` as `--dataset SOURCE ...`, which is how the options know it."""
+    if words and not words[0].startswith("-"):
+        return ["--dataset", *words]
+    return list(words)

@@ -1,0 +1,60 @@
+"""`crosstune export`: write a trained run or a model for other tools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from crosstune.cli.merge import add_result_words, print_report
+from crosstune.cli.words import Parser, at_least, print_json
+from crosstune.core.errors import EXIT_DONE
+
+EXAMPLES = """examples:
+  crosstune export runs/demo --to hf
+  crosstune export runs/demo --to gguf --gguf_type q8_0
+  crosstune export runs/demo --to mlx --n_bits 4 --group_size 64
+  crosstune export smollm2-135m --to mlx --out smollm2-mlx
+
+Whatever is written is loaded again and compared with what was trained: logits, chat template, first and last token."""
+
+
+def run(words: Sequence[str]) -> int:
+    parser = Parser(
+        "export", description="Write what a run has trained, or any model, for other tools.", epilog=EXAMPLES
+    )
+    parser.add_argument("target", metavar="RUN|ADAPTER|MODEL", help="a run, an adapter, or a model")
+    parser.add_argument("--to", required=True, choices=("hf", "mlx", "gguf"), help="the form to write")
+    parser.add_argument(
+        "--gguf_type",
+        choices=("auto", "f32", "f16", "bf16", "q8_0"),
+        default="auto",
+        help="numbers of a GGUF file",
+    )
+    parser.add_argument(
+        "--n_bits", type=at_least(1), default=16, help="bits for MLX (default 16: not quantized)"
+    )
+    parser.add_argument(
+        "--group_size", type=at_least(1), default=64, help="weights that share a scale, for MLX"
+    )
+    add_result_words(parser)
+    own = parser.parse_args(list(words))
+
+    from crosstune.cli.screen import Screen
+    from crosstune.exports import Form, export
+    from crosstune.results import Request
+
+    request = Request(
+        target=own.target,
+        out=own.out,
+        into=own.into,
+        dtype=own.dtype,
+        base=own.base,
+        force=own.force,
+        backend=own.backend,
+    )
+    form = Form(to=own.to, bits=own.n_bits, group_size=own.group_size, kind=own.gguf_type)
+    report = export(request, form, observer=Screen(live=not own.json))
+    if own.json:
+        print_json(report)
+    else:
+        print_report(report)
+    return EXIT_DONE

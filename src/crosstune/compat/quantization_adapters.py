@@ -1,0 +1,212 @@
+"""The guides' quantization adapters: their methods over the torch engine's real quantizers."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+from crosstune.compat.quantization_check import (
+    PACKAGES,
+    check_config,
+    each_config,
+    make_recipe,
+    without_effect,
+)
+from crosstune.compat.quantization_config import QuantizationConfig, QuantizationMethod, matches
+from crosstune.compat.quantization_interface import QuantizationAdapter
+from crosstune.core.errors import UserError
+from crosstune.torch_engine.probe import torch_device
+
+
+class _TorchAdapter(QuantizationAdapter):
+    """What all libraries of the torch engine share; a subclass only names its library."""
+
+    library: ClassVar[str]
+
+    def __init__(self, config: QuantizationConfig | None = None) -> None:
+        if config is None:
+            config = QuantizationConfig(method=_first_method(self.library))
+        super().__init__(config)
+        if self.config.method.library != self.library:
+            right = ADAPTERS[self.config.method.library].__name__
+            raise ValueError(f"{type(self).__name__} is not for {self.config.method.name}; use {right}.")
+        configs = each_config(self.config)
+        for each in configs:
+            check_config(each)
+        for library in sorted({each.method.library for each in configs} & PACKAGES.keys()):
+            _check_installed(library)
+        for text in without_effect(self.config):
+            _warn(text)
+
+    def create_quantized_linear(
+        self, in_features: int, out_features: int, bias: bool = True, *, device: Any = None
+    ) -> Any:
+        from crosstune.torch_engine.replace import new_layer
+
+        place = None if device is None else torch_device(str(device))
+        return new_layer(in_features, out_features, bias=bias, recipe=make_recipe(self.config), device=place)
+
+    def quantize_model(self, model: Any) -> Any:
+        from crosstune.torch_engine.replace import linear_names, replace_layers
+
+        _check_words(self.config, linear_names(model))
+
+        def choose(name: str) -> Any:
+            config = self.config.for_layer(name)
+            return None if config is None else make_recipe(config)
+
+        done, shared = replace_layers(model, choose)
+        for name in shared:
+            _warn(f"{name} keeps its bits: it shares its weight with the embedding.")
+        if not done:
+            raise ValueError(
+                f"No layer of {type(model).__name__} was quantized: it has no linear layers that are neither skipped "
+                "nor quantized already."
+            )
+        return model
+
+    def prepare_model_for_training(self, model: Any, use_gradient_checkpointing: bool = False) -> Any:
+        from crosstune.torch_engine.replace import freeze_base
+
+        freeze_base(model, checkpointing=use_gradient_checkpointing)
+        return model
+
+    def save_quantized_model(self, model: Any, path: str | Path) -> None:
+        from crosstune.torch_engine.replaced_folder import save_quantized
+
+        save_quantized(model, Path(path), config=self.config.to_json())
+
+    def load_quantized_model(self, path: str | Path, model: Any = None, *, device: Any = None) -> Any:
+        from crosstune.torch_engine.replaced_folder import load_quantized, read_description
+
+        saved = QuantizationMethod(read_description(Path(path))["config"]["method"])
+        if saved.library != self.library:
+            raise ValueError(
+                f"The model in {path} was saved as {saved.name}; load it with {ADAPTERS[saved.library].__name__}."
+            )
+        return load_quantized(Path(path), model=model, device=torch_device(str(device or "cpu")))
+
+
+class BitsAndBytesAdapter(_TorchAdapter):
+    """bitsandbytes: NF4 or FP4 with 4 bits, integers with 8."""
+
+    library = "bnb"
+
+
+class HQQAdapter(_TorchAdapter):
+    """HQQ: integers of 1, 2, 3, 4 and 8 bits by group."""
+
+    library = "hqq"
+
+
+class QuantoAdapter(_TorchAdapter):
+    """optimum-quanto: integers of 2, 4 and 8 bits, and 8-bit floats."""
+
+    library = "quanto"
+
+
+class FallbackAdapter(_TorchAdapter):
+    """No quantizer: linear layers are kept in 16 bits."""
+
+    library = "none"
+
+    def __init__(self, config: QuantizationConfig | None = None) -> None:
+        if config is not None and config.method.library != "none":
+            if config.layer_configs:
+                _warn("layer_configs has no effect: every layer is kept in 16 bits.")
+            config = replace(config, method=QuantizationMethod.NONE, bits=16, layer_configs={})
+        super().__init__(config)
+
+
+class MLXAdapter(QuantizationAdapter):
+    """MLX quantizes its own engine's models: each method says so, and how to get there."""
+
+    def __init__(self, config: QuantizationConfig | None = None) -> None:
+        super().__init__(QuantizationConfig(method=QuantizationMethod.MLX_INT4) if config is None else config)
+        if self.config.method.library != "mlx":
+            raise ValueError(
+                f"MLXAdapter is not for {self.config.method.name}; use {ADAPTERS[self.config.method.library].__name__}."
+            )
+
+    def create_quantized_linear(
+        self, in_features: int, out_features: int, bias: bool = True, *, device: Any = None
+    ) -> Any:
+        raise self._not_torch("make a torch layer")
+
+    def quantize_model(self, model: Any) -> Any:
+        raise self._not_torch("quantize a torch model")
+
+    def prepare_model_for_training(self, model: Any, use_gradient_checkpointing: bool = False) -> Any:
+        raise self._not_torch("prepare a torch model")
+
+    def save_quantized_model(self, model: Any, path: str | Path) -> None:
+        raise self._not_torch("save a torch model")
+
+    def load_quantized_model(self, path: str | Path, model: Any = None, *, device: Any = None) -> Any:
+        raise self._not_torch("load a torch model")
+
+    def _not_torch(self, what: str) -> UserError:
+        bits, group = self.config.bits, self.config.group_size
+        return UserError(
+            f"{self.config.method.name} cannot {what}.",
+            why="MLX has its own arrays and its own models; its layers do not run inside torch.",
+            do=f"train with MLX: crosstune train --backend mlx --train_type qlora --n_bits {bits} --group_size {group}; "
+            "or stay in torch with QuantizationMethod.HQQ or QUANTO_INT4, which run on Apple GPUs too",
+        )
+
+
+ADAPTERS: dict[str, type[QuantizationAdapter]] = {
+    "bnb": BitsAndBytesAdapter,
+    "hqq": HQQAdapter,
+    "quanto": QuantoAdapter,
+    "mlx": MLXAdapter,
+    "none": FallbackAdapter,
+}
+
+
+def replace_linear_with_quantized(
+    model: Any, adapter: QuantizationAdapter, skip_modules: list[str] | None = None
+) -> Any:
+    """Quantize the model's linear layers in place, but those of `skip_modules` (by default the adapter's)."""
+    if skip_modules is not None:
+        adapter = type(adapter)(replace(adapter.config, skip_modules=list(skip_modules)))
+    return adapter.quantize_model(model)
+
+
+def _first_method(library: str) -> QuantizationMethod:
+    return next(method for method in QuantizationMethod if method.library == library)
+
+
+def _check_words(config: QuantizationConfig, names: list[str]) -> None:
+    """A word that means no layer of this model is a mistake; of the default list it is nothing."""
+    quantized = [name for name in names if config.for_layer(name) is not None]
+    for word in config.layer_configs:
+        if not any(matches(word, name) for name in quantized):
+            skipped = any(matches(word, name) for name in names)
+            raise ValueError(
+                f"layer_configs[{word!r}] means "
+                + (
+                    "only layers that skip_modules leaves out."
+                    if skipped
+                    else "no linear layer of this model."
+                )
+            )
+    for word in config.skip_modules:
+        if word != "lm_head" and not any(matches(word, name) for name in names):
+            _warn(f"skip_modules: {word!r} means no linear layer of this model.")
+
+
+def _check_installed(library: str) -> None:
+    package = PACKAGES[library]
+    top = package.partition(".")[0]
+    if find_spec(top) is None or find_spec(package) is None:
+        raise UserError(
+            f"{library} is not installed.", do=f"pip install 'crosstune[{library}]', or use another method"
+        )
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, UserWarning, stacklevel=3)

@@ -1,0 +1,204 @@
+"""Which quantization a backend can run: validation, recommendation, and the adapter for what is possible there."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+from crosstune.compat.backend_manager import USABLE_MEMORY, Backend, BackendManager
+from crosstune.compat.quantization_adapters import ADAPTERS
+from crosstune.compat.quantization_check import check_config, each_config, without_effect
+from crosstune.compat.quantization_config import (
+    DTYPES,
+    QuantizationConfig,
+    QuantizationMethod,
+    dtype_name,
+    method_for,
+)
+from crosstune.compat.quantization_interface import QuantizationAdapter
+from crosstune.core.machine import BackendReport, Machine
+from crosstune.core.memory import GIB, largest_batch, shape_for_size
+from crosstune.torch_engine.probe import torch_dtype
+
+PREFERENCE = ("mlx", "bnb", "hqq", "quanto")
+"""The order in which libraries are taken; MLX runs on its own backend only."""
+RECOMMENDED_BITS = (16, 8, 4, 3, 2)
+CONTEXT = 2048
+
+
+def create_quantization_adapter(
+    backend: str | Backend | None,
+    config: QuantizationConfig | None = None,
+    *,
+    machine: Machine | None = None,
+    strict: bool = False,
+) -> QuantizationAdapter:
+    """The adapter for what was asked, or for the nearest that runs on the backend.
+
+    What was changed is a warning and stays in `adjustments`; `strict` makes it a ValueError.
+    """
+    report = _report(backend, machine)
+    asked = QuantizationConfig() if config is None else config
+    for each in each_config(asked):
+        check_config(each)
+    used, changes = _adjust(asked, report)
+    if strict and changes:
+        raise ValueError(" ".join(changes))
+    # The adapter itself warns of options that mean nothing to the method that is used.
+    lost = [] if used.method is asked.method else without_effect(asked)
+    for text in changes + lost:
+        warnings.warn(text, UserWarning, stacklevel=2)
+    adapter = ADAPTERS[used.method.library](used)
+    adapter.adjustments = changes
+    return adapter
+
+
+def validate_quantization_config(
+    config: QuantizationConfig, backend: str | Backend | None, *, machine: Machine | None = None
+) -> list[str]:
+    """Every problem of a configuration on a backend, as sentences; an empty list means that it runs as it stands."""
+    try:
+        report = _report(backend, machine)
+    except ValueError as error:
+        return [str(error)]
+    problems = _problems(config, report)
+    layers = [
+        f"layer_configs[{word!r}]: {text}"
+        for word in config.layer_configs
+        for text in _problems(config.with_overrides(word), report)
+        if text not in problems
+    ]
+    return problems + layers + without_effect(config)
+
+
+def get_recommended_config(
+    backend: str | Backend | None,
+    model_size_b: float = 7,
+    available_memory_gb: float = 16,
+    *,
+    machine: Machine | None = None,
+) -> QuantizationConfig:
+    """The most bits with which training LoRA over a model of this size, one row at a time, is estimated to fit."""
+    if model_size_b <= 0 or available_memory_gb <= 0:
+        raise ValueError("A model and a memory have a size above 0.")
+    report = _report(backend, machine)
+    methods = [(bits, _method_here(report, bits)) for bits in RECOMMENDED_BITS]
+    runnable = [(bits, method) for bits, method in methods if method is not None]
+    fitting = [item for item in runnable if _fits(model_size_b, item[0], available_memory_gb)]
+    bits, method = fitting[0] if fitting else runnable[-1]
+    if not fitting:
+        warnings.warn(
+            f"A model of {model_size_b:g}B parameters is not expected to train in {available_memory_gb:g} GiB "
+            f"on {report.name}, not even with {bits} bits.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return QuantizationConfig(method=method, bits=bits, compute_dtype=_best_dtype(report))
+
+
+def _report(backend: str | Backend | None, machine: Machine | None) -> BackendReport:
+    return BackendManager(backend, verbose=False, machine=machine).report
+
+
+def _problems(config: QuantizationConfig, report: BackendReport) -> list[str]:
+    problems = []
+    try:
+        check_config(config)
+    except ValueError as error:
+        problems.append(str(error))
+    else:
+        if not _runs(config, report):
+            problems.append(_why_not_here(config, report))
+    if not _computes(config, report):
+        problems.append(_no_such_type(config, report))
+    return problems
+
+
+def _runs(config: QuantizationConfig, report: BackendReport) -> bool:
+    library = config.method.library
+    return library == "none" or config.bits in report.quantizers.get(library, ())
+
+
+def _computes(config: QuantizationConfig, report: BackendReport) -> bool:
+    name = dtype_name(config.compute_dtype)
+    return name is None or DTYPES[name] in report.dtypes
+
+
+def _why_not_here(config: QuantizationConfig, report: BackendReport) -> str:
+    runs = [f"{name} {'/'.join(map(str, sorted(bits)))}" for name, bits in report.quantizers.items()]
+    return (
+        f"{config.method.name} with {config.bits} bits does not run on {report.name} here; "
+        f"these run: {'; '.join(runs) or 'none'} (and NONE, 16 bits)."
+    )
+
+
+def _no_such_type(config: QuantizationConfig, report: BackendReport) -> str:
+    works = [name for name, short in DTYPES.items() if short in report.dtypes]
+    return (
+        f"compute_dtype {dtype_name(config.compute_dtype)} does not work on {report.name} here; "
+        f"these do: {', '.join(works)}."
+    )
+
+
+def _adjust(config: QuantizationConfig, report: BackendReport) -> tuple[QuantizationConfig, list[str]]:
+    """The configuration that will run, and a sentence for each change."""
+    used, changes = config, []
+    missing = [each for each in each_config(config) if not _runs(each, report)]
+    if missing:
+        used = next(iter(_others(config, report)), _sixteen_bits(config, report))
+        layers = " and layer_configs is left out" if config.layer_configs and not used.layer_configs else ""
+        changes.append(f"{_why_not_here(missing[0], report)} {used.method.name} is used instead{layers}.")
+    if not _computes(used, report):
+        better = "float16" if "fp16" in report.dtypes else "float32"
+        changes.append(f"{_no_such_type(used, report)} {better} is used instead.")
+        used = replace(used, compute_dtype=torch_dtype(DTYPES[better]))
+    return used, changes
+
+
+def _others(config: QuantizationConfig, report: BackendReport) -> list[QuantizationConfig]:
+    """The same bits by other libraries, of which every layer runs on this backend."""
+    widths = {each.bits for each in each_config(config)}
+    able = [library for library in PREFERENCE if all(method_for(library, bits) for bits in widths)]
+    moved = [config.moved_to(library) for library in able]
+    return [
+        other
+        for other in moved
+        if other is not None and all(_runs(each, report) for each in each_config(other))
+    ]
+
+
+def _sixteen_bits(config: QuantizationConfig, report: BackendReport) -> QuantizationConfig:
+    storage: Any = None if "bf16" in report.dtypes else "float16"
+    return replace(
+        config,
+        method=QuantizationMethod.NONE,
+        bits=16,
+        quant_type="nf4",
+        storage_dtype=storage,
+        layer_configs={},
+    )
+
+
+def _method_here(report: BackendReport, bits: int) -> QuantizationMethod | None:
+    """The preferred method with these bits that runs on the backend."""
+    if bits == 16:
+        return QuantizationMethod.NONE
+    libraries = [name for name in PREFERENCE if bits in report.quantizers.get(name, ())]
+    return next((method for name in libraries if (method := method_for(name, bits))), None)
+
+
+def _fits(model_size_b: float, bits: int, memory_gb: float) -> bool:
+    limit = int(memory_gb * GIB * USABLE_MEMORY)
+    shape = shape_for_size(model_size_b)
+    return largest_batch(shape, limit_bytes=limit, bits=bits, context=CONTEXT, at_most=1) > 0
+
+
+def _best_dtype(report: BackendReport) -> Any:
+    """bf16 where it works and is not slower than fp32, as it is on some processors; None where torch is missing."""
+    if find_spec("torch") is None or not report.dtypes:
+        return None
+    is_slow = report.device == "cpu" and report.bf16_speedup < 1
+    order = ("fp32",) if is_slow else ("bf16", "fp16", "fp32")
+    return torch_dtype(next(name for name in order if name in report.dtypes))

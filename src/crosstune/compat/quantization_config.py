@@ -1,0 +1,220 @@
+"""The guides' QuantizationConfig and QuantizationMethod: how the weights of a model, and of single layers, are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from fnmatch import fnmatchcase
+from typing import Any
+
+from crosstune.core.names import nearest
+
+BITS = (2, 4, 8, 16)
+HQQ_BITS = (1, 2, 3, 4, 8, 16)
+DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+"""torch's names of the types that can be computed in, and crosstune's."""
+_OTHER_NAMES = {"float": "float32", "half": "float16"} | {short: name for name, short in DTYPES.items()}
+LAYER_OPTIONS = (
+    "method",
+    "bits",
+    "group_size",
+    "compute_dtype",
+    "double_quant",
+    "quant_type",
+    "block_size",
+    "quant_zero",
+    "quant_scale",
+)
+
+
+class QuantizationMethod(Enum):
+    """A library and what it makes of a weight."""
+
+    BNB_NF4 = "bnb_nf4"
+    BNB_INT8 = "bnb_int8"
+    HQQ = "hqq"
+    HQQ_4BIT = "hqq_4bit"
+    MLX_INT4 = "mlx_int4"
+    MLX_INT8 = "mlx_int8"
+    QUANTO_INT2 = "quanto_int2"
+    QUANTO_INT4 = "quanto_int4"
+    QUANTO_INT8 = "quanto_int8"
+    NONE = "none"
+
+    @property
+    def library(self) -> str:
+        """bnb, hqq, mlx, quanto or none: the name that --quantization_backend takes."""
+        return self.value.partition("_")[0]
+
+    @property
+    def bits(self) -> int | None:
+        """The width that the name stands for; HQQ has several."""
+        if self is QuantizationMethod.NONE:
+            return 16
+        digits = "".join(character for character in self.value if character.isdigit())
+        return int(digits) if digits else None
+
+
+@dataclass
+class QuantizationConfig:
+    """How weights are kept. A value that is not possible anywhere is a ValueError at once; what a backend cannot do
+    is found by `validate_quantization_config`."""
+
+    method: QuantizationMethod = QuantizationMethod.BNB_NF4
+    bits: int = None  # type: ignore[assignment]  # replaced below
+    """Left out, those of the method."""
+    group_size: int = 64
+    """Weights that share a scale (hqq, quanto, mlx)."""
+    compute_dtype: Any = None
+    """A torch.dtype or its name; left out, products are computed in the type of their input."""
+    storage_dtype: Any = None
+    """The 16-bit type of layers that are not quantized; quantizers choose their own."""
+    double_quant: bool = True
+    """bnb, 4 bits: quantize the scales too."""
+    quant_type: str = "nf4"
+    """bnb: nf4 or fp4. quanto, 8 bits: int or float8. The default means nothing to others."""
+    block_size: int = 64
+    """Weights that share a scale (bnb, 4 bits)."""
+    quant_zero: bool = True
+    """hqq: zero points in 8 bits too."""
+    quant_scale: bool = False
+    """hqq: scales in 8 bits too; of 8-bit weights the error grows several times by it."""
+    layer_configs: dict[str, Any] = field(default_factory=dict)
+    """Layers by name (see `matches`) to what is different there: a number of bits, or options by name. Where several
+    match, later ones win."""
+    skip_modules: list[str] = field(default_factory=lambda: ["lm_head"])
+    backend_options: dict[str, Any] = field(default_factory=dict)
+    """Kept for the guides' sake; no backend has any, and each one given is warned about."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.method, QuantizationMethod):
+            self.method = _read_method(self.method)
+        if self.bits is None:
+            self.bits = self.method.bits or 4
+        allowed = HQQ_BITS if self.method.library == "hqq" else BITS
+        if self.bits not in allowed:
+            raise ValueError(
+                f"bits={self.bits} does not exist for {self.method.name}; use one of {', '.join(map(str, allowed))}."
+            )
+        for name in ("group_size", "block_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} is not a positive whole number.")
+        if self.compute_dtype is not None and dtype_name(self.compute_dtype) not in DTYPES:
+            raise ValueError(f"compute_dtype={self.compute_dtype} is none of {', '.join(DTYPES)}.")
+        self.layer_configs = dict(self.layer_configs or {})
+        self.skip_modules = list(self.skip_modules if self.skip_modules is not None else ["lm_head"])
+        self.backend_options = dict(self.backend_options or {})
+        for word in self.layer_configs:
+            self.with_overrides(word)
+
+    def for_layer(self, name: str) -> QuantizationConfig | None:
+        """The configuration of one layer; None where it is skipped."""
+        if any(matches(word, name) for word in self.skip_modules):
+            return None
+        config = self
+        for word in self.layer_configs:
+            if matches(word, name):
+                config = config.with_overrides(word, table=self.layer_configs)
+        return config
+
+    def with_overrides(self, word: str, *, table: Mapping[str, Any] | None = None) -> QuantizationConfig:
+        """This configuration with what `layer_configs` says for `word`."""
+        asked = _read_overrides(word, (self.layer_configs if table is None else table)[word])
+        try:
+            return self._changed(asked)
+        except ValueError as error:
+            raise ValueError(f"layer_configs[{word!r}]: {error}") from error
+
+    def moved_to(self, library: str) -> QuantizationConfig | None:
+        """The same with another library, or None where that has no such bits. A size of groups moves along."""
+        method = method_for(library, self.bits)
+        if method is None:
+            return None
+        size = self.block_size if self.method.library == "bnb" else self.group_size
+        group, block = (64, size) if library == "bnb" else (size, 64)
+        return replace(
+            self, method=method, group_size=group, block_size=block, quant_type="nf4", double_quant=True
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        for name in ("compute_dtype", "storage_dtype"):
+            values[name] = dtype_name(values[name])
+        tables = {word: _read_overrides(word, value) for word, value in self.layer_configs.items()}
+        for table in tables.values():
+            if "method" in table:
+                table["method"] = _read_method(table["method"]).value
+            if "compute_dtype" in table:
+                table["compute_dtype"] = dtype_name(table["compute_dtype"])
+        return values | {"method": self.method.value, "layer_configs": tables}
+
+    def _changed(self, asked: Mapping[str, Any]) -> QuantizationConfig:
+        values = dict(asked)
+        if "method" in values:
+            method = _read_method(values["method"])
+        elif "bits" in values:
+            found = method_for(self.method.library, values["bits"])
+            if found is None:
+                raise ValueError(
+                    f"{self.method.library} has no {values['bits']} bits; name a method that has."
+                )
+            method = found
+        else:
+            method = self.method
+        if method is not self.method:
+            # A kind such as fp4 belongs to the method it was chosen for.
+            values = {"quant_type": "nf4", "bits": None} | values
+        return replace(self, **{"layer_configs": {}, **values, "method": method})
+
+
+def method_for(library: str, bits: int) -> QuantizationMethod | None:
+    """A library's method with these bits; 16 bits are the method NONE with every library."""
+    if bits == 16:
+        return QuantizationMethod.NONE
+    if library == "hqq":
+        return QuantizationMethod.HQQ if bits in HQQ_BITS else None
+    return next((m for m in QuantizationMethod if (m.library, m.bits) == (library, bits)), None)
+
+
+def matches(word: str, name: str) -> bool:
+    """Whether `word` means the layer `name`: whole parts of its name in a row, such as lm_head, layers.0 or mlp.up_proj,
+    or a pattern with * for the whole name."""
+    if "*" in word or "?" in word:
+        return fnmatchcase(name, word)
+    wanted, parts = word.split("."), name.split(".")
+    return any(parts[start : start + len(wanted)] == wanted for start in range(len(parts)))
+
+
+def dtype_name(dtype: Any) -> str | None:
+    """torch's name of a type given as torch.float16, 'float16' or 'fp16'."""
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return _OTHER_NAMES.get(name, name)
+
+
+def _read_method(value: Any) -> QuantizationMethod:
+    if isinstance(value, QuantizationMethod):
+        return value
+    names = {method.value: method for method in QuantizationMethod}
+    found = names.get(str(value).strip().lower())
+    if found is None:
+        raise ValueError(f"Unknown quantization method {value!r}. The names that exist: {', '.join(names)}.")
+    return found
+
+
+def _read_overrides(word: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {"bits": value}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"layer_configs[{word!r}] is neither a number of bits nor options by name.")
+    unknown = [key for key in value if key not in LAYER_OPTIONS]
+    if unknown:
+        close = nearest(str(unknown[0]), LAYER_OPTIONS)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise ValueError(
+            f"layer_configs[{word!r}] has no option {unknown[0]!r}.{hint} It takes {', '.join(LAYER_OPTIONS)}."
+        )
+    return dict(value)

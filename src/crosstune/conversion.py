@@ -1,0 +1,205 @@
+"""A model folder from one quantization to another: from its original weights where they are found, else through the
+dense values of the quantized ones. The error is measured either way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import Observer
+from crosstune.core.record import write_json
+from crosstune.exports import Form, export
+from crosstune.likeness import Opened, folder_logits, open_trained, quantized_plan
+from crosstune.models.folder import check_folder
+from crosstune.models.locate import ModelFolder, identity
+from crosstune.models.quantized_folder import FolderQuantization, read_quantization
+from crosstune.models.staged import check_out, staged
+from crosstune.results import RECORD, Request, dense_bytes, find_original, show_bytes, stored_word
+from crosstune.trained import Trained
+
+if TYPE_CHECKING:
+    from crosstune.torch_engine.convert import Conversion
+    from crosstune.torch_engine.quantized import QuantSpec
+
+NO_ORIGINAL = "none"
+_NOT_THE_ORIGINAL = 1.0
+"""Relative error at which weights have nothing to do with each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertRequest:
+    model: str
+    to: str
+    held: str | None = None
+    """What the user says the folder holds; None takes what it does hold."""
+    bits: int = 4
+    group_size: int = 64
+    kind: str = "auto"
+    double: bool = True
+    dtype: str = "auto"
+    original: str | None = None
+    """A folder; `none` to go through the quantized weights even where the original ones are known."""
+    out: Path | None = None
+    force: bool = False
+    backend: str = "auto"
+
+
+def convert(request: ConvertRequest, *, observer: Observer) -> dict[str, Any]:
+    opened = open_trained(Trained(base=request.model, home=None), backend=request.backend, observer=observer)
+    path = opened.model.path
+    held = read_quantization(path)
+    _check_held(request, path, held)
+    if request.to == "mlx":
+        return _to_mlx(request, observer)
+    spec = _target_spec(request, held, path)
+    if spec is not None:
+        quantized_plan(opened, dataclasses.asdict(spec), folder=path)
+    original = _find_original(request, opened.model, held)
+    start = original or path
+    dtype = request.dtype if request.dtype != "auto" else stored_word(start)
+    out = request.out or _default_out(opened.model, request)
+    check_out(out)
+    with staged(out, need_bytes=dense_bytes(start, dtype)) as stage:
+        conversion = _make(opened, start, spec, dtype, replaces=held is not None and original is not None)
+        record = _original_record(opened.model, held, original)
+        on_read = show_bytes(observer, "convert", request.model)
+        conversion.write(stage.result, tokenizer=path, original=record, on_read=on_read)
+        report = _measure(opened, conversion, stage.result, held, original)
+        _check_original(request, report)
+        report |= {"from": held.spec["quantizer"] if held else "none", "to": request.to, "dtype": dtype}
+        write_json(stage.result / RECORD, {"converted": report})
+    return report | {"path": str(out)}
+
+
+def _make(opened: Opened, start: Path, spec: QuantSpec | None, dtype: str, *, replaces: bool) -> Conversion:
+    from crosstune.torch_engine.convert import Conversion
+    from crosstune.torch_engine.device import open_device
+    from crosstune.torch_engine.merge import DTYPES, Base
+    from crosstune.torch_engine.prequantized import read_prequantized
+
+    base = Base(folder=start, device=open_device(opened.plan.backend))
+    before = read_prequantized(opened.model.path) if replaces else None
+    return Conversion(start=base, spec=spec, dtype=DTYPES[dtype], before=before)
+
+
+def _measure(
+    opened: Opened,
+    conversion: Conversion,
+    folder: Path,
+    held: FolderQuantization | None,
+    original: Path | None,
+) -> dict[str, Any]:
+    """Against the original weights where there are some, else against those of the folder that was converted."""
+    from crosstune.torch_engine.verify import compare
+
+    reference = original or opened.model.path
+    expected = folder_logits(reference, opened)
+    report: dict[str, Any] = {
+        "started_from": "original" if held is None or original is not None else "dequantized",
+        "reference": str(reference),
+        "weights": {"after": conversion.target_errors.to_json()},
+        "logits": {"after": compare(expected, folder_logits(folder, opened)).to_json()},
+    }
+    if conversion.before is not None:
+        report["weights"]["before"] = conversion.before_errors.to_json()
+        report["logits"]["before"] = compare(expected, folder_logits(opened.model.path, opened)).to_json()
+    return report
+
+
+def _check_held(request: ConvertRequest, path: Path, held: FolderQuantization | None) -> None:
+    found = held.spec["quantizer"] if held is not None else "none"
+    if request.held not in (None, found):
+        words = "plain weights" if held is None else f"{found} weights of {held.spec['bits']} bits"
+        raise UserError(
+            f"{path} does not hold what --from {request.held} says.",
+            why=f"it holds {words}.",
+            do=f"use --from {found}, or name another folder",
+        )
+
+
+def _target_spec(request: ConvertRequest, held: FolderQuantization | None, path: Path) -> QuantSpec | None:
+    from crosstune.torch_engine.quantized import QuantSpec, open_quantizer
+
+    if request.to == "none":
+        if held is None:
+            raise UserError(f"{path} holds plain weights already.", do="use crosstune export to copy it")
+        return None
+    spec = QuantSpec(
+        quantizer=request.to,
+        bits=request.bits,
+        group_size=request.group_size,
+        kind=request.kind,
+        double=request.double,
+    )
+    open_quantizer(spec)
+    if held is not None and dataclasses.asdict(spec) == held.spec:
+        raise UserError(
+            f"{path} is quantized in exactly that way already.", do="ask for other bits or groups"
+        )
+    return spec
+
+
+def _find_original(
+    request: ConvertRequest, model: ModelFolder, held: FolderQuantization | None
+) -> Path | None:
+    """The weights before they were quantized; None for a plain folder, which is its own original."""
+    if held is None or request.original == NO_ORIGINAL:
+        return None
+    if request.original is None:
+        return find_original(held.original)
+    folder = Path(request.original).expanduser().absolute()
+    check_folder(folder)
+    from crosstune.torch_engine.merge import weight_shapes
+
+    ours, theirs = weight_shapes(model.path), weight_shapes(folder)
+    wrong = sorted(name for name in ours if theirs.get(name) != ours[name])
+    known = (held.original or {}).get("identity")
+    reason = ""
+    if wrong:
+        reason = f"{wrong[0]} is {theirs.get(wrong[0])} there and {ours[wrong[0]]} here."
+    elif known not in (None, identity(folder)["sha256"]) and not request.force:
+        reason = f"the record names weights with the identity {known[:12]}, these have {identity(folder)['sha256'][:12]}."
+    if reason:
+        raise UserError(
+            f"{folder} does not hold the original weights of {model.path}.",
+            why=reason,
+            do="name the right folder, or leave --original out",
+        )
+    return folder
+
+
+def _check_original(request: ConvertRequest, report: Mapping[str, Any]) -> None:
+    before = report["weights"].get("before")
+    if before is not None and before["relative"] >= _NOT_THE_ORIGINAL and not request.force:
+        raise UserError(
+            f"{request.original or report['reference']} does not hold the original weights of {request.model}.",
+            why=f"the quantized weights are {before['relative']:.2f} away from them (relative).",
+            do="name the right folder with --original, or leave it out",
+        )
+
+
+def _original_record(
+    model: ModelFolder, held: FolderQuantization | None, original: Path | None
+) -> Mapping[str, Any] | None:
+    """Name, path and identity of the weights behind the result; what the folder before knew is passed on."""
+    folder = model.path if held is None else original
+    if folder is None:
+        return held.original if held is not None else None
+    name = model.name if held is None else str(folder)
+    return {"name": name, "path": str(folder), "identity": identity(folder)["sha256"]}
+
+
+def _to_mlx(request: ConvertRequest, observer: Observer) -> dict[str, Any]:
+    asked = Request(target=request.model, out=request.out, dtype=request.dtype, backend=request.backend)
+    return export(asked, Form(to="mlx", bits=request.bits, group_size=request.group_size), observer=observer)
+
+
+def _default_out(model: ModelFolder, request: ConvertRequest) -> Path:
+    word = "plain" if request.to == "none" else f"{request.to}-{request.bits}bit"
+    if model.source == "folder":
+        return model.path.with_name(f"{model.path.name}-{word}")
+    return Path(f"{Path(model.name).stem}-{word}").absolute()

@@ -1,0 +1,234 @@
+"""A tokenized data set: examples by number, what is known about them, and an identity. Small ones live in memory,
+large ones in files of the cache that are made once."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import Example
+from crosstune.core.record import write_json
+from crosstune.data.encode import Encoder, OnProgress, encode_source, source_format
+from crosstune.data.sources import Source
+from crosstune.data.store import ARRAYS, DiskFiles, MemoryFiles, StoreWriter, TokenStore, open_store
+from crosstune.data.tokenizer import Tokenizer
+
+LAYOUT = 1
+"""Raised when rows become other tokens than before, so that stores in the cache are made again."""
+IN_MEMORY_BYTES = 64 << 20
+PERCENTILES = (50, 90, 99)
+MARKER = "store.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Examples of a store, cut to `limit` tokens. A part of a corpus is a corpus."""
+
+    store: TokenStore
+    kept: NDArray[np.int64]
+    """Which examples of the store these are."""
+    limit: int
+    form: str
+    identity: str
+    """sha256 of all that decides the examples: contents, tokenizer, template, format, context, truncation."""
+    dropped: int = 0
+    """Examples left out because they are longer than the limit."""
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __getitem__(self, place: int) -> Example:
+        number = int(self.kept[place])
+        tokens, supervised = self.store.read(number, limit=self.limit)
+        return Example(tokens=tokens, supervised=supervised, index=int(self.store.rows[number]))
+
+    def __iter__(self) -> Iterator[Example]:
+        return (self[place] for place in range(len(self)))
+
+    def part(self, places: NDArray[np.int64] | slice) -> Corpus:
+        return replace(self, kept=self.kept[places])
+
+    @cached_property
+    def stats(self) -> dict[str, Any]:
+        """Its numbers, flat, for people and for plan.json."""
+        full, lengths = self.full_lengths(), self.lengths()
+        tokens, supervised = int(lengths.sum()), int(self.num_supervised.sum())
+        cut = int((full > self.limit).sum())
+        shares = np.percentile(lengths, PERCENTILES, method="inverted_cdf") if len(self) else ()
+        return {
+            "examples": len(self),
+            "tokens": tokens,
+            "supervised_tokens": supervised,
+            "supervised_share": supervised / tokens if tokens else 0.0,
+            **{f"length_p{name}": int(value) for name, value in zip(PERCENTILES, shares, strict=False)},
+            "longest": int(lengths.max(initial=0)),
+            "duplicates": len(self) - len(np.unique(self.hashes())),
+            "over_context": cut + self.dropped,
+            "cut_examples": cut,
+            "cut_tokens": int((full - lengths).sum()),
+            "dropped_examples": self.dropped,
+        }
+
+    def full_lengths(self) -> NDArray[np.int64]:
+        """Tokens of each example before the cut."""
+        return self.store.lengths()[self.kept]
+
+    def lengths(self) -> NDArray[np.int64]:
+        return np.minimum(self.full_lengths(), self.limit)
+
+    @cached_property
+    def num_supervised(self) -> NDArray[np.int64]:
+        """Tokens that carry loss, for each example."""
+        return self.store.num_supervised_within(self.limit)[self.kept]
+
+    def hashes(self) -> NDArray[np.uint64]:
+        return self.store.hashes[self.kept]
+
+    def rows(self) -> NDArray[np.int64]:
+        """The number of each example's row in the source."""
+        return self.store.rows[self.kept]
+
+
+def open_corpus(
+    source: Source,
+    tokenizer: Tokenizer,
+    *,
+    asked_format: str,
+    whole: bool,
+    context_length: int,
+    truncation: str,
+    limit: int = -1,
+    cache: Path | None = None,
+    in_memory_bytes: int = IN_MEMORY_BYTES,
+    progress: OnProgress | None = None,
+) -> Corpus:
+    """The examples of a source; `limit` rows of it where that is not -1. `cache` is the folder of crosstune's cache."""
+    form = source_format(source, asked=asked_format)
+    encoder = Encoder(tokenizer=tokenizer, form=form, whole=whole)
+    decides = {
+        "layout": LAYOUT,
+        "source": source.digest(),
+        "tokenizer": tokenizer.digest,
+        "template": tokenizer.chat_template,
+        "specials": [tokenizer.leading_bos, tokenizer.bos_token, tokenizer.eos_token],
+        "format": form,
+        "whole": whole,
+        "rows": limit,
+    }
+    if source.size_bytes <= in_memory_bytes:
+        held = MemoryFiles()
+        facts = encode_source(source, encoder, StoreWriter(held.files), limit=limit, progress=progress)
+        store = held.to_store(facts)
+    else:
+        store = _cached_store(
+            source, encoder, key=_sha256(decides), limit=limit, cache=cache, progress=progress
+        )
+    return fit_context(
+        store,
+        source=source.name,
+        context_length=context_length,
+        truncation=truncation,
+        form=form,
+        identity=_sha256(decides | {"context": context_length, "truncation": truncation}),
+    )
+
+
+def fit_context(
+    store: TokenStore, *, source: str, context_length: int, truncation: str, form: str, identity: str
+) -> Corpus:
+    """All examples of a store within the context: an error, a cut or a smaller corpus when some are longer."""
+    lengths = store.lengths()
+    long = np.flatnonzero(lengths > context_length)
+    kept = np.arange(len(store), dtype=np.int64)
+    if len(long) and truncation == "error":
+        longest = int(lengths.argmax())
+        raise UserError(
+            f"{len(long)} of {len(store)} examples of {source} are longer than the context of {context_length} tokens.",
+            why=f"the longest, row {int(store.rows[longest]) + 1}, has {int(lengths[longest])} tokens.",
+            do=f"raise --context_length to {int(lengths[longest])}, or pass --truncation cut or drop",
+        )
+    if len(long) and truncation == "drop":
+        kept = np.flatnonzero(lengths <= context_length)
+        if not len(kept):
+            raise UserError(
+                f"Every example of {source} is longer than {context_length} tokens.",
+                do="raise --context_length",
+            )
+    dropped = len(store) - len(kept)
+    return Corpus(store=store, kept=kept, limit=context_length, form=form, identity=identity, dropped=dropped)
+
+
+def cache_folder(cache: Path | None) -> Path:
+    """Where tokens of large data sets are kept."""
+    import platformdirs
+
+    base = platformdirs.user_cache_path("crosstune") if cache is None else cache.expanduser().absolute()
+    return base / "data"
+
+
+def _cached_store(
+    source: Source, encoder: Encoder, *, key: str, limit: int, cache: Path | None, progress: OnProgress | None
+) -> TokenStore:
+    from filelock import FileLock
+
+    root = cache_folder(cache)
+    folder, staging = root / key[:32], root / f".staging-{key[:32]}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with FileLock(root / f".{key[:32]}.lock"):
+            facts = _sound(folder)
+            if facts is None:
+                # Whoever holds the lock owns the staging folder; one that is there was left by a kill.
+                for stale in (staging, folder):
+                    if stale.exists():
+                        shutil.rmtree(stale)
+                staging.mkdir()
+                facts = _write_store(source, encoder, staging, limit=limit, progress=progress)
+                staging.rename(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS):
+            raise
+        shutil.rmtree(staging, ignore_errors=True)
+        raise UserError(
+            f"The tokens of {source.name} cannot be kept in {root}.",
+            why=f"{error.strerror}; they need about {source.size_bytes * 3 // 2 >> 20:,} MiB.",
+            do="free some space, or set the environment variable CROSSTUNE_CACHE to a folder on a larger disk",
+        ) from error
+    return open_store(folder, facts)
+
+
+def _write_store(
+    source: Source, encoder: Encoder, folder: Path, *, limit: int, progress: OnProgress | None
+) -> dict[str, Any]:
+    with DiskFiles(folder) as files:
+        facts = encode_source(source, encoder, StoreWriter(files.files), limit=limit, progress=progress)
+    write_json(
+        folder / MARKER, {"layout": LAYOUT, "source": source.name, "facts": facts, "bytes": files.sizes()}
+    )
+    return facts
+
+
+def _sound(folder: Path) -> dict[str, Any] | None:
+    """The facts of a whole store; None for one that is missing or damaged."""
+    try:
+        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        sizes = {name: (folder / f"{name}.bin").stat().st_size for name in ARRAYS}
+    except (OSError, ValueError):
+        return None
+    sound = marker.get("layout") == LAYOUT and marker.get("bytes") == sizes
+    return dict(marker["facts"]) if sound else None
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

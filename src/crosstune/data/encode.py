@@ -1,0 +1,149 @@
+"""Rows of a source to a store of tokens, in one pass, a batch of texts at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from crosstune.core.errors import UserError
+from crosstune.data.chat import Rendered, mask_of, render_conversation
+from crosstune.data.formats import Conversation, Row, has_empty_answer, recognise, to_conversation
+from crosstune.data.sources import Source
+from crosstune.data.store import StoreWriter
+from crosstune.data.tokenizer import Tokenizer
+
+OnProgress = Callable[[int, int, int], None]
+"""Bytes read, bytes in all, examples so far."""
+
+# Large enough to keep all cores at work, small enough that the places of its tokens fit a few dozen megabytes.
+BATCH_CHARACTERS = 256 << 10
+BATCH_TEXTS = 512
+_SECONDS_BETWEEN_REPORTS = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """How a row becomes tokens."""
+
+    tokenizer: Tokenizer
+    form: str
+    whole: bool
+
+    def to_text(self, row: Row) -> Rendered | None:
+        """The text to learn from and the part that counts; None for a row with an empty answer."""
+        conversation = to_conversation(row, self.form)
+        return None if has_empty_answer(conversation) else self.render(conversation)
+
+    def render(self, conversation: Conversation) -> Rendered:
+        if isinstance(conversation, str):
+            text = f"{self.tokenizer.leading_bos}{conversation}{self.tokenizer.eos_token or ''}"
+            return Rendered(text=text, spans=[(0, len(text))])
+        return render_conversation(conversation, self.tokenizer, whole=self.whole)
+
+
+@dataclass
+class _Pass:
+    """One reading of a source. While a batch is tokenized the texts of the next are made."""
+
+    writer: StoreWriter
+    encoder: Encoder
+    thread: ThreadPoolExecutor
+    texts: list[tuple[int, Rendered]] = field(default_factory=list)
+    pending: tuple[list[tuple[int, Rendered]], Future[Any]] | None = None
+    characters: int = 0
+    num_rows: int = 0
+    num_empty: int = 0
+    num_unlocated: int = 0
+
+    def take(self, row: Row) -> None:
+        rendered = self.encoder.to_text(row)
+        index = self.num_rows
+        self.num_rows += 1
+        if rendered is None:
+            self.num_empty += 1
+            return
+        self.num_unlocated += rendered.num_unlocated
+        self.texts.append((index, rendered))
+        self.characters += len(rendered.text)
+        if self.characters >= BATCH_CHARACTERS or len(self.texts) >= BATCH_TEXTS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand the texts over to be tokenized, and write those that were handed over before."""
+        self.finish()
+        texts = [rendered.text for _, rendered in self.texts]
+        self.pending = (self.texts, self.thread.submit(self.encoder.tokenizer.encode_batch, texts))
+        self.texts, self.characters = [], 0
+
+    def finish(self) -> None:
+        if self.pending is None:
+            return
+        batch, encoded = self.pending
+        for (row, rendered), encoding in zip(batch, encoded.result(), strict=True):
+            tokens = np.asarray(encoding.ids, dtype=np.int32)
+            self.writer.append(tokens, mask_of(encoding, rendered), row=row)
+        self.pending = None
+
+    def facts(self) -> dict[str, Any]:
+        return {"rows": self.num_rows, "empty": self.num_empty, "unlocated_answers": self.num_unlocated}
+
+
+def encode_source(
+    source: Source, encoder: Encoder, writer: StoreWriter, *, limit: int, progress: OnProgress | None
+) -> dict[str, Any]:
+    """Write every row, or the first `limit` where it is not -1. Returns what was counted on the way."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        run = _Pass(writer=writer, encoder=encoder, thread=thread)
+        _read(source, run, limit=limit, progress=progress)
+        run.flush()
+        run.finish()
+    if progress is not None:
+        progress(source.size_bytes, source.size_bytes, writer.num_examples)
+    _check_any(source, run)
+    return run.facts()
+
+
+def _read(source: Source, run: _Pass, *, limit: int, progress: OnProgress | None) -> None:
+    total = source.size_bytes
+    reported = time.monotonic()
+    for part, found, done in source.rows():
+        if run.num_rows == limit:
+            return
+        try:
+            run.take(found.row)
+        except UserError as error:
+            raise UserError(
+                f"{part.place(found.number)}: {error.asked}", why=error.why, do=error.do
+            ) from error
+        if progress is not None and time.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
+            reported = time.monotonic()
+            progress(done, total, run.writer.num_examples)
+
+
+def source_format(source: Source, *, asked: str) -> str:
+    """The format of a source: as asked, as its name says, or by the columns of its first row."""
+    first = first_row(source)
+    if asked == "auto" and source.form != "auto":
+        asked = source.form
+    return recognise(first, asked=asked, source=source.name)
+
+
+def first_row(source: Source) -> Row:
+    rows: Iterator[Any] = source.rows()
+    for _, found, _ in rows:
+        return found.row
+    raise UserError(f"The data set {source.name} is empty.", do="give it at least one row")
+
+
+def _check_any(source: Source, run: _Pass) -> None:
+    if run.num_rows and run.num_empty == run.num_rows:
+        raise UserError(
+            f"Every one of the {run.num_rows} rows of {source.name} has an empty answer.",
+            why=f"read as {run.encoder.form}, there is nothing to learn from.",
+            do="check the columns, or choose another --dataset_format",
+        )

@@ -1,0 +1,121 @@
+"""Data sets of the Hugging Face hub, read through `datasets`; code that a data set brings along is never run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from crosstune.core.errors import UserError
+from crosstune.data.files import INSTALL_DATA, Found
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+
+HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubPart:
+    """One split of a data set of the hub, memory-mapped by `datasets`."""
+
+    repo: str
+    split: str
+    data: Dataset
+
+    @property
+    def name(self) -> str:
+        return self.repo
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self.data.data.nbytes)
+
+    def place(self, number: int) -> str:
+        return f"Row {number} of {self.repo} ({self.split})"
+
+    def digest(self) -> str:
+        """sha256 of the rows as JSON: the same on every machine, whatever its versions of the libraries."""
+        total = hashlib.sha256()
+        for found in self.rows():
+            total.update(json.dumps(found.row, sort_keys=True, default=str).encode())
+        return total.hexdigest()
+
+    def rows(self) -> Iterator[Found]:
+        size, total = self.size_bytes, len(self.data)
+        for number, row in enumerate(self.data, start=1):
+            yield Found(row, number, size * number // total)
+
+
+def open_hub(repo: str, *, known: str) -> dict[str, HubPart]:
+    """Split name -> its rows. `known` says which names exist beside the hub, for an id that is not there."""
+    data = _load(repo, known=known)
+    parts = {}
+    for split, rows in data.items():
+        _refuse_media(repo, rows)
+        parts[str(split)] = HubPart(repo=repo, split=str(split), data=rows)
+    return parts
+
+
+def _load(repo: str, *, known: str) -> DatasetDict:
+    try:
+        import datasets
+        from datasets.exceptions import DatasetNotFoundError, DatasetsError
+    except ImportError as error:
+        raise UserError(
+            f"Cannot read the data set '{repo}' of the hub.",
+            why="it needs the library `datasets`.",
+            do=f"run: {INSTALL_DATA}",
+        ) from error
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(repo)
+    except DatasetNotFoundError as error:
+        raise _missing(repo, error, known=known) from error
+    except (OfflineModeIsEnabled, ConnectionError, OSError) as error:
+        raise UserError(
+            f"The data set '{repo}' cannot be fetched from the hub, and it is not on this machine.",
+            why=_line(error),
+            do="check the connection, or download it elsewhere and give the path of its files",
+        ) from error
+    except (HfHubHTTPError, DatasetsError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"The data set '{repo}' cannot be read.",
+            why=_line(error),
+            do="download its files and give their path; data sets that bring their own code are not run",
+        ) from error
+
+
+def _missing(repo: str, error: Exception, *, known: str) -> UserError:
+    words = str(error).lower()
+    if "gated" in words:
+        return UserError(
+            f"The data set '{repo}' is gated.",
+            why=_line(error),
+            do=f"accept its terms at https://huggingface.co/datasets/{repo}, then run: hf auth login",
+        )
+    return UserError(
+        f"There is no data set '{repo}'.",
+        why=f"it is neither a file here nor on the hub, or it is private: {_line(error)}",
+        do=f"give the path of a file or folder, a hub id, or a known name: {known}",
+    )
+
+
+def _refuse_media(repo: str, rows: Dataset) -> None:
+    media = [
+        name for name, kind in rows.features.items() if type(kind).__name__ in ("Image", "Audio", "Video")
+    ]
+    if media:
+        raise UserError(
+            f"The data set '{repo}' has columns that are not text: {', '.join(media)}.",
+            why="this kind of training reads text alone.",
+            do="use a data set of text, or save it without these columns",
+        )
+
+
+def _line(error: Any) -> str:
+    return " ".join(str(error).split())[:300]

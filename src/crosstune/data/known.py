@@ -1,0 +1,60 @@
+"""Data sets known by a short name: the bundled one, the generated one, and those of the original tool."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from crosstune.data.commands import make_commands
+from crosstune.data.files import Found, Row
+
+DUMMY = "dummy"
+DEFAULT_SAMPLES = 512
+"""Rows of `dummy` and `alpaca_sample` when nobody says how many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubName:
+    """A data set of the hub, how its rows are read, and how many of them by default (-1: all)."""
+
+    repo: str
+    form: str
+    samples: int = -1
+
+
+BUNDLED: dict[str, Callable[[str], list[dict[str, Any]]]] = {"commands": make_commands}
+HUB_NAMES = {
+    "alpaca": HubName(repo="yahma/alpaca-cleaned", form="alpaca"),
+    "alpaca_sample": HubName(repo="yahma/alpaca-cleaned", form="alpaca", samples=DEFAULT_SAMPLES),
+    "guanaco": HubName(repo="timdettmers/openassistant-guanaco", form="guanaco"),
+    "sql": HubName(repo="knowrohit07/know_sql", form="question_answer"),
+    "orca_math": HubName(repo="microsoft/orca-math-word-problems-200k", form="question_answer"),
+}
+
+
+def known_names() -> list[str]:
+    return sorted([*BUNDLED, *HUB_NAMES, DUMMY])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsPart:
+    """Rows that are in memory already."""
+
+    name: str
+    held: list[Row]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(len(repr(row)) for row in self.held)
+
+    def place(self, number: int) -> str:
+        return f"Row {number} of {self.name}"
+
+    def digest(self) -> str:
+        return hashlib.sha256(repr(self.held).encode()).hexdigest()
+
+    def rows(self) -> Iterator[Found]:
+        for number, row in enumerate(self.held, start=1):
+            yield Found(row, number, 0)

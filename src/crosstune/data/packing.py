@@ -1,0 +1,154 @@
+"""Whole documents into rows: first fit over a window of open rows, in the order of the stream."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crosstune.data.order import epoch_order
+
+OPEN_ROWS = 64
+"""Rows that are filled at the same time. More fill better and keep the documents of the stream less together."""
+
+
+class Packer:
+    """Takes documents one by one and gives rows back as they are done. All of it is in `state()`."""
+
+    def __init__(self, *, capacity: int, num_open: int = OPEN_ROWS) -> None:
+        self.capacity = capacity
+        self._rows: list[list[int]] = []
+        self._free = np.zeros(num_open, dtype=np.int64)
+
+    def add(self, document: int, length: int) -> list[list[int]]:
+        """Put a document into the first open row with room for it. Returns the rows that are done by that."""
+        assert 0 < length <= self.capacity, f"document {document} has {length} of {self.capacity} tokens"
+        done: list[list[int]] = []
+        fits = self._free[: len(self._rows)] >= length
+        place = int(fits.argmax()) if len(fits) else 0
+        if not len(fits) or not fits[place]:
+            if len(self._rows) == len(self._free):
+                done.append(self._close(0))
+            place = len(self._rows)
+            self._rows.append([])
+            self._free[place] = self.capacity
+        self._rows[place].append(document)
+        self._free[place] -= length
+        if self._free[place] == 0:
+            done.append(self._close(place))
+        return done
+
+    def flush(self) -> list[list[int]]:
+        """The rows that are still open, the oldest first."""
+        rows, self._rows = self._rows, []
+        return rows
+
+    def state(self) -> dict[str, Any]:
+        """What a JSON file can hold, from which `from_state` goes on as if nothing had happened."""
+        free = self._free[: len(self._rows)].tolist()
+        return {
+            "capacity": self.capacity,
+            "num_open": len(self._free),
+            "rows": [list(row) for row in self._rows],
+            "free": free,
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Packer:
+        packer = cls(capacity=state["capacity"], num_open=state["num_open"])
+        packer._rows = [list(row) for row in state["rows"]]
+        packer._free[: len(packer._rows)] = state["free"]
+        return packer
+
+    def _close(self, place: int) -> list[int]:
+        row = self._rows.pop(place)
+        self._free[place : len(self._rows)] = self._free[place + 1 : len(self._rows) + 1]
+        return row
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedRows:
+    """Rows of documents as two flat arrays."""
+
+    documents: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def row(self, number: int) -> NDArray[np.int64]:
+        start = int(self.ends[number - 1]) if number else 0
+        return self.documents[start : int(self.ends[number])]
+
+
+def pack(order: NDArray[np.int64], lengths: NDArray[np.int64], *, capacity: int) -> PackedRows:
+    """All rows of a stream of documents: `order` names them, `lengths[d]` is the length of document d."""
+    packer = Packer(capacity=capacity)
+    documents, ends = array("q"), array("q")
+
+    def emit(rows: Iterable[list[int]]) -> None:
+        for row in rows:
+            documents.extend(row)
+            ends.append(len(documents))
+
+    for document in order:
+        emit(packer.add(int(document), int(lengths[document])))
+    emit(packer.flush())
+    return PackedRows(
+        documents=np.frombuffer(documents, dtype=np.int64), ends=np.frombuffer(ends, dtype=np.int64)
+    )
+
+
+class PackedOrder:
+    """The rows of all epochs, one after the other. Each epoch is packed by itself, from its own order of documents,
+    so any row follows from seed and position alone."""
+
+    def __init__(self, lengths: NDArray[np.int64], *, capacity: int, seed: int) -> None:
+        self.lengths, self.capacity, self.seed = lengths, capacity, seed
+        self._counts: list[int] = []
+        self._packed: dict[int, PackedRows] = {}
+
+    def epoch(self, number: int) -> PackedRows:
+        if number not in self._packed:
+            order = epoch_order(len(self.lengths), seed=self.seed, epoch=number)
+            packed = pack(order, self.lengths, capacity=self.capacity)
+            # A step touches at most the end of one epoch and the start of the next, unless epochs are tiny.
+            self._packed = {key: rows for key, rows in self._packed.items() if key >= number - 1} | {
+                number: packed
+            }
+        return self._packed[number]
+
+    def num_rows(self, num_epochs: float, *, at_most: int | None = None) -> int:
+        """Rows of so many passes; counting stops at `at_most`."""
+        total = 0
+        for number in range(math.ceil(num_epochs)):
+            share = min(1.0, num_epochs - number)
+            total += round(self._count(number) * share)
+            if at_most is not None and total >= at_most:
+                return at_most
+        return total
+
+    def rows(self, first: int, last: int) -> list[NDArray[np.int64]]:
+        """The documents of rows `first` to `last` (not included), counted over all epochs."""
+        found: list[NDArray[np.int64]] = []
+        epoch, start = 0, 0
+        while start < last:
+            end = start + self._count(epoch)
+            places = range(max(first, start), min(last, end))
+            found += [self.epoch(epoch).row(place - start) for place in places]
+            epoch, start = epoch + 1, end
+        return found
+
+    def fill(self) -> float:
+        """How much of the rows of the first epoch is tokens."""
+        return float(self.lengths.sum()) / (self._count(0) * self.capacity)
+
+    def _count(self, epoch: int) -> int:
+        while len(self._counts) <= epoch:
+            self._counts.append(len(self.epoch(len(self._counts))))
+        return self._counts[epoch]

@@ -1,0 +1,66 @@
+"""What should be known about the data before the machine is busy with it for hours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from crosstune.core.errors import UserError
+from crosstune.data.corpus import Corpus
+
+# Below this share of supervised tokens most of the work goes into prompts that teach nothing.
+LOW_SUPERVISED_SHARE = 0.01
+
+
+def leave_out_unsupervised(corpus: Corpus, *, source: str) -> tuple[Corpus, int]:
+    """A row without a supervised token teaches nothing and would make a step of nothing."""
+    taught = np.flatnonzero(corpus.num_supervised > 0)
+    if not len(taught):
+        raise UserError(
+            f"No token of {source} is supervised: there is nothing to learn.",
+            why="no row has an answer of the assistant within the context.",
+            do="check the roles of the messages, raise --context_length, or pass --train_on_prompt",
+        )
+    return corpus.part(taught), len(corpus) - len(taught)
+
+
+def num_shared(train: Corpus, held_out: Corpus) -> int:
+    """Held-out examples that are in the training data too, and so measure memory."""
+    return int(np.isin(held_out.hashes(), train.hashes()).sum())
+
+
+def warnings_of(train: dict[str, Any], *, num_shared: int) -> Sequence[str]:
+    """What someone should look at before the machine is busy for hours."""
+    examples = train["examples"]
+    rows = (
+        (train["empty_answers"], f"{train['empty_answers']:,} rows have an empty answer and are left out"),
+        (
+            train["without_answer"],
+            f"{train['without_answer']:,} rows have no answer within the context and are left out",
+        ),
+        (
+            train["unlocated_answers"],
+            f"{train['unlocated_answers']:,} answers are changed by the chat template so much that they cannot be "
+            "located; they carry no loss",
+        ),
+        (
+            train["cut_examples"],
+            f"{train['cut_examples']:,} of {examples:,} examples are cut, by {train['cut_tokens']:,} tokens in all",
+        ),
+        (
+            train["dropped_examples"],
+            f"{train['dropped_examples']:,} examples are longer than the context and are left out",
+        ),
+        (
+            train["duplicates"],
+            f"{train['duplicates']:,} of {examples:,} examples are copies of another one",
+        ),
+        (num_shared, f"{num_shared:,} held-out examples are also in the training data"),
+        (
+            train["supervised_share"] < LOW_SUPERVISED_SHARE,
+            f"only {train['supervised_share']:.2%} of the tokens are supervised",
+        ),
+    )
+    return [f"{sentence}." for holds, sentence in rows if holds]

@@ -1,0 +1,154 @@
+"""Tokens of a whole data set as flat arrays: written once from front to back, read at random, in memory or on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crosstune.core.protocols import IntArray
+
+_BLOCK_EXAMPLES = 4096
+
+# Array -> its type on disk. An example's tokens are `tokens[ends[i - 1]:ends[i]]`.
+ARRAYS: Mapping[str, str] = {
+    "tokens": "<i4",
+    "supervised": "|b1",
+    "ends": "<i8",
+    "rows": "<i8",
+    "hashes": "<u8",
+    "num_supervised": "<i4",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileArray:
+    """Slices of an array on disk, each read when it is asked for. A map of the file would do the same, but what has
+    been read of it would count as memory of the process until the system wants it back."""
+
+    path: Path
+    kind: str
+
+    def __getitem__(self, places: slice) -> NDArray[Any]:
+        item = np.dtype(self.kind).itemsize
+        return np.fromfile(
+            self.path, dtype=self.kind, count=places.stop - places.start, offset=places.start * item
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStore:
+    tokens: IntArray | FileArray
+    supervised: NDArray[np.bool_] | FileArray
+    ends: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    """For each example the number of its row in the source, from 0."""
+    hashes: NDArray[np.uint64]
+    num_supervised: NDArray[np.int32]
+    """Tokens that carry loss; the first of an example has nothing before it to be predicted from."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What was seen while writing: rows read, rows left out."""
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.ends, prepend=0)
+
+    def num_supervised_within(self, limit: int) -> NDArray[np.int64]:
+        """Tokens that carry loss among the first `limit` of each example."""
+        counts = np.array(self.num_supervised, dtype=np.int64)
+        lengths = self.lengths()
+        for first in range(0, len(self), _BLOCK_EXAMPLES):
+            block = slice(first, first + _BLOCK_EXAMPLES)
+            long = np.flatnonzero(lengths[block] > limit) + first
+            if not len(long):
+                continue
+            begin = int(self.ends[first] - lengths[first])
+            marks = np.asarray(self.supervised[begin : int(self.ends[block][-1])])
+            sums = np.concatenate([[0], np.cumsum(marks)])
+            starts = self.ends[long] - lengths[long] - begin
+            counts[long] = sums[starts + limit] - sums[starts + 1]
+        return counts
+
+    def read(self, example: int, *, limit: int) -> tuple[IntArray, NDArray[np.bool_]]:
+        """The first `limit` tokens of an example, and their mask."""
+        start = int(self.ends[example - 1]) if example else 0
+        end = min(int(self.ends[example]), start + limit)
+        return np.array(self.tokens[start:end]), np.array(self.supervised[start:end])
+
+
+class StoreWriter:
+    """Appends examples to the files of a store."""
+
+    def __init__(self, files: Mapping[str, BinaryIO]) -> None:
+        self.files = files
+        self.num_examples = 0
+        self.num_tokens = 0
+
+    def append(self, tokens: IntArray, supervised: NDArray[np.bool_], *, row: int) -> None:
+        written = tokens.astype("<i4", copy=False).tobytes()
+        self.num_examples += 1
+        self.num_tokens += len(tokens)
+        self.files["tokens"].write(written)
+        self.files["supervised"].write(supervised.tobytes())
+        self.files["ends"].write(self.num_tokens.to_bytes(8, "little"))
+        self.files["rows"].write(row.to_bytes(8, "little"))
+        self.files["hashes"].write(hashlib.blake2b(written, digest_size=8).digest())
+        self.files["num_supervised"].write(int(supervised[1:].sum()).to_bytes(4, "little"))
+
+
+class MemoryFiles:
+    """The files of a store that never reaches a disk."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, BinaryIO] = {name: io.BytesIO() for name in ARRAYS}
+
+    def to_store(self, facts: Mapping[str, Any]) -> TokenStore:
+        arrays: dict[str, Any] = {
+            name: np.frombuffer(file.getbuffer(), dtype=ARRAYS[name])  # type: ignore[attr-defined]
+            for name, file in self.files.items()
+        }
+        return TokenStore(**arrays, facts=facts)
+
+
+class DiskFiles:
+    """The files of a store in a folder, flushed to the disk when the block ends well."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: dict[str, BinaryIO] = {}
+        self._open = ExitStack()
+
+    def __enter__(self) -> DiskFiles:
+        for name in ARRAYS:
+            self.files[name] = self._open.enter_context((self.folder / f"{name}.bin").open("wb"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._open:
+            for file in self.files.values():
+                file.flush()
+                os.fsync(file.fileno())
+
+    def sizes(self) -> dict[str, int]:
+        return {name: (self.folder / f"{name}.bin").stat().st_size for name in ARRAYS}
+
+
+def open_store(folder: Path, facts: Mapping[str, Any]) -> TokenStore:
+    """A store on disk: tokens are read as they are needed, what is known about the examples is mapped."""
+    arrays: dict[str, Any] = {
+        name: FileArray(path=folder / f"{name}.bin", kind=kind)
+        if name in ("tokens", "supervised")
+        else np.memmap(folder / f"{name}.bin", dtype=kind, mode="r")
+        for name, kind in ARRAYS.items()
+    }
+    return TokenStore(**arrays, facts=facts)

@@ -1,0 +1,141 @@
+"""What was trained, or any model, in the forms of other tools: written, read back and compared."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from crosstune.core.protocols import Observer
+from crosstune.core.record import write_json
+from crosstune.likeness import Opened, chat_problems, folder_logits, judge, refuse_unverified
+from crosstune.models.quantized_folder import RECORD as QUANTIZATION_RECORD
+from crosstune.models.quantized_folder import read_quantization
+from crosstune.models.staged import Stage, check_out, staged
+from crosstune.results import (
+    RECORD,
+    Request,
+    default_out,
+    dense_bytes,
+    merge_into,
+    open_request,
+    show_bytes,
+    stored_word,
+)
+
+if TYPE_CHECKING:
+    from crosstune.torch_engine.verify import Logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """The form of an export. `bits` and `group_size` are for MLX (16 bits: not quantized), `kind` for GGUF."""
+
+    to: str
+    bits: int = 16
+    group_size: int = 64
+    kind: str = "auto"
+
+
+def export(request: Request, form: Form, *, observer: Observer) -> dict[str, Any]:
+    """Write what was trained, or any model, for another tool; reload it and compare."""
+    write = {"hf": _write_hf, "mlx": _write_mlx, "gguf": _write_gguf}[form.to]
+    opened, warnings = open_request(request, observer)
+    out = request.out or default_out(opened.trained, form.to)
+    check_out(out)
+    num_copies = 1 if form.to == "hf" else 2
+    with staged(out, need_bytes=num_copies * dense_bytes(opened.model.path, request.dtype)) as stage:
+        source, expected, report = _dense_source(stage, opened, request, observer)
+        report |= write(stage, source, opened, expected, form, observer)
+        report |= {"to": form.to, "warnings": warnings}
+        problems = [
+            *report.pop("problems", ()),
+            *chat_problems(opened.model.path, report.pop("reread", stage.result)),
+        ]
+        write_json(stage.result / RECORD, {"exported": report})
+        refuse_unverified(report | {"problems": problems}, out)
+    return report | {"path": str(out)}
+
+
+def _dense_source(
+    stage: Stage, opened: Opened, request: Request, observer: Observer
+) -> tuple[Path, Logits, dict[str, Any]]:
+    """A plain folder of what was trained, and the logits it should have."""
+    if opened.trained.adapter is not None:
+        folder = stage.scratch / "merged"
+        report, expected = merge_into(folder, opened, request, observer)
+        return folder, expected, report
+    folder, expected = opened.model.path, folder_logits(opened.model.path, opened)
+    if request.dtype != "auto" or read_quantization(folder) is not None:
+        from crosstune.torch_engine import convert
+        from crosstune.torch_engine.merge import DTYPES, Base
+
+        base, folder = Base(folder=folder), stage.scratch / "plain"
+        on_read = show_bytes(observer, "read", opened.trained.base)
+        convert.write_dense(folder, base, dtype=DTYPES.get(request.dtype), on_read=on_read)
+    return folder, expected, {"model": opened.trained.base, "dtype": stored_word(folder)}
+
+
+def _write_hf(
+    stage: Stage, source: Path, opened: Opened, expected: Logits, form: Form, observer: Observer
+) -> dict[str, Any]:
+    from crosstune.torch_engine.verify import compare
+
+    if source.is_relative_to(stage.scratch):
+        source.rename(stage.result)
+    else:
+        _copy_model(source, stage.result)
+    found = folder_logits(stage.result, opened)
+    return judge(compare(expected, found), opened.precision, stored_word(stage.result))
+
+
+def _write_mlx(
+    stage: Stage, source: Path, opened: Opened, expected: Logits, form: Form, observer: Observer
+) -> dict[str, Any]:
+    from crosstune.mlx_engine.export import convert_folder, folder_logits
+    from crosstune.torch_engine.verify import compare
+
+    convert_folder(source, stage.result, bits=form.bits, group_size=form.group_size)
+    found = folder_logits(stage.result, opened.prompts)
+    formats = [stored_word(source)] if form.bits == 16 else [str(form.bits)]
+    return {"n_bits": form.bits} | judge(compare(expected, found), opened.precision, *formats)
+
+
+def _write_gguf(
+    stage: Stage, source: Path, opened: Opened, expected: Logits, form: Form, observer: Observer
+) -> dict[str, Any]:
+    """Checked twice: through transformers' reader and through crosstune's own."""
+    from crosstune.models import gguf, gguf_writer
+    from crosstune.torch_engine.verify import compare
+
+    kind = (
+        {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}[stored_word(source)]
+        if form.kind == "auto"
+        else form.kind
+    )
+    stage.result.mkdir()
+    name = f"model-{kind}.gguf"
+    show = show_bytes(observer, "write", name)
+    gguf_writer.write_gguf(
+        source, stage.result / name, kind=kind, progress=lambda _, done, total: show(done, total)
+    )
+    word = {"f32": "fp32", "f16": "fp16"}.get(kind, kind)
+    report = judge(compare(expected, folder_logits(stage.result, opened, gguf=name)), opened.precision, word)
+    reread = stage.scratch / "reread"
+    reread.mkdir()
+    gguf.convert(stage.result / name, reread)
+    own = judge(compare(expected, folder_logits(reread, opened)), opened.precision, word, "bf16")
+    problems = [] if own["verified"] else ["crosstune's own GGUF reader finds other weights in it"]
+    return report | {"kind": kind, "file": name, "own_reader": own, "problems": problems, "reread": reread}
+
+
+def _copy_model(source: Path, target: Path) -> None:
+    target.mkdir()
+    for path in sorted(source.iterdir()):
+        if (
+            path.is_file()
+            and not path.name.startswith(".")
+            and path.name not in (RECORD, QUANTIZATION_RECORD)
+        ):
+            shutil.copy2(path, target / path.name)

@@ -1,0 +1,145 @@
+"""Whether a result does what was trained: logits on a few prompts, the rendered chat, the first and last token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from crosstune.config.load import load_config, make_config
+from crosstune.config.plan import Plan
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import Observer
+from crosstune.data.chat import encode_prompt, render
+from crosstune.data.tokenizer import Tokenizer
+from crosstune.models.locate import ModelFolder
+from crosstune.models.quantized_folder import read_quantization
+from crosstune.models.staged import Unverified, unverified_path
+from crosstune.run import find_model, make_plan, open_session
+from crosstune.trained import Trained, quantization_options
+
+if TYPE_CHECKING:
+    from crosstune.torch_engine.verify import Agreement, Logits
+
+_PROMPTS = (
+    "What is the capital of France?",
+    "Turn on the light in the kitchen at seven, and play some music after that.",
+    "Write three short sentences about the sea, one for each of the colours blue, green and grey.",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A trained thing with its base found on this machine, and what it is asked to compare it by."""
+
+    trained: Trained
+    plan: Plan
+    model: ModelFolder
+    prompts: list[list[int]]
+
+    @property
+    def precision(self) -> str:
+        return self.plan.precision
+
+
+def open_trained(trained: Trained, *, backend: str, observer: Observer) -> Opened:
+    if backend == "auto":
+        backend = load_config().backend  # which the environment may name
+    plan = make_plan(make_config(**trained.options(), backend=backend))
+    if trained.adapter is None and plan.backend.name == "cpu":
+        # It costs no more memory than autocast, and rounding does not hide what is to be seen.
+        plan = _plan_like(plan, trained.options() | {"precision": "fp32"})
+    model = find_model(plan.config, observer)
+    return Opened(trained=trained, plan=plan, model=model, prompts=make_prompts(model.path))
+
+
+def make_prompts(folder: Path) -> list[list[int]]:
+    tokenizer = Tokenizer.from_folder(folder)
+    return [encode_prompt([{"role": "user", "content": text}], tokenizer) for text in _PROMPTS]
+
+
+def trained_logits(opened: Opened, *, quantized: bool = True, folder: Path | None = None) -> Logits:
+    """Logits of the adapter over its base, opened as for training; `folder` takes the place of the base's."""
+    from crosstune.torch_engine.verify import session_logits
+
+    options = opened.trained.options(quantized=quantized) | {"precision": opened.precision}
+    model = opened.model if folder is None else replace(opened.model, path=folder)
+    session: Any = open_session(_plan_like(opened.plan, options), model, trained=False)
+    return session_logits(session, opened.prompts)
+
+
+def folder_logits(folder: Path, opened: Opened, *, gguf: str | None = None) -> Logits:
+    """Logits of a model folder, as transformers loads it or, where its weights are quantized, as training does."""
+    from crosstune.torch_engine import verify
+    from crosstune.torch_engine.device import open_device
+    from crosstune.torch_engine.precision import PRECISIONS
+
+    held = None if gguf else read_quantization(folder)
+    if held is None:
+        device = open_device(opened.plan.backend)
+        precision = PRECISIONS[opened.precision]
+        return verify.folder_logits(folder, opened.prompts, precision=precision, device=device, gguf=gguf)
+    plan = quantized_plan(opened, held.spec, folder=folder)
+    model = ModelFolder(name=str(folder), path=folder, source="folder")
+    session: Any = open_session(plan, model, trained=False)
+    return verify.session_logits(session, opened.prompts)
+
+
+def quantized_plan(opened: Opened, spec: Mapping[str, Any], *, folder: Path) -> Plan:
+    """The plan to open a folder of quantized weights; an error where its quantizer does not run."""
+    options = quantization_options(spec) | {"train_type": "lora", "model_name": str(folder)}
+    plan = _plan_like(opened.plan, options | {"precision": opened.precision})
+    if plan.quantizer != spec["quantizer"]:
+        raise UserError(
+            f"{spec['quantizer']} with {spec['bits']} bits does not run on {plan.backend.name} here.",
+            do=f"pip install 'crosstune[{spec['quantizer']}]', or see what does: crosstune doctor",
+        )
+    return plan
+
+
+def judge(agreement: Agreement, *formats: str) -> dict[str, Any]:
+    """The agreement with its bound, which is that of the coarsest of the number formats involved."""
+    from crosstune.torch_engine.verify import BOUNDS
+
+    bound = max(BOUNDS.get(word.partition("_")[0] if word not in BOUNDS else word, 1.0) for word in formats)
+    return {"agreement": agreement.to_json(), "bound": bound, "verified": agreement.relative <= bound}
+
+
+def refuse_unverified(report: Mapping[str, Any], out: Path) -> None:
+    problems = list(report.get("problems", ()))
+    if not report["verified"]:
+        problems.append(
+            f"its logits are {report['agreement']['relative']:.2g} away from those of the trained model (relative), "
+            f"beyond the bound of {report['bound']:g}"
+        )
+    if problems:
+        raise Unverified(
+            f"The result does not do what was trained; it is kept as {unverified_path(out)}.",
+            why="; ".join(problems) + ".",
+            do="do not use that folder; report it with these numbers",
+        )
+
+
+def chat_problems(before: Path, after: Path) -> list[str]:
+    """What an exported tokenizer does otherwise."""
+    old, new = Tokenizer.from_folder(before), Tokenizer.from_folder(after)
+    turns = [
+        {"role": "user", "content": _PROMPTS[0]},
+        {"role": "assistant", "content": "Paris."},
+        {"role": "user", "content": _PROMPTS[1]},
+    ]
+    problems = []
+    if render(turns, old, add_generation_prompt=True) != render(turns, new, add_generation_prompt=True):
+        problems.append("the chat template renders otherwise")
+    if make_prompts(before) != make_prompts(after):
+        problems.append("the tokens of a prompt differ")
+    for role, ours, theirs in (("bos", old.bos_token, new.bos_token), ("eos", old.eos_token, new.eos_token)):
+        if ours != theirs:
+            problems.append(f"the {role} token is {theirs!r} instead of {ours!r}")
+    return problems
+
+
+def _plan_like(plan: Plan, options: Mapping[str, Any]) -> Plan:
+    """Other options on the backend of a plan. The machine is looked at again: they may need quantizers."""
+    return make_plan(make_config(**options, backend=plan.backend.name))

@@ -1,0 +1,243 @@
+"""The folder of a Llama model turned into a GGUF file, one tensor at a time, with numpy alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crosstune.core.errors import UserError
+from crosstune.models.folder import read_config, weight_files
+from crosstune.models.gguf import ARCHITECTURES, require_gguf
+from crosstune.models.gguf_tokenizer import PRE_TOKENIZERS
+from crosstune.models.progress import Progress, silent
+from crosstune.models.weights import read_header
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+KINDS = ("f32", "f16", "bf16", "q8_0")
+_FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+_NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+
+
+def write_gguf(folder: Path, path: Path, *, kind: str, progress: Progress = silent) -> None:
+    """Write the model of a plain folder as one GGUF file with numbers of `kind`."""
+    require_gguf(str(path))
+    from gguf import GGUFWriter
+
+    config = read_config(folder)
+    _check_config(folder, config)
+    stored = {
+        name: (file, entry) for file in weight_files(folder) for name, entry in read_header(file)[0].items()
+    }
+    if config.get("tie_word_embeddings"):
+        stored.pop("lm_head.weight", None)
+    names = _gguf_names(folder, sorted(stored), config["num_hidden_layers"])
+    writer = GGUFWriter(path, "llama")
+    _add_numbers(writer, config, kind)
+    _add_tokenizer(writer, folder, num_rows=stored["model.embed_tokens.weight"][1]["shape"][0])
+    kinds = {name: _tensor_kind(folder, name, stored[name][1]["shape"], kind) for name in names}
+    for name, gguf_name in names.items():
+        shape = stored[name][1]["shape"]
+        block, block_bytes = _block(kinds[name])
+        num_bytes = math.prod(shape) // block * block_bytes
+        writer.add_tensor_info(gguf_name, shape, np.dtype(np.float32), num_bytes, raw_dtype=kinds[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    _write_tensors(writer, stored, kinds, config, progress)
+    writer.close()
+
+
+def _write_tensors(
+    writer: GGUFWriter,
+    stored: dict[str, tuple[Path, dict[str, Any]]],
+    kinds: dict[str, Any],
+    config: dict[str, Any],
+    progress: Progress,
+) -> None:
+    from gguf.quants import quantize
+
+    spans = {name: stored[name][1]["data_offsets"] for name in kinds}
+    total, done = sum(end - start for start, end in spans.values()), 0
+    for name, kind in kinds.items():
+        values = _interleaved(_read(*stored[name]), name, config)
+        writer.write_tensor_data(np.ascontiguousarray(quantize(values, kind)))
+        done += spans[name][1] - spans[name][0]
+        progress("write", done, total)
+
+
+def _check_config(folder: Path, config: dict[str, Any]) -> None:
+    reasons = []
+    if config.get("model_type") not in ARCHITECTURES:
+        reasons.append(f"its model_type is {config.get('model_type')!r}")
+    if "quantization_config" in config:
+        reasons.append("its weights are quantized")
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        reasons.append("its layers have biases")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        reasons.append(f"its positions are scaled ({rope.get('rope_type', rope.get('type'))})")
+    if reasons:
+        raise UserError(
+            f"The model in {folder} cannot be written as GGUF.",
+            why=f"{'; '.join(reasons)}. Supported: {', '.join(ARCHITECTURES)} models without biases or scaled positions.",
+            do="use --to hf and the converter of llama.cpp",
+        )
+
+
+def _gguf_names(folder: Path, names: list[str], num_layers: int) -> dict[str, str]:
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
+    table = get_tensor_name_map(MODEL_ARCH.LLAMA, num_layers)
+    found = {name: table.get_name(name, try_suffixes=(".weight",)) for name in names}
+    unknown = [name for name, gguf_name in found.items() if gguf_name is None]
+    if unknown:
+        raise UserError(
+            f"The model in {folder} cannot be written as GGUF.",
+            why=f"a Llama model has no {', '.join(unknown[:3])}.",
+        )
+    return {name: str(gguf_name) for name, gguf_name in found.items()}
+
+
+def _add_numbers(writer: GGUFWriter, config: dict[str, Any], kind: str) -> None:
+    from gguf import GGML_QUANT_VERSION, LlamaFileType
+
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config.get("rope_parameters") or {}
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_file_type(LlamaFileType[_FILE_TYPES[kind]])
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+
+
+def _add_tokenizer(writer: GGUFWriter, folder: Path, *, num_rows: int) -> None:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise UserError(f"{folder} has no tokenizer.json.", why="GGUF files are made from fast tokenizers.")
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    model, added = tokenizer["model"], tokenizer.get("added_tokens", [])
+    pre = _pre_tokenizer_name(folder, tokenizer)
+    ids = {**model["vocab"], **{token["content"]: token["id"] for token in added}}
+    by_id = {number: token for token, number in ids.items()}
+    marked = {token["id"]: _CONTROL if token["special"] else _USER_DEFINED for token in added}
+    # Embeddings that no token uses need names all the same.
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([by_id.get(number, f"[PAD{number}]") for number in range(num_rows)])
+    writer.add_token_types([marked.get(n, _NORMAL if n in by_id else _UNUSED) for n in range(num_rows)])
+    writer.add_token_merges(
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    )
+    settings = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+    for role, key in _ROLES.items():
+        token = settings.get(f"{role}_token")
+        token = token["content"] if isinstance(token, dict) else token
+        if token in ids:
+            writer.add_uint32(f"tokenizer.ggml.{key}_token_id", ids[token])
+    writer.add_add_bos_token(_adds_bos(tokenizer, ids, settings))
+    template = _chat_template(folder, settings)
+    if template:
+        writer.add_chat_template(template)
+
+
+def _pre_tokenizer_name(folder: Path, tokenizer: dict[str, Any]) -> str:
+    """How text is cut before the merges. Under a wrong name, other programs would cut it otherwise."""
+    pre = tokenizer.get("pre_tokenizer") or {}
+    parts = pre["pretokenizers"] if pre.get("type") == "Sequence" else [pre]
+    kinds = [part.get("type") for part in parts]
+    byte_level = parts[-1].get("use_regex", True) and not parts[-1].get("add_prefix_space")
+    if tokenizer["model"].get("type") == "BPE" and byte_level and tokenizer.get("normalizer") is None:
+        if kinds == ["ByteLevel"]:
+            return "gpt-2"
+        if kinds == ["Digits", "ByteLevel"] and parts[0].get("individual_digits"):
+            return "smollm"
+    raise UserError(
+        f"The tokenizer in {folder} cannot be written as GGUF.",
+        why=f"it cuts text with {kinds}; these ways can be written: byte-level BPE as in {', '.join(PRE_TOKENIZERS)}.",
+        do="use --to hf and the converter of llama.cpp",
+    )
+
+
+def _adds_bos(tokenizer: dict[str, Any], ids: dict[str, int], settings: dict[str, Any]) -> bool:
+    from tokenizers import Tokenizer
+
+    token = settings.get("bos_token")
+    token = token["content"] if isinstance(token, dict) else token
+    return token in ids and Tokenizer.from_str(json.dumps(tokenizer)).encode("a").ids[:1] == [ids[token]]
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    template = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+    return template if isinstance(template, str) else None
+
+
+def _tensor_kind(folder: Path, name: str, shape: list[int], kind: str) -> Any:
+    from gguf import GGMLQuantizationType
+
+    chosen = GGMLQuantizationType[kind.upper() if len(shape) > 1 else "F32"]
+    block = _block(chosen)[0]
+    if shape[-1] % block:
+        raise UserError(
+            f"The model in {folder} cannot be written as {kind}.",
+            why=f"rows of {name} have {shape[-1]} weights, and blocks of {kind} have {block}.",
+            do="use --gguf_type f16",
+        )
+    return chosen
+
+
+def _block(kind: Any) -> tuple[int, int]:
+    """Weights of a block, and its bytes."""
+    from gguf import GGML_QUANT_SIZES
+
+    weights, num_bytes = GGML_QUANT_SIZES[kind]
+    return weights, num_bytes
+
+
+def _read(file: Path, entry: dict[str, Any]) -> NDArray[np.float32]:
+    dtype = _NUMPY.get(entry["dtype"])
+    if dtype is None:
+        raise UserError(
+            f"{file} holds numbers of the type {entry['dtype']}.", why="GGUF files are made from floats."
+        )
+    start, end = entry["data_offsets"]
+    with file.open("rb") as stream:
+        offset = 8 + int.from_bytes(stream.read(8), "little")
+        values = np.fromfile(stream, dtype, (end - start) // dtype.itemsize, offset=offset + start - 8)
+    if entry["dtype"] == "BF16":
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32, copy=False).reshape(entry["shape"])
+
+
+def _interleaved(values: NDArray[np.float32], name: str, config: dict[str, Any]) -> NDArray[np.float32]:
+    """llama.cpp rotates neighbouring rows of a head, Hugging Face its first half with its second."""
+    heads = config["num_attention_heads"]
+    if name.endswith("k_proj.weight"):
+        heads = config.get("num_key_value_heads") or heads
+    elif not name.endswith("q_proj.weight"):
+        return values
+    halves = values.reshape(heads, 2, -1, values.shape[1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -1,0 +1,94 @@
+"""What a folder of already quantized weights says about itself: crosstune's own kind, and bitsandbytes' 4 bits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from crosstune.core.errors import UserError
+from crosstune.models.folder import read_config, weight_files
+from crosstune.models.weights import read_header
+
+RECORD = "crosstune_quantization.json"
+OWN_METHOD = "crosstune"
+FORMAT = 1
+_PACKED_STATE = ".weight.quant_state.bitsandbytes__"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderQuantization:
+    """`spec` has the fields of the torch engine's QuantSpec."""
+
+    spec: dict[str, Any]
+    own: bool
+    dtype: str
+    """In which the dense weights are computed with, as torch spells it."""
+    layers: dict[str, dict[str, Any]]
+    """Shape and what else is not a tensor, by layer."""
+    original: dict[str, Any] | None = field(default=None)
+    """Name, path and identity of the weights that were quantized, where they are on record."""
+
+
+def read_quantization(folder: Path) -> FolderQuantization | None:
+    """None for a folder of plain weights, and for kinds of quantization that only transformers knows."""
+    if (folder / RECORD).is_file():
+        return _read_own(folder / RECORD)
+    config = read_config(folder)
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict) or not quantization.get("load_in_4bit"):
+        return None
+    layers = _read_packed_states(folder)
+    if not layers:
+        raise UserError(
+            f"{folder} says that it holds 4-bit weights, and its files hold none.",
+            why=f"no tensor is named *{_PACKED_STATE}nf4 or fp4.",
+            do="download or copy the model again",
+        )
+    first = next(iter(layers.values()))
+    return FolderQuantization(
+        spec={
+            "quantizer": "bnb",
+            "bits": 4,
+            "group_size": first["blocksize"],
+            "kind": first["quant_type"],
+            "double": "nested_blocksize" in first,
+        },
+        own=False,
+        dtype=quantization.get("bnb_4bit_compute_dtype") or config.get("dtype") or "bfloat16",
+        layers=layers,
+    )
+
+
+def _read_own(path: Path) -> FolderQuantization:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["format"] != FORMAT:
+            raise UserError(
+                f"{path} has the format {record['format']}.", why=f"this crosstune reads format {FORMAT}."
+            )
+        return FolderQuantization(
+            spec=record["spec"],
+            own=True,
+            dtype=record["dtype"],
+            layers=record["layers"],
+            original=record.get("original"),
+        )
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{path} cannot be read.", why=str(error), do="convert the model again") from error
+
+
+def _read_packed_states(folder: Path) -> dict[str, dict[str, Any]]:
+    """bitsandbytes keeps what is not a tensor as JSON in one."""
+    layers: dict[str, dict[str, Any]] = {}
+    for path in weight_files(folder):
+        header, raw = read_header(path)
+        with path.open("rb") as file:
+            for name, entry in header.items():
+                layer, found, _ = name.partition(_PACKED_STATE)
+                if found:
+                    start, end = entry["data_offsets"]
+                    file.seek(len(raw) + start)
+                    layers[layer] = json.loads(file.read(end - start))
+    return layers

@@ -1,0 +1,128 @@
+"""A model folder rewritten with its weights quantized, quantized otherwise, or dense; and the error that this makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from crosstune.torch_engine import export
+from crosstune.torch_engine.load import quantizable_layers, read_config
+from crosstune.torch_engine.merge import Base, OnRead, base_tensors, stored_dtypes, weight_shapes
+from crosstune.torch_engine.prequantized import (
+    Prequantized,
+    own_config,
+    pieces,
+    read_prequantized,
+    write_record,
+)
+from crosstune.torch_engine.quantized import QuantSpec, open_quantizer
+
+
+@dataclass
+class WeightErrors:
+    """Norms of the differences to the reference over norms of the reference, summed over layers."""
+
+    worst: float = 0.0
+    worst_layer: str = ""
+    _error: float = 0.0
+    _whole: float = 0.0
+
+    def add(self, layer: str, weight: torch.Tensor, reference: torch.Tensor) -> None:
+        error = float(((weight.double() - reference.double()) ** 2).sum())
+        whole = float((reference.double() ** 2).sum())
+        self._error, self._whole = self._error + error, self._whole + whole
+        share = (error / whole) ** 0.5 if whole else 0.0
+        if share > self.worst:
+            self.worst, self.worst_layer = share, layer
+
+    @property
+    def relative(self) -> float:
+        return (self._error / self._whole) ** 0.5 if self._whole else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {"relative": self.relative, "worst": self.worst, "worst_layer": self.worst_layer}
+
+
+@dataclass
+class Conversion:
+    """Weights on their way from `start` to their new form, measured as they pass."""
+
+    start: Base
+    spec: QuantSpec | None
+    """None: dense."""
+    dtype: torch.dtype
+    """Of dense weights in the result, and of what a quantizer keeps in floats."""
+    before: Prequantized | None = None
+    """The quantized folder that is being replaced, where the start is its original."""
+    target_errors: WeightErrors = field(default_factory=WeightErrors)
+    before_errors: WeightErrors = field(default_factory=WeightErrors)
+    layers: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def write(
+        self,
+        folder: Path,
+        *,
+        tokenizer: Path,
+        original: Mapping[str, Any] | None,
+        on_read: OnRead | None = None,
+    ) -> None:
+        config = read_config(self.start.folder)
+        config.dtype = self.dtype
+        if self.spec is not None:
+            self._check_shapes()
+            config.quantization_config = own_config(self.spec)
+        export.save_model(folder, config, self._tensors(on_read), base=tokenizer)
+        if self.spec is not None:
+            write_record(folder, spec=self.spec, dtype=self.dtype, layers=self.layers, original=original)
+
+    def _tensors(self, on_read: OnRead | None) -> Iterator[tuple[str, torch.Tensor]]:
+        chosen = self._chosen()
+        for name, tensor in base_tensors(self.start, on_read=on_read):
+            layer = name.removesuffix(".weight")
+            if layer not in chosen or not name.endswith(".weight"):
+                yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+                continue
+            if self.before is not None:
+                old = self.before.stored(layer, self.start.device).dequantize(torch.float32)
+                self.before_errors.add(layer, old.cpu(), tensor)
+            yield from self._convert(layer, tensor)
+
+    def _convert(self, layer: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.spec is None:
+            dense = tensor.to(self.dtype)
+            self.target_errors.add(layer, dense, tensor)
+            yield f"{layer}.weight", dense
+            return
+        stored = open_quantizer(self.spec).quantize(tensor.to(self.start.device), self.spec, self.dtype)
+        self.target_errors.add(layer, stored.dequantize(torch.float32).cpu(), tensor)
+        tensors, self.layers[layer] = pieces(stored)
+        yield from ((f"{layer}.weight.{part}", values) for part, values in tensors.items())
+
+    def _chosen(self) -> set[str]:
+        """A quantized folder keeps its choice of layers."""
+        held = self.before or read_prequantized(self.start.folder)
+        return held.layers if held is not None else quantizable_layers(self.start.folder)
+
+    def _check_shapes(self) -> None:
+        assert self.spec is not None
+        quantizer, shapes = open_quantizer(self.spec), weight_shapes(self.start.folder)
+        for layer in sorted(self._chosen()):
+            quantizer.check(self.spec, shapes[f"{layer}.weight"])
+
+
+def write_dense(
+    folder: Path, base: Base, *, dtype: torch.dtype | None, on_read: OnRead | None = None
+) -> None:
+    """A plain folder of any model, in its own number formats or in another."""
+    config, kept = read_config(base.folder), stored_dtypes(base.folder)
+    if dtype is not None:
+        config.dtype = dtype
+    tensors = (
+        (name, tensor.to(dtype or kept[name]) if tensor.is_floating_point() else tensor)
+        for name, tensor in base_tensors(base, on_read=on_read)
+    )
+    export.save_model(folder, config, tensors, base=base.folder)

@@ -1,0 +1,183 @@
+"""An adapter folded into the weights beneath it, tensor by tensor, so that memory holds one shard of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from crosstune.core.errors import UserError
+from crosstune.torch_engine import export
+from crosstune.torch_engine.load import quantizable_layers, read_config
+from crosstune.torch_engine.prequantized import Prequantized, read_prequantized
+from crosstune.torch_engine.quantized import QuantSpec, open_quantizer
+from crosstune.torch_engine.stream import Place, find_tensors, read_ahead
+
+OnRead = Callable[[int, int], None]
+"""Hears how many of how many bytes of the base are read."""
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrices:
+    a: torch.Tensor
+    b: torch.Tensor
+    magnitude: torch.Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    folder: Path
+    scale: float
+    layers: Mapping[str, Matrices]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """Weights to fold into. With `spec`, each passes through that quantization first, as it did in training."""
+
+    folder: Path
+    spec: QuantSpec | None = None
+    compute: torch.dtype = torch.float32
+    """The type that dense weights had in training."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+def read_adapter(folder: Path, settings: Mapping[str, Any]) -> Adapter:
+    path = folder / "adapter_model.safetensors"
+    if not path.is_file():
+        raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in load_file(path).items():
+        layer, found, part = name.removeprefix(export.PEFT_PREFIX).rpartition(".lora_")
+        if not found:
+            raise UserError(
+                f"The adapter {folder} holds {name}.", why="that is no part of a LoRA or DoRA layer."
+            )
+        parts.setdefault(layer, {})[part.removesuffix(".weight")] = tensor.float()
+    for layer, tensors in parts.items():
+        if not {"A", "B"} <= tensors.keys() <= {"A", "B", "magnitude_vector"}:
+            raise UserError(
+                f"The adapter {folder} has {', '.join(sorted(tensors))} for {layer}.", why="it needs A and B."
+            )
+    root = settings["r"] ** 0.5 if settings.get("use_rslora") else settings["r"]
+    return Adapter(
+        folder=folder,
+        scale=settings["lora_alpha"] / root,
+        layers={
+            layer: Matrices(a=tensors["A"], b=tensors["B"], magnitude=tensors.get("magnitude_vector"))
+            for layer, tensors in parts.items()
+        },
+    )
+
+
+def fold(weight: torch.Tensor, matrices: Matrices, *, scale: float) -> torch.Tensor:
+    """One weight that does what the frozen one and its adapter do together, in fp32."""
+    merged = weight.float() + scale * (matrices.b @ matrices.a).to(weight.device)
+    if matrices.magnitude is None:
+        return merged
+    ratio = matrices.magnitude.to(weight.device) / torch.linalg.vector_norm(merged, dim=1)
+    return ratio[:, None] * merged
+
+
+def base_tensors(base: Base, *, on_read: OnRead | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The base's tensors, dense. Those that were quantized in training are what training saw of them, in fp32."""
+    held = read_prequantized(base.folder)
+    if held is not None:
+        yield from _dense_again(held, base, on_read)
+        return
+    places = find_tensors(base.folder)
+    quantized = quantizable_layers(base.folder) if base.spec is not None else set()
+    for name, tensor in _counted(places, on_read):
+        layer = name.removesuffix(".weight")
+        if base.spec is not None and layer in quantized and name.endswith(".weight"):
+            stored = open_quantizer(base.spec).quantize(tensor.to(base.device), base.spec, base.compute)
+            yield name, stored.dequantize(base.compute).float().cpu()
+        else:
+            yield name, tensor
+
+
+def merged_tensors(
+    base: Base, adapter: Adapter, *, dtype: torch.dtype | None = None, on_read: OnRead | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the merged model. `dtype` None keeps the type in which the base's files hold each."""
+    check_fit(base, adapter)
+    kept = stored_dtypes(base.folder)
+    for name, tensor in base_tensors(base, on_read=on_read):
+        matrices = adapter.layers.get(name.removesuffix(".weight"))
+        if matrices is not None and name.endswith(".weight"):
+            tensor = fold(tensor.to(base.device), matrices, scale=adapter.scale).cpu()
+        yield name, tensor.to(dtype or kept[name]) if tensor.is_floating_point() else tensor
+
+
+def write_merged(
+    folder: Path,
+    base: Base,
+    adapter: Adapter,
+    *,
+    dtype: torch.dtype | None = None,
+    on_read: OnRead | None = None,
+) -> None:
+    """A model folder that transformers loads, in shards."""
+    config = read_config(base.folder)
+    if dtype is not None:
+        config.dtype = dtype
+    export.save_model(
+        folder, config, merged_tensors(base, adapter, dtype=dtype, on_read=on_read), base=base.folder
+    )
+
+
+def check_fit(base: Base, adapter: Adapter) -> None:
+    """Every matrix of the adapter must have its weight in the base's files."""
+    shapes = weight_shapes(base.folder)
+    wrong = [
+        f"{layer} is {(matrices.b.shape[0], matrices.a.shape[1])} there and {shapes.get(layer + '.weight')} here"
+        for layer, matrices in sorted(adapter.layers.items())
+        if shapes.get(layer + ".weight") != (matrices.b.shape[0], matrices.a.shape[1])
+    ]
+    if wrong:
+        raise UserError(
+            f"The adapter {adapter.folder} does not fit the base {base.folder}.",
+            why=f"{len(wrong)} of {len(adapter.layers)} layers differ: {wrong[0]}.",
+            do="name the base that it was trained over with --base",
+        )
+
+
+def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    held = read_prequantized(folder)
+    places = find_tensors(folder) if held is None else held.dense
+    shapes = {name: place.shape for name, place in places.items()}
+    return shapes | ({f"{layer}.weight": held.shape(layer) for layer in held.layers} if held else {})
+
+
+def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """In which type a folder holds each tensor; for a quantized one, in which it was computed with."""
+    held = read_prequantized(folder)
+    if held is None:
+        return {name: place.dtype for name, place in find_tensors(folder).items()}
+    kept = {name: place.dtype for name, place in held.dense.items()}
+    return kept | {f"{layer}.weight": held.compute for layer in held.layers}
+
+
+def _dense_again(
+    held: Prequantized, base: Base, on_read: OnRead | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from _counted(held.dense, None)
+    for number, layer in enumerate(sorted(held.layers), start=1):
+        yield f"{layer}.weight", held.stored(layer, base.device).dequantize(base.compute).float().cpu()
+        if on_read is not None:
+            on_read(number * held.num_bytes // len(held.layers), held.num_bytes)
+
+
+def _counted(places: dict[str, Place], on_read: OnRead | None) -> Iterator[tuple[str, torch.Tensor]]:
+    total, done = sum(place.end - place.start for place in places.values()), 0
+    for name, tensor in read_ahead(sorted(places), places, num_workers=2):
+        yield name, tensor
+        done += places[name].end - places[name].start
+        if on_read is not None:
+            on_read(done, total)

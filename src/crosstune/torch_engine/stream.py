@@ -1,0 +1,98 @@
+"""Weights read from safetensors files one tensor at a time, so that memory holds the model and one tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from crosstune.core.errors import UserError
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_LARGEST_HEADER_BYTES = 100 * 2**20
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def find_tensors(folder: Path) -> dict[str, Place]:
+    """Every tensor of a model folder, from the headers of its files alone."""
+    places: dict[str, Place] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        places |= _read_header(file)
+    return places
+
+
+def _read_header(path: Path) -> dict[str, Place]:
+    """Plain reads instead of a memory map: mapped pages would stay in memory as long as the file is open."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(size - 8, _LARGEST_HEADER_BYTES):
+                raise ValueError(f"its header says {length} bytes")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        places = {}
+        for name, entry in header.items():
+            start, end = (8 + length + offset for offset in entry["data_offsets"])
+            if not 8 + length <= start <= end <= size:
+                raise ValueError(f"{name} lies outside the file")
+            places[name] = Place(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), start, end)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not a sound safetensors file.", why=str(error)) from error
+    return places
+
+
+def read_tensor(place: Place) -> torch.Tensor:
+    with place.file.open("rb") as file:
+        file.seek(place.start)
+        buffer = bytearray(place.end - place.start)
+        if file.readinto(buffer) != len(buffer):
+            raise UserError(f"{place.file} ends too early.", do="fetch the model again")
+    if not buffer:
+        return torch.empty(place.shape, dtype=place.dtype)
+    return torch.frombuffer(buffer, dtype=place.dtype).reshape(place.shape)
+
+
+def read_ahead(
+    names: Sequence[str], places: dict[str, Place], *, num_workers: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in the order asked, while the next `num_workers` are being read."""
+    with ThreadPoolExecutor(max_workers=num_workers) as pool:
+        waiting: list[tuple[str, Future[torch.Tensor]]] = []
+        for name in names:
+            waiting.append((name, pool.submit(read_tensor, places[name])))
+            if len(waiting) > num_workers:
+                done, future = waiting.pop(0)
+                yield done, future.result()
+                del future
+        while waiting:
+            done, future = waiting.pop(0)
+            yield done, future.result()
+            del future

@@ -1,0 +1,260 @@
+"""Folders of quantized weights: from one library to another, with the error of direct quantization, and trained over."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from crosstune.cli.main import main
+from crosstune.config.load import make_config
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import Batch
+from crosstune.data.batches import pad_rows
+from crosstune.data.chat import encode_conversation
+from crosstune.data.tokenizer import Tokenizer
+from crosstune.models.tiny import tiny_model as make_tiny
+from crosstune.run import make_plan
+from crosstune.torch_engine.prequantized import read_prequantized
+from crosstune.torch_engine.quantized import QuantLinear, QuantSpec, open_quantizer
+from crosstune.torch_engine.session import TorchSession
+from crosstune.torch_engine.stored_state import describe, restore
+from crosstune.torch_engine.stream import find_tensors, read_tensor
+
+CPU = torch.device("cpu")
+TURNS = [{"role": "user", "content": "Say blue."}, {"role": "assistant", "content": "blue it is, blue it is"}]
+KINDS = [
+    ("bnb", 4, "nf4"),
+    ("bnb", 4, "fp4"),
+    ("bnb", 8, "auto"),
+    ("hqq", 8, "auto"),
+    ("hqq", 4, "auto"),
+    ("hqq", 3, "auto"),
+    ("hqq", 2, "auto"),
+    ("hqq", 1, "auto"),
+    ("quanto", 8, "int"),
+    ("quanto", 8, "float8"),
+    ("quanto", 4, "auto"),
+    ("quanto", 2, "auto"),
+]
+
+
+@pytest.fixture(scope="module")
+def window(tiny_model: Path) -> list[Batch]:
+    example = encode_conversation(TURNS, Tokenizer.from_folder(tiny_model), index=0, whole=False)
+    return [pad_rows([example], pad_id=0)]
+
+
+@pytest.fixture(scope="module")
+def hf_bnb(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model as transformers and bitsandbytes save it in 4 bits."""
+    folder = tmp_path_factory.mktemp("models") / "hf-bnb"
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    AutoModelForCausalLM.from_pretrained(
+        tiny_model, dtype=torch.float32, quantization_config=settings
+    ).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny_model / name, folder)
+    return folder
+
+
+def convert(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["convert", *words, "--json", "--backend", "cpu"]) == 0, capsys.readouterr().err
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
+
+
+def dense(folder: Path) -> dict[str, torch.Tensor]:
+    held = read_prequantized(folder)
+    if held is None:
+        return {name: read_tensor(place) for name, place in find_tensors(folder).items()}
+    return {f"{layer}.weight": held.stored(layer, CPU).dequantize(torch.float32) for layer in held.layers}
+
+
+def direct(weights: dict[str, torch.Tensor], quantizer: str) -> dict[str, torch.Tensor]:
+    spec = QuantSpec(quantizer=quantizer, bits=4, group_size=64)
+    return {
+        name: open_quantizer(spec).quantize(weight, spec, torch.float32).dequantize(torch.float32)
+        for name, weight in weights.items()
+    }
+
+
+def relative(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+    error = sum(float(((found[name] - reference[name]) ** 2).sum()) for name in found)
+    return float((error / sum(float((reference[name] ** 2).sum()) for name in found)) ** 0.5)
+
+
+def open_session(model: Path, **options: Any) -> TorchSession:
+    asked = {"backend": "cpu", "precision": "fp32", "model_name": str(model), "train_type": "qlora"} | options
+    return TorchSession(make_plan(make_config(**asked)), model_folder=model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("quantizer", "bits", "kind"), KINDS)
+def test_a_stored_weight_survives_as_tensors_and_json(
+    quantizer: str, bits: int, kind: str, dtype: torch.dtype
+) -> None:
+    weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(2)).to(dtype)
+    spec = QuantSpec(quantizer=quantizer, bits=bits, group_size=64, kind=kind)
+    stored = open_quantizer(spec).quantize(weight, spec, dtype)
+    expected = stored.dequantize(dtype)
+    facts = json.loads(json.dumps(describe(stored)))
+    again = restore(facts, {name: tensor.clone() for name, tensor in stored.tensors().items()})
+    assert torch.equal(again.dequantize(dtype), expected)
+
+
+def test_a_bitsandbytes_folder_is_read_as_bitsandbytes_reads_it(hf_bnb: Path, tiny_model: Path) -> None:
+    held = read_prequantized(hf_bnb)
+    assert held is not None and len(held.layers) == 14
+    assert held.spec == QuantSpec(quantizer="bnb", bits=4, group_size=64, kind="nf4", double=True)
+    import bitsandbytes.functional as bnb
+
+    model = AutoModelForCausalLM.from_pretrained(hf_bnb)
+    for name, weight in dense(hf_bnb).items():
+        theirs = model.get_submodule(name.removesuffix(".weight")).weight
+        assert torch.equal(bnb.dequantize_4bit(theirs.data, theirs.quant_state).float(), weight), name
+
+
+@pytest.mark.parametrize(
+    ("to", "start"), [("hqq", "dequantized"), ("quanto", "dequantized"), ("hqq", "original")]
+)
+def test_from_bitsandbytes(
+    hf_bnb: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    to: str,
+    start: str,
+) -> None:
+    """Either way, the result is exactly what the other library makes of the weights it started from."""
+    out = tmp_path / "out"
+    original = ["--original", str(tiny_model)] if start == "original" else []
+    report = convert(capsys, str(hf_bnb), "--from", "bnb", "--to", to, "--out", str(out), *original)
+    assert report["started_from"] == start
+    quantized, plain = dense(hf_bnb), dense(tiny_model)
+    reference = {name: (plain if original else quantized)[name] for name in quantized}
+    expected = direct(reference, to)
+    found = dense(out)
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+    assert report["weights"]["after"]["relative"] == pytest.approx(relative(found, reference), rel=1e-5)
+    assert 0.05 < report["weights"]["after"]["relative"] < 0.15
+    assert report["logits"]["after"]["relative"] < 0.2
+    if original:
+        assert report["weights"]["before"]["relative"] == pytest.approx(relative(quantized, plain), rel=1e-5)
+
+
+def test_there_and_back(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """none -> hqq -> bnb -> none: from the recorded original weights, and without them."""
+    home = tmp_path / "tiny"
+    shutil.copytree(tiny_model, home)
+    convert(capsys, str(home), "--from", "none", "--to", "hqq", "--out", str(tmp_path / "hqq"))
+    report = convert(
+        capsys, str(tmp_path / "hqq"), "--from", "hqq", "--to", "bnb", "--out", str(tmp_path / "bnb")
+    )
+    assert report["started_from"] == "original" and report["reference"] == str(home)
+    plain = dense(home)
+    quantized = dense(tmp_path / "bnb")
+    expected = direct({name: plain[name] for name in quantized}, "bnb")
+    assert all(torch.equal(quantized[name], weight) for name, weight in expected.items())
+    report = convert(capsys, str(tmp_path / "bnb"), "--to", "none", "--out", str(tmp_path / "back"))
+    assert report["weights"]["after"]["relative"] == 0
+    assert all(torch.equal(weight, plain[name]) for name, weight in dense(tmp_path / "back").items())
+
+    home.rename(tmp_path / "gone")
+    report = convert(capsys, str(tmp_path / "bnb"), "--to", "none", "--out", str(tmp_path / "made"))
+    assert report["started_from"] == "dequantized" and report["logits"]["after"]["max_abs"] < 1e-5
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "made").state_dict()
+    assert all(torch.equal(made[name], weight) for name, weight in quantized.items())
+
+
+@pytest.mark.parametrize("quantizer", ["bnb", "hqq", "quanto"])
+def test_training_over_a_converted_folder_equals_quantizing_while_loading(
+    tiny_model: Path,
+    window: list[Batch],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    quantizer: str,
+) -> None:
+    convert(capsys, str(tiny_model), "--to", quantizer, "--out", str(tmp_path / "q"))
+    there = open_session(tiny_model, quantization_backend=quantizer)
+    expected = [there.step(window, lr=5e-3).loss for _ in range(4)]
+    module = open_quantizer(QuantSpec(quantizer=quantizer, bits=4, group_size=64))
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("nothing is to be quantized again")
+
+    monkeypatch.setattr(module, "quantize", refuse)
+    monkeypatch.setattr("crosstune.torch_engine.load.open_quantizer", lambda spec: module)
+    monkeypatch.setattr("crosstune.run.probe_machine", lambda **_: there.plan.machine)
+    here = open_session(tmp_path / "q", quantization_backend=quantizer)
+    assert sum(isinstance(m, QuantLinear) for m in here.model.modules()) == 14
+    assert [here.step(window, lr=5e-3).loss for _ in range(4)] == expected
+
+
+def test_an_adapter_over_a_converted_folder_merges_both_ways(
+    hf_bnb: Path, tiny_model: Path, window: list[Batch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert(capsys, str(tiny_model), "--to", "hqq", "--out", str(tmp_path / "q"))
+    session = open_session(tmp_path / "q", quantization_backend="hqq")
+    session.step(window, lr=1e-2)
+    adapter = session.save_result(tmp_path)
+    for into in ("original", "dequantized"):
+        words = ["merge", str(adapter), "--into", into, "--out", str(tmp_path / into), "--json"]
+        assert main([*words, "--backend", "cpu"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["verified"] and report["against_trained"]["dequantized"]["max_abs"] < 1e-4
+        AutoModelForCausalLM.from_pretrained(tmp_path / into)
+    other = open_session(hf_bnb, quantization_backend="bnb")
+    other.step(window, lr=1e-2)
+    adapter = other.save_result(tmp_path / "other")
+    assert main(["merge", str(adapter), "--backend", "cpu"]) == 2
+    assert "--into dequantized" in capsys.readouterr().err
+    assert main(["merge", str(adapter), "--into", "dequantized", "--backend", "cpu"]) == 0
+
+
+def test_a_folder_is_trained_only_as_what_it_holds(hf_bnb: Path) -> None:
+    for options, words in [
+        ({"quantization_backend": "hqq"}, "--quantization_backend bnb --n_bits 4"),
+        ({"quantization_backend": "bnb", "n_bits": 8}, "bnb with 8 bits"),
+        ({"train_type": "lora"}, "not quantized"),
+        ({"train_type": "full"}, "full cannot train"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            open_session(hf_bnb, **options)
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--from", "hqq", "--to", "bnb"], "it holds bnb weights of 4 bits"),
+        (["--from", "none", "--to", "bnb"], "does not hold what --from none says"),
+        (["--to", "bnb", "--quant_type", "nf4"], "in exactly that way already"),
+        (["--to", "hqq", "--group_size", "100"], "do not divide"),
+        (["--to", "hqq", "--n_bits", "5"], "has no 5 bits"),
+    ],
+)
+def test_what_cannot_be_converted_is_said(
+    hf_bnb: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], answer: str
+) -> None:
+    assert main(["convert", str(hf_bnb), *words, "--out", str(tmp_path / "out"), "--backend", "cpu"]) == 2
+    assert answer in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_model_is_not_the_original(
+    hf_bnb: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = make_tiny(tmp_path / "other", seed=9)
+    words = ["convert", str(hf_bnb), "--to", "hqq", "--original", str(other), "--out", str(tmp_path / "out")]
+    assert main([*words, "--backend", "cpu"]) == 2
+    assert "does not hold the original weights" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,200 @@
+"""Exports for other tools: what comes back from them is what was trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from crosstune.cli.main import main
+from crosstune.config.load import make_config
+from crosstune.core.protocols import Batch
+from crosstune.data.batches import pad_rows
+from crosstune.data.chat import encode_conversation
+from crosstune.data.tokenizer import Tokenizer
+from crosstune.models import gguf_writer
+from crosstune.models.locate import locate
+from crosstune.models.tiny import tiny_model as make_tiny
+from crosstune.run import make_plan
+from crosstune.torch_engine.session import TorchSession
+
+TURNS = [{"role": "user", "content": "Say 42 and blue."}, {"role": "assistant", "content": "42, blue."}]
+
+
+@pytest.fixture(scope="module")
+def window(tiny_model: Path) -> list[Batch]:
+    example = encode_conversation(TURNS, Tokenizer.from_folder(tiny_model), index=0, whole=False)
+    return [pad_rows([example], pad_id=0)]
+
+
+@pytest.fixture(scope="module")
+def trained(
+    tiny_model: Path, window: list[Batch], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, torch.Tensor]:
+    """An adapter folder, and the logits of the session that made it."""
+    config = make_config(backend="cpu", precision="fp32", model_name=str(tiny_model), lora_rank=4)
+    session = TorchSession(make_plan(config), model_folder=tiny_model)
+    for _ in range(4):
+        session.step(window, lr=1e-2)
+    adapter = session.save_result(tmp_path_factory.mktemp("run"))
+    return adapter, logits(session.model, window)
+
+
+def logits(model: Any, window: list[Batch]) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.from_numpy(window[0].input_ids).long()).logits
+
+
+def export(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["export", *words, "--json", "--backend", "cpu"]) == 0
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert report["verified"]
+    return report
+
+
+def test_hf(
+    trained: tuple[Path, torch.Tensor],
+    window: list[Batch],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    adapter, expected = trained
+    export(capsys, str(adapter), "--to", "hf", "--out", str(tmp_path / "hf"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    torch.testing.assert_close(logits(loaded, window), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("f32", 1e-4), ("f16", 5e-3), ("bf16", 3e-2), ("q8_0", 5e-2)])
+def test_gguf_comes_back_through_both_readers(
+    trained: tuple[Path, torch.Tensor],
+    window: list[Batch],
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    bound: float,
+) -> None:
+    adapter, expected = trained
+    report = export(
+        capsys, str(adapter), "--to", "gguf", "--gguf_type", kind, "--out", str(tmp_path / "gguf")
+    )
+    assert report["own_reader"]["verified"]
+    file = tmp_path / "gguf" / report["file"]
+    theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    torch.testing.assert_close(logits(theirs, window), expected, rtol=0, atol=bound)
+    folder = locate(str(file), cache=tmp_path).path
+    ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.testing.assert_close(logits(ours, window), expected, rtol=0, atol=max(bound, 3e-2))
+    before, after = Tokenizer.from_folder(tiny_model), Tokenizer.from_folder(folder)
+    for text in ("What is 42 + 1?", "<|im_start|>user\nBlue.<|im_end|>", "ümlaut 🚢\n\n  x"):
+        assert after.encode(text).ids == before.encode(text).ids
+    assert (after.chat_template, after.bos_token, after.eos_token) == (
+        before.chat_template,
+        before.bos_token,
+        before.eos_token,
+    )
+
+
+def test_a_tied_gguf_has_no_output_of_its_own(tmp_path: Path) -> None:
+    import gguf
+
+    folder = make_tiny(tmp_path / "tied", tied=True, vocab=600)
+    gguf_writer.write_gguf(folder, tmp_path / "t.gguf", kind="f32")
+    reader = gguf.GGUFReader(tmp_path / "t.gguf")
+    names = {tensor.name for tensor in reader.tensors}
+    assert "output.weight" not in names and "token_embd.weight" in names
+    assert len(reader.fields["tokenizer.ggml.tokens"].data) == 600
+
+
+def test_a_wrong_layout_is_found_and_kept_apart(
+    trained: tuple[Path, torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(gguf_writer, "_interleaved", lambda values, name, config: values)
+    out = tmp_path / "gguf"
+    assert main(["export", str(trained[0]), "--to", "gguf", "--out", str(out), "--backend", "cpu"]) == 2
+    assert "beyond the bound" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["gguf.unverified"]
+
+
+def test_a_lost_chat_template_is_found(
+    trained: tuple[Path, torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(gguf_writer, "_chat_template", lambda folder, settings: None)
+    out = tmp_path / "gguf"
+    assert main(["export", str(trained[0]), "--to", "gguf", "--out", str(out), "--backend", "cpu"]) == 2
+    assert "chat template" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_gguf_is_for_llama(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    folder = tmp_path / "qwen"
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_bytes((tiny_model / name).read_bytes())
+    assert main(["export", str(folder), "--to", "gguf", "--backend", "cpu"]) == 2
+    answer = capsys.readouterr().err
+    assert "'qwen2'" in answer and "Supported: llama" in answer
+    assert [path.name for path in tmp_path.iterdir()] == ["qwen"]
+
+
+@pytest.mark.parametrize(("bits", "bound"), [(16, 1e-3), (8, 0.05)])
+def test_mlx(
+    trained: tuple[Path, torch.Tensor],
+    window: list[Batch],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    bits: int,
+    bound: float,
+) -> None:
+    mx = pytest.importorskip("mlx.core", reason="needs the extra crosstune[mlx]")
+    mlx_lm = pytest.importorskip("mlx_lm", reason="needs the extra crosstune[mlx]")
+    adapter, expected = trained
+    out = tmp_path / "mlx"
+    report = export(capsys, str(adapter), "--to", "mlx", "--n_bits", str(bits), "--out", str(out))
+    assert report["n_bits"] == bits
+    model = mlx_lm.load(str(out))[0]
+    found = np.array(model(mx.array(window[0].input_ids)).astype(mx.float32))
+    np.testing.assert_allclose(found, expected.numpy(), rtol=0, atol=bound)
+
+
+def test_a_missing_mlx_is_answered_with_the_command(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "mlx_lm" else real(name, *a)
+    )
+    words = ["export", str(tiny_model), "--to", "mlx", "--out", str(tmp_path / "out"), "--backend", "cpu"]
+    assert main(words) == 2
+    assert "pip install 'crosstune[mlx]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plain_model_in_another_number_format(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "half"
+    report = export(capsys, str(tiny_model), "--to", "hf", "--dtype", "bf16", "--out", str(out))
+    assert report["dtype"] == "bf16"
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16

@@ -1,0 +1,223 @@
+"""Merged folders: the same logits as what was trained, the same weights as PEFT's own merge, and clear refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from crosstune.cli.main import main
+from crosstune.config.load import make_config
+from crosstune.core.protocols import Batch
+from crosstune.data.batches import pad_rows
+from crosstune.data.chat import encode_conversation
+from crosstune.data.tokenizer import Tokenizer
+from crosstune.models.staged import staged
+from crosstune.models.tiny import tiny_model as make_tiny
+from crosstune.run import make_plan
+from crosstune.torch_engine import merge as engine
+from crosstune.torch_engine.quantized import QuantSpec
+from crosstune.torch_engine.session import TorchSession
+
+TURNS = [
+    [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": f"{word} it is, " * n}]
+    for n, word in enumerate(["red", "green", "blue"], start=1)
+]
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": {"train_type": "lora"},
+    "dora": {"train_type": "dora", "lora_rank": 4},
+    "rslora": {"train_type": "lora", "use_rslora": True, "lora_rank": 16, "lora_alpha": 8},
+    "qlora": {"train_type": "qlora", "quantization_backend": "bnb"},
+    "hqq_dora": {"train_type": "hqq_dora", "lora_rank": 4},
+    "quanto_lora": {"train_type": "lora", "quantization_backend": "quanto", "n_bits": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("models") / "tied", tied=True)
+
+
+@pytest.fixture(scope="module")
+def window(tiny_model: Path) -> list[Batch]:
+    tokenizer = Tokenizer.from_folder(tiny_model)
+    examples = [encode_conversation(turns, tokenizer, index=i, whole=False) for i, turns in enumerate(TURNS)]
+    return [pad_rows(examples, pad_id=0)]
+
+
+def train(model: Path, window: list[Batch], folder: Path, **options: Any) -> tuple[TorchSession, Path]:
+    asked = {"backend": "cpu", "precision": "fp32", "model_name": str(model)} | options
+    session = TorchSession(make_plan(make_config(**asked)), model_folder=model)
+    for _ in range(4):
+        session.step(window, lr=1e-2)
+    return session, session.save_result(folder)
+
+
+def logits(model: Any, window: list[Batch]) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.from_numpy(window[0].input_ids).long()).logits
+
+
+def merged(adapter: Path, base: Path, out: Path) -> Path:
+    """The engine's part alone: into exactly the weights that training saw."""
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    spec = json.loads((adapter / "crosstune.json").read_text())["quantization"]
+    source = engine.Base(folder=base, spec=QuantSpec(**spec) if spec else None)
+    engine.write_merged(out, source, engine.read_adapter(adapter, settings))
+    return out
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_merged_folder_has_the_logits_of_the_trained_session(
+    tiny_model: Path, tied_model: Path, window: list[Batch], tmp_path: Path, method: str, is_tied: bool
+) -> None:
+    base = tied_model if is_tied else tiny_model
+    session, adapter = train(base, window, tmp_path, **METHODS[method])
+    loaded = AutoModelForCausalLM.from_pretrained(
+        merged(adapter, base, tmp_path / "out"), dtype=torch.float32
+    )
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    expected = logits(session.model, window)
+    assert (logits(plain, window) - expected).abs().max() > 0.05, "nothing was trained"
+    torch.testing.assert_close(logits(loaded, window), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["lora", "dora", "rslora"])
+def test_peft_merges_to_the_same_weights(
+    tiny_model: Path, window: list[Batch], tmp_path: Path, method: str
+) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    _, adapter = train(tiny_model, window, tmp_path, **METHODS[method])
+    ours = AutoModelForCausalLM.from_pretrained(
+        merged(adapter, tiny_model, tmp_path / "out"), dtype=torch.float32
+    )
+    theirs = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32).merge_and_unload()
+    for name, weight in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], weight, rtol=0, atol=1e-5, msg=name)
+
+
+def test_the_command_reports_what_both_ways_cost(
+    tiny_model: Path, window: list[Batch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, adapter = train(tiny_model, window, tmp_path, **METHODS["qlora"])
+    for into in ("original", "dequantized"):
+        out = tmp_path / into
+        assert (
+            main(
+                ["merge", str(adapter), "--into", into, "--out", str(out), "--json", "--dtype", "fp32"]
+                + ["--backend", "cpu"]
+            )
+            == 0
+        )
+        report = json.loads(capsys.readouterr().out)
+        assert report["agreement"]["max_abs"] < 1e-4 and report["verified"]
+        assert report["against_trained"]["dequantized"]["max_abs"] < 1e-4
+        assert report["against_trained"]["original"]["max_abs"] > 1e-2
+        assert json.loads((out / "crosstune.json").read_text())["merged"]["into"] == into
+        assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.float32
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "dequantized", "original"]
+
+
+def test_another_base_is_refused_by_name(
+    tiny_model: Path, window: list[Batch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, adapter = train(tiny_model, window, tmp_path)
+    other = make_tiny(tmp_path / "other", seed=5)
+    words = ["merge", str(adapter), "--base", str(other), "--out", str(tmp_path / "out"), "--backend", "cpu"]
+    assert main(words) == 2
+    answer = capsys.readouterr().err
+    assert "another base" in answer and str(other) in answer and str(tiny_model) in answer
+    assert not (tmp_path / "out").exists()
+    assert main([*words, "--force"]) == 0
+    assert "is not that of training" in capsys.readouterr().out
+
+
+def test_a_base_of_another_shape_does_not_fit(
+    tiny_model: Path, window: list[Batch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, adapter = train(tiny_model, window, tmp_path)
+    other = make_tiny(tmp_path / "other", hidden=32, num_heads=2, num_kv_heads=1)
+    assert main(["merge", str(adapter), "--base", str(other), "--force", "--backend", "cpu"]) == 2
+    assert "does not fit the base" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("train_type", ["full", "llama_pro"])
+def test_a_whole_model_has_nothing_to_merge(
+    tiny_model: Path, window: list[Batch], tmp_path: Path, capsys: pytest.CaptureFixture[str], train_type: str
+) -> None:
+    train(tiny_model, window, tmp_path, train_type=train_type, num_new_blocks=1)
+    (tmp_path / "plan.json").write_text(json.dumps({"method": train_type}))
+    assert main(["merge", str(tmp_path), "--backend", "cpu"]) == 2
+    answer = capsys.readouterr().err
+    assert "nothing to merge" in answer and train_type in answer
+
+
+def test_what_is_there_is_not_overwritten_and_a_full_disk_is_said_first(
+    tiny_model: Path, window: list[Batch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, adapter = train(tiny_model, window, tmp_path)
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "notes.txt").write_text("mine")
+    assert main(["merge", str(adapter), "--out", str(taken), "--backend", "cpu"]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    from crosstune.core.errors import UserError
+
+    with pytest.raises(UserError, match="choose an --out on a larger disk"), staged_room(tmp_path / "huge"):
+        pass
+    assert not (tmp_path / "huge").exists()
+
+
+@contextmanager
+def staged_room(out: Path) -> Iterator[None]:
+    with staged(out, need_bytes=10**18):
+        yield
+
+
+def test_a_stop_midway_leaves_nothing(
+    tiny_model: Path, window: list[Batch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, adapter = train(tiny_model, window, tmp_path)
+
+    def stop(*args: Any, **options: Any) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "fold", stop)
+    assert main(["merge", str(adapter), "--out", str(tmp_path / "out"), "--backend", "cpu"]) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_a_wrong_merge_is_kept_under_a_name_that_says_so(
+    tiny_model: Path,
+    window: list[Batch],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, adapter = train(tiny_model, window, tmp_path)
+    right = engine.fold
+    monkeypatch.setattr(engine, "fold", lambda weight, parts, *, scale: right(weight, parts, scale=scale / 2))
+    assert main(["merge", str(adapter), "--out", str(tmp_path / "out"), "--backend", "cpu"]) == 2
+    assert "out.unverified" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "out.unverified"]
+
+
+def test_an_adapter_that_moved_with_its_base_merges(
+    tiny_model: Path, window: list[Batch], tmp_path: Path
+) -> None:
+    """The recorded path is gone; the same weights elsewhere are recognised by their identity."""
+    home = tmp_path / "old"
+    shutil.copytree(tiny_model, home)
+    _, adapter = train(home, window, tmp_path)
+    home.rename(tmp_path / "new")
+    words = ["merge", str(adapter), "--base", str(tmp_path / "new"), "--out", str(tmp_path / "out")]
+    assert main([*words, "--backend", "cpu"]) == 0

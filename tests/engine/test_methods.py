@@ -1,0 +1,304 @@
+"""Methods and quantizers on real, tiny models of several families."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from crosstune.config.load import make_config
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import Batch
+from crosstune.data.batches import pad_rows
+from crosstune.data.chat import encode_conversation
+from crosstune.data.tokenizer import Tokenizer
+from crosstune.run import make_plan
+from crosstune.torch_engine.blocks import expand_evenly
+from crosstune.torch_engine.quantized import QuantLinear, QuantSpec, open_quantizer, stored_bytes
+from crosstune.torch_engine.session import TorchSession
+
+TURNS = [
+    [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": f"{word} it is, " * n}]
+    for n, word in enumerate(["red", "green", "blue", "a much longer colour"], start=1)
+]
+STORED = [
+    ("bnb", 4, "nf4"),
+    ("bnb", 4, "fp4"),
+    ("bnb", 8, "auto"),
+    ("hqq", 8, "auto"),
+    ("hqq", 4, "auto"),
+    ("hqq", 3, "auto"),
+    ("hqq", 2, "auto"),
+    ("hqq", 1, "auto"),
+    ("quanto", 8, "int"),
+    ("quanto", 8, "float8"),
+    ("quanto", 4, "auto"),
+    ("quanto", 2, "auto"),
+]
+
+
+def open_session(model: Path, **options: Any) -> TorchSession:
+    asked = {"backend": "cpu", "precision": "fp32", "model_name": str(model)} | options
+    return TorchSession(make_plan(make_config(**asked)), model_folder=model)
+
+
+@pytest.fixture(scope="module")
+def window(tiny_model: Path) -> list[Batch]:
+    tokenizer = Tokenizer.from_folder(tiny_model)
+    examples = [encode_conversation(turns, tokenizer, index=i, whole=False) for i, turns in enumerate(TURNS)]
+    return [pad_rows(examples, pad_id=0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("quantizer", "bits", "kind"), STORED)
+def test_a_quantized_layer_is_the_layer_of_its_own_dense_weight(
+    quantizer: str, bits: int, kind: str, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(96, 128, generator=generator) * 0.02
+    bias = torch.randn(96, generator=generator)
+    spec = QuantSpec(quantizer=quantizer, bits=bits, group_size=64, kind=kind)
+    stored = open_quantizer(spec).quantize(weight.to(dtype), spec, dtype)
+    dense = stored.dequantize(dtype)
+    assert dense.shape == weight.shape
+    assert stored_bytes(stored) * 8 / weight.numel() < bits + 1.8
+    x = torch.randn(7, 128, generator=generator).to(dtype).requires_grad_()
+    reference = x.detach().clone().requires_grad_()
+    out = QuantLinear(stored, bias)(x)
+    expected = torch.nn.functional.linear(reference, dense, bias.to(dtype))
+    for result, wanted in ((out, expected), *_gradients(out, x, expected, reference)):
+        torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
+    if bits >= 4:
+        assert (dense.float() - weight).norm() / weight.norm() < {8: 0.03, 4: 0.15}[bits]
+
+
+def _gradients(
+    out: torch.Tensor, x: torch.Tensor, expected: torch.Tensor, reference: torch.Tensor
+) -> list[Any]:
+    out.float().square().sum().backward()
+    expected.float().square().sum().backward()
+    return [(x.grad, reference.grad)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_autocast"])
+@pytest.mark.parametrize(
+    ("quantizer", "bits"), [("bnb", 4), ("bnb", 8), ("hqq", 4), ("quanto", 4), ("quanto", 8)]
+)
+def test_adapters_learn_over_every_quantized_base(
+    tiny_model: Path, window: list[Batch], quantizer: str, bits: int, precision: str
+) -> None:
+    session = open_session(
+        tiny_model, train_type="qlora", quantization_backend=quantizer, n_bits=bits, precision=precision
+    )
+    frozen = [module for module in session.model.modules() if isinstance(module, QuantLinear)]
+    assert len(frozen) == 14
+    losses = [session.step(window, lr=5e-3).loss for _ in range(8)]
+    assert losses[-1] < 0.95 * losses[0]
+    trained, everything = session.num_parameters()
+    assert everything == open_session(tiny_model).num_parameters()[1]
+    assert trained == open_session(tiny_model).num_parameters()[0]
+
+
+def test_the_quantized_base_gives_the_loss_of_its_dense_weights(
+    tiny_model: Path, window: list[Batch]
+) -> None:
+    session = open_session(tiny_model, train_type="qlora", quantization_backend="hqq")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    with torch.no_grad():
+        for name, module in session.model.named_modules():
+            if isinstance(module, QuantLinear):
+                target = model.get_submodule(name.removesuffix(".base"))
+                target.weight.copy_(module.stored.dequantize(torch.float32))
+    [batch] = window
+    logits = model(input_ids=torch.from_numpy(batch.input_ids).long()).logits
+    targets = torch.from_numpy(batch.targets).long()
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    assert session.evaluate(window).loss == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"quantization_backend": "hqq", "group_size": 100}, "do not divide"),
+        ({"quantization_backend": "quanto", "group_size": 48}, "do not divide"),
+        ({"quantization_backend": "bnb", "group_size": 48}, "no blocks of 48"),
+        ({"quantization_backend": "bnb", "quant_type": "float8"}, "no kind float8"),
+        ({"quantization_backend": "hqq", "n_bits": 5}, "5 bits"),
+    ],
+)
+def test_what_a_quantizer_cannot_do_is_said(tiny_model: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        open_session(tiny_model, train_type="qlora", **options)
+
+
+def test_new_blocks_change_nothing_at_first_and_alone_are_trained(
+    tiny_model: Path, window: list[Batch], tmp_path: Path
+) -> None:
+    session = open_session(tiny_model, train_type="llama_pro", num_new_blocks=2)
+    base = open_session(tiny_model)
+    assert session.evaluate(window).loss == pytest.approx(base.evaluate(window).loss, rel=1e-6)
+    before = {name: tensor.clone() for name, tensor in session.model.state_dict().items()}
+    losses = [session.step(window, lr=3e-3).loss for _ in range(8)]
+    assert losses[-1] < 0.97 * losses[0]
+    for name, tensor in session.model.state_dict().items():
+        is_new = ".layers.1." in name or ".layers.3." in name
+        assert torch.equal(tensor, before[name]) != is_new, name
+    folder = session.save_result(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.from_numpy(window[0].input_ids).long()
+    with torch.no_grad():
+        session.model.eval()
+        torch.testing.assert_close(loaded(ids).logits, session.model(ids).logits, rtol=1e-4, atol=1e-5)
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 4
+
+
+def test_new_blocks_over_a_quantized_base(tiny_model: Path, window: list[Batch], tmp_path: Path) -> None:
+    session = open_session(tiny_model, train_type="bnb_llama_pro", num_new_blocks=1)
+    kinds = {name: type(module) for name, module in session.model.named_modules() if name.endswith("q_proj")}
+    assert [kind is QuantLinear for kind in kinds.values()] == [True, True, False]
+    losses = [session.step(window, lr=3e-3).loss for _ in range(8)]
+    assert losses[-1] < 0.97 * losses[0]
+    loaded = AutoModelForCausalLM.from_pretrained(session.save_result(tmp_path), dtype=torch.float32)
+    original = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    torch.testing.assert_close(
+        loaded.model.layers[0].mlp.up_proj.weight, original.model.layers[0].mlp.up_proj.weight, rtol=0, atol=0
+    )
+
+
+def test_blocks_that_cannot_be_spread_evenly_are_refused() -> None:
+    assert expand_evenly(4, 2).sources == (0, 1, 1, 2, 3, 3)
+    assert expand_evenly(4, 2).new == {2, 5}
+    with pytest.raises(UserError, match="1, 2, 4"):
+        expand_evenly(4, 3)
+
+
+def tiny_of(family: str, folder: Path, vocab: int) -> Path:
+    """A random model of another family with the tiny model's vocabulary."""
+    import transformers as hf
+
+    shared = {
+        "vocab_size": vocab,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "pad_token_id": 0,
+    }
+    config = {
+        "llama": lambda: hf.LlamaConfig(**shared, tie_word_embeddings=False),
+        "qwen2": lambda: hf.Qwen2Config(**shared),
+        "qwen3": lambda: hf.Qwen3Config(**shared, head_dim=16),
+        "mistral": lambda: hf.MistralConfig(**shared, sliding_window=16),
+        "gemma": lambda: hf.GemmaConfig(**shared, head_dim=16),
+        "gemma2": lambda: hf.Gemma2Config(**shared, head_dim=16, sliding_window=16),
+        "phi3": lambda: hf.Phi3Config(**shared),
+        "phi": lambda: hf.PhiConfig(**shared),
+    }[family]()
+    torch.manual_seed(0)
+    hf.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "phi3", "phi"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_trains_and_its_adapter_loads_in_peft(
+    tiny_model: Path, tmp_path: Path, window: list[Batch], family: str
+) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    vocab = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
+    folder = tiny_of(family, tmp_path / family, vocab)
+    session = open_session(folder, train_type="lora", lora_rank=4)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    labels = torch.full_like(torch.from_numpy(window[0].input_ids).long(), -100)
+    labels[:, 1:] = torch.from_numpy(window[0].targets[:, :-1])
+    mask = torch.from_numpy((window[0].segments > 0).astype("int64"))
+    ids = torch.from_numpy(window[0].input_ids).long()
+    expected = reference(input_ids=ids, attention_mask=mask, labels=labels).loss.item()
+    assert session.evaluate(window).loss == pytest.approx(expected, rel=1e-5)
+    losses = [session.step(window, lr=1e-2).loss for _ in range(6)]
+    assert losses[-1] < losses[0]
+    loaded = AutoPeftModelForCausalLM.from_pretrained(
+        session.save_result(tmp_path), dtype=torch.float32
+    ).eval()
+    session.model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, session.model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_streams_into_four_bits(
+    tiny_model: Path, tmp_path: Path, window: list[Batch], family: str
+) -> None:
+    vocab = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
+    folder = tiny_of(family, tmp_path / family, vocab)
+    session = open_session(folder, train_type="bnb_dora", lora_rank=4)
+    assert sum(isinstance(module, QuantLinear) for module in session.model.modules()) >= 8
+    losses = [session.step(window, lr=1e-2).loss for _ in range(6)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", "fused_adamw", "adamw_8bit", "adam", "fused_adam", "sgd", "adadelta", "adafactor"]
+)
+def test_every_optimizer_lowers_the_loss(tiny_model: Path, window: list[Batch], optimizer: str) -> None:
+    session = open_session(tiny_model, optimizer=optimizer)
+    rate = {"sgd": 1.0, "adadelta": 10.0, "adafactor": 0.1}.get(optimizer, 5e-3)
+    losses = [session.step(window, lr=rate).loss for _ in range(8)]
+    assert losses[-1] < 0.99 * losses[0]
+
+
+def test_lora_plus_moves_b_faster(tiny_model: Path, window: list[Batch]) -> None:
+    plain, faster = (open_session(tiny_model, loraplus_lr_ratio=ratio) for ratio in (1, 16))
+    for session in (plain, faster):
+        session.step(window, lr=1e-4)
+    name = next(iter(plain.adapters))
+    assert torch.equal(plain.adapters[name].lora_A, faster.adapters[name].lora_A)
+    torch.testing.assert_close(
+        faster.adapters[name].lora_B, 16 * plain.adapters[name].lora_B, rtol=1e-4, atol=1e-9
+    )
+
+
+def test_rank_stabilized_adapters_load_in_peft(tiny_model: Path, window: list[Batch], tmp_path: Path) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    session = open_session(tiny_model, use_rslora=True, lora_rank=16, lora_alpha=8)
+    session.step(window, lr=1e-2)
+    ids = torch.from_numpy(window[0].input_ids).long()
+    loaded = AutoPeftModelForCausalLM.from_pretrained(
+        session.save_result(tmp_path), dtype=torch.float32
+    ).eval()
+    session.model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, session.model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_remembers_its_base(tiny_model: Path, window: list[Batch], tmp_path: Path) -> None:
+    session = open_session(tiny_model, train_type="qlora", quantization_backend="hqq", n_bits=4)
+    record = json.loads((session.save_result(tmp_path) / "crosstune.json").read_text())
+    assert record["quantization"]["quantizer"] == "hqq"
+    assert len(record["base"]["identity"]["sha256"]) == 64
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("quantizer", "bits"), [("bnb", 4), ("bnb", 8), ("hqq", 4), ("quanto", 4), ("quanto", 8)]
+)
+@pytest.mark.parametrize("train_type", ["qlora", "dora"])
+def test_quantized_bases_follow_the_cpu_on_cuda(
+    tiny_model: Path, window: list[Batch], train_type: str, quantizer: str, bits: int
+) -> None:
+    pytest.importorskip({"bnb": "bitsandbytes", "hqq": "hqq", "quanto": "optimum.quanto"}[quantizer])
+    options = {"train_type": train_type, "quantization_backend": quantizer, "n_bits": bits}
+    here, there = (open_session(tiny_model, backend=backend, **options) for backend in ("cpu", "cuda"))
+    for _ in range(5):
+        expected = here.step(window, lr=1e-3).loss
+        assert there.step(window, lr=1e-3).loss == pytest.approx(expected, rel=5e-3)

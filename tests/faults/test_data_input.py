@@ -1,0 +1,162 @@
+"""Bad data through the command line: exit code 2, the place of the fault, no traceback; and `crosstune data` itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crosstune.cli.main import main
+
+GOOD = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there"}]}
+
+
+def data(model: Path, path: Path | str, *words: str) -> int:
+    return main(["data", str(path), "--model_name", str(model), *words])
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"instruction": "a", "output": "b"}, ["line 3", "formats cannot be mixed"]),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, ["line 3", "out of order"]),
+        ({"messages": [{"role": "alien", "content": "a"}]}, ["line 3", "Unknown role 'alien'"]),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, ["line 3", "type image"]),
+        ({"message": []}, ["line 3", "no column messages"]),
+    ],
+)
+def test_a_bad_row_is_named(
+    tiny_model: Path, write_jsonl: Any, capsys: pytest.CaptureFixture[str], row: Any, words: list[str]
+) -> None:
+    path = write_jsonl([GOOD, GOOD, row, GOOD])
+    assert data(tiny_model, path) == 2
+    answer = capsys.readouterr().err
+    for word in [path.name, *words]:
+        assert word in answer
+    assert "Traceback" not in answer
+
+
+def test_empty_answers_are_left_out_and_said_unless_all_are(
+    tiny_model: Path, write_jsonl: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = {"prompt": "a", "completion": ""}
+    assert data(tiny_model, write_jsonl([empty, {"prompt": "a", "completion": "b"}])) == 0
+    assert "1 rows have an empty answer" in capsys.readouterr().out
+    assert data(tiny_model, write_jsonl([empty, empty])) == 2
+    assert "has an empty answer" in capsys.readouterr().err
+
+
+def test_an_image_column_is_refused(tiny_model: Path, write_jsonl: Any, capsys: Any) -> None:
+    assert data(tiny_model, write_jsonl([GOOD | {"image": "photo.png"}])) == 2
+    assert "not text: image" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "it takes more than",
+        ),
+        ("{{ raise_exception('never') }}", "never"),
+        ("{{ messages | nothing }}", "nothing"),
+        ("{{ 'x' * 10**12 }}", "characters"),
+    ],
+)
+def test_a_template_that_raises_or_loops_ends_soon(
+    tmp_path: Path, tiny_model: Path, write_jsonl: Any, capsys: Any, template: str, words: str
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    (model / "chat_template.jinja").write_text(template)
+    started = time.monotonic()
+    assert data(model, write_jsonl([GOOD])) == 2
+    assert time.monotonic() - started < 8
+    answer = capsys.readouterr().err
+    assert words in answer
+    assert "chat template" in answer
+
+
+def test_the_report_and_marked_examples(tiny_model: Path, write_jsonl: Any, capsys: Any) -> None:
+    path = write_jsonl([GOOD] * 30)
+    assert data(tiny_model, path, "--packing", "--show", "1", "--context_length", "128") == 0
+    answer = capsys.readouterr().out
+    assert "assistant\n[[Hi there<|im_end|>]]" in answer
+    assert "example 2" not in answer
+    for word in ("30 read", "supervised", "packed", "duplicates", "steps", "copies of another"):
+        assert word in answer
+
+
+def test_the_report_as_json(tiny_model: Path, write_jsonl: Any, capsys: Any) -> None:
+    assert data(tiny_model, write_jsonl([GOOD] * 12), "--json", "--show", "2") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["train"]["examples"] == 11
+    assert report["eval"]["examples"] == 1
+    assert len(report["shown"]) == 2
+
+
+def test_escape_sequences_in_data_do_not_reach_the_terminal(
+    tiny_model: Path, write_jsonl: Any, capsys: Any
+) -> None:
+    assert data(tiny_model, write_jsonl([{"prompt": "a", "completion": "\x1b[2Jb"}])) == 0
+    answer = capsys.readouterr().out
+    assert "\x1b" not in answer
+    assert "\\x1b" in answer
+
+
+def test_a_packed_run_through_the_command_line(tmp_path: Path, tiny_model: Path, write_jsonl: Any) -> None:
+    words = [
+        "--backend",
+        "cpu",
+        "--precision",
+        "fp32",
+        "--packing",
+        "--context_length",
+        "64",
+        "--max_steps",
+        "3",
+        "--name",
+        "packed",
+    ]
+    where = ["--dataset", str(write_jsonl([GOOD] * 40)), "--output_dir", str(tmp_path / "runs")]
+    assert main(["train", "--model_name", str(tiny_model), *where, *words]) == 0
+    plan = json.loads((tmp_path / "runs" / "packed" / "plan.json").read_text())
+    assert plan["data"]["packed_fill"] > 0.7
+    assert plan["data"]["train"]["duplicates"] == 35
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="the peak of a process is read from Linux's /proc"
+)
+def test_a_large_file_needs_little_memory(tmp_path: Path, tiny_model: Path) -> None:
+    """The peak of a process that reads 4 and 16 MB from disk to disk: it must not grow with the file."""
+    peaks = []
+    for megabytes in (4, 16):
+        path = tmp_path / f"{megabytes}.jsonl"
+        line = json.dumps({"text": "the light in the kitchen is on and nobody is there " * 40}) + "\n"
+        path.write_text(line * (megabytes * 1_000_000 // len(line)))
+        code = (
+            "import re, sys; from pathlib import Path\n"
+            "from crosstune.data.corpus import open_corpus\n"
+            "from crosstune.data.sources import open_source\n"
+            "from crosstune.data.tokenizer import Tokenizer\n"
+            "corpus = open_corpus(open_source(sys.argv[1]), Tokenizer.from_folder(Path(sys.argv[2])),\n"
+            "    asked_format='auto', whole=False, context_length=512, truncation='cut', in_memory_bytes=0,\n"
+            "    cache=Path(sys.argv[3]))\n"
+            "assert len(corpus) > 1000 and len(corpus[len(corpus) - 1].tokens) == 512, len(corpus)\n"
+            # Not getrusage, which starts from the size of the process that started this one.
+            "print(int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1]) // 1024)\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(path), str(tiny_model), str(tmp_path / "cache")],
+            capture_output=True, text=True, check=True, timeout=300,
+        )  # fmt: skip
+        peaks.append(int(done.stdout))
+    assert peaks[1] < 300
+    assert peaks[1] < peaks[0] + 40, peaks

@@ -1,0 +1,144 @@
+"""Packed rows give every document the loss and the gradient it has alone, for several kinds of models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import IGNORED, Batch, Example
+from crosstune.data.batches import pack_rows, pad_rows
+from crosstune.data.packing import pack
+from crosstune.torch_engine.losses import causal_loss_sum, ensure_separates_documents
+
+CPU = torch.device("cpu")
+SHAPE = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
+WINDOW = 7  # shorter than the documents, so that a sliding window is at work within them
+KINDS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**SHAPE),
+    "qwen2": lambda: transformers.Qwen2Config(**SHAPE),
+    "qwen3": lambda: transformers.Qwen3Config(**SHAPE, head_dim=16),
+    "mistral": lambda: transformers.MistralConfig(**SHAPE, sliding_window=WINDOW),
+    "gemma2": lambda: transformers.Gemma2Config(**SHAPE, head_dim=16, sliding_window=WINDOW),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SHAPE, head_dim=16, sliding_window=WINDOW),
+    "phi3": lambda: transformers.Phi3Config(**SHAPE),
+}
+EAGER_ONLY = ("gemma2",)
+
+
+def documents(lengths: list[int]) -> list[Example]:
+    random = np.random.default_rng(0)
+    return [
+        Example(
+            tokens=random.integers(3, 128, size=length).astype(np.int32),
+            supervised=random.random(length) < 0.6,
+            index=index,
+        )
+        for index, length in enumerate(lengths)
+    ]
+
+
+def make_model(kind: str) -> torch.nn.Module:
+    torch.manual_seed(1)
+    attention = "eager" if kind in EAGER_ONLY else "sdpa"
+    return AutoModelForCausalLM.from_config(KINDS[kind](), attn_implementation=attention).float().train()
+
+
+def only_document(batch: Batch, row: int, segment: int) -> Batch:
+    """The same rows with the loss of one document alone."""
+    targets = np.full_like(batch.targets, IGNORED)
+    inside = batch.segments[row] == segment
+    targets[row, inside] = batch.targets[row, inside]
+    return Batch(
+        input_ids=batch.input_ids, targets=targets, segments=batch.segments, positions=batch.positions
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_document_has_the_loss_it_has_alone(kind: str) -> None:
+    model = make_model(kind)
+    examples = documents([11, 1, 17, 9, 24, 3, 20, 12])
+    lengths = np.array([len(example.tokens) for example in examples])
+    packed = pack(np.arange(len(examples)), lengths, capacity=40)
+    rows = [[examples[int(d)] for d in packed.row(number)] for number in range(len(packed))]
+    batch = pack_rows(rows, pad_id=0)
+    assert batch.segments.max() > 2
+    with torch.no_grad():
+        for row, members in enumerate(rows):
+            for segment, example in enumerate(members, start=1):
+                together = float(causal_loss_sum(model, only_document(batch, row, segment), device=CPU))
+                alone = float(causal_loss_sum(model, pad_rows([example], pad_id=0), device=CPU))
+                assert together == pytest.approx(alone, abs=1e-5, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_unpacked_rows(kind: str) -> None:
+    model = make_model(kind)
+    examples = documents([11, 17, 9, 24, 3, 20])
+    rows = [examples[:2], examples[2:4], examples[4:]]
+
+    def gradients(batches: list[Batch]) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        weight = sum(batch.num_supervised for batch in batches)
+        for batch in batches:
+            (causal_loss_sum(model, batch, device=CPU) / weight).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    packed = gradients([pack_rows(rows, pad_id=0)])
+    unpacked = gradients([pad_rows([example], pad_id=0) for example in examples])
+    assert packed.keys() == unpacked.keys()
+    for name in packed:
+        torch.testing.assert_close(packed[name], unpacked[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_the_mask_is_block_diagonal_and_causal() -> None:
+    """The same logits as with an explicit mask of four dimensions, on a model without a sliding window."""
+    model = make_model("llama").eval()
+    batch = pack_rows([documents([11, 17, 9])], pad_id=0)
+    ids, positions = torch.from_numpy(batch.input_ids).long(), torch.from_numpy(batch.positions).long()
+    segments = torch.from_numpy(batch.segments)
+    same = segments[:, :, None] == segments[:, None, :]
+    causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+    with torch.no_grad():
+        implicit = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        explicit = model(
+            input_ids=ids, position_ids=positions, attention_mask=(same & causal)[:, None], use_cache=False
+        ).logits
+        without = model(input_ids=ids, position_ids=positions * 0 + torch.arange(ids.shape[1])).logits
+    torch.testing.assert_close(implicit, explicit, atol=1e-6, rtol=1e-5)
+    assert (without - explicit).abs().max() > 1e-2, "a test that a missing mask would pass proves nothing"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.OPTConfig(
+            vocab_size=128, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4,
+            max_position_embeddings=256, word_embed_proj_dim=64,
+        ),
+        transformers.FalconConfig(vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
+        transformers.BloomConfig(vocab_size=128, hidden_size=64, n_layer=2, n_head=4),
+        transformers.MambaConfig(vocab_size=128, hidden_size=64, num_hidden_layers=2),
+    ],
+    ids=lambda config: config.model_type,
+)  # fmt: skip
+def test_models_that_look_over_the_border_are_refused(config: Any) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with pytest.raises(UserError, match="packing cannot be used"):
+        ensure_separates_documents(model, device=CPU)

@@ -1,0 +1,203 @@
+"""A corpus is the same in memory and on disk, has an identity, and says what is in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crosstune.config.load import make_config
+from crosstune.core.errors import UserError
+from crosstune.data.corpus import Corpus, cache_folder, open_corpus
+from crosstune.data.sources import open_source
+from crosstune.data.store import FileArray
+from crosstune.data.tokenizer import Tokenizer
+from crosstune.recipes.sft import SftRecipe
+
+
+def chat(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+ROWS = [chat(f"Count to {n}", " ".join(map(str, range(n))) + " 日本") for n in range(1, 900)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return Tokenizer.from_folder(tiny_model)
+
+
+@pytest.fixture
+def data(write_jsonl: Any) -> Path:
+    path: Path = write_jsonl(ROWS)
+    return path
+
+
+def opened(data: Path, tokenizer: Tokenizer, cache: Path, **options: Any) -> Corpus:
+    settings: dict[str, Any] = {
+        "asked_format": "auto",
+        "whole": False,
+        "context_length": 512,
+        "truncation": "cut",
+        "cache": cache,
+    }
+    return open_corpus(open_source(str(data)), tokenizer, **(settings | options))
+
+
+def test_in_memory_and_on_disk_are_the_same(data: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    memory = opened(data, tokenizer, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+    disk = opened(data, tokenizer, tmp_path / "cache", in_memory_bytes=0)
+    assert isinstance(disk.store.tokens, FileArray)
+    np.testing.assert_array_equal(disk.num_supervised, [e.supervised[1:].sum() for e in memory])
+    assert (memory.identity, memory.stats, len(memory)) == (disk.identity, disk.stats, len(disk))
+    for one, other in zip(memory, disk, strict=True):
+        assert one.index == other.index
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.supervised, other.supervised)
+
+
+def test_tokens_on_disk_are_made_once(data: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    seen: list[tuple[int, int, int]] = []
+
+    def opened_again(**options: Any) -> Corpus:
+        seen.clear()
+        show = lambda *numbers: seen.append(numbers)  # noqa: E731
+        return opened(data, tokenizer, tmp_path, in_memory_bytes=0, progress=show, **options)
+
+    first = opened_again()
+    assert seen[-1] == (data.stat().st_size, data.stat().st_size, len(ROWS))
+    assert opened_again().identity == first.identity
+    assert not seen, "the second time nothing is tokenized"
+    assert opened_again(context_length=64).identity != first.identity
+    assert not seen, "another context needs no other tokens"
+    opened_again(whole=True)
+    assert seen
+    [damaged] = [
+        f for f in cache_folder(tmp_path).glob("*/store.json") if json.loads(f.read_text())["facts"]
+    ][:1]
+    (damaged.parent / "tokens.bin").write_bytes(b"torn")
+    for whole in (False, True):
+        opened_again(whole=whole)
+    assert not list(cache_folder(tmp_path).glob(".staging*"))
+
+
+def test_a_staging_folder_left_by_a_kill_is_replaced(
+    data: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    key_folder = next(iter(_made(data, tokenizer, tmp_path / "one").iterdir()))
+    stale = cache_folder(tmp_path / "two") / f".staging-{key_folder.name}"
+    stale.mkdir(parents=True)
+    (stale / "tokens.bin").write_bytes(b"half")
+    made = _made(data, tokenizer, tmp_path / "two")
+    assert (made / key_folder.name / "tokens.bin").read_bytes() == (key_folder / "tokens.bin").read_bytes()
+    assert not stale.exists()
+
+
+def _made(data: Path, tokenizer: Tokenizer, cache: Path) -> Path:
+    opened(data, tokenizer, cache, in_memory_bytes=0)
+    folder = cache_folder(cache)
+    for lock in folder.glob(".*.lock"):
+        lock.unlink()
+    return folder
+
+
+def test_the_identity_follows_what_decides_the_tokens(
+    data: Path, tokenizer: Tokenizer, tmp_path: Path, write_jsonl: Any
+) -> None:
+    from dataclasses import replace
+
+    same = opened(data, tokenizer, tmp_path).identity
+    assert opened(write_jsonl(ROWS, "copy.jsonl"), tokenizer, tmp_path).identity == same
+    others = [
+        opened(write_jsonl(ROWS[:-1], "less.jsonl"), tokenizer, tmp_path),
+        opened(data, replace(tokenizer, chat_template=None), tmp_path),
+        opened(data, replace(tokenizer, digest="other"), tmp_path),
+        opened(data, tokenizer, tmp_path, whole=True),
+        opened(data, tokenizer, tmp_path, context_length=511),
+        opened(data, tokenizer, tmp_path, truncation="drop"),
+    ]
+    assert len({same, *(corpus.identity for corpus in others)}) == len(others) + 1
+
+
+def test_what_is_cut_and_left_out_is_counted(write_jsonl: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    rows = [chat("one", "eins"), chat("one", "eins"), chat("two", " "), chat("long", "word " * 200)]
+    path = write_jsonl(rows)
+    cut = opened(path, tokenizer, tmp_path, context_length=64)
+    full = opened(path, tokenizer, tmp_path, context_length=4096)
+    assert cut.stats["cut_examples"] == cut.stats["duplicates"] == 1
+    assert cut.stats["cut_tokens"] == full.stats["tokens"] - cut.stats["tokens"] > 0
+    assert cut.store.facts["empty"] == 1
+    assert [example.index for example in cut] == [0, 1, 3]
+    assert cut.stats["longest"] == len(cut[2].tokens) == 64
+    assert cut.num_supervised.tolist() == [int(example.supervised[1:].sum()) for example in cut]
+    drop = opened(path, tokenizer, tmp_path, context_length=64, truncation="drop")
+    assert (len(drop), drop.stats["dropped_examples"]) == (2, 1)
+    with pytest.raises(UserError, match=r"1 of 3 examples .* longer than the context of 64"):
+        opened(path, tokenizer, tmp_path, context_length=64, truncation="error")
+
+
+def test_lengths_by_percentile(data: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    corpus = opened(data, tokenizer, tmp_path, context_length=100_000)
+    lengths = sorted(len(example.tokens) for example in corpus)
+    assert corpus.stats["length_p50"] == lengths[(len(lengths) + 1) // 2 - 1]
+    assert corpus.stats["longest"] == lengths[-1]
+    assert corpus.stats["tokens"] == sum(lengths)
+
+
+def recipe(model: Path, **options: Any) -> SftRecipe:
+    return SftRecipe(make_config(model_name=str(model), **options), model_folder=model)
+
+
+def test_held_out_rows_are_not_trained_on_and_have_their_questions(data: Path, tiny_model: Path) -> None:
+    made = recipe(tiny_model, dataset=str(data), context_length=4096, eval_samples=7)
+    assert made.held_out is not None
+    assert len(made.held_out) == len(made.questions) == 7
+    assert len(made.train) == len(ROWS) - 7
+    assert not set(made.train.rows().tolist()) & set(made.held_out.rows().tolist())
+    for row, question in zip(made.held_out.rows().tolist(), made.questions, strict=True):
+        assert question.reference == ROWS[row]["messages"][1]["content"]
+    assert (
+        made.held_out.rows().tolist()
+        == recipe(tiny_model, dataset=str(data), context_length=4096, eval_samples=7).held_out.rows().tolist()
+    )  # type: ignore[union-attr]
+
+
+def test_a_folder_with_a_test_file_is_judged_by_it(tmp_path: Path, tiny_model: Path) -> None:
+    for name, rows in (("train.jsonl", ROWS[:20]), ("test.jsonl", ROWS[20:25])):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = recipe(tiny_model, dataset=str(tmp_path))
+    assert len(made.train) == 20
+    assert made.held_out is not None
+    assert len(made.held_out) == 5
+
+
+def test_a_sample_of_the_data(data: Path, tiny_model: Path) -> None:
+    made = recipe(tiny_model, dataset=str(data), dataset_samples=30, context_length=4096)
+    assert len(made.train) == 30
+    assert made.train.store.facts["rows"] < 100
+
+
+def test_dummy_rows_fill_the_context(tiny_model: Path) -> None:
+    made = recipe(tiny_model, dataset="dummy", dataset_samples=5, context_length=32, batch_size=2)
+    assert [batch.input_ids.shape for step in range(made.num_steps()) for batch in made.window(step)] == [
+        (2, 32),
+        (2, 32),
+        (1, 32),
+    ]
+    assert made.describe()["train"]["supervised_tokens"] == 5 * 31
+
+
+def test_the_report_before_training_is_complete(write_jsonl: Any, tiny_model: Path) -> None:
+    rows = [chat("one", "eins")] * 3 + [chat("two", "")] + [{"messages": [{"role": "user", "content": "a"}]}]
+    report = recipe(tiny_model, dataset=str(write_jsonl(rows)), skip_eval=True).describe()
+    train = report["train"]
+    assert (train["rows"], train["examples"], train["duplicates"]) == (5, 3, 2)
+    assert (train["empty_answers"], train["without_answer"]) == (1, 1)
+    assert 0 < train["supervised_share"] < 1
+    assert report["num_steps"] == 1
+    assert len(report["warnings"]) == 3
+    assert len(report["identity"]) == 64

@@ -1,0 +1,119 @@
+"""Packing: every document once, whole, in rows that follow from seed and position alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crosstune.config.load import make_config
+from crosstune.core.protocols import IGNORED, Example
+from crosstune.data.batches import pack_rows
+from crosstune.data.packing import PackedOrder, Packer, pack
+from crosstune.recipes.sft import SftRecipe
+
+LENGTHS = np.random.default_rng(3).integers(1, 100, size=1000)
+
+
+def test_every_document_is_packed_once_and_rows_are_well_filled() -> None:
+    packed = pack(np.arange(1000), LENGTHS, capacity=128)
+    rows = [packed.row(number) for number in range(len(packed))]
+    assert sorted(np.concatenate(rows).tolist()) == list(range(1000))
+    assert max(int(LENGTHS[row].sum()) for row in rows) <= 128
+    assert LENGTHS.sum() / (len(rows) * 128) > 0.95
+
+
+def test_first_fit_in_the_order_of_the_stream() -> None:
+    packer = Packer(capacity=10, num_open=2)
+    assert packer.add(0, 6) == []
+    assert packer.add(1, 7) == []
+    assert packer.add(2, 3) == []  # into the first
+    assert packer.add(3, 3) == [[1, 3]]  # fills the second
+    assert packer.add(4, 9) == []
+    assert packer.add(5, 5) == [[0, 2]]  # no room, no open row left: the oldest goes
+    assert packer.add(6, 10) == [[4], [6]]
+    assert packer.flush() == [[5]]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 17, 500])
+def test_a_packer_goes_on_from_its_state(cut: int) -> None:
+    def run(packer: Packer, documents: range) -> list[list[int]]:
+        return [row for d in documents for row in packer.add(d, int(LENGTHS[d]))]
+
+    whole = Packer(capacity=128)
+    rows = run(whole, range(1000)) + whole.flush()
+    first = Packer(capacity=128)
+    before = run(first, range(cut))
+    second = Packer.from_state(json.loads(json.dumps(first.state())))
+    assert before + run(second, range(cut, 1000)) + second.flush() == rows
+
+
+def test_rows_depend_on_seed_and_position_alone() -> None:
+    def rows(order: PackedOrder, first: int, last: int) -> list[list[int]]:
+        return [row.tolist() for row in order.rows(first, last)]
+
+    order = PackedOrder(LENGTHS, capacity=128, seed=5)
+    total = order.num_rows(2.5)
+    in_turn = [row for first in range(0, total, 7) for row in rows(order, first, min(first + 7, total))]
+    fresh = PackedOrder(LENGTHS, capacity=128, seed=5)
+    backwards = [rows(fresh, place, place + 1)[0] for place in reversed(range(total))][::-1]
+    assert in_turn == backwards
+    assert len(in_turn) == total
+    per_epoch = order.num_rows(1)
+    assert sorted(d for row in in_turn[:per_epoch] for d in row) == list(range(1000))
+    assert in_turn[:10] != rows(PackedOrder(LENGTHS, capacity=128, seed=6), 0, 10)
+    assert order.num_rows(1000, at_most=50) == 50
+
+
+def test_segments_and_positions_start_again_and_no_target_crosses() -> None:
+    def document(*tokens: int) -> Example:
+        ids = np.array(tokens, dtype=np.int32)
+        return Example(tokens=ids, supervised=np.ones(len(ids), dtype=bool), index=0)
+
+    batch = pack_rows([[document(1, 2, 3), document(4, 5)], [document(6)]], pad_id=9)
+    assert batch.input_ids[0].tolist() == [1, 2, 3, 4, 5, 9, 9, 9]
+    assert batch.targets[0].tolist() == [2, 3, IGNORED, 5, IGNORED, IGNORED, IGNORED, IGNORED]
+    assert batch.segments[0].tolist() == [1, 1, 1, 2, 2, 0, 0, 0]
+    assert batch.positions[0].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+    assert batch.targets[1].tolist() == [IGNORED] * 8
+    assert (batch.num_tokens, batch.num_supervised) == (6, 3)
+
+
+def test_a_packed_run_sees_each_example_once_an_epoch(tiny_model: Path, write_jsonl: Any) -> None:
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "content": "word " * (n % 9 + 1)},
+            ]
+        }
+        for n in range(40)
+    ]
+    options: dict[str, Any] = {
+        "dataset": str(write_jsonl(rows)),
+        "skip_eval": True,
+        "context_length": 64,
+        "batch_size": 2,
+        "num_epochs": 2,
+    }
+    packed, plain = (
+        SftRecipe(make_config(**options, packing=packing), model_folder=tiny_model)
+        for packing in (True, False)
+    )
+
+    def totals(recipe: SftRecipe) -> tuple[int, int]:
+        batches = [batch for step in range(recipe.num_steps()) for batch in recipe.window(step)]
+        return sum(b.num_tokens for b in batches), sum(b.num_supervised for b in batches)
+
+    assert totals(packed) == totals(plain)
+    assert packed.num_steps() < plain.num_steps()
+    assert packed.longest_row() == 64
+    assert packed.describe()["packed_fill"] > 0.8
+    steps = SftRecipe(
+        make_config(**(options | {"num_epochs": 0}), packing=True, max_steps=9), model_folder=tiny_model
+    )
+    assert steps.num_steps() == 9
+    assert all(batch.input_ids.shape[0] == 2 for batch in steps.window(8))

@@ -1,0 +1,245 @@
+"""Every kind of source gives the same rows, and what cannot be read is named by its place."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crosstune.core.errors import UserError
+from crosstune.data import files
+from crosstune.data.formats import has_empty_answer, recognise, to_conversation
+from crosstune.data.hub import HubPart, _missing
+from crosstune.data.known import known_names
+from crosstune.data.sources import Source, open_source, split_of
+
+ROWS = [
+    {"prompt": 'Say "hi", 日本', "completion": "hi\nthere, ünd 🙂"},
+    {"prompt": "two", "completion": "zwei"},
+    {"prompt": "three", "completion": "drei, vier"},
+]
+
+
+def rows_of(source: Source) -> list[dict[str, Any]]:
+    return [found.row for _, found, _ in source.rows()]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    suffix = path.suffix
+    if suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    elif suffix == ".json":
+        path.write_text(json.dumps(rows, indent=2), encoding="utf-8")
+    elif suffix == ".parquet":
+        pa = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow: pip install crosstune[data]")
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
+    else:
+        with path.open("w", newline="", encoding="utf-8-sig") as file:
+            writer = csv.DictWriter(file, list(rows[0]), delimiter="\t" if suffix == ".tsv" else ",")
+            writer.writeheader()
+            writer.writerows(rows)
+    return path
+
+
+@pytest.mark.parametrize("suffix", files.SUFFIXES)
+def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, suffix: str) -> None:
+    source = open_source(str(write(tmp_path / f"data{suffix}", ROWS)))
+    assert rows_of(source) == ROWS
+    assert source.pick([2, 0]) == {0: ROWS[0], 2: ROWS[2]}
+    assert [done for _, _, done in source.rows()][-1] <= source.size_bytes
+
+
+def test_a_json_file_may_hold_lines(tmp_path: Path) -> None:
+    path = tmp_path / "lines.json"
+    path.write_text("\n".join(json.dumps(row) for row in ROWS))
+    assert rows_of(open_source(str(path))) == ROWS
+
+
+def test_a_json_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_CHUNK_BYTES", 7)
+    rows = [{"text": 'word, [x] {y} " ' * length} for length in (1, 50, 3)]
+    for indent in (None, 2):
+        path = tmp_path / "array.json"
+        path.write_text(json.dumps(rows, indent=indent))
+        assert rows_of(open_source(str(path))) == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.jsonl", '{"text": "a"}\n\n{"text": \n', "a.jsonl, line 3 is not JSON"),
+        ("a.jsonl", '{"text": "a"}\n[1]\n', "line 2 is not a row"),
+        ("a.jsonl", '[{"text": "a"},\n{"text": "b"}]\n', "line 1 is not JSON"),
+        ("a.json", '[{"text": "a"}, {"text": ]', "row 2 cannot be read"),
+        ("a.json", '[{"text": "a"}, 3]', "row 2 is not a JSON object"),
+        ("a.json", '[{"text": "a"}] x', "follows the end"),
+        ("a.json", '"text"', "not a list of rows"),
+        ("a.json", '[{"text": "a"}', "cannot be read"),
+        ("a.csv", "text\nfine\none,two\n", "a.csv, line 3 has 2 fields"),
+        ("a.csv", 'text\n"open\n', "a.csv, line 2 cannot be read"),
+        ("a.csv", "text,text\na,b\n", "does not name the columns"),
+        ("a.tsv", "a\tb\n1\t2\n1\n", "line 3 has 1 fields"),
+        ("a.parquet", "not parquet at all", "cannot be read as Parquet"),
+        ("a.txt", "hello", "not a kind of file"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, text: str, words: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(UserError, match=words):
+        rows_of(open_source(str(path)))
+
+
+def test_bytes_that_are_not_text_are_named(tmp_path: Path) -> None:
+    for name, start in (("a.jsonl", b'{"text": "'), ("a.json", b'[{"text": "'), ("a.csv", b"text\n")):
+        path = tmp_path / name
+        path.write_bytes(start + b"\xff\xfe\n")
+        with pytest.raises(UserError, match=r"line 1|line 2|UTF-8"):
+            rows_of(open_source(str(path)))
+
+
+def test_lines_of_csv_are_counted_as_an_editor_does(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('text,label\n"one\ntwo\nthree",1\nfour,2\nfive\n')
+    with pytest.raises(UserError, match="line 6 has 1 fields"):
+        rows_of(open_source(str(path)))
+
+
+def test_a_folder_is_read_in_order_and_its_splits_are_known(tmp_path: Path) -> None:
+    write(tmp_path / "b.jsonl", ROWS[1:2])
+    write(tmp_path / "a.csv", ROWS[:1])
+    (tmp_path / "validation").mkdir()
+    write(tmp_path / "validation" / "x.json", ROWS[2:])
+    write(tmp_path / "test.jsonl", ROWS)
+    (tmp_path / "README.md").write_text("not data")
+    (tmp_path / ".hidden.jsonl").write_text("broken")
+    source = open_source(str(tmp_path))
+    assert rows_of(source) == ROWS[:2]
+    assert rows_of(source.own_held_out()) == ROWS[2:]
+
+
+@pytest.mark.parametrize(
+    ("path", "split"),
+    [
+        ("train.jsonl", "train"),
+        ("test-00000-of-00002.parquet", "test"),
+        ("val_1.json", "val"),
+        ("validation/part.csv", "validation"),
+        ("attest.jsonl", "train"),
+        ("latest/testing.jsonl", "train"),
+    ],
+)
+def test_names_of_files_tell_their_split(path: str, split: str) -> None:
+    assert split_of(Path(path)) == split
+
+
+def test_folders_without_data_say_so(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no data"):
+        open_source(str(tmp_path))
+    write(tmp_path / "test.jsonl", ROWS)
+    with pytest.raises(UserError, match="holds no training data"):
+        open_source(str(tmp_path))
+
+
+def test_unknown_names_answer_with_the_known_ones() -> None:
+    with pytest.raises(UserError, match="did you mean commands") as caught:
+        open_source("comands")
+    for name in ("alpaca", "alpaca_sample", "guanaco", "sql", "orca_math", "dummy", "commands"):
+        assert name in known_names()
+        assert name in str(caught.value)
+
+
+def test_the_hub_out_of_reach_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the hub switched off, as `datasets` and `huggingface_hub` know it."""
+    datasets = pytest.importorskip("datasets", reason="pip install crosstune[data]")
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for name in ("no-such-org/no-such-data", "alpaca"):
+        with pytest.raises(UserError, match="cannot be fetched from the hub"):
+            open_source(name)
+
+
+def test_errors_of_the_hub_say_what_to_do() -> None:
+    gated = _missing("a/b", ValueError("Dataset 'a/b' is a gated dataset on the Hub."), known="x")
+    assert "hf auth login" in str(gated)
+    assert "known name: x" in str(_missing("a/b", ValueError("doesn't exist"), known="x"))
+
+
+def test_without_the_library_the_install_command_is_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a.parquet", ROWS)
+    for module in ("datasets", "pyarrow"):
+        monkeypatch.setitem(__import__("sys").modules, module, None)
+    with pytest.raises(UserError, match=r'pip install "crosstune\[data\]"'):
+        open_source("org/data")
+    with pytest.raises(UserError, match=r'pip install "crosstune\[data\]"'):
+        rows_of(open_source(str(path)))
+
+
+def test_rows_of_a_hub_data_set() -> None:
+    datasets = pytest.importorskip("datasets", reason="pip install crosstune[data]")
+    parts = [
+        HubPart(repo="a/b", split="train", data=datasets.Dataset.from_list(rows)) for rows in (ROWS, ROWS[:2])
+    ]
+    assert [found.row for found in parts[0].rows()] == ROWS
+    assert parts[0].digest() != parts[1].digest()
+    assert parts[0].place(2) == "Row 2 of a/b (train)"
+
+
+def test_digests_follow_the_contents(tmp_path: Path) -> None:
+    one, other = write(tmp_path / "a.jsonl", ROWS), write(tmp_path / "b.jsonl", ROWS)
+    assert open_source(str(one)).digest() == open_source(str(other)).digest()
+    write(other, ROWS[:2])
+    assert open_source(str(one)).digest() != open_source(str(other)).digest()
+
+
+@pytest.mark.parametrize(
+    ("row", "form", "turns"),
+    [
+        ({"question": "q", "answer": "a"}, "question_answer", ["q", "a"]),
+        ({"question": "q", "answer": "a", "context": "c"}, "question_answer", ["c\n\nq", "a"]),
+        ({"text": "### Human: q one### Assistant: a### Human: r### Assistant: b"}, "guanaco", ["q one", "a", "r", "b"]),
+        ({"messages": '[{"role": "user", "content": "q"}]'}, "messages", ["q"]),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}]}, "messages", ["q"]),
+    ],
+)  # fmt: skip
+def test_more_formats(row: dict[str, Any], form: str, turns: list[str]) -> None:
+    assert [turn["content"] for turn in to_conversation(row, form)] == turns
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([("wizard", "a")], "Unknown role 'wizard'.*assistant"),
+        ([("assistant", "a"), ("user", "b")], "before anyone has asked"),
+        ([("user", "a"), ("system", "b")], "system is turn 2"),
+        ([("user", [{"type": "image_url", "image_url": "x"}])], "part of type image_url"),
+        ([("user", 3)], "must be text"),
+        ([("user", None)], "must be text"),
+    ],
+)
+def test_conversations_that_make_no_sense(messages: list[tuple[str, Any]], words: str) -> None:
+    row = {"messages": [{"role": role, "content": content} for role, content in messages]}
+    with pytest.raises(UserError, match="(?s)" + words):
+        to_conversation(row, "messages")
+
+
+def test_images_and_mixed_formats_are_refused() -> None:
+    with pytest.raises(UserError, match="not text: image"):
+        recognise({"image": {"bytes": b"x"}, "text": "a"}, asked="auto", source="x")
+    with pytest.raises(UserError, match="looks like alpaca: formats cannot be mixed"):
+        to_conversation({"instruction": "a", "output": "b"}, "messages")
+
+
+def test_empty_answers_are_seen() -> None:
+    assert has_empty_answer(to_conversation({"prompt": "a", "completion": None}, "prompt_completion"))
+    assert has_empty_answer(to_conversation({"text": " \n"}, "text"))
+    assert not has_empty_answer(to_conversation({"text": "a"}, "text"))

@@ -1,0 +1,303 @@
+"""Exactly the answers are supervised, for the chat templates in use, and a hostile template is stopped."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from tokenizers import AddedToken
+
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import Example
+from crosstune.data.chat import encode_conversation, encode_prompt, render
+from crosstune.data.guards import FILTERS
+from crosstune.data.template import render_text
+from crosstune.data.tokenizer import Tokenizer
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA2 = (
+    "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}"
+    "{% set system = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' %}"
+    "{% else %}{% set rest = messages %}{% set system = '' %}{% endif %}"
+    "{% for m in rest %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns must alternate') }}{% endif %}"
+    "{% if m.role == 'user' %}{{ bos_token + '[INST] ' + (system if loop.first else '') + m.content.strip() + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% elif m.role == 'system' %}{{ '[INST] ' + m.content + '\n' + '[/INST]' }}"
+    "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+    "{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else m.role %}"
+    "{{ '<start_of_turn>' + role + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+PHI3 = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+QWEN3 = (
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% set body = m.content.split('</think>')[-1].lstrip('\n') %}"
+    "{% set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') if '</think>' in m.content else '' %}"
+    "{{ '<|im_start|>assistant\n' }}"
+    "{% if loop.index0 > ns.last %}{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}"
+    "{{ body + '<|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+R1 = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}{{ '<|Assistant|>' + m.content.split('</think>')[-1] + eos_token }}"
+    "{% else %}{{ '<|User|>' + m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HEADER_WITHOUT_PROMPT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+LAST_IS_SPECIAL = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content }}{{ eos_token if loop.last else '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+SPECIAL = [
+    "<s>",
+    "</s>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+    "<|end|>",
+    "<|User|>",
+    "<|Assistant|>",
+]
+ASKED = [
+    {"role": "user", "content": "Größe? 日本語 one two"},
+    {"role": "assistant", "content": "Fünf 🙂 Meter."},
+    {"role": "user", "content": "And <b>that</b> one?"},
+    {"role": "assistant", "content": "Two\nlines, ünd 日本."},
+]
+SYSTEM = [{"role": "system", "content": "Be brief."}]
+
+
+@pytest.fixture(scope="module")
+def base(tiny_model: Path) -> Tokenizer:
+    made = Tokenizer.from_folder(tiny_model)
+    made.rust.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIAL])
+    return replace(made, bos_token="<s>", eos_token="</s>", special=(*made.special, *SPECIAL))
+
+
+def spans(example: Example, tokenizer: Tokenizer) -> list[str]:
+    """The supervised stretches, decoded."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], example.supervised.astype(int), [0]])))
+    return [
+        tokenizer.decode(example.tokens[start:end], keep_special=True)
+        for start, end in edges.reshape(-1, 2).tolist()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "ending", "has_system"),
+    [
+        (CHATML, "<|im_end|>", True),
+        (LLAMA2, " </s>", True),
+        (LLAMA3, "<|eot_id|>", True),
+        (MISTRAL, "</s>", True),
+        (GEMMA, "<end_of_turn>", False),
+        (PHI3, "<|end|>", True),
+        (R1, "</s>", True),
+        (MARKED, "<|im_end|>", True),
+        (HEADER_WITHOUT_PROMPT, "<|im_end|>", True),
+        (None, "</s>", True),
+    ],
+    ids=["chatml", "llama2", "llama3", "mistral", "gemma", "phi3", "r1", "marked", "no-prompt", "plain"],
+)
+def test_the_answers_and_their_ends_are_supervised_and_nothing_else(
+    base: Tokenizer, template: str | None, ending: str, has_system: bool
+) -> None:
+    tokenizer = replace(base, chat_template=template)
+    for turns in (ASKED, ASKED[:2], SYSTEM + ASKED if has_system else ASKED):
+        example = encode_conversation(turns, tokenizer, index=0, whole=False)
+        answers = [turn["content"] + ending for turn in turns if turn["role"] == "assistant"]
+        found = [text.removeprefix(" ") for text in spans(example, tokenizer)]
+        assert found == answers
+        whole = render(turns, tokenizer, add_generation_prompt=False)
+        assert tokenizer.decode(example.tokens, keep_special=True) == whole
+
+
+def test_reasoning_that_is_stripped_from_earlier_turns_is_not_looked_for(base: Tokenizer) -> None:
+    tokenizer = replace(base, chat_template=QWEN3)
+    turns = [
+        {"role": "user", "content": "one?"},
+        {"role": "assistant", "content": "<think>\nhm one\n</think>\n\neins"},
+        {"role": "user", "content": "two?"},
+        {"role": "assistant", "content": "<think>\nhm two\n</think>\n\nzwei"},
+        {"role": "user", "content": "three?"},
+        {"role": "assistant", "content": "drei"},
+    ]
+    example = encode_conversation(turns, tokenizer, index=0, whole=False)
+    assert spans(example, tokenizer) == [
+        "eins<|im_end|>",
+        "zwei<|im_end|>",
+        "<think>\n\n</think>\n\ndrei<|im_end|>",
+    ]
+    assert spans(encode_conversation(turns[:4], tokenizer, index=0, whole=False), tokenizer)[-1] == (
+        "<think>\nhm two\n</think>\n\nzwei<|im_end|>"
+    )
+
+
+def test_content_that_is_trimmed_is_located(base: Tokenizer) -> None:
+    turns = [
+        {"role": "user", "content": "  one?  "},
+        {"role": "assistant", "content": "\n eins  "},
+        {"role": "user", "content": "\ntwo"},
+        {"role": "assistant", "content": "zwei\n"},
+    ]
+    example = encode_conversation(turns, replace(base, chat_template=LLAMA3), index=0, whole=False)
+    assert spans(example, base) == ["eins<|eot_id|>", "zwei<|eot_id|>"]
+
+
+def test_consecutive_turns_of_one_speaker(base: Tokenizer) -> None:
+    turns = [ASKED[0], ASKED[2], ASKED[1], ASKED[3]]
+    example = encode_conversation(turns, replace(base, chat_template=CHATML), index=0, whole=False)
+    assert spans(example, base) == ["Fünf 🙂 Meter.<|im_end|>", "Two\nlines, ünd 日本.<|im_end|>"]
+    with pytest.raises(UserError, match="turns must alternate"):
+        encode_conversation(turns, replace(base, chat_template=LLAMA2), index=0, whole=False)
+
+
+def test_an_answer_that_repeats_the_template_is_not_mistaken_for_it(base: Tokenizer) -> None:
+    turns = [
+        {"role": "user", "content": "eins"},
+        {"role": "assistant", "content": "eins"},
+        {"role": "user", "content": "assistant\neins"},
+        {"role": "assistant", "content": "assistant: eins"},
+    ]
+    for template, ending in ((CHATML, "<|im_end|>"), (R1, "</s>")):
+        example = encode_conversation(turns, replace(base, chat_template=template), index=0, whole=False)
+        assert spans(example, base) == [f"eins{ending}", f"assistant: eins{ending}"]
+
+
+def test_a_template_that_treats_the_last_turn_otherwise(base: Tokenizer) -> None:
+    example = encode_conversation(ASKED, replace(base, chat_template=LAST_IS_SPECIAL), index=0, whole=False)
+    assert [text.strip() for text in spans(example, base)] == ["Fünf 🙂 Meter.", "Two\nlines, ünd 日本.</s>"]
+
+
+def test_marks_do_not_reach_the_text(base: Tokenizer) -> None:
+    marked, plain = (replace(base, chat_template=template) for template in (MARKED, CHATML))
+    for asks in (False, True):
+        assert render(ASKED, marked, add_generation_prompt=asks) == render(
+            ASKED, plain, add_generation_prompt=asks
+        )
+    assert encode_prompt(ASKED[:1], marked) == encode_prompt(ASKED[:1], plain)
+
+
+def test_a_tokenizer_without_end_and_pad_token(base: Tokenizer) -> None:
+    bare = replace(base, chat_template=None, eos_token=None, bos_token=None)
+    example = encode_conversation(ASKED[:2], bare, index=0, whole=False)
+    assert spans(example, bare) == ["Fünf 🙂 Meter.\n"]
+
+
+def test_the_template_sees_the_same_day_always(base: Tokenizer) -> None:
+    text, _ = render_text("{{ strftime_now('%Y-%m-%d') }}", ASKED)
+    assert text == "2025-01-01"
+
+
+HOSTILE = {
+    "nested loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}x{% endfor %}{% endfor %}{% endfor %}",
+    "a loop without output": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "one huge range": "{% for a in range(999999999) %}{% endfor %}",
+    "a product": "{{ 'x' * 9999999999 }}",
+    "a product the other way": "{{ 9999999999 * 'x' }}",
+    "a list of lists": "{% set ns = namespace(x=['y']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
+    "the same as JSON": "{% set ns = namespace(x=['y']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x | tojson }}",
+    "doubling with +": "{% set ns = namespace(x='y') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}",
+    "doubling with ~": "{% set ns = namespace(x='y') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    "doubling with replace": "{% set ns = namespace(x='y') %}{% for i in range(60) %}{% set ns.x = ns.x | replace('y', 'yyyy') %}{% endfor %}{{ ns.x }}",
+    "doubling with .replace": "{% set ns = namespace(x='y') %}{% for i in range(60) %}{% set ns.x = ns.x.replace('y', 'yyyy') %}{% endfor %}{{ ns.x }}",
+    "doubling with join": "{% set ns = namespace(x='y') %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] | join('') %}{% endfor %}{{ ns.x }}",
+    "doubling with .join": "{% set ns = namespace(x='y') %}{% for i in range(60) %}{% set ns.x = ''.join([ns.x, ns.x]) %}{% endfor %}{{ ns.x }}",
+    "a wide format": "{{ '{:>9999999999}'.format('x') }}",
+    "a wide format inside": "{{ '{:>{w}}'.format('x', w=9999999999) }}",
+    "percent": "{{ '%9999999999d' % 1 }}",
+    "padding": "{{ 'x'.ljust(9999999999) }}",
+    "a wide indent": "{{ 'x\ny' | indent(999999999) }}",
+    "a wide JSON": "{{ messages | tojson(indent=999999999) }}",
+    "a power": "{{ 9 ** 999999999 }}",
+    "squares": "{% set ns = namespace(x=3) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",
+    "recursion": "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+    "recursion in a tree": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "a recursive loop": "{% for a in [1] recursive %}{{ loop([1, 1]) }}{% endfor %}",
+    "long output": "{% for a in range(9999) %}{{ 'x' * 99999 }}{% endfor %}",
+    "captured output": "{% set x %}{% for a in range(9999) %}{{ 'x' * 99999 }}{% endfor %}{% endset %}{{ x }}",
+    "captured text": "{% set x %}{% for a in range(99999) %}"
+    + "y" * 9999
+    + "{% endfor %}{% endset %}{{ x }}",
+    "captured macros": "{% macro f() %}"
+    + "y" * 99999
+    + "{% endmacro %}{% set x %}{% for a in range(99999) %}{{ f() }}{% endfor %}{% endset %}{{ x }}",
+    "our objects": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+    "our globals": "{{ raise_exception.__globals__.sys }}",
+    "format to objects": "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    "a file": "{% include '/etc/passwd' %}",
+    "changing the input": "{{ messages.append(1) }}",
+    "an unknown filter": "{{ 'x' | center(999999999) }}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("apart", [True, False], ids=["child", "here"])
+def test_a_hostile_template_is_stopped_soon(name: str, apart: bool) -> None:
+    """In a child process first; and the guards here would stop each of them alone."""
+    before = psutil.Process().memory_info().rss
+    started = time.monotonic()
+    with pytest.raises(UserError):
+        render_text(HOSTILE[name], ASKED, familiar=not apart)
+    assert time.monotonic() - started < 6
+    assert psutil.Process().memory_info().rss - before < 256 << 20
+
+
+def test_a_long_conversation_is_no_attack(base: Tokenizer) -> None:
+    turns = [
+        {"role": "user", "content": "word " * 200_000},
+        {"role": "assistant", "content": "yes " * 100_000},
+    ]
+    text, _ = render_text(CHATML, turns, familiar=True, add_generation_prompt=False)
+    assert len(text) > 1_400_000
+
+
+def test_one_render_function_and_no_other() -> None:
+    """A second place that renders would be one without the limits."""
+    import crosstune
+
+    sources = Path(crosstune.__file__).parent.rglob("*.py")
+    using = {path.name for path in sources if "SandboxedEnvironment" in path.read_text(encoding="utf-8")}
+    assert using == {"guards.py"}
+    assert "random" not in FILTERS
