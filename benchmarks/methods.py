@@ -29,7 +29,10 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("LoRA, HQQ 3", {"train_type": "hqq_lora", "n_bits": 3}),
     ("LoRA, HQQ 2", {"train_type": "hqq_lora", "n_bits": 2}),
     ("LoRA, quanto int8", {"train_type": "qlora", "quantization_backend": "quanto", "n_bits": 8}),
-    ("LoRA, quanto float8", {"train_type": "qlora", "quantization_backend": "quanto", "n_bits": 8, "quant_type": "float8"}),
+    (
+        "LoRA, quanto float8",
+        {"train_type": "qlora", "quantization_backend": "quanto", "n_bits": 8, "quant_type": "float8"},
+    ),
     ("LoRA, quanto int4", {"train_type": "qlora", "quantization_backend": "quanto", "n_bits": 4}),
     ("LoRA, quanto int2", {"train_type": "qlora", "quantization_backend": "quanto", "n_bits": 2}),
     ("DoRA, bnb NF4", {"train_type": "bnb_dora"}),
@@ -41,9 +44,23 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
 
 def run_row(options: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        asked = {"lr": 1e-3, "lr_scheduler": "constant"} | shared | options | {"output_dir": folder, "name": "row"}
+        asked = (
+            {"lr": 1e-3, "lr_scheduler": "constant"}
+            | shared
+            | options
+            | {"output_dir": folder, "name": "row"}
+        )
         words = [f"--{name}={value}" for name, value in asked.items()]
-        command = [sys.executable, "-m", "crosstune", "train", *words, "--skip_eval", "--save_model=false", "--json"]
+        command = [
+            sys.executable,
+            "-m",
+            "crosstune",
+            "train",
+            *words,
+            "--skip_eval",
+            "--save_model=false",
+            "--json",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"{' '.join(command)}\n{done.stderr}")
@@ -52,14 +69,18 @@ def run_row(options: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--model_name", default="smollm2-135m")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--only", default="", help="rows whose name contains this")
     own = parser.parse_args()
     shared = {"backend": own.backend, "model_name": own.model_name, "max_steps": own.steps}
-    print("| method and base | precision | first loss | last loss | tok/s | peak memory GiB |\n|---|---|---|---|---|---|")
+    print(
+        "| method and base | precision | first loss | last loss | tok/s | peak memory GiB |\n|---|---|---|---|---|---|"
+    )
     for name, options in ROWS:
         if own.only.lower() not in name.lower():
             continue

@@ -13,12 +13,12 @@ from crosstune.core.errors import UserError
 from crosstune.core.protocols import Observer
 from crosstune.core.record import write_json
 from crosstune.exports import Form, export
-from crosstune.likeness import Opened, folder_logits, open_trained, quantized_plan
+from crosstune.likeness import Opened, find_quantizer, folder_logits, open_trained
 from crosstune.models.folder import check_folder
 from crosstune.models.locate import ModelFolder, identity
 from crosstune.models.quantized_folder import FolderQuantization, read_quantization
 from crosstune.models.staged import check_out, staged
-from crosstune.results import RECORD, Request, dense_bytes, find_original, show_bytes, stored_word
+from crosstune.results import RECORD, Request, find_original, show_bytes, stored_word
 from crosstune.trained import Trained
 
 if TYPE_CHECKING:
@@ -57,14 +57,14 @@ def convert(request: ConvertRequest, *, observer: Observer) -> dict[str, Any]:
         return _to_mlx(request, observer)
     spec = _target_spec(request, held, path)
     if spec is not None:
-        quantized_plan(opened, dataclasses.asdict(spec), folder=path)
+        opened = find_quantizer(opened, dataclasses.asdict(spec))
     original = _find_original(request, opened.model, held)
     start = original or path
     dtype = request.dtype if request.dtype != "auto" else stored_word(start)
     out = request.out or _default_out(opened.model, request)
     check_out(out)
-    with staged(out, need_bytes=dense_bytes(start, dtype)) as stage:
-        conversion = _make(opened, start, spec, dtype, replaces=held is not None and original is not None)
+    conversion = _make(opened, start, spec, dtype, replaces=held is not None and original is not None)
+    with staged(out, need_bytes=conversion.result_bytes()) as stage:
         record = _original_record(opened.model, held, original)
         on_read = show_bytes(observer, "convert", request.model)
         conversion.write(stage.result, tokenizer=path, original=record, on_read=on_read)

@@ -86,6 +86,12 @@ def folder_logits(folder: Path, opened: Opened, *, gguf: str | None = None) -> L
     return verify.session_logits(session, opened.prompts)
 
 
+def find_quantizer(opened: Opened, spec: Mapping[str, Any]) -> Opened:
+    """The same with the machine's quantizers known; an error where the one in question does not run."""
+    plan = quantized_plan(opened, spec, folder=opened.model.path)
+    return replace(opened, plan=replace(opened.plan, machine=plan.machine, backend=plan.backend))
+
+
 def quantized_plan(opened: Opened, spec: Mapping[str, Any], *, folder: Path) -> Plan:
     """The plan to open a folder of quantized weights; an error where its quantizer does not run."""
     options = quantization_options(spec) | {"train_type": "lora", "model_name": str(folder)}
@@ -141,5 +147,7 @@ def chat_problems(before: Path, after: Path) -> list[str]:
 
 
 def _plan_like(plan: Plan, options: Mapping[str, Any]) -> Plan:
-    """Other options on the backend of a plan. The machine is looked at again: they may need quantizers."""
-    return make_plan(make_config(**options, backend=plan.backend.name))
+    """Other options on the backend of a plan. Its machine is looked at again only to find quantizers."""
+    needs_look = "quantization_backend" in options and not plan.backend.quantizers
+    config = make_config(**options, backend=plan.backend.name)
+    return make_plan(config, machine=None if needs_look else plan.machine)

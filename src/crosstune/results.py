@@ -13,9 +13,9 @@ from crosstune.core.protocols import Observer
 from crosstune.core.record import write_json
 from crosstune.likeness import (
     Opened,
+    find_quantizer,
     judge,
     open_trained,
-    quantized_plan,
     refuse_unverified,
     trained_logits,
 )
@@ -183,7 +183,7 @@ def open_request(request: Request, observer: Observer) -> tuple[Opened, list[str
         )
     opened = open_trained(trained, backend=request.backend, observer=observer)
     if trained.quantization is not None:
-        quantized_plan(opened, trained.quantization, folder=opened.model.path)
+        opened = find_quantizer(opened, trained.quantization)
     return opened, _check_base(trained, opened.model, force=request.force)
 
 

@@ -72,7 +72,7 @@ def train(
         check_free(folder)
     model = find_model(plan.config, screen)
     plan = make_plan(config, machine=plan.machine)  # again: now the model's shape is known for certain
-    recipe = open_recipe(plan.config, model)
+    recipe = open_recipe(plan.config, model, screen)
     plan = make_plan(config, machine=plan.machine, longest_row=recipe.longest_row())
     recipe.configure(plan.config)
     for adjustment in plan.adjustments:
@@ -143,9 +143,9 @@ def open_session(plan: Plan, model: ModelFolder, **options: Any) -> Session:
     return _engine(plan).open_session(plan, model_folder=model.path, base_name=hub_id, **options)
 
 
-def open_recipe(config: Config, model: ModelFolder) -> Recipe:
+def open_recipe(config: Config, model: ModelFolder, observer: Observer) -> Recipe:
     module = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
-    return module.open_recipe(config, model_folder=model.path)
+    return module.open_recipe(config, model_folder=model.path, observer=observer)
 
 
 def find_model(config: Config, observer: Observer) -> ModelFolder:

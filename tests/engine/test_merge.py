@@ -111,13 +111,8 @@ def test_the_command_reports_what_both_ways_cost(
     _, adapter = train(tiny_model, window, tmp_path, **METHODS["qlora"])
     for into in ("original", "dequantized"):
         out = tmp_path / into
-        assert (
-            main(
-                ["merge", str(adapter), "--into", into, "--out", str(out), "--json", "--dtype", "fp32"]
-                + ["--backend", "cpu"]
-            )
-            == 0
-        )
+        words = ["merge", str(adapter), "--into", into, "--out", str(out), "--dtype", "fp32", "--json"]
+        assert main([*words, "--backend", "cpu"]) == 0
         report = json.loads(capsys.readouterr().out)
         assert report["agreement"]["max_abs"] < 1e-4 and report["verified"]
         assert report["against_trained"]["dequantized"]["max_abs"] < 1e-4

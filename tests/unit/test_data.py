@@ -11,7 +11,7 @@ import pytest
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import IGNORED, Example
 from crosstune.data.batches import pad_rows, split_rows
-from crosstune.data.chat import PLAIN_TEMPLATE, encode_conversation, encode_prompt, render
+from crosstune.data.chat import encode_conversation, encode_prompt, render
 from crosstune.data.commands import NUM_HELD_OUT, NUM_TRAIN, make_commands
 from crosstune.data.formats import recognise, to_conversation
 from crosstune.data.order import rows_of_step, total_steps
@@ -60,8 +60,9 @@ def test_the_plain_template_serves_models_without_one(tokenizer: Tokenizer) -> N
 
     bare = replace(tokenizer, chat_template=None)
     example = encode_conversation(TURNS, bare, index=0, whole=False)
-    assert supervised_texts(example, bare) == [f"Eins.{bare.eos_token}", f"Zwei. <b>ok</b>{bare.eos_token}"]
-    assert "Assistant: " in PLAIN_TEMPLATE
+    assert supervised_texts(example, bare) == [f" Eins.{bare.eos_token}", f" Zwei. <b>ok</b>{bare.eos_token}"]
+    prompt = encode_prompt(TURNS[:-1], bare)
+    assert example.tokens[: len(prompt)].tolist() == prompt, "what generation sees must be how training began"
 
 
 def test_train_on_prompt_supervises_everything(tokenizer: Tokenizer) -> None:
@@ -182,3 +183,18 @@ def test_targets_are_shifted_and_padding_carries_no_loss() -> None:
     assert [
         b.input_ids.shape[0] for b in split_rows([example([1, 2], [1, 1])] * 5, batch_size=2, pad_id=0)
     ] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("num_epochs", [0.05, 0.5, 1, 1.05, 1.3, 2.999])
+@pytest.mark.parametrize("num_examples", [1, 7, 8, 10])
+def test_no_step_is_empty_whatever_the_epochs(num_examples: int, num_epochs: float) -> None:
+    from crosstune.data.order import rows_in_epochs
+
+    num_rows = rows_in_epochs(num_examples, num_epochs)
+    steps = total_steps(num_examples, rows_per_step=8, num_epochs=num_epochs, max_steps=-1)
+    taken = [
+        rows_of_step(s, num_examples=num_examples, rows_per_step=8, num_rows_in_all=num_rows, seed=1)
+        for s in range(steps)
+    ]
+    assert all(taken)
+    assert sum(map(len, taken)) == num_rows

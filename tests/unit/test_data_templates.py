@@ -222,7 +222,7 @@ def test_marks_do_not_reach_the_text(base: Tokenizer) -> None:
 def test_a_tokenizer_without_end_and_pad_token(base: Tokenizer) -> None:
     bare = replace(base, chat_template=None, eos_token=None, bos_token=None)
     example = encode_conversation(ASKED[:2], bare, index=0, whole=False)
-    assert spans(example, bare) == ["Fünf 🙂 Meter.\n"]
+    assert spans(example, bare) == [" Fünf 🙂 Meter.\n"]
 
 
 def test_the_template_sees_the_same_day_always(base: Tokenizer) -> None:

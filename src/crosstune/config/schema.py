@@ -92,7 +92,9 @@ class Config:
         group="data",
     )
     eval_dataset: str | None = _option(
-        None, "Held-out data; unset, the data set's own held-out split, or a tenth of it up to eval_samples", group="data"
+        None,
+        "Held-out data; unset, the data set's own held-out split, or a tenth of it up to eval_samples",
+        group="data",
     )
     dataset_format: str = _option(
         "auto",

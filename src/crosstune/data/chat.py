@@ -24,7 +24,7 @@ PLAIN_TEMPLATE = (
     "{{ leading_bos }}{% for m in messages %}"
     "{% if m.role == 'assistant' %}Assistant: {{ m.content }}{{ eos_token }}\n"
     "{% else %}{{ m.role | capitalize }}: {{ m.content }}\n{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}Assistant: {% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 
 

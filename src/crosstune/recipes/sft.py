@@ -18,7 +18,7 @@ from crosstune.data.corpus import Corpus, open_corpus
 from crosstune.data.dummy import dummy_corpus
 from crosstune.data.formats import to_conversation
 from crosstune.data.known import BUNDLED, DUMMY
-from crosstune.data.order import rows_of_step, steps_of_rows, total_steps
+from crosstune.data.order import rows_in_epochs, rows_of_step, steps_of_rows, total_steps
 from crosstune.data.packing import PackedOrder
 from crosstune.data.preflight import leave_out_unsupervised, num_shared, warnings_of
 from crosstune.data.sources import Row, Source, open_source
@@ -97,7 +97,7 @@ class SftRecipe:
             last = min(first + self._rows_per_step(), in_all or first + self._rows_per_step())
             rows = [[self.train[int(d)] for d in row] for row in self._packed.rows(first, last)]
             return list(split_packed(rows, batch_size=config.batch_size, pad_id=pad_id))
-        by_epochs = round(len(self.train) * config.num_epochs)
+        by_epochs = rows_in_epochs(len(self.train), config.num_epochs)
         indices = rows_of_step(
             step,
             num_examples=len(self.train),
@@ -131,8 +131,16 @@ class SftRecipe:
         if self.held_out is not None:
             described["eval"] = self.held_out.stats
         shared = num_shared(self.train, self.held_out) if self.held_out is not None else 0
-        warnings = warnings_of(train, num_shared=shared)
-        return described | ({"warnings": list(warnings)} if warnings else {})
+        warnings = [*warnings_of(train, num_shared=shared), *self._missing_evaluation()]
+        return described | ({"warnings": warnings} if warnings else {})
+
+    def _missing_evaluation(self) -> list[str]:
+        config = self.config
+        if self.held_out is not None or config.skip_eval or not config.eval_samples:
+            return []
+        return [
+            "nothing is evaluated: the data is too small to hold a tenth of it out; --eval_dataset names other rows"
+        ]
 
     def metric(self) -> str:
         if self.config.eval_metric == "auto":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ from crosstune.torch_engine.prequantized import (
     write_record,
 )
 from crosstune.torch_engine.quantized import QuantSpec, open_quantizer
+
+_SPARE_BYTES = 50_000_000
 
 
 @dataclass
@@ -78,6 +81,14 @@ class Conversion:
         export.save_model(folder, config, self._tensors(on_read), base=tokenizer)
         if self.spec is not None:
             write_record(folder, spec=self.spec, dtype=self.dtype, layers=self.layers, original=original)
+
+    def result_bytes(self) -> int:
+        """About how much room the result needs; scales take up to two bits a weight."""
+        chosen = self._chosen()
+        bits = self.spec.bits + 2 if self.spec is not None else 8 * self.dtype.itemsize
+        counts = {name: math.prod(shape) for name, shape in weight_shapes(self.start.folder).items()}
+        few = sum(count for name, count in counts.items() if name.removesuffix(".weight") in chosen)
+        return few * bits // 8 + (sum(counts.values()) - few) * self.dtype.itemsize + _SPARE_BYTES
 
     def _tensors(self, on_read: OnRead | None) -> Iterator[tuple[str, torch.Tensor]]:
         chosen = self._chosen()
