@@ -176,6 +176,50 @@ def test_mlx(
     np.testing.assert_allclose(found, expected.numpy(), rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 250.0},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 250.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ],
+    ids=["default", "llama3"],
+)
+def test_positions_reach_mlx_as_transformers_writes_them(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rope: dict[str, Any]
+) -> None:
+    """transformers 5 writes rope_parameters, mlx-lm reads rope_theta and rope_scaling."""
+    pytest.importorskip("mlx_lm", reason="needs the extra crosstune[mlx]")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.config.rope_parameters = rope
+    model.save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / "model" / name).write_bytes((tiny_model / name).read_bytes())
+    assert "rope_theta" not in json.loads((tmp_path / "model" / "config.json").read_text())
+    for form in ("mlx", "hf"):
+        words = ["--to", form, "--dtype", "fp32", "--out", str(tmp_path / form)]
+        report = export(capsys, str(tmp_path / "model"), *words)
+        assert report["agreement"]["relative"] < 1e-4
+
+
+def test_few_bits_do_not_hide_a_wrong_model(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mlx_lm", reason="needs the extra crosstune[mlx]")
+    wrong = {"rope_theta": 7.0, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+    monkeypatch.setattr("crosstune.models.config_spelling.spell_positions", lambda config: config | wrong)
+    words = ["export", str(tiny_model), "--to", "mlx", "--n_bits", "4", "--out", str(tmp_path / "out")]
+    assert main([*words, "--backend", "cpu"]) == 2
+    assert "even before it is quantized" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["out.unverified"]
+
+
 def test_a_missing_mlx_is_answered_with_the_command(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

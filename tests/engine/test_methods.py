@@ -302,3 +302,28 @@ def test_quantized_bases_follow_the_cpu_on_cuda(
     for _ in range(5):
         expected = here.step(window, lr=1e-3).loss
         assert there.step(window, lr=1e-3).loss == pytest.approx(expected, rel=5e-3)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("optimizer", ["adamw", "fused_adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor"])
+def test_optimizers_lower_the_loss_on_cuda(tiny_model: Path, window: list[Batch], optimizer: str) -> None:
+    if optimizer.endswith("8bit"):
+        pytest.importorskip("bitsandbytes")
+    session = open_session(tiny_model, optimizer=optimizer, backend="cuda")
+    rate = 0.1 if optimizer == "adafactor" else 5e-3
+    losses = [session.step(window, lr=rate).loss for _ in range(8)]
+    assert losses[-1] < 0.99 * losses[0]
+    assert session.plan.config.optimizer == optimizer
+
+
+@pytest.mark.cuda
+def test_packed_rows_have_the_loss_of_single_ones_on_cuda(tiny_model: Path) -> None:
+    from crosstune.data.batches import pack_rows
+
+    tokenizer = Tokenizer.from_folder(tiny_model)
+    examples = [encode_conversation(turns, tokenizer, index=i, whole=False) for i, turns in enumerate(TURNS)]
+    session = open_session(tiny_model, backend="cuda")
+    packed = session.evaluate([pack_rows([examples[:2], examples[2:]], pad_id=0)])
+    alone = session.evaluate([pad_rows([example], pad_id=0) for example in examples])
+    assert packed.num_supervised == alone.num_supervised
+    assert packed.loss == pytest.approx(alone.loss, rel=1e-5)
