@@ -41,6 +41,10 @@ class Form:
 def export(request: Request, form: Form, *, observer: Observer) -> dict[str, Any]:
     """Write what was trained, or any model, for another tool; reload it and compare."""
     write = {"hf": _write_hf, "mlx": _write_mlx, "gguf": _write_gguf}[form.to]
+    if form.to == "mlx":
+        from crosstune.mlx_engine.export import check_form
+
+        check_form(bits=form.bits, group_size=form.group_size)
     opened, warnings = open_request(request, observer)
     out = request.out or default_out(opened.trained, form.to)
     check_out(out)
@@ -93,13 +97,22 @@ def _write_hf(
 def _write_mlx(
     stage: Stage, source: Path, opened: Opened, expected: Logits, form: Form, observer: Observer
 ) -> dict[str, Any]:
-    from crosstune.mlx_engine.export import convert_folder, folder_logits
+    from crosstune.mlx_engine.export import convert_folder, folder_logits, make_view
     from crosstune.torch_engine.verify import compare
 
-    convert_folder(source, stage.result, bits=form.bits, group_size=form.group_size)
+    view = make_view(source, stage.scratch / "view")
+    convert_folder(view, stage.result, bits=form.bits, group_size=form.group_size)
     found = folder_logits(stage.result, opened.prompts)
-    formats = [stored_word(source)] if form.bits == 16 else [str(form.bits)]
-    return {"n_bits": form.bits} | judge(compare(expected, found), opened.precision, *formats)
+    plain = stored_word(source)
+    if form.bits == 16:
+        return {"n_bits": 16} | judge(compare(expected, found), opened.precision, plain)
+    # Few bits explain almost any difference. Without them, what mlx-lm makes of the model shows.
+    unquantized = judge(compare(expected, folder_logits(view, opened.prompts)), opened.precision, plain)
+    problems = (
+        [] if unquantized["verified"] else ["mlx-lm computes another model even before it is quantized"]
+    )
+    report = judge(compare(expected, found), opened.precision, str(form.bits))
+    return report | {"n_bits": form.bits, "unquantized": unquantized, "problems": problems}
 
 
 def _write_gguf(

@@ -71,6 +71,9 @@ def print_report(report: Mapping[str, Any]) -> None:
     for sentence in report.get("warnings", ()):
         print(f"warning  {sentence}")
     print(f"checked  {numbers(report['agreement'])} (bound {report['bound']:g})")
+    for name in ("unquantized", "own_reader"):
+        if name in report:
+            print(f"{'  ' + name:<15} {numbers(report[name]['agreement'])} (bound {report[name]['bound']:g})")
     for name, agreement in report.get("against_trained", {}).items():
         print(f"{'  ' + name:<15} against the trained model: {numbers(agreement)}")
     print(f"written  {report['path']}")

@@ -7,11 +7,14 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
+from crosstune.models.canonical import CONFIG
+from crosstune.models.config_spelling import respell_folder
 
 BITS = (2, 3, 4, 5, 6, 8, 16)
 """16: the weights stay as they are."""
@@ -27,8 +30,8 @@ def require_mlx() -> None:
         )
 
 
-def convert_folder(source: Path, target: Path, *, bits: int, group_size: int) -> None:
-    """`target` must not exist yet."""
+def check_form(*, bits: int, group_size: int) -> None:
+    """Raise unless MLX can write it; before anything is merged for it."""
     require_mlx()
     if bits not in BITS:
         raise UserError(f"MLX has no {bits} bits.", do=f"use --n_bits {', '.join(map(str, BITS))}")
@@ -37,31 +40,62 @@ def convert_folder(source: Path, target: Path, *, bits: int, group_size: int) ->
             f"MLX has no groups of {group_size} weights.",
             do=f"use --group_size {', '.join(map(str, GROUP_SIZES))}",
         )
+
+
+def convert_folder(view: Path, target: Path, *, bits: int, group_size: int) -> None:
+    """Write what `make_view` has made, quantized unless there are 16 bits. `target` must not exist yet."""
     from mlx_lm.convert import convert
 
     try:
         # mlx-lm tells its progress on standard output, which belongs to our own result.
         with contextlib.redirect_stdout(sys.stderr):
             convert(
-                str(source),
+                str(view),
                 str(target),
                 quantize=bits != 16,
                 q_bits=bits if bits != 16 else None,
                 q_group_size=group_size if bits != 16 else None,
             )
     except ValueError as error:
-        raise UserError(f"mlx-lm cannot convert {source}.", why=str(error)) from error
+        raise UserError(f"mlx-lm cannot convert {view}.", why=str(error)) from error
+
+
+def make_view(source: Path, view: Path) -> Path:
+    """The same files with a config.json that mlx-lm reads rightly."""
+    view.mkdir()
+    for path in source.iterdir():
+        if path.is_file() and path.name != CONFIG:
+            (view / path.name).symlink_to(path.resolve())
+    (view / CONFIG).write_bytes((source / CONFIG).read_bytes())
+    respell_folder(view)
+    return view
 
 
 def folder_logits(folder: Path, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
     """Logits of a folder as mlx-lm loads it."""
-    require_mlx()
     import mlx.core as mx
     from mlx_lm import load
 
     model = load(str(folder))[0]
+    if mx.default_device() == mx.Device(mx.cpu):
+        model = _dense_in_fp32(model)
     found = []
     for prompt in prompts:
         logits = model(mx.array([list(prompt)]))[0].astype(mx.float32)
         found.append(np.array(logits))
     return found
+
+
+def _dense_in_fp32(model: Any) -> Any:
+    """The same weights without bits and halves: MLX's kernels for those take minutes on a CPU."""
+    import mlx.core as mx
+    from mlx.utils import tree_map
+    from mlx_lm.utils import dequantize_model
+
+    model = dequantize_model(model)
+    model.update(
+        tree_map(
+            lambda p: p.astype(mx.float32) if mx.issubdtype(p.dtype, mx.floating) else p, model.parameters()
+        )
+    )
+    return model

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from crosstune.models.config_spelling import respell_folder
 from crosstune.torch_engine import export
 from crosstune.torch_engine.load import quantizable_layers, read_config
 from crosstune.torch_engine.merge import Base, OnRead, base_tensors, stored_dtypes, weight_shapes
@@ -79,6 +80,7 @@ class Conversion:
             self._check_shapes()
             config.quantization_config = own_config(self.spec)
         export.save_model(folder, config, self._tensors(on_read), base=tokenizer)
+        respell_folder(folder)
         if self.spec is not None:
             write_record(folder, spec=self.spec, dtype=self.dtype, layers=self.layers, original=original)
 
@@ -137,3 +139,4 @@ def write_dense(
         for name, tensor in base_tensors(base, on_read=on_read)
     )
     export.save_model(folder, config, tensors, base=base.folder)
+    respell_folder(folder)

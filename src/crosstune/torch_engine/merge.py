@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from crosstune.core.errors import UserError
+from crosstune.models.config_spelling import respell_folder
 from crosstune.torch_engine import export
 from crosstune.torch_engine.load import quantizable_layers, read_config
 from crosstune.torch_engine.prequantized import Prequantized, read_prequantized
@@ -130,6 +131,7 @@ def write_merged(
     export.save_model(
         folder, config, merged_tensors(base, adapter, dtype=dtype, on_read=on_read), base=base.folder
     )
+    respell_folder(folder)
 
 
 def check_fit(base: Base, adapter: Adapter) -> None:
