@@ -14,10 +14,10 @@ from crosstune.core.protocols import Observer
 from crosstune.data.chat import encode_prompt, render
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.locate import ModelFolder
-from crosstune.models.quantized_folder import read_quantization
+from crosstune.models.quantized_folder import quantization_options, read_quantization
 from crosstune.models.staged import Unverified, unverified_path
 from crosstune.run import find_model, make_plan, open_session
-from crosstune.trained import Trained, quantization_options
+from crosstune.trained import Trained
 
 if TYPE_CHECKING:
     from crosstune.torch_engine.verify import Agreement, Logits

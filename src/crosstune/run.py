@@ -29,6 +29,7 @@ from crosstune.loop.train import Progress
 from crosstune.loop.train import train as run_loop
 from crosstune.machines import probe_machine
 from crosstune.models.locate import ModelFolder, identity, locate, shape
+from crosstune.models.quantized_folder import quantization_options, read_quantization
 
 ALL_QUANTIZERS = ("bnb", "hqq", "quanto", "mlx")
 
@@ -41,17 +42,23 @@ class RunResult:
     """What ended the run early, with everything up to the step before it kept."""
 
 
-def make_plan(config: Config, *, machine: Machine | None = None, longest_row: int | None = None) -> Plan:
-    """What `train` would do with this configuration, here or on another machine."""
+def make_plan(
+    config: Config,
+    *,
+    machine: Machine | None = None,
+    elsewhere: bool = False,
+    longest_row: int | None = None,
+) -> Plan:
+    """What `train` would do with this configuration, here or (`elsewhere`) on another machine.
+
+    Here, `auto` takes what can train today; for another machine it shows what that one is best at.
+    """
     specs = backend_specs()
-    preference = list(specs)
-    if machine is None:
-        machine = _probe_for(config)
-        # Here, `auto` takes what can train today; for another machine it shows what the machine is best at.
-        preference = [name for name in specs if _has_session(specs[name].engine)] or preference
+    config = _as_the_folder_is(config)
+    preference = [name for name in specs if elsewhere or _has_session(specs[name].engine)]
     return resolve(
         config,
-        machine=machine,
+        machine=machine if machine is not None else _probe_for(config),
         collectives={name: spec.collective for name, spec in specs.items()},
         preference=preference,
         installs={name: spec.install for name, spec in specs.items()},
@@ -205,6 +212,19 @@ def _probe_for(config: Config) -> Machine:
         if machine.available():
             return machine
     return probe_machine(quantizers=quantizers)
+
+
+def _as_the_folder_is(config: Config) -> Config:
+    """A folder of quantized weights says itself how they are quantized; what the user asked for stays."""
+    folder = Path(config.model_name).expanduser()
+    if not (folder / "config.json").is_file():
+        return config
+    found = read_quantization(folder)
+    if found is None:
+        return config
+    given = {name: v for name, v in quantization_options(found.spec).items() if name not in config.asked}
+    sources = {**config.asked, **dict.fromkeys(given, str(folder))}
+    return dataclasses.replace(config, **given, asked=sources)
 
 
 def _wants_quantizer(config: Config) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.models.quantized_folder import quantization_options
 
 _UNREAD = ("rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "layer_replication")
 
@@ -57,17 +58,6 @@ class Trained:
         }
         spec = self.quantization if quantized else None
         return options | (quantization_options(spec) if spec else {})
-
-
-def quantization_options(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A recorded quantization as the options that ask for it."""
-    return {
-        "quantization_backend": spec["quantizer"],
-        "n_bits": spec["bits"],
-        "group_size": spec["group_size"],
-        "quant_type": spec["kind"],
-        "double_quant": spec["double"],
-    }
 
 
 def find_trained(target: str, *, base: str | None = None) -> Trained:

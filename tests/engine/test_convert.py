@@ -258,3 +258,15 @@ def test_another_model_is_not_the_original(
     assert main([*words, "--backend", "cpu"]) == 2
     assert "does not hold the original weights" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_training_takes_the_quantization_from_the_folder(tiny_model: Path, tmp_path: Path) -> None:
+    """Nobody has to repeat on the command line what the folder says of itself; who contradicts it is refused."""
+    out = tmp_path / "hqq"
+    assert main(["convert", str(tiny_model), "--to", "hqq", "--n_bits", "8", "--out", str(out)]) == 0
+    words = ["--backend", "cpu", "--max_steps", "2", "--skip_eval", "--output_dir", str(tmp_path / "runs")]
+    for train_type in ("qlora", "lora"):
+        plan = make_plan(make_config(model_name=str(out), train_type=train_type, backend="cpu"))
+        assert (plan.quantizer, plan.n_bits) == ("hqq", 8)
+    assert main(["train", "--model_name", str(out), "--train_type", "qlora", "--name", "a", *words]) == 0
+    assert main(["train", "--model_name", str(out), "--train_type", "full", "--name", "b", *words]) == 2

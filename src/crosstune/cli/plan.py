@@ -34,7 +34,8 @@ def run(words: Sequence[str]) -> int:
     if own.machine == "list":
         print("\n".join(profile_names()))
         return EXIT_DONE
-    plan = make_plan(config, machine=load_machine(own.machine) if own.machine else None)
+    machine = load_machine(own.machine) if own.machine else None
+    plan = make_plan(config, machine=machine, elsewhere=machine is not None)
     missing = [error.asked for error in unbuilt(plan)]
     if own.json:
         print_json(plan.to_json() | {"not_built": missing})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,17 @@ class FolderQuantization:
     """Shape and what else is not a tensor, by layer."""
     original: dict[str, Any] | None = field(default=None)
     """Name, path and identity of the weights that were quantized, where they are on record."""
+
+
+def quantization_options(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A recorded quantization as the options that ask for it."""
+    return {
+        "quantization_backend": spec["quantizer"],
+        "n_bits": spec["bits"],
+        "group_size": spec["group_size"],
+        "quant_type": spec["kind"],
+        "double_quant": spec["double"],
+    }
 
 
 def read_quantization(folder: Path) -> FolderQuantization | None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from crosstune.core.errors import UserError
+from crosstune.models.config_spelling import respell_folder
 from crosstune.torch_engine.adapters import AdaptedLinear, AdapterSettings
 
 PEFT_PREFIX = "base_model.model."
@@ -150,6 +151,7 @@ def save_model(folder: Path, config: Any, tensors: Iterable[tuple[str, torch.Ten
         shards.append(_write_shard(folder, held, len(shards)))
     _name_shards(folder, shards)
     config.save_pretrained(folder)
+    respell_folder(folder)
     copy_tokenizer(base, folder)
 
 
