@@ -217,7 +217,8 @@ def _probe_for(config: Config) -> Machine:
 def _as_the_folder_is(config: Config) -> Config:
     """A folder of quantized weights says itself how they are quantized; what the user asked for stays."""
     folder = Path(config.model_name).expanduser()
-    if not (folder / "config.json").is_file():
+    leaves_open = TRAIN_TYPE_PARTS[config.train_type][1] == "auto"
+    if not leaves_open or not (folder / "config.json").is_file():
         return config
     found = read_quantization(folder)
     if found is None:

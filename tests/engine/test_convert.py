@@ -265,8 +265,7 @@ def test_training_takes_the_quantization_from_the_folder(tiny_model: Path, tmp_p
     out = tmp_path / "hqq"
     assert main(["convert", str(tiny_model), "--to", "hqq", "--n_bits", "8", "--out", str(out)]) == 0
     words = ["--backend", "cpu", "--max_steps", "2", "--skip_eval", "--output_dir", str(tmp_path / "runs")]
-    for train_type in ("qlora", "lora"):
-        plan = make_plan(make_config(model_name=str(out), train_type=train_type, backend="cpu"))
-        assert (plan.quantizer, plan.n_bits) == ("hqq", 8)
+    plan = make_plan(make_config(model_name=str(out), train_type="qlora", backend="cpu"))
+    assert (plan.quantizer, plan.n_bits) == ("hqq", 8)
     assert main(["train", "--model_name", str(out), "--train_type", "qlora", "--name", "a", *words]) == 0
     assert main(["train", "--model_name", str(out), "--train_type", "full", "--name", "b", *words]) == 2
