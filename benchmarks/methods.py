@@ -28,6 +28,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("LoRA, HQQ 4", {"train_type": "hqq_lora", "n_bits": 4}),
     ("LoRA, HQQ 3", {"train_type": "hqq_lora", "n_bits": 3}),
     ("LoRA, HQQ 2", {"train_type": "hqq_lora", "n_bits": 2}),
+    ("LoRA, HQQ 1", {"train_type": "hqq_lora", "n_bits": 1}),
     ("LoRA, quanto int8", {"train_type": "qlora", "quantization_backend": "quanto", "n_bits": 8}),
     (
         "LoRA, quanto float8",

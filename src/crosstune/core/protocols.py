@@ -14,6 +14,7 @@ IGNORED = -100
 """The target of a position that carries no loss."""
 
 IntArray = NDArray[np.int32]
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,24 @@ class Sample:
     reference: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SessionState:
+    """Everything of a session that training changes, on the host, in names that mean the same in every engine."""
+
+    weights: Mapping[str, Array]
+    """Canonical name -> what is trained, in fp32: the masters, where the model itself is in a shorter type."""
+    moments: Mapping[str, Mapping[str, Array]]
+    """Slot -> canonical name -> array. Adam's are `first_moment`, `second_moment` and `step` (its count, a scalar)."""
+    random: Mapping[str, Array]
+    """Generator -> its state, as the engine wrote it. A generator that another engine does not have is left alone."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Small values that go into JSON, such as the factor of the loss scale."""
+
+    def num_bytes(self) -> int:
+        parts = (self.weights, *self.moments.values(), self.random)
+        return sum(array.nbytes for part in parts for array in part.values())
+
+
 class Session(Protocol):
     """An opened engine: model, adapters and optimizer on their devices."""
 
@@ -103,6 +122,18 @@ class Session(Protocol):
 
     def num_parameters(self) -> tuple[int, int]:
         """Trained, and all."""
+        ...
+
+    def export_state(self) -> SessionState:
+        """A copy that later steps do not change."""
+        ...
+
+    def import_state(self, state: SessionState) -> None:
+        """Continue from there: the next step equals the one that would have followed in the session it is from."""
+        ...
+
+    def blame(self, window: Sequence[Batch]) -> str:
+        """Where the numbers of a window first stop being finite: the layer, or the weight whose gradient does."""
         ...
 
     def save_result(self, run_dir: Path) -> Path:

@@ -12,10 +12,12 @@ import torch
 
 from crosstune.config.plan import Plan
 from crosstune.core.errors import NonFiniteError
-from crosstune.core.protocols import Batch, EvalResult, Memory, StepResult
+from crosstune.core.protocols import Array, Batch, EvalResult, Memory, SessionState, StepResult
 from crosstune.models.locate import identity
 from crosstune.torch_engine import export
+from crosstune.torch_engine import state as states
 from crosstune.torch_engine.adapters import AdaptedLinear, AdapterSettings, add_adapters, name_targets
+from crosstune.torch_engine.blame import bad_gradients, bad_weights, watch_outputs
 from crosstune.torch_engine.device import open_device, read_memory
 from crosstune.torch_engine.generate import OnToken, generate
 from crosstune.torch_engine.load import load_model, quant_spec, shrink_frozen
@@ -57,12 +59,14 @@ class TorchSession:
         self.masters = Masters(self._trained() if trained else {})
         self.optimizer = self._make_optimizer() if trained else None
         self.scale = LossScale(enabled=self.precision.scaled)
+        self._random_before: dict[str, Array] = {}
         self.model.train()
 
     def step(self, window: Sequence[Batch], *, lr: float) -> StepResult:
         """One optimizer step. The gradient is that of one large batch: each micro-batch's sum of losses is divided
         by the supervised tokens of the whole window."""
         weight = sum(batch.num_supervised for batch in window)
+        self._random_before = states.export_random(self.device)
         while True:
             loss, grad_norm = self._backward(window, weight)
             if math.isfinite(loss) and math.isfinite(grad_norm):
@@ -124,6 +128,42 @@ class TorchSession:
 
     def memory(self) -> Memory:
         return read_memory(self.device)
+
+    def export_state(self) -> SessionState:
+        assert self.optimizer is not None, "this session was opened without training"
+        return SessionState(
+            weights={name: states.to_host(master) for name, master in self.masters.masters.items()},
+            moments=states.export_moments(self.optimizer, self.masters.masters),
+            random=states.export_random(self.device),
+            facts={"loss_scale": {"factor": self.scale.factor, "good_steps": self.scale.good_steps}},
+        )
+
+    def import_state(self, state: SessionState) -> None:
+        assert self.optimizer is not None, "this session was opened without training"
+        states.import_weights(self.masters.masters, state.weights)
+        self.masters.publish()
+        states.import_moments(self.optimizer, self.masters.masters, state.moments)
+        states.import_random(self.device, state.random)
+        scale = state.facts.get("loss_scale")
+        if scale is not None and self.scale.enabled:
+            self.scale.factor, self.scale.good_steps = float(scale["factor"]), int(scale["good_steps"])
+
+    def blame(self, window: Sequence[Batch]) -> str:
+        """Run a window again, with the random numbers of its step, and watch."""
+        if broken := bad_weights(self.masters.masters):
+            return f"the weight {broken[0]} was not finite before the step"
+        now = states.export_random(self.device)
+        states.import_random(self.device, self._random_before or now)
+        with watch_outputs(self.model) as layers:
+            self._backward(window, sum(batch.num_supervised for batch in window))
+        gradients = bad_gradients(self.masters.masters)
+        self.masters.clear_gradients()
+        states.import_random(self.device, now)
+        if layers:
+            return f"the output of {layers[0]} was the first that is not finite"
+        if gradients:
+            return f"every output was finite; the gradient of {gradients[0]} was the first that is not"
+        return "run again, every number was finite"
 
     def num_parameters(self) -> tuple[int, int]:
         trained = sum(p.numel() for p in self.masters.parameters.values())

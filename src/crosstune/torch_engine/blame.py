@@ -1,0 +1,45 @@
+"""Where in a model numbers first stop being finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def watch_outputs(model: nn.Module) -> Iterator[list[str]]:
+    """Inside the block, every layer whose output is not finite adds its name; the innermost of the first comes first."""
+    bad: list[str] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        def check(module: nn.Module, inputs: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, (tuple, list)) and output else output
+            checked = isinstance(first, torch.Tensor) and first.is_floating_point()
+            if checked and not bool(torch.isfinite(first).all()):
+                bad.append(name)
+
+        return check
+
+    hooks = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
+    try:
+        yield bad
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def bad_weights(masters: Mapping[str, torch.Tensor]) -> list[str]:
+    return [name for name, tensor in masters.items() if not bool(torch.isfinite(tensor).all())]
+
+
+def bad_gradients(masters: Mapping[str, torch.Tensor]) -> list[str]:
+    """Weights whose gradient is not finite, the last of the model first, as the backward pass meets them."""
+    return [
+        name
+        for name, tensor in reversed(list(masters.items()))
+        if tensor.grad is not None and not bool(torch.isfinite(tensor.grad).all())
+    ]

@@ -1,0 +1,92 @@
+"""Optimizer moments and random generators of a session as arrays on the host, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import Array
+
+# torch's name of a slot -> the one that every engine uses.
+_CANONICAL = {"exp_avg": "first_moment", "exp_avg_sq": "second_moment"}
+_OF_TORCH = {canonical: own for own, canonical in _CANONICAL.items()}
+
+Moments = Mapping[str, Mapping[str, Array]]
+
+
+def to_host(tensor: torch.Tensor) -> Array:
+    """A copy that the next step does not change."""
+    array: Array = tensor.detach().to("cpu", copy=True).contiguous().numpy()
+    return array
+
+
+def export_moments(optimizer: torch.optim.Optimizer, masters: Mapping[str, torch.Tensor]) -> Moments:
+    slots: dict[str, dict[str, Array]] = {}
+    for name, master in masters.items():
+        for own, value in optimizer.state.get(master, {}).items():
+            array = to_host(value) if isinstance(value, torch.Tensor) else np.asarray(value)
+            slots.setdefault(_CANONICAL.get(own, own), {})[name] = array
+    return slots
+
+
+def import_moments(
+    optimizer: torch.optim.Optimizer, masters: Mapping[str, torch.Tensor], moments: Moments
+) -> None:
+    """Give the optimizer its moments back. It places them itself, as it does with its own state dict."""
+    names = {id(master): name for name, master in masters.items()}
+    plain = optimizer.state_dict()
+    state: dict[int, dict[str, Any]] = {}
+    for group, described in zip(optimizer.param_groups, plain["param_groups"], strict=True):
+        for tensor, number in zip(group["params"], described["params"], strict=True):
+            name = names[id(tensor)]
+            found = {
+                _OF_TORCH.get(slot, slot): _value(_OF_TORCH.get(slot, slot), arrays[name], optimizer)
+                for slot, arrays in moments.items()
+                if name in arrays
+            }
+            if found:
+                state[number] = found
+    optimizer.load_state_dict({"state": state, "param_groups": plain["param_groups"]})
+
+
+def _value(slot: str, array: Array, optimizer: torch.optim.Optimizer) -> Any:
+    counts_in_python = not type(optimizer).__module__.startswith("torch.")
+    if slot == "step" and counts_in_python:
+        return int(array)
+    return torch.from_numpy(np.array(array))
+
+
+def export_random(device: torch.device) -> dict[str, Array]:
+    states = {"torch.cpu": to_host(torch.get_rng_state())}
+    if device.type != "cpu":
+        states[f"torch.{device.type}"] = to_host(torch.get_device_module(device).get_rng_state())
+    return states
+
+
+def import_random(device: torch.device, random: Mapping[str, Array]) -> None:
+    if "torch.cpu" in random:
+        torch.set_rng_state(torch.from_numpy(np.array(random["torch.cpu"])))
+    own = f"torch.{device.type}"
+    if device.type != "cpu" and own in random:
+        torch.get_device_module(device).set_rng_state(torch.from_numpy(np.array(random[own])))
+
+
+def import_weights(masters: Mapping[str, torch.Tensor], weights: Mapping[str, Array]) -> None:
+    """Copy what was trained into the masters; every one of them, in the shape it has."""
+    missing, unknown = sorted(masters.keys() - weights.keys()), sorted(weights.keys() - masters.keys())
+    shapes = [n for n in masters if n in weights and tuple(masters[n].shape) != weights[n].shape]
+    if missing or unknown or shapes:
+        named = [f"it lacks {n}" for n in missing[:3]] + [f"it has {n}" for n in unknown[:3]]
+        named += [f"{n} is {weights[n].shape}, not {tuple(masters[n].shape)}" for n in shapes[:3]]
+        raise UserError(
+            "The state does not fit what this run trains.",
+            why="; ".join(named),
+            do="continue with the options of the run it is from: method, rank, target modules",
+        )
+    with torch.no_grad():
+        for name, master in masters.items():
+            master.copy_(torch.from_numpy(np.array(weights[name])))

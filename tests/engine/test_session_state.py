@@ -1,0 +1,161 @@
+"""A session's state carries on: export, import into a fresh session, and every later step is bit-equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from crosstune.config.load import make_config
+from crosstune.core.errors import NonFiniteError, UserError
+from crosstune.core.protocols import Batch, SessionState
+from crosstune.data.batches import split_rows
+from crosstune.data.chat import encode_conversation
+from crosstune.data.tokenizer import Tokenizer
+from crosstune.run import make_plan
+from crosstune.torch_engine.session import TorchSession
+
+
+def open_session(model: Path, **options: Any) -> TorchSession:
+    asked = {"backend": "cpu", "precision": "fp32", "model_name": str(model)} | options
+    return TorchSession(make_plan(make_config(**asked)), model_folder=model)
+
+
+@pytest.fixture(scope="module")
+def windows(tiny_model: Path) -> list[list[Batch]]:
+    """Six windows of two micro-batches."""
+    tokenizer = Tokenizer.from_folder(tiny_model)
+    examples = [
+        encode_conversation(
+            [
+                {"role": "user", "content": f"Count to {n}."},
+                {"role": "assistant", "content": " ".join(map(str, range(n)))},
+            ],
+            tokenizer,
+            index=n,
+            whole=False,
+        )
+        for n in range(3, 27)
+    ]
+    rows = list(split_rows(examples, batch_size=2, pad_id=0))
+    return [rows[i : i + 2] for i in range(0, 12, 2)]
+
+
+def run(session: TorchSession, windows: list[list[Batch]]) -> list[tuple[float, float]]:
+    results = [session.step(window, lr=1e-2) for window in windows]
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "lora": {"train_type": "lora", "lora_dropout": 0.3},
+    "lora in bf16": {"train_type": "lora", "lora_dropout": 0.3, "precision": "bf16"},
+    "dora": {"train_type": "dora", "lora_dropout": 0.3},
+    "qlora": {"train_type": "qlora", "quantization_backend": "bnb", "lora_dropout": 0.3},
+    "hqq": {"train_type": "hqq_lora", "lora_dropout": 0.3},
+    "full": {"train_type": "full"},
+    "full in bf16": {"train_type": "full", "precision": "bf16"},
+    "llama_pro": {"train_type": "llama_pro"},
+    "LoRA+": {"train_type": "lora", "loraplus_lr_ratio": 4.0},
+    "adamw_8bit": {"train_type": "full", "optimizer": "adamw_8bit"},
+    "fused_adamw": {"train_type": "full", "optimizer": "fused_adamw"},
+    "adam": {"train_type": "full", "optimizer": "adam"},
+    "sgd": {"train_type": "full", "optimizer": "sgd"},
+    "adadelta": {"train_type": "full", "optimizer": "adadelta"},
+    "adafactor": {"train_type": "full", "optimizer": "adafactor"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_state_carries_on_bit_for_bit(case: str, tiny_model: Path, windows: list[list[Batch]]) -> None:
+    straight = open_session(tiny_model, **CASES[case])
+    expected = run(straight, windows)
+    first = open_session(tiny_model, **CASES[case])
+    before = run(first, windows[:3])
+    state = first.export_state()
+    run(first, windows[3:])  # the state is a copy: what its session does later is not in it
+    second = open_session(tiny_model, **CASES[case])
+    torch.manual_seed(999)
+    second.import_state(state)
+    assert before + run(second, windows[3:]) == expected
+    ended, wanted = second.export_state(), straight.export_state()
+    for name, weight in wanted.weights.items():
+        np.testing.assert_array_equal(ended.weights[name], weight, err_msg=name)
+    assert ended.moments.keys() == wanted.moments.keys()
+    for slot, arrays in wanted.moments.items():
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(ended.moments[slot][name], array, err_msg=f"{slot} of {name}")
+
+
+def test_dropout_is_a_part_of_the_state(tiny_model: Path, windows: list[list[Batch]]) -> None:
+    """Without the random state the next step differs: the test above could not pass by chance."""
+    first = open_session(tiny_model, lora_dropout=0.3)
+    run(first, windows[:3])
+    state = first.export_state()
+    expected = run(first, windows[3:4])
+    second = open_session(tiny_model, lora_dropout=0.3)
+    second.import_state(SessionState(weights=state.weights, moments=state.moments, random={}))
+    assert run(second, windows[3:4]) != expected
+
+
+def test_adams_moments_have_portable_names(tiny_model: Path, windows: list[list[Batch]]) -> None:
+    session = open_session(tiny_model)
+    run(session, windows[:2])
+    state = session.export_state()
+    assert set(state.moments) == {"first_moment", "second_moment", "step"}
+    assert set(state.moments["first_moment"]) == set(state.weights)
+    assert all(float(step) == 2 for step in state.moments["step"].values())
+    assert all(array.dtype == np.float32 for array in state.weights.values())
+
+
+def test_a_state_of_other_shapes_is_refused(tiny_model: Path, windows: list[list[Batch]]) -> None:
+    state = open_session(tiny_model, lora_rank=4).export_state()
+    session = open_session(tiny_model, lora_rank=8)
+    with pytest.raises(UserError, match="does not fit what this run trains") as error:
+        session.import_state(state)
+    assert "lora_A" in error.value.why
+
+
+def test_blame_names_the_layer_whose_output_went_bad(tiny_model: Path, windows: list[list[Batch]]) -> None:
+    session = open_session(tiny_model)
+    layer = session.model.model.layers[1].mlp.down_proj
+    with torch.no_grad():
+        layer.base.weight[0, 0] = torch.inf
+    with pytest.raises(NonFiniteError):
+        session.step(windows[0], lr=1e-3)
+    assert "model.layers.1.mlp.down_proj" in session.blame(windows[0])
+
+
+def test_blame_names_a_weight_that_was_bad_already(tiny_model: Path, windows: list[list[Batch]]) -> None:
+    session = open_session(tiny_model)
+    name = "model.layers.0.self_attn.q_proj.lora_B.weight"
+    with torch.no_grad():
+        session.masters.masters[name][0, 0] = torch.nan
+    assert name in session.blame(windows[0])
+
+
+def test_blame_leaves_the_random_state_alone(tiny_model: Path, windows: list[list[Batch]]) -> None:
+    session = open_session(tiny_model, lora_dropout=0.3)
+    session.step(windows[0], lr=1e-3)
+    before = session.export_state().random["torch.cpu"]
+    assert session.blame(windows[0]) == "run again, every number was finite"
+    np.testing.assert_array_equal(session.export_state().random["torch.cpu"], before)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("optimizer", ["adamw", "fused_adamw", "adamw_8bit", "paged_adamw_8bit"])
+@pytest.mark.parametrize("train_type", ["lora", "qlora", "full"])
+def test_a_state_carries_on_on_a_gpu(
+    optimizer: str, train_type: str, tiny_model: Path, windows: list[list[Batch]]
+) -> None:
+    options = {"backend": "cuda", "precision": "bf16", "optimizer": optimizer, "train_type": train_type}
+    options["lora_dropout"] = 0.3 if train_type != "full" else 0.0
+    expected = run(open_session(tiny_model, **options), windows)
+    first = open_session(tiny_model, **options)
+    before = run(first, windows[:3])
+    state = first.export_state()
+    second = open_session(tiny_model, **options)
+    second.import_state(state)
+    assert before + run(second, windows[3:]) == expected
