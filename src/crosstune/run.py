@@ -6,27 +6,29 @@ import dataclasses
 import importlib
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from crosstune import resume
+from crosstune.checkpoint.read import Checkpoint
 from crosstune.config.load import add_environment, cache_override, to_yaml
 from crosstune.config.plan import TRAIN_TYPE_PARTS, Plan
 from crosstune.config.resolve import resolve
 from crosstune.config.schema import Config
 from crosstune.config.unbuilt import unbuilt
 from crosstune.core.backend import backend_specs
-from crosstune.core.errors import NonFiniteError, UserError, raise_all
+from crosstune.core.durations import parse_duration
+from crosstune.core.errors import UserError, raise_all
 from crosstune.core.machine import Machine
 from crosstune.core.names import load_plugin, plugin_names
 from crosstune.core.protocols import Observer, Observers, Recipe, Session
-from crosstune.core.record import RunRecord, check_free, holds_run, move_aside
-from crosstune.loop.stop import StopRequested, StopSignal
-from crosstune.loop.train import Progress
-from crosstune.loop.train import train as run_loop
+from crosstune.core.record import RunRecord, check_free, holds_run, move_aside, read_json
+from crosstune.execution import Execution, Start
+from crosstune.loop.train import Deadline
 from crosstune.machines import probe_machine
 from crosstune.models.locate import ModelFolder, identity, locate, shape
 from crosstune.models.quantized_folder import quantization_options, read_quantization
@@ -38,7 +40,7 @@ ALL_QUANTIZERS = ("bnb", "hqq", "quanto", "mlx")
 class RunResult:
     folder: Path
     summary: dict[str, Any]
-    failure: NonFiniteError | None = None
+    failure: UserError | None = None
     """What ended the run early, with everything up to the step before it kept."""
 
 
@@ -71,12 +73,16 @@ def train(
     config: Config, *, observers: Sequence[Observer] = (), command: Sequence[str] | None = None
 ) -> RunResult:
     """Train as configured. Everything that can be wrong with the request is found before the run folder is made."""
+    started = time.monotonic()
     screen = Observers(list(observers))
+    config = resume.complete_config(config)
     plan = make_plan(config)
     raise_all(unbuilt(plan))
     folder = run_folder(config)
-    if not config.overwrite:
-        check_free(folder)
+    checkpoint = resume.find_checkpoint(config, folder, screen)
+    in_place = checkpoint is not None and resume.continues_in_place(folder, checkpoint)
+    if not config.overwrite and not in_place:
+        check_free(folder, resuming=resume.wants_checkpoint(config))
     model = find_model(plan.config, screen)
     plan = make_plan(config, machine=plan.machine)  # again: now the model's shape is known for certain
     recipe = open_recipe(plan.config, model, screen)
@@ -88,60 +94,67 @@ def train(
         raise UserError(
             "There is no step to run.", why="the data set and --num_epochs add up to less than one."
         )
-    if holds_run(folder):
+    identity_now = _identity(plan, model, recipe)
+    start = _start(plan.config, checkpoint, identity_now)
+    if in_place and (done := _finished(folder, start, recipe)) is not None:
+        return done
+    if not in_place and holds_run(folder):
         screen.on_event("moved_aside", {"path": str(move_aside(folder))})
     described = describe_run(plan, folder=folder, model=model, recipe=recipe, command=command)
-    record = RunRecord.create(folder, config_yaml=to_yaml(config), plan=described)
+    described |= {"identity": identity_now, "resumed_from": start.facts() if start else None}
+    if in_place:
+        assert start is not None
+        record = RunRecord.reopen(folder, config_yaml=to_yaml(config), plan=described, step=start.step)
+    else:
+        record = RunRecord.create(folder, config_yaml=to_yaml(config), plan=described)
     observer = Observers([record, screen])
     for adjustment in plan.adjustments:
         record.on_event("adjustment", adjustment.to_event())
     observer.on_event(
         "start", {"folder": str(folder), "data": recipe.describe(), "num_steps": recipe.num_steps()}
     )
-    return _run(plan, recipe, model, record=record, observer=observer)
+    execution = Execution(
+        plan=plan,
+        recipe=recipe,
+        open_model=lambda: open_session(plan, model),
+        record=record,
+        observer=observer,
+        start=start,
+        described=described,
+        deadline=_deadline(plan.config, started),
+    )
+    return RunResult(folder=folder, summary=execution.run(), failure=execution.failure)
 
 
-def _run(
-    plan: Plan, recipe: Recipe, model: ModelFolder, *, record: RunRecord, observer: Observer
-) -> RunResult:
-    """Load, train, save. Whatever ends it, what was done until then stays on record."""
-    progress, stop = Progress(), StopSignal()
-    extra: dict[str, Any] = {"name": record.folder.name, "backend": plan.backend.name, "engine": plan.engine}
-    extra |= {"checkpoint": None, "result": None}
-    started = time.perf_counter()
-    failure: NonFiniteError | None = None
-    try:
-        with stop.listening():
-            session = _load(plan, model, stop=stop, observer=observer)
-            extra["trained_parameters"], extra["parameters"] = session.num_parameters()
-            observer.on_event("loaded", dict(extra))
-            try:
-                run_loop(session, recipe, config=plan.config, observer=observer, stop=stop, progress=progress)
-            except NonFiniteError as error:
-                failure = error
-                extra["error"] = str(error)
-                observer.on_event("failed", {"error": str(error), "step": progress.steps + 1})
-            if plan.config.save_model and progress.steps:
-                extra["result"] = str(session.save_result(record.folder))
-                observer.on_event("saved", {"path": extra["result"], "step": progress.steps})
-    except StopRequested:
-        progress.status = "stopped"
-        observer.on_event("stopped", {"reason": stop.reason, "step": 0, "num_steps": recipe.num_steps()})
-    except BaseException as error:
-        progress.status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-        extra["error"] = f"{type(error).__name__}: {error}"
-        record.on_event(progress.status, {"error": extra["error"], "step": progress.steps})
-        raise
-    finally:
-        extra["seconds"] = time.perf_counter() - started
-        record.finish(progress.summary() | extra)
-    return RunResult(folder=record.folder, summary=progress.summary() | extra, failure=failure)
+def _start(config: Config, checkpoint: Checkpoint | None, identity_now: Mapping[str, Any]) -> Start | None:
+    if checkpoint is None:
+        return None
+    differences = resume.compare(checkpoint.manifest["identity"], identity_now)
+    resume.check_same(differences, config)
+    changes = resume.changed_options(checkpoint.manifest, config)
+    return Start(checkpoint=checkpoint, differences=differences, changes=changes)
 
 
-def _load(plan: Plan, model: ModelFolder, *, stop: StopSignal, observer: Observer) -> Session:
-    observer.on_event("loading", {"model": model.name, "path": str(model.path)})
-    with stop.droppable():
-        return open_session(plan, model)
+def _finished(folder: Path, start: Start | None, recipe: Recipe) -> RunResult | None:
+    """The run as it is, when it was finished and nothing was added to it."""
+    summary = read_json(folder / "summary.json")
+    if start is None or summary.get("status") != "finished" or start.step < recipe.num_steps():
+        return None
+    return RunResult(folder=folder, summary=summary | {"already_finished": True})
+
+
+def _deadline(config: Config, started: float) -> Deadline | None:
+    return Deadline(at=started + parse_duration(config.time_limit)) if config.time_limit else None
+
+
+def _identity(plan: Plan, model: ModelFolder, recipe: Recipe) -> dict[str, Any]:
+    weights = identity(model.path)["weights_sha256"]
+    return resume.identity_of(
+        plan,
+        model={"name": plan.config.model_name, "identity": weights},
+        data=recipe.identity(),
+        order=recipe.order(),
+    )
 
 
 def open_session(plan: Plan, model: ModelFolder, **options: Any) -> Session:

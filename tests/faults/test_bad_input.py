@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from crosstune.checkpoint.read import open_checkpoint
 from crosstune.cli.main import main
 from crosstune.core.record import read_jsonl
 
@@ -197,7 +198,10 @@ def test_a_signal_keeps_what_was_logged_and_says_how_to_go_on(
     _, answer = process.communicate(timeout=60)
     assert process.returncode == 3
     assert "go on" in answer
-    assert "--base_adapter" in answer
+    assert f"crosstune train --resume {folder}" in answer
+    assert open_checkpoint(folder / "checkpoints" / "latest").step == len(
+        read_jsonl(folder / "metrics.jsonl")
+    )
     assert "Traceback" not in answer
     steps = read_jsonl(folder / "metrics.jsonl")
     summary = json.loads((folder / "summary.json").read_text())

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from crosstune.config.load import make_config
 from crosstune.core.protocols import IGNORED, Example
@@ -36,19 +34,6 @@ def test_first_fit_in_the_order_of_the_stream() -> None:
     assert packer.add(5, 5) == [[0, 2]]  # no room, no open row left: the oldest goes
     assert packer.add(6, 10) == [[4], [6]]
     assert packer.flush() == [[5]]
-
-
-@pytest.mark.parametrize("cut", [0, 1, 17, 500])
-def test_a_packer_goes_on_from_its_state(cut: int) -> None:
-    def run(packer: Packer, documents: range) -> list[list[int]]:
-        return [row for d in documents for row in packer.add(d, int(LENGTHS[d]))]
-
-    whole = Packer(capacity=128)
-    rows = run(whole, range(1000)) + whole.flush()
-    first = Packer(capacity=128)
-    before = run(first, range(cut))
-    second = Packer.from_state(json.loads(json.dumps(first.state())))
-    assert before + run(second, range(cut, 1000)) + second.flush() == rows
 
 
 def test_rows_depend_on_seed_and_position_alone() -> None:

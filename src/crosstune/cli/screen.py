@@ -46,8 +46,9 @@ class Screen:
         rate = self._tokens / self._seconds if self._seconds else metrics["tokens_per_s"]
         per_step = self._seconds / (self._steps - 1) if self._steps > 1 else metrics["step_s"]
         left = duration(per_step * (self.num_steps - metrics["step"]))
+        loss = "skipped" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
         words = (
-            f"loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  {rate:,.0f} tok/s  "
+            f"loss {loss}  lr {metrics['lr']:.2e}  {rate:,.0f} tok/s  "
             f"left {left}  mem {size(metrics['memory_bytes'])}"
         )
         if self._bar is not None and self._task is not None:
@@ -184,8 +185,34 @@ class Screen:
                 console=self.console,
                 transient=False,
             )
-            self._task = self._bar.add_task("train", total=self.num_steps, words="first step ...")
+            self._task = self._bar.add_task(
+                "train", total=self.num_steps, completed=data["done"], words="first step ..."
+            )
             self._bar.start()
+
+    def _on_resumed(self, data: Mapping[str, Any]) -> None:
+        self._print(f"resumed  step {data['step']} of {data['checkpoint']}", style="bold")
+        for sentence in (*data["allowed_differences"], *data["changed_options"]):
+            self._print(f"changed  {sentence}", style="yellow")
+
+    def _on_set_aside(self, data: Mapping[str, Any]) -> None:
+        self._print(f"aside    a checkpoint after step {data['step']} is now {data['path']}", style="dim")
+
+    def _on_checkpoint(self, data: Mapping[str, Any]) -> None:
+        self._print(
+            f"kept     checkpoint of step {data['step']}: {size(data['bytes'])} in {data['seconds']:.1f} s, "
+            f"training waited {data['blocked_s'] * 1000:.0f} ms",
+            style="dim",
+        )
+
+    def _on_checkpoint_failed(self, data: Mapping[str, Any]) -> None:
+        self._print(f"warning  {data['error']}", style="bold red")
+
+    def _on_nonfinite(self, data: Mapping[str, Any]) -> None:
+        ending = f"step left out ({data['allowed']} allowed)" if data["skipped"] else "stopping"
+        self._print(
+            f"warning  step {data['step']}: {data['error']} {data['blame']}; {ending}", style="bold red"
+        )
 
     def _on_stopped(self, data: Mapping[str, Any]) -> None:
         self.close()

@@ -14,7 +14,9 @@ EXAMPLES = """examples:
   crosstune train
   crosstune train --model_name ./my-model --dataset chats.jsonl --num_epochs 3 --name first-try
   crosstune train --train_type full --lr 2e-5 --precision bf16 --use_gradient_checkpointing
-  crosstune train --config run.yaml --max_steps 20        (a flag wins over the file)"""
+  crosstune train --config run.yaml --max_steps 20        (a flag wins over the file)
+  crosstune train --name long --num_epochs 3 --save_steps 100 --resume auto     (the same line again after a kill)
+  crosstune train --resume runs/long                      (continue a run with the options it has)"""
 
 
 def run(words: Sequence[str]) -> int:
@@ -36,10 +38,16 @@ def run(words: Sequence[str]) -> int:
     if own.json:
         print_json(summary | {"folder": str(result.folder), "report": str(report)})
     _print_ending(summary, result.folder, report, screen)
+    if result.failure is not None:
+        raise result.failure
     return EXIT_DONE if summary["status"] == "finished" else EXIT_STOPPED
 
 
 def _print_ending(summary: dict[str, Any], folder: Path, report: Path, screen: Any) -> None:
+    if summary.get("already_finished"):
+        screen.console.print(
+            f"finished already: {folder} (ask for more --num_epochs or --max_steps to go on)"
+        )
     rate = f"{summary['tokens_per_s']:,.0f} tok/s" if summary["tokens_per_s"] else "no step"
     lines = [
         f"{summary['status']} {summary['steps']} steps, {summary['tokens']:,} tokens in "
@@ -49,7 +57,7 @@ def _print_ending(summary: dict[str, Any], folder: Path, report: Path, screen: A
         lines.append(f"{name}: {summary['eval_before'][name]:.4f} before, {after:.4f} after")
     lines.append(f"report   {report}")
     if summary["status"] != "finished":
-        lines += _how_to_go_on(summary)
+        lines += _how_to_go_on(summary, folder)
     elif summary["result"]:
         lines.append(f'try it   crosstune generate {folder} --prompt "..."')
     for line in lines:
@@ -57,14 +65,7 @@ def _print_ending(summary: dict[str, Any], folder: Path, report: Path, screen: A
     sys.stderr.flush()
 
 
-def _how_to_go_on(summary: dict[str, Any]) -> list[str]:
-    if not summary["result"]:
-        lost = (
-            "its weights were not kept (--save_model false)"
-            if summary["steps"]
-            else "nothing was trained yet"
-        )
-        return [f"go on    {lost}: run the same command with another --name or with --overwrite"]
-    option = "--base_adapter" if summary["result"].endswith("adapter") else "--model_name"
-    again = f"{option} {summary['result']}"
-    return [f"go on    the weights so far are kept; add {again} and another --name to the same command"]
+def _how_to_go_on(summary: dict[str, Any], folder: Path) -> list[str]:
+    if summary["checkpoint"]:
+        return [f"go on    crosstune train --resume {folder}"]
+    return ["go on    nothing was kept yet: run the same command with another --name or with --overwrite"]

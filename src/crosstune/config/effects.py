@@ -32,6 +32,7 @@ _NEEDS_ADAPTER = (
     "loraplus_lr_ratio",
 )
 _NEEDS_QUANTIZER = ("n_bits", "group_size", "quant_type", "double_quant")
+_NEEDS_SAVING = ("keep_last_n", "keep_best", "keep_every")
 _NEEDS_WANDB = ("project_name", "group", "entity")
 _NEEDS_PROFILE = (
     "profiling_output",
@@ -75,8 +76,10 @@ def warn_without_effect(draft: Draft, *, method: str, quantizer: str, world_size
         idle["loading_workers"] = "has no effect without a quantized base"
     if TRAIN_TYPE_PARTS[draft["train_type"]][1] == "none":
         idle["no_4bit"] = f"has no effect with train_type {draft['train_type']}"
-    if not draft["save_steps"]:
-        idle["keep_last_n"] = "has no effect without --save_steps"
+    if not draft["save_steps"] and not draft["save_minutes"]:
+        idle |= dict.fromkeys(_NEEDS_SAVING, "has no effect without --save_steps or --save_minutes")
+    if draft["resume"] == "none":
+        idle["allow_mismatch"] = "has no effect without --resume"
     for option, reason in idle.items():
         if draft.is_asked(option):
             draft.warn(option, reason)

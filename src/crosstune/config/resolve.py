@@ -8,7 +8,8 @@ from dataclasses import replace
 from crosstune.config.draft import Draft
 from crosstune.config.effects import warn_without_effect
 from crosstune.config.plan import TRAIN_TYPE_PARTS, Adjustment, Plan
-from crosstune.config.schema import Config
+from crosstune.config.schema import MISMATCHES, Config, mismatches
+from crosstune.core.durations import parse_duration
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.machine import BackendReport, Machine, choose_backend
 from crosstune.core.memory import GIB, ModelShape, step_bytes
@@ -340,6 +341,17 @@ def _check_values(draft: Draft, method: str) -> None:
         and draft["warmup_steps"] > draft["max_steps"]
     ):
         draft.warn("warmup_steps", "is longer than the run: the learning rate never reaches its peak")
+    if draft["time_limit"] is not None:
+        try:
+            parse_duration(draft["time_limit"])
+        except UserError as error:
+            draft.problems.append(error)
+    if unknown := sorted(set(mismatches(draft["allow_mismatch"])) - set(MISMATCHES)):
+        draft.problems.append(
+            UserError(
+                f"allow_mismatch cannot be '{unknown[0]}'.", do=f"it takes some of {', '.join(MISMATCHES)}"
+            )
+        )
     if method == "llama_pro" and draft["base_adapter"]:
         draft.problems.append(
             UserError("base_adapter does not fit llama_pro.", why="llama_pro trains blocks, not adapters.")

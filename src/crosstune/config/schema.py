@@ -41,6 +41,7 @@ TRAIN_TYPES = (
     "bnb_llama_pro",
     "hqq_llama_pro",
 )
+MISMATCHES = ("model", "data", "order", "quantization", "trainable", "optimizer")
 
 Choices = Sequence[str] | Callable[[], Sequence[str]]
 
@@ -257,8 +258,39 @@ class Config:
     overwrite: bool = _option(False, "Move a run that has this name aside, instead of refusing", group="run")
     save_model: bool = _option(True, "Write the trained adapter or model at the end", group="run")
     save_steps: int = _option(0, "Write a checkpoint every so many steps; 0 for none", group="run", low=0)
-    keep_last_n: int = _option(3, "Checkpoints to keep", group="run", low=1)
-    resume: str = _option("none", "Continue from a checkpoint: auto, none or its path", group="run")
+    save_minutes: float = _option(
+        10, "Write a checkpoint when the last one is this old; 0 for never", group="run", low=0
+    )
+    keep_last_n: int = _option(3, "Newest checkpoints to keep", group="run", low=1)
+    keep_best: bool = _option(
+        True, "Keep the checkpoint with the lowest loss in an evaluation too", group="run"
+    )
+    keep_every: int = _option(
+        0, "Keep checkpoints whose step is a multiple of this for good; 0 for none", group="run", low=0
+    )
+    on_save_error: str = _option(
+        "stop",
+        "When a checkpoint cannot be written: stop the run, or continue and try again at the next",
+        group="run",
+        choices=("stop", "continue"),
+    )
+    resume: str = _option(
+        "none",
+        "Continue a run: auto (the newest valid checkpoint of --name, if there is one), none, or the path of a run or checkpoint",
+        group="run",
+        aliases=("resume_from_checkpoint",),
+    )
+    allow_mismatch: str = _option(
+        "",
+        "What may differ from the checkpoint when a run continues, with commas: model, data, order, quantization, trainable, optimizer",
+        group="run",
+    )
+    skip_nonfinite: int = _option(
+        0, "Steps with a loss or gradient that is not finite to leave out before stopping", group="run", low=0
+    )
+    time_limit: str | None = _option(
+        None, "Stop with a checkpoint before this much time has passed, such as 3h30m", group="run"
+    )
     eval_steps: int = _option(
         0, "Evaluate every so many steps; 0 for before and after only", group="run", low=0
     )
@@ -304,6 +336,11 @@ class Config:
 
     def options_asked(self) -> dict[str, Any]:
         return {name: value for name, value in self.options().items() if name in self.asked}
+
+
+def mismatches(words: str) -> list[str]:
+    """The parts of `allow_mismatch`."""
+    return [word.strip() for word in words.split(",") if word.strip()]
 
 
 GROUPS = {

@@ -18,12 +18,6 @@ def unbuilt(plan: Plan) -> Sequence[UserError]:
             "--backend cpu, or a torch backend that is available",
         ),
         (plan.world_size > 1, f"training on {plan.world_size} devices", "--world_size 1"),
-        (
-            config.resume != "none",
-            "--resume",
-            "--base_adapter RUN/adapter continues from an adapter's weights",
-        ),
-        (config.save_steps > 0, "--save_steps", "leave it out; the result is written at the end"),
         (config.log_to == "wandb", "--log_to wandb", "--log_to tqdm; metrics.jsonl holds every number"),
         (config.profile or config.profile_memory, "profiling", "leave it out"),
         (config.use_activation_cpu_offload, "--use_activation_cpu_offload", "--use_gradient_checkpointing"),

@@ -42,6 +42,11 @@ class ConfigError(UserError):
 class NonFiniteError(UserError):
     """The loss or a gradient is not a number; raised before the optimizer moves."""
 
+    def with_blame(self, blame: str, *, num_skipped: int) -> NonFiniteError:
+        """The same error, with where it began."""
+        left_out = f" {num_skipped} such steps were left out before." if num_skipped else ""
+        return NonFiniteError(self.asked, why=f"{blame}; {self.why}{left_out}", do=self.do)
+
 
 def raise_all(problems: Sequence[UserError]) -> None:
     """Raise one ConfigError that carries all problems; do nothing when there are none."""

@@ -124,8 +124,8 @@ class Session(Protocol):
         """Trained, and all."""
         ...
 
-    def export_state(self) -> SessionState:
-        """A copy that later steps do not change."""
+    def export_state(self, *, copy: bool = True) -> SessionState:
+        """The state now. A copy, which later steps do not change; without, it may be valid only until the next one."""
         ...
 
     def import_state(self, state: SessionState) -> None:
@@ -159,6 +159,22 @@ class Recipe(Protocol):
     def num_steps(self) -> int: ...
 
     def describe(self) -> Mapping[str, Any]: ...
+
+    def identity(self) -> str:
+        """A hash of the training examples, wherever they were read."""
+        ...
+
+    def order(self) -> Mapping[str, Any]:
+        """All that decides which examples make up which step, beside the examples themselves."""
+        ...
+
+    def position(self, step: int) -> Mapping[str, Any]:
+        """Where in the data a run stands after `step` steps, in words that mean the same on any machine."""
+        ...
+
+    def rows(self, step: int) -> list[int]:
+        """Places in the data set, counted from 0, of the examples of a step."""
+        ...
 
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation: ...
 

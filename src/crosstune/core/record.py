@@ -8,22 +8,39 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from crosstune.core.errors import UserError
 
+if TYPE_CHECKING:
+    from filelock import FileLock
+
+LOCK = ".lock"
 RUN_FILES = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "summary.json")
 
 
 def write_json(path: Path, data: Any) -> None:
+    write_text(path, json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
     """Write beside, flush to disk, rename: a reader sees the old file or the new one, never half of one."""
     staged = path.with_name(f".{path.name}.{os.getpid()}")
     with staged.open("w", encoding="utf-8") as file:
-        json.dump(finite(data), file, indent=2, ensure_ascii=False, allow_nan=False)
-        file.write("\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     staged.replace(path)
+
+
+def _end_line(path: Path) -> None:
+    """Cut off a last line that a kill left unfinished."""
+    if not path.exists():
+        return
+    written = path.read_bytes()
+    if written and not written.endswith(b"\n"):
+        with path.open("r+b") as file:
+            file.truncate(written.rfind(b"\n") + 1)
 
 
 def finite(value: Any) -> Any:
@@ -37,6 +54,12 @@ def finite(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object of a record; empty when there is no such file."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -61,16 +84,30 @@ def holds_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in RUN_FILES)
 
 
-def check_free(folder: Path) -> None:
+def check_free(folder: Path, *, resuming: bool = False) -> None:
     if holds_run(folder):
-        raise _taken(folder)
+        raise _without_checkpoint(folder) if resuming else _taken(folder)
+
+
+def _without_checkpoint(folder: Path) -> UserError:
+    return UserError(
+        f"{folder} holds a run without a checkpoint.",
+        why="it ended before the first one was written, so there is nothing to continue from.",
+        do="pass --overwrite to move it aside and start anew, or choose another --name",
+    )
 
 
 def _taken(folder: Path) -> UserError:
     return UserError(
         f"{folder} already holds a run.",
         why="a new run there would mix its records with the old one's.",
-        do="choose another --name, or pass --overwrite to move the old run aside first",
+        do="choose another --name, pass --resume auto to continue it, or --overwrite to move it aside first",
+    )
+
+
+def _cannot_write(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        f"Cannot write the run folder {folder}.", why=str(error), do="choose another --output_dir"
     )
 
 
@@ -90,6 +127,7 @@ class RunRecord:
         self.folder = folder
         self._metrics: TextIO | None = None
         self._events: TextIO | None = None
+        self._lock: FileLock | None = None
 
     @classmethod
     def create(cls, folder: Path, *, config_yaml: str, plan: Mapping[str, Any]) -> RunRecord:
@@ -101,20 +139,53 @@ class RunRecord:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             record = cls(folder)
+            record._hold()
             with (folder / "config.yaml").open(
                 "x", encoding="utf-8"
             ) as file:  # whoever creates it has the folder
                 file.write(config_yaml)
-            write_json(folder / "plan.json", plan)
-            record._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-            record._events = (folder / "events.jsonl").open("a", encoding="utf-8")
+            record._open_logs(plan)
         except FileExistsError:
             raise _taken(folder) from None
         except OSError as error:
-            raise UserError(
-                f"Cannot write the run folder {folder}.", why=str(error), do="choose another --output_dir"
-            ) from error
+            raise _cannot_write(folder, error) from error
         return record
+
+    @classmethod
+    def reopen(cls, folder: Path, *, config_yaml: str, plan: Mapping[str, Any], step: int) -> RunRecord:
+        """Go on with the record of a run that stands at `step`: lines of later steps are taken out of metrics.jsonl,
+        as those steps are done again; events stay, as they happened."""
+        record = cls(folder)
+        record._hold()
+        try:
+            rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row["step"] <= step]
+            lines = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+            write_text(folder / "metrics.jsonl", lines)
+            _end_line(folder / "events.jsonl")
+            write_text(folder / "config.yaml", config_yaml)
+            record._open_logs(plan)
+        except OSError as error:
+            raise _cannot_write(folder, error) from error
+        return record
+
+    def _open_logs(self, plan: Mapping[str, Any]) -> None:
+        write_json(self.folder / "plan.json", plan)
+        self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._events = (self.folder / "events.jsonl").open("a", encoding="utf-8")
+
+    def _hold(self) -> None:
+        """Only one process writes to a run. The lock goes with the process, however that ends."""
+        from filelock import FileLock, Timeout
+
+        self._lock = FileLock(self.folder / LOCK)
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(
+                f"{self.folder} is in use.",
+                why="another process is training there.",
+                do="wait for it or stop it, or choose another --name",
+            ) from None
 
     def on_step(self, metrics: Mapping[str, Any]) -> None:
         self._append(self._metrics, metrics)
@@ -129,6 +200,8 @@ class RunRecord:
             if file is not None:
                 file.close()
         self._metrics = self._events = None
+        if self._lock is not None:
+            self._lock.release()
 
     def _append(self, file: TextIO | None, data: Mapping[str, Any]) -> None:
         assert file is not None, "the record is closed"

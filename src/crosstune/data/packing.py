@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,7 @@ OPEN_ROWS = 64
 
 
 class Packer:
-    """Takes documents one by one and gives rows back as they are done. All of it is in `state()`."""
+    """Takes documents one by one and gives rows back as they are done."""
 
     def __init__(self, *, capacity: int, num_open: int = OPEN_ROWS) -> None:
         self.capacity = capacity
@@ -47,23 +46,6 @@ class Packer:
         """The rows that are still open, the oldest first."""
         rows, self._rows = self._rows, []
         return rows
-
-    def state(self) -> dict[str, Any]:
-        """What a JSON file can hold, from which `from_state` goes on as if nothing had happened."""
-        free = self._free[: len(self._rows)].tolist()
-        return {
-            "capacity": self.capacity,
-            "num_open": len(self._free),
-            "rows": [list(row) for row in self._rows],
-            "free": free,
-        }
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Packer:
-        packer = cls(capacity=state["capacity"], num_open=state["num_open"])
-        packer._rows = [list(row) for row in state["rows"]]
-        packer._free[: len(packer._rows)] = state["free"]
-        return packer
 
     def _close(self, place: int) -> list[int]:
         row = self._rows.pop(place)
@@ -143,6 +125,14 @@ class PackedOrder:
             found += [self.epoch(epoch).row(place - start) for place in places]
             epoch, start = epoch + 1, end
         return found
+
+    def place(self, row: int) -> tuple[int, int]:
+        """The epoch of a row, and its number in there."""
+        epoch = 0
+        while row >= self._count(epoch):
+            row -= self._count(epoch)
+            epoch += 1
+        return epoch, row
 
     def fill(self) -> float:
         """How much of the rows of the first epoch is tokens."""

@@ -22,6 +22,10 @@ class StopSignal:
     def requested(self) -> bool:
         return bool(self.reason)
 
+    def request(self, reason: str) -> None:
+        """Ask for a stop at the end of the step; a reason that is there already stays."""
+        self.reason = self.reason or reason
+
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopSignal]:
         """Take over the signals for as long as the run lasts. Only the main thread may do that."""

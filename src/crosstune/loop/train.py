@@ -3,153 +3,172 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from crosstune.config.schema import Config
-from crosstune.core.protocols import Observer, Recipe, Session
+from crosstune.core.errors import NonFiniteError
+from crosstune.core.protocols import Batch, Observer, Recipe, Session, StepResult
 from crosstune.core.schedule import learning_rate, warmup_steps
+from crosstune.loop.progress import Progress
+from crosstune.loop.saving import Checkpoints
 from crosstune.loop.stop import StopRequested, StopSignal
 
 
-@dataclass
-class Progress:
-    """What a run has done so far; whole at any moment, so that a failure can report it."""
+@dataclass(frozen=True, kw_only=True)
+class Deadline:
+    """When a run has to be over, by the clock of `time.monotonic`."""
 
-    status: str = "failed"
-    steps: int = 0
-    tokens: int = 0
-    supervised_tokens: int = 0
-    first_loss: float | None = None
-    final_loss: float | None = None
-    peak_memory_bytes: int = 0
-    step_times_s: list[float] = field(default_factory=list)
-    step_tokens: list[int] = field(default_factory=list)
-    eval_before: Mapping[str, float] = field(default_factory=dict)
-    eval_after: Mapping[str, float] = field(default_factory=dict)
+    at: float
 
-    def tokens_per_s(self) -> float | None:
-        """Over all steps but the first, which pays for warming up; over the first when it is the only one."""
-        start = 1 if len(self.step_times_s) > 1 else 0
-        seconds = sum(self.step_times_s[start:])
-        return sum(self.step_tokens[start:]) / seconds if seconds else None
-
-    def summary(self) -> dict[str, Any]:
-        return {
-            "status": self.status,
-            "steps": self.steps,
-            "tokens": self.tokens,
-            "supervised_tokens": self.supervised_tokens,
-            "first_loss": self.first_loss,
-            "final_loss": self.final_loss,
-            "eval_loss": self.eval_after.get("loss"),
-            "eval_before": dict(self.eval_before),
-            "eval_after": dict(self.eval_after),
-            "tokens_per_s": self.tokens_per_s(),
-            "peak_memory_bytes": self.peak_memory_bytes,
-        }
+    def too_close(self, reserve_s: float) -> bool:
+        return time.monotonic() + reserve_s >= self.at
 
 
-def train(
-    session: Session,
-    recipe: Recipe,
-    *,
-    config: Config,
-    observer: Observer,
-    stop: StopSignal,
-    progress: Progress,
-) -> None:
-    """Run every step of a recipe on a session. `progress` is kept up to date throughout."""
-    num_steps = recipe.num_steps()
-    warmup = warmup_steps(
-        schedule=config.lr_scheduler,
-        num_steps=num_steps,
-        steps=config.warmup_steps,
-        ratio=config.warmup_ratio,
-    )
-    try:
-        progress.eval_before = _evaluate(session, recipe, config, observer, stop, step=0, when="before")
-        observer.on_event("training", {"num_steps": num_steps})
-        for step in range(num_steps):
-            if stop.requested:
-                raise StopRequested(stop.reason)
-            lr = learning_rate(
-                step,
-                peak=config.lr,
-                schedule=config.lr_scheduler,
-                num_steps=num_steps,
-                warmup=warmup,
-                floor_ratio=config.cosine_min_lr_ratio,
+@dataclass(kw_only=True)
+class Training:
+    """One run in motion: the parts, and how far it is."""
+
+    session: Session
+    recipe: Recipe
+    config: Config
+    observer: Observer
+    stop: StopSignal
+    progress: Progress
+    checkpoints: Checkpoints
+    deadline: Deadline | None = None
+
+    def run(self) -> None:
+        """Every step that is left. Progress is kept up to date throughout; a stop leaves a checkpoint."""
+        progress, num_steps = self.progress, self.recipe.num_steps()
+        try:
+            if not progress.steps:
+                progress.eval_before = self._evaluate(when="before")
+            self.observer.on_event("training", {"num_steps": num_steps, "done": progress.steps})
+            if progress.steps not in progress.evaluations:
+                self._evaluate_if_due(num_steps)  # a run that was stopped between a step and its evaluation
+            while progress.steps < num_steps:
+                self._check_stop()
+                self._take_step(progress.steps)
+                self._save_and_evaluate(num_steps)
+            progress.eval_after = self._evaluate(when="after")
+            progress.status = "finished"
+        except StopRequested:
+            progress.status = "stopped"
+            self._save(wait=True)
+            self.observer.on_event(
+                "stopped", {"reason": self.stop.reason, "step": progress.steps, "num_steps": num_steps}
             )
-            _take_step(session, recipe, step=step, lr=lr, observer=observer, progress=progress)
-            done = step + 1
-            if config.eval_steps and done % config.eval_steps == 0 and done < num_steps:
-                _evaluate(session, recipe, config, observer, stop, step=done, when="during")
-        progress.eval_after = _evaluate(session, recipe, config, observer, stop, step=num_steps, when="after")
-        progress.status = "finished"
-    except StopRequested:
-        progress.status = "stopped"
-        observer.on_event("stopped", {"reason": stop.reason, "step": progress.steps, "num_steps": num_steps})
+        except NonFiniteError:
+            self._save(wait=True)  # the weights are those of the last good step
+            raise
+        self.checkpoints.finish()
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        config, num_steps = self.config, self.recipe.num_steps()
+        warmup = warmup_steps(
+            schedule=config.lr_scheduler,
+            num_steps=num_steps,
+            steps=config.warmup_steps,
+            ratio=config.warmup_ratio,
+        )
+        return learning_rate(
+            step,
+            peak=config.lr,
+            schedule=config.lr_scheduler,
+            num_steps=num_steps,
+            warmup=warmup,
+            floor_ratio=config.cosine_min_lr_ratio,
+        )
+
+    def _check_stop(self) -> None:
+        reserve = self.progress.longest_step_s + self.checkpoints.longest_save_s
+        if self.deadline is not None and self.deadline.too_close(reserve):
+            self.stop.request("the time limit")
+        if self.stop.requested:
+            raise StopRequested(self.stop.reason)
+
+    def _save_and_evaluate(self, num_steps: int) -> None:
+        """A checkpoint comes first, so that a kill in a long evaluation costs none of the steps before it."""
+        done = self.progress.steps
+        self.checkpoints.poll()
+        ends = done == num_steps and self.checkpoints.wanted_at_end(done)
+        if ends or self.checkpoints.due(done):
+            self._save()
+        self._evaluate_if_due(num_steps)
+
+    def _evaluate_if_due(self, num_steps: int) -> None:
+        every, done = self.config.eval_steps, self.progress.steps
+        if every and done and done % every == 0 and done < num_steps:
+            self._evaluate(when="during")
+
+    def _save(self, *, wait: bool = False) -> None:
+        progress = self.progress
+        if progress.steps > self.checkpoints.last_step:
+            self.checkpoints.save(self.session, progress.steps, evaluations=progress.evaluations, wait=wait)
+
+    def _take_step(self, step: int) -> None:
+        window, lr = self.recipe.window(step), self.rate(step)
+        started = time.perf_counter()
+        try:
+            result = self.session.step(window, lr=lr)
+        except NonFiniteError as error:
+            self._blame(error, step, window)
+            result = None
+        step_s = time.perf_counter() - started
+        memory = self.session.memory()
+        self.progress.add(result, step_s=step_s, memory=memory)
+        self.observer.on_step(_metrics(step, result, lr=lr, step_s=step_s, used_bytes=memory.used_bytes))
+
+    def _blame(self, error: NonFiniteError, step: int, window: Sequence[Batch]) -> None:
+        """Say which examples and which layer it was; raise unless such a step may be left out."""
+        allowed = self.config.skip_nonfinite
+        skipped = self.progress.skipped < allowed
+        blame = self.session.blame(window)
+        facts = {"step": step + 1, "error": error.asked, "blame": blame, "examples": self.recipe.rows(step)}
+        self.observer.on_event("nonfinite", facts | {"skipped": skipped, "allowed": allowed})
+        if not skipped:
+            raise error.with_blame(blame, num_skipped=self.progress.skipped) from None
+
+    def _evaluate(self, *, when: str) -> Mapping[str, float]:
+        if self.config.skip_eval:
+            return {}
+        step, started = self.progress.steps, time.perf_counter()
+        self.observer.on_event("evaluation_start", {"step": step, "when": when})
+        with self.stop.droppable():
+            evaluation = self.recipe.evaluate(self.session, observer=self.observer)
+        if not evaluation.metrics:
+            return {}
+        self.observer.on_event(
+            "evaluation",
+            {
+                "step": step,
+                "when": when,
+                "metrics": dict(evaluation.metrics),
+                "samples": [vars(sample) for sample in evaluation.samples],
+                "seconds": time.perf_counter() - started,
+            },
+        )
+        if "loss" in evaluation.metrics:
+            self.progress.evaluations[step] = evaluation.metrics["loss"]
+        return evaluation.metrics
 
 
-def _take_step(
-    session: Session, recipe: Recipe, *, step: int, lr: float, observer: Observer, progress: Progress
-) -> None:
-    window = recipe.window(step)
-    started = time.perf_counter()
-    result = session.step(window, lr=lr)
-    step_s = time.perf_counter() - started
-    memory = session.memory()
-    progress.steps = step + 1
-    progress.tokens += result.num_tokens
-    progress.supervised_tokens += result.num_supervised
-    progress.first_loss = result.loss if progress.first_loss is None else progress.first_loss
-    progress.final_loss = result.loss
-    progress.peak_memory_bytes = max(progress.peak_memory_bytes, memory.peak_bytes)
-    progress.step_times_s.append(step_s)
-    progress.step_tokens.append(result.num_tokens)
-    observer.on_step(
-        {
-            "step": step + 1,
-            "loss": result.loss,
-            "tokens": result.num_tokens,
-            "supervised_tokens": result.num_supervised,
-            "lr": lr,
-            "grad_norm": result.grad_norm,
-            "step_s": step_s,
-            "tokens_per_s": result.num_tokens / step_s,
-            "memory_bytes": memory.used_bytes,
-        }
-    )
-
-
-def _evaluate(
-    session: Session,
-    recipe: Recipe,
-    config: Config,
-    observer: Observer,
-    stop: StopSignal,
-    *,
-    step: int,
-    when: str,
-) -> Mapping[str, float]:
-    if config.skip_eval:
-        return {}
-    started = time.perf_counter()
-    observer.on_event("evaluation_start", {"step": step, "when": when})
-    with stop.droppable():
-        evaluation = recipe.evaluate(session, observer=observer)
-    if not evaluation.metrics:
-        return {}
-    observer.on_event(
-        "evaluation",
-        {
-            "step": step,
-            "when": when,
-            "metrics": dict(evaluation.metrics),
-            "samples": [vars(sample) for sample in evaluation.samples],
-            "seconds": time.perf_counter() - started,
-        },
-    )
-    return evaluation.metrics
+def _metrics(
+    step: int, result: StepResult | None, *, lr: float, step_s: float, used_bytes: int
+) -> dict[str, Any]:
+    """One line of metrics.jsonl."""
+    line: dict[str, Any] = {
+        "step": step + 1,
+        "loss": result.loss if result else None,
+        "tokens": result.num_tokens if result else 0,
+        "supervised_tokens": result.num_supervised if result else 0,
+        "lr": lr,
+        "grad_norm": result.grad_norm if result else None,
+        "step_s": step_s,
+        "tokens_per_s": result.num_tokens / step_s if result else 0.0,
+        "memory_bytes": used_bytes,
+    }
+    return line if result else line | {"skipped": True}

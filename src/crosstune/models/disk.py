@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import errno
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from crosstune.core.disk import NO_ROOM, free_space, readable_bytes
 from crosstune.core.errors import UserError
 
 CACHE_VARIABLE = "CROSSTUNE_CACHE"
 HUB_VARIABLE = "HF_HOME"
-
-# A quota or a limit on the size of one file stops a write just as a full disk does.
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class DiskFullError(UserError):
@@ -36,21 +32,9 @@ def disk_errors(folder: Path, need_bytes: int, *, variable: str = CACHE_VARIABLE
     try:
         yield
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno not in NO_ROOM:
             raise
         raise disk_full(folder, need_bytes, variable=variable, cause=error.strerror) from error
-
-
-def free_space(folder: Path) -> int:
-    """Free bytes on the disk that holds `folder`, or would hold it."""
-    existing = folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    return shutil.disk_usage(existing).free
-
-
-def readable_bytes(count: int) -> str:
-    return f"{count / 1e9:,.1f} GB" if count >= 10e9 else f"{count / 1e6:,.0f} MB"
 
 
 def disk_full(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,13 +91,44 @@ class SftRecipe:
         )
 
     def window(self, step: int) -> list[Batch]:
-        config, pad_id = self.config, self.tokenizer.pad_id
+        batch_size, pad_id = self.config.batch_size, self.tokenizer.pad_id
+        rows = [[self.train[place] for place in row] for row in self._places(step)]
         if self._packed is not None:
-            first = step * self._rows_per_step()
+            return list(split_packed(rows, batch_size=batch_size, pad_id=pad_id))
+        return list(split_rows([row[0] for row in rows], batch_size=batch_size, pad_id=pad_id))
+
+    def rows(self, step: int) -> list[int]:
+        return [self.train[place].index for row in self._places(step) for place in row]
+
+    def identity(self) -> str:
+        sha = hashlib.sha256(self.train.identity.encode())
+        sha.update(self.train.rows().astype("<i8").tobytes())
+        return sha.hexdigest()
+
+    def order(self) -> Mapping[str, Any]:
+        return {
+            "seed": self.config.seed,
+            "rows_per_step": self._rows_per_step(),
+            "packing": self._packed.capacity if self._packed is not None else None,
+        }
+
+    def position(self, step: int) -> Mapping[str, Any]:
+        """Rows are packed an epoch at a time, from its order alone: no half-filled row outlives a step."""
+        done = step * self._rows_per_step()
+        if self._packed is not None:
+            epoch, row = self._packed.place(done)
+        else:
+            epoch, row = divmod(done, len(self.train))
+        following = self.rows(step) if step < self.num_steps() else []
+        return {"rows_done": done, "epoch": epoch, "row_in_epoch": row, "next_examples": following}
+
+    def _places(self, step: int) -> list[list[int]]:
+        """Places in the corpus of the examples in each row of a step; one a row unless rows are packed."""
+        config, first = self.config, step * self._rows_per_step()
+        if self._packed is not None:
             in_all = self._packed.num_rows(config.num_epochs, at_most=self._most_rows())
             last = min(first + self._rows_per_step(), in_all or first + self._rows_per_step())
-            rows = [[self.train[int(d)] for d in row] for row in self._packed.rows(first, last)]
-            return list(split_packed(rows, batch_size=config.batch_size, pad_id=pad_id))
+            return [row.tolist() for row in self._packed.rows(first, last)]
         by_epochs = rows_in_epochs(len(self.train), config.num_epochs)
         indices = rows_of_step(
             step,
@@ -105,8 +137,7 @@ class SftRecipe:
             num_rows_in_all=by_epochs or config.max_steps * self._rows_per_step(),
             seed=config.seed,
         )
-        examples = [self.train[index] for index in indices]
-        return list(split_rows(examples, batch_size=config.batch_size, pad_id=pad_id))
+        return [[index] for index in indices]
 
     def describe(self) -> Mapping[str, Any]:
         """The report before training, for the screen, plan.json and the HTML page."""

@@ -73,6 +73,7 @@ class TorchSession:
                 break
             self.masters.clear_gradients()
             if not (math.isfinite(loss) and self.scale.shrink()):
+                states.import_random(self.device, self._random_before)  # as if the step had not been tried
                 raise NonFiniteError(
                     f"The {'loss' if not math.isfinite(loss) else 'gradient'} is not a finite number.",
                     why="the step was stopped before the optimizer moved; the weights are those of the step before.",
@@ -129,11 +130,12 @@ class TorchSession:
     def memory(self) -> Memory:
         return read_memory(self.device)
 
-    def export_state(self) -> SessionState:
+    def export_state(self, *, copy: bool = True) -> SessionState:
         assert self.optimizer is not None, "this session was opened without training"
+        masters = self.masters.masters
         return SessionState(
-            weights={name: states.to_host(master) for name, master in self.masters.masters.items()},
-            moments=states.export_moments(self.optimizer, self.masters.masters),
+            weights={name: states.to_host(master, copy=copy) for name, master in masters.items()},
+            moments=states.export_moments(self.optimizer, masters, copy=copy),
             random=states.export_random(self.device),
             facts={"loss_scale": {"factor": self.scale.factor, "good_steps": self.scale.good_steps}},
         )
@@ -149,11 +151,10 @@ class TorchSession:
             self.scale.factor, self.scale.good_steps = float(scale["factor"]), int(scale["good_steps"])
 
     def blame(self, window: Sequence[Batch]) -> str:
-        """Run a window again, with the random numbers of its step, and watch."""
+        """Run a window again, with the random numbers that its step would have, and watch."""
         if broken := bad_weights(self.masters.masters):
             return f"the weight {broken[0]} was not finite before the step"
         now = states.export_random(self.device)
-        states.import_random(self.device, self._random_before or now)
         with watch_outputs(self.model) as layers:
             self._backward(window, sum(batch.num_supervised for batch in window))
         gradients = bad_gradients(self.masters.masters)

@@ -18,17 +18,19 @@ _OF_TORCH = {canonical: own for own, canonical in _CANONICAL.items()}
 Moments = Mapping[str, Mapping[str, Array]]
 
 
-def to_host(tensor: torch.Tensor) -> Array:
-    """A copy that the next step does not change."""
-    array: Array = tensor.detach().to("cpu", copy=True).contiguous().numpy()
+def to_host(tensor: torch.Tensor, *, copy: bool = True) -> Array:
+    """Without `copy`, a tensor that is on the host already stays shared with the session."""
+    array: Array = tensor.detach().to("cpu", copy=copy).contiguous().numpy()
     return array
 
 
-def export_moments(optimizer: torch.optim.Optimizer, masters: Mapping[str, torch.Tensor]) -> Moments:
+def export_moments(
+    optimizer: torch.optim.Optimizer, masters: Mapping[str, torch.Tensor], *, copy: bool = True
+) -> Moments:
     slots: dict[str, dict[str, Array]] = {}
     for name, master in masters.items():
         for own, value in optimizer.state.get(master, {}).items():
-            array = to_host(value) if isinstance(value, torch.Tensor) else np.asarray(value)
+            array = to_host(value, copy=copy) if isinstance(value, torch.Tensor) else np.asarray(value)
             slots.setdefault(_CANONICAL.get(own, own), {})[name] = array
     return slots
 

@@ -1,0 +1,94 @@
+"""The manifest of a checkpoint: what it must say, and the seal over its bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from crosstune.core.errors import UserError
+from crosstune.core.record import finite
+
+FORMAT = "crosstune-checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+SEAL = "manifest.sha256"
+WEIGHTS, MOMENTS, RANDOM = "weights.safetensors", "moments.safetensors", "random.safetensors"
+MANIFEST_LIMIT = 64 * 2**20
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_REQUIRED: Mapping[str, type | tuple[type, ...]] = {
+    "step": int,
+    "engine": str,
+    "backend": str,
+    "precision": str,
+    "quantization": (str, type(None)),
+    "identity": dict,
+    "trainable": dict,
+    "schedule": dict,
+    "data": dict,
+    "facts": dict,
+    "progress": dict,
+    "files": dict,
+}
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint is not what was written: cut short, changed, or made by something else."""
+
+    def __init__(self, folder: Any, why: str) -> None:
+        super().__init__(
+            f"The checkpoint {folder} is damaged.",
+            why=why,
+            do="use an older one (`crosstune checkpoint list RUN` shows them), or --resume auto, which does so itself",
+        )
+
+
+class UnknownVersion(UserError):
+    """A checkpoint of a format this version cannot read; guessing could lose state."""
+
+
+def encode(fields: Mapping[str, Any]) -> bytes:
+    """The bytes of manifest.json. NaN has no place in JSON and becomes null."""
+    whole = {"format": FORMAT, "format_version": VERSION, **finite(dict(fields))}
+    return (json.dumps(whole, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def seal(manifest: bytes) -> bytes:
+    """A line as sha256sum writes and checks it."""
+    return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
+
+
+def decode(raw: bytes, *, seal_found: bytes, folder: Any) -> dict[str, Any]:
+    """A manifest that is whole, of a version we know, and names only plain files."""
+    if seal_found != seal(raw):
+        raise DamagedCheckpoint(folder, f"{MANIFEST} is not the one that {SEAL} was made for")
+    try:
+        manifest = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(folder, f"{MANIFEST} is not JSON: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise DamagedCheckpoint(folder, f"{MANIFEST} is not that of a crosstune checkpoint")
+    if manifest.get("format_version") != VERSION:
+        raise UnknownVersion(
+            f"The checkpoint {folder} has format version {manifest.get('format_version')!r}.",
+            why=f"this crosstune reads version {VERSION}, and guessing could lose a part of the run.",
+            do="use the version of crosstune that wrote it, or a newer one",
+        )
+    for name, kind in _REQUIRED.items():
+        if not isinstance(manifest.get(name, ...), kind) or isinstance(manifest.get(name), bool):
+            raise DamagedCheckpoint(folder, f"{MANIFEST} says nothing usable about {name!r}")
+    for name, facts in manifest["files"].items():
+        _check_file(name, facts, folder)
+    return manifest
+
+
+def _check_file(name: str, facts: Any, folder: Any) -> None:
+    plain = _FILE_NAME.fullmatch(name) is not None and ".." not in name and name not in (MANIFEST, SEAL)
+    if not plain:
+        raise DamagedCheckpoint(folder, f"{name!r} is not a plain file name")
+    size, digest = (facts.get("bytes"), facts.get("sha256")) if isinstance(facts, dict) else (None, None)
+    good_size = isinstance(size, int) and not isinstance(size, bool) and size >= 0
+    if not good_size or not isinstance(digest, str) or re.fullmatch(r"[0-9a-f]{64}", digest) is None:
+        raise DamagedCheckpoint(folder, f"{MANIFEST} gives no size and hash of {name}")

@@ -1,0 +1,159 @@
+"""Read a checkpoint: everything is checked before anything of it is used."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crosstune.checkpoint.folders import FOLDER, checkpoint_folders
+from crosstune.checkpoint.manifest import (
+    MANIFEST,
+    MANIFEST_LIMIT,
+    MOMENTS,
+    RANDOM,
+    SEAL,
+    WEIGHTS,
+    DamagedCheckpoint,
+    decode,
+)
+from crosstune.checkpoint.tensors import CHUNK_BYTES, BadTensors, describe_tensors, read_tensors
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import Array, SessionState
+
+_SEAL_LIMIT = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint whose bytes were found to be those that were written."""
+
+    folder: Path
+    manifest: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.manifest["step"])
+
+    def num_bytes(self) -> int:
+        return sum(int(facts["bytes"]) for facts in self.manifest["files"].values())
+
+    def load(self) -> SessionState:
+        moments: dict[str, dict[str, Array]] = {}
+        try:
+            for key, array in read_tensors(self.folder / MOMENTS).items():
+                slot, _, name = key.partition("/")
+                moments.setdefault(slot, {})[name] = array
+            weights, random = read_tensors(self.folder / WEIGHTS), read_tensors(self.folder / RANDOM)
+        except (BadTensors, OSError) as error:
+            raise DamagedCheckpoint(self.folder, str(error)) from error
+        return SessionState(
+            weights=weights, moments=moments, random=random, facts=dict(self.manifest["facts"])
+        )
+
+
+def open_checkpoint(folder: Path, *, hashes: bool = True) -> Checkpoint:
+    """Check a checkpoint: its manifest, that its files are there and nothing else, their sizes, hashes and headers.
+
+    Without `hashes` the contents of the files are not read, which is enough to list them.
+    """
+    if not folder.is_dir():
+        raise UserError(
+            f"There is no checkpoint at {folder}.", do="`crosstune checkpoint list RUN` shows those of a run"
+        )
+    try:
+        manifest = _read_manifest(folder)
+        _check_names(folder, manifest["files"])
+        for name, facts in manifest["files"].items():
+            _check_file(folder, name, facts, hashes=hashes)
+        _check_arrays(folder, manifest)
+    except OSError as error:
+        raise DamagedCheckpoint(folder, f"it cannot be read: {error}") from error
+    return Checkpoint(folder=folder, manifest=manifest)
+
+
+def newest_valid(
+    root: Path, *, on_damaged: Callable[[DamagedCheckpoint], None] | None = None
+) -> Checkpoint | None:
+    """The newest checkpoint that passes every check; each damaged one on the way is reported."""
+    for _, folder in checkpoint_folders(root):
+        try:
+            return open_checkpoint(folder)
+        except DamagedCheckpoint as error:
+            if on_damaged is not None:
+                on_damaged(error)
+    return None
+
+
+def find_run(path: Path) -> Path:
+    """The run folder that a path means: itself, or the run that a checkpoint lies in."""
+    folder = path.resolve()
+    return folder.parent.parent if folder.parent.name == FOLDER else folder
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    raw = _read_small(folder / MANIFEST, limit=MANIFEST_LIMIT)
+    return decode(raw, seal_found=_read_small(folder / SEAL, limit=_SEAL_LIMIT), folder=folder)
+
+
+def _read_small(path: Path, *, limit: int) -> bytes:
+    with os.fdopen(_open_plain(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise DamagedCheckpoint(path.parent, f"{path.name} has {size} bytes, more than any of ours")
+        return file.read()
+
+
+def _open_plain(path: Path) -> int:
+    """A handle on a regular file; a link, a pipe or a device is not opened."""
+    if not path.exists() and not path.is_symlink():
+        raise DamagedCheckpoint(path.parent, f"{path.name} is missing")
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise DamagedCheckpoint(path.parent, f"{path.name} is not a regular file")
+    return os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+
+
+def _check_names(folder: Path, files: Mapping[str, Any]) -> None:
+    wanted = {MANIFEST, SEAL, *files}
+    found = {entry.name for entry in os.scandir(folder)}
+    if extra := sorted(found - wanted):
+        raise DamagedCheckpoint(folder, f"{extra[0]!r} does not belong to it")
+    if missing := sorted({WEIGHTS, MOMENTS, RANDOM, *wanted} - (found & wanted)):
+        raise DamagedCheckpoint(folder, f"{missing[0]} is missing")
+
+
+def _check_file(folder: Path, name: str, facts: Mapping[str, Any], *, hashes: bool) -> None:
+    with os.fdopen(_open_plain(folder / name), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != facts["bytes"]:
+            raise DamagedCheckpoint(folder, f"{name} has {size} bytes, not {facts['bytes']}")
+        if not hashes:
+            return
+        sha = hashlib.sha256()
+        while chunk := file.read(CHUNK_BYTES):
+            sha.update(chunk)
+    if sha.hexdigest() != facts["sha256"]:
+        raise DamagedCheckpoint(folder, f"the contents of {name} have changed since it was written")
+
+
+def _check_arrays(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """The arrays that the manifest promises are those in the files."""
+    try:
+        found = {name: describe_tensors(folder / name) for name in (WEIGHTS, MOMENTS, RANDOM)}
+    except BadTensors as error:
+        raise DamagedCheckpoint(folder, str(error)) from error
+    described = {name: [word, list(shape)] for name, (word, shape) in found[WEIGHTS].items()}
+    promised = {
+        name: [facts.get("dtype"), facts.get("shape")]
+        for name, facts in manifest["trainable"].items()
+        if isinstance(facts, dict)
+    }
+    if described != promised:
+        raise DamagedCheckpoint(folder, f"{WEIGHTS} does not hold what {MANIFEST} says is trained")
+    strange = [key for key in found[MOMENTS] if key.partition("/")[2] not in described]
+    if strange:
+        raise DamagedCheckpoint(folder, f"{MOMENTS} holds {strange[0]!r}, which belongs to no weight")

@@ -1,0 +1,120 @@
+"""Write a checkpoint so that it is whole or not there: staged beside its place, on disk, hashed, then renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from crosstune.checkpoint.folders import name_of, point_latest, staging_path
+from crosstune.checkpoint.manifest import MANIFEST, MOMENTS, RANDOM, SEAL, WEIGHTS, encode, seal
+from crosstune.checkpoint.tensors import file_bytes, write_all, write_tensors
+from crosstune.core.disk import NO_ROOM, free_space, readable_bytes, sync_folder
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import Array, SessionState
+
+SPARE_BYTES = 4 * 2**20
+"""Left free beside a checkpoint, for its manifest and the logs of the run."""
+
+
+class SaveFailed(UserError):
+    """A checkpoint could not be written. The older ones are as they were."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed:
+    folder: Path
+    num_bytes: int
+    latest_error: str = ""
+    """Why `latest` could not be moved; the checkpoint itself is safe, and nothing of ours needs the link."""
+
+
+def write_checkpoint(root: Path, state: SessionState, fields: Mapping[str, Any]) -> Committed:
+    """Write and commit `root/step-NNNNNNNN`. `fields` is the manifest without what is said of the files here."""
+    _check_finite(state)
+    parts = state_files(state)
+    need = sum(file_bytes(arrays) for arrays in parts.values())
+    target = root / name_of(fields["step"])
+    staged = staging_path(root, target.name)
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_room(root, need)
+        staged.mkdir(mode=0o700)
+        try:
+            _fill(staged, parts, fields)
+            staged.rename(target)
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+        sync_folder(root)
+    except OSError as error:
+        raise _failed(target, need, error) from error
+    try:
+        point_latest(root, target)
+    except OSError as error:
+        return Committed(folder=target, num_bytes=need, latest_error=str(error))
+    return Committed(folder=target, num_bytes=need)
+
+
+def state_files(state: SessionState) -> dict[str, dict[str, Array]]:
+    """File -> its arrays. A moment's key is its slot, a slash and the canonical name of the weight."""
+    moments = {f"{slot}/{name}": a for slot, arrays in state.moments.items() for name, a in arrays.items()}
+    return {WEIGHTS: dict(state.weights), MOMENTS: moments, RANDOM: dict(state.random)}
+
+
+def _fill(staged: Path, parts: Mapping[str, Mapping[str, Array]], fields: Mapping[str, Any]) -> None:
+    files = {}
+    for name, arrays in parts.items():
+        written = write_tensors(staged / name, arrays)
+        files[name] = {"bytes": written.num_bytes, "sha256": written.sha256}
+    raw = encode({**fields, "files": files})
+    _write_file(staged / MANIFEST, raw)
+    _write_file(staged / SEAL, seal(raw))
+    sync_folder(staged)
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        write_all(handle, data)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _check_finite(state: SessionState) -> None:
+    """A state that cannot be trained any further never takes the place of a good one."""
+    for name, array in state.weights.items():
+        if not np.isfinite(array).all():
+            raise SaveFailed(
+                f"No checkpoint was written: {name} holds numbers that are not finite.",
+                why="training cannot continue from such weights; the older checkpoints are intact.",
+                do="continue from one of them with a lower --lr, or in --precision fp32 or bf16",
+            )
+
+
+def _check_room(root: Path, need: int) -> None:
+    free = free_space(root)
+    if free < need + SPARE_BYTES:
+        raise SaveFailed(
+            f"There is no room for a checkpoint in {root}.",
+            why=f"it takes {readable_bytes(need)} and {readable_bytes(free)} are free; the older ones are intact.",
+            do="free some space or lower --keep_last_n, then continue with --resume auto",
+        )
+
+
+def _failed(target: Path, need: int, error: OSError) -> SaveFailed:
+    if error.errno in NO_ROOM:
+        why = f"the disk is full or a limit was reached ({error.strerror}); it takes {readable_bytes(need)}."
+    else:
+        why = f"the system said: {error.strerror or error}."
+    return SaveFailed(
+        f"The checkpoint {target} could not be written.",
+        why=f"{why} Nothing half-written is left, and the older checkpoints are intact.",
+        do="free space or mend the disk, then continue with --resume auto",
+    )

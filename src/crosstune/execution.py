@@ -1,0 +1,223 @@
+"""A run from the loading of its model to its result. Whatever ends it, what was done until then stays on record."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from crosstune import resume
+from crosstune.checkpoint.folders import FOLDER as CHECKPOINTS
+from crosstune.checkpoint.folders import clear_leftovers
+from crosstune.checkpoint.read import Checkpoint
+from crosstune.checkpoint.rotate import Keep
+from crosstune.checkpoint.write import SaveFailed
+from crosstune.config.plan import Plan
+from crosstune.config.schema import mismatches
+from crosstune.core.errors import NonFiniteError, UserError
+from crosstune.core.protocols import Observer, Recipe, Session
+from crosstune.core.record import RunRecord
+from crosstune.loop.progress import Progress
+from crosstune.loop.saving import Checkpoints, SavePolicy
+from crosstune.loop.stop import StopRequested, StopSignal
+from crosstune.loop.train import Deadline, Training
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run that continues takes up."""
+
+    checkpoint: Checkpoint
+    differences: Sequence[resume.Difference]
+    changes: Sequence[resume.Difference]
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.step
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "checkpoint": str(self.checkpoint.folder),
+            "step": self.step,
+            "backend": self.checkpoint.manifest["backend"],
+            "allowed_differences": [difference.sentence() for difference in self.differences],
+            "changed_options": [change.sentence() for change in self.changes],
+        }
+
+
+@dataclass(kw_only=True)
+class Execution:
+    """Load, train, save. Whatever ends it, what was done until then stays on record."""
+
+    plan: Plan
+    recipe: Recipe
+    open_model: Callable[[], Session]
+    record: RunRecord
+    observer: Observer
+    start: Start | None
+    described: Mapping[str, Any]
+    deadline: Deadline | None
+    failure: UserError | None = None
+    """What ended the run early, with everything up to the step before it kept."""
+
+    def run(self) -> dict[str, Any]:
+        """Returns the summary."""
+        plan, record, observer = self.plan, self.record, self.observer
+        carried = self.start.checkpoint.manifest["progress"] if self.start else {}
+        self.progress, stop = Progress.from_manifest(carried), StopSignal()
+        extra: dict[str, Any] = {"name": record.folder.name, "backend": plan.backend.name}
+        extra |= {"engine": plan.engine, "checkpoint": None, "result": None}
+        started = time.perf_counter()
+        try:
+            with stop.listening():
+                self.checkpoints = self._open_checkpoints()
+                session = self._load(stop)
+                extra["trained_parameters"], extra["parameters"] = session.num_parameters()
+                observer.on_event("loaded", dict(extra))
+                if self.start is not None:
+                    self._take_up(session, self.start)
+                self.failure = self._train(session, stop)
+                if self.failure is not None:
+                    extra["error"] = str(self.failure)
+                    observer.on_event("failed", {"error": str(self.failure), "step": self.progress.steps})
+                extra["checkpoint"] = self._newest()
+                if plan.config.save_model and self.progress.steps:
+                    extra["result"] = str(self._save_result(session))
+                    observer.on_event("saved", {"path": extra["result"], "step": self.progress.steps})
+        except StopRequested:
+            self.progress.status = "stopped"
+            observer.on_event(
+                "stopped",
+                {"reason": stop.reason, "step": self.progress.steps, "num_steps": self.recipe.num_steps()},
+            )
+        except BaseException as error:
+            self.progress.status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            extra["error"] = f"{type(error).__name__}: {error}"
+            extra["checkpoint"] = self._newest()
+            record.on_event(self.progress.status, {"error": extra["error"], "step": self.progress.steps})
+            raise
+        finally:
+            extra["seconds"] = time.perf_counter() - started
+            record.finish(self.progress.summary() | extra)
+        return self.progress.summary() | extra
+
+    def _load(self, stop: StopSignal) -> Session:
+        self.observer.on_event("loading", {"model": self.described["model"]["name"]})
+        with stop.droppable():
+            return self.open_model()
+
+    def _train(self, session: Session, stop: StopSignal) -> UserError | None:
+        """What ended the training early, if something did that leaves its weights good."""
+        training = Training(
+            session=session,
+            recipe=self.recipe,
+            config=self.plan.config,
+            observer=self.observer,
+            stop=stop,
+            progress=self.progress,
+            checkpoints=self.checkpoints,
+            deadline=self.deadline,
+        )
+        self._rate = training.rate
+        try:
+            training.run()
+        except (NonFiniteError, SaveFailed) as error:
+            return error
+        return None
+
+    def _take_up(self, session: Session, start: Start) -> None:
+        """Give a fresh session the state of the checkpoint."""
+        allowed = set(mismatches(self.plan.config.allow_mismatch))
+        state = resume.fitting_state(
+            start.checkpoint.load(),
+            session.export_state(copy=False),
+            partial="trainable" in allowed,
+            moments=not any(difference.kind == "optimizer" for difference in start.differences),
+        )
+        session.import_state(state)
+        self.observer.on_event("resumed", start.facts() | {"engine": start.checkpoint.manifest["engine"]})
+
+    def _open_checkpoints(self) -> Checkpoints:
+        config, root = self.plan.config, self.record.folder / CHECKPOINTS
+        clear_leftovers(root)
+        if self.start is not None and resume.continues_in_place(self.record.folder, self.start.checkpoint):
+            for path in resume.settle_folder(self.record.folder, self.start.checkpoint):
+                self.observer.on_event("set_aside", {"path": str(path), "step": self.start.step})
+        checkpoints = Checkpoints(
+            root,
+            policy=SavePolicy(
+                every_steps=config.save_steps,
+                every_s=60 * config.save_minutes,
+                keep=Keep(last_n=config.keep_last_n, best=config.keep_best, every=config.keep_every),
+                stop_on_error=config.on_save_error == "stop",
+            ),
+            fields=self._fields,
+            observer=self.observer,
+        )
+        checkpoints.last_step = self.start.step if self.start else 0
+        return checkpoints
+
+    def _newest(self) -> str | None:
+        newest = self.checkpoints.newest
+        if newest is None and self.start is not None:
+            newest = self.start.checkpoint.folder
+        return str(newest) if newest is not None else None
+
+    def _fields(self, step: int) -> dict[str, Any]:
+        """The manifest of a checkpoint, but for what is in its files."""
+        plan, config = self.plan, self.plan.config
+        quantized = plan.quantizer != "none"
+        left = step < self.recipe.num_steps()
+        return {
+            "step": step,
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "engine": plan.engine,
+            "backend": plan.backend.name,
+            "precision": plan.precision,
+            "quantization": f"{plan.quantizer}-{plan.n_bits}bit" if quantized else None,
+            "method": plan.method,
+            "recipe": config.recipe,
+            "identity": self.described["identity"],
+            "schedule": {
+                "name": config.lr_scheduler,
+                "step": step,
+                "num_steps": self.recipe.num_steps(),
+                "next_lr": self._rate(step) if left else None,
+            },
+            "data": dict(self.recipe.position(step)),
+            "progress": self.progress.to_manifest(),
+            "asked": self.described["asked"],
+            "options": self.described["options"],
+            "versions": self.described["machine"].get("versions", {}),
+            "resumed_from": self.described["resumed_from"],
+        }
+
+    def _save_result(self, session: Session) -> Path:
+        """Write the result beside its place and rename it there, so that an older one is replaced in one step."""
+        folder = self.record.folder
+        try:
+            with tempfile.TemporaryDirectory(prefix=".result.", dir=folder) as staging:
+                written = session.save_result(Path(staging))
+                target = folder / written.name
+                if target.exists():
+                    target.rename(Path(staging) / "old")
+                written.rename(target)
+        except OSError as error:
+            raise SaveFailed(
+                f"The result could not be written to {folder}.",
+                why=f"the system said: {error.strerror or error}.",
+                do=_export_words(self._newest()),
+            ) from error
+        return target
+
+
+def _export_words(newest: str | None) -> str:
+    if newest is None:
+        return "free space or mend the disk, and run it again"
+    return (
+        f"free space or mend the disk; the newest checkpoint is {newest}, and --resume auto continues from it"
+    )

@@ -1,0 +1,88 @@
+"""What a run has done so far; whole at any moment, so that a failure can report it and a checkpoint carry it on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from crosstune.core.protocols import Memory, StepResult
+
+# What a checkpoint holds of it. Times and memory belong to the process that measured them.
+_CARRIED = ("steps", "tokens", "supervised_tokens", "first_loss", "final_loss", "skipped", "seconds")
+
+
+@dataclass
+class Progress:
+    status: str = "failed"
+    steps: int = 0
+    start_step: int = 0
+    """Steps that an earlier process of this run had done."""
+    tokens: int = 0
+    supervised_tokens: int = 0
+    skipped: int = 0
+    """Steps left out because their loss or gradient was not finite."""
+    first_loss: float | None = None
+    final_loss: float | None = None
+    peak_memory_bytes: int = 0
+    seconds: float = 0.0
+    """Spent in steps, over all processes of the run."""
+    warm_s: float = 0.0
+    warm_tokens: int = 0
+    longest_step_s: float = 0.0
+    eval_before: Mapping[str, float] = field(default_factory=dict)
+    eval_after: Mapping[str, float] = field(default_factory=dict)
+    evaluations: dict[int, float] = field(default_factory=dict)
+    """Step -> loss on held-out data."""
+
+    def add(self, result: StepResult | None, *, step_s: float, memory: Memory) -> None:
+        """Count a step; None for one that was left out."""
+        self.steps += 1
+        self.seconds += step_s
+        self.longest_step_s = max(self.longest_step_s, step_s)
+        self.peak_memory_bytes = max(self.peak_memory_bytes, memory.peak_bytes)
+        if result is None:
+            self.skipped += 1
+            return
+        self.tokens += result.num_tokens
+        self.supervised_tokens += result.num_supervised
+        self.first_loss = result.loss if self.first_loss is None else self.first_loss
+        self.final_loss = result.loss
+        if self.steps - self.start_step != 2:
+            self.warm_s, self.warm_tokens = self.warm_s + step_s, self.warm_tokens + result.num_tokens
+        else:
+            self.warm_s, self.warm_tokens = step_s, result.num_tokens
+
+    def tokens_per_s(self) -> float | None:
+        """Over all steps of this process but the first, which pays for warming up, unless it is the only one."""
+        return self.warm_tokens / self.warm_s if self.warm_s else None
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "status": self.status,
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "supervised_tokens": self.supervised_tokens,
+            "skipped_steps": self.skipped,
+            "first_loss": self.first_loss,
+            "final_loss": self.final_loss,
+            "eval_loss": self.eval_after.get("loss"),
+            "eval_before": dict(self.eval_before),
+            "eval_after": dict(self.eval_after),
+            "tokens_per_s": self.tokens_per_s(),
+            "peak_memory_bytes": self.peak_memory_bytes,
+        }
+
+    def to_manifest(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _CARRIED} | {
+            "eval_before": dict(self.eval_before),
+            "evaluations": {str(step): loss for step, loss in self.evaluations.items()},
+        }
+
+    @classmethod
+    def from_manifest(cls, carried: Mapping[str, Any]) -> Progress:
+        known = {name: carried[name] for name in _CARRIED if name in carried}
+        progress = cls(**known, eval_before=dict(carried.get("eval_before") or {}))
+        progress.start_step = progress.steps
+        progress.evaluations = {int(s): float(v) for s, v in (carried.get("evaluations") or {}).items()}
+        return progress

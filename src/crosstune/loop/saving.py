@@ -1,0 +1,165 @@
+"""When a checkpoint is due, and writing it beside the training: a snapshot is taken, a thread does the rest."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from crosstune.checkpoint.rotate import Keep, rotate
+from crosstune.checkpoint.tensors import word_of
+from crosstune.checkpoint.write import Committed, SaveFailed, write_checkpoint
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import Observer, Session, SessionState
+
+SNAPSHOT_SHARE = 0.25
+"""Of the free memory: a larger snapshot is not made; the state is then written while training waits."""
+
+Fields = Callable[[int], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavePolicy:
+    every_steps: int = 0
+    every_s: float = 0.0
+    keep: Keep = field(default_factory=lambda: Keep(last_n=3))
+    stop_on_error: bool = True
+
+
+@dataclass
+class _Writing:
+    """One checkpoint on its way to the disk."""
+
+    step: int
+    blocked_s: float
+    started: float
+    thread: threading.Thread | None = None
+    committed: Committed | None = None
+    removed: list[str] = field(default_factory=list)
+    problem: str = ""
+    error: BaseException | None = None
+    seconds: float = 0.0
+
+
+class Checkpoints:
+    """The checkpoints of one run. Everything but the writing itself happens in the thread of the loop."""
+
+    def __init__(self, root: Path, *, policy: SavePolicy, fields: Fields, observer: Observer) -> None:
+        self.root, self.policy, self.fields, self.observer = root, policy, fields, observer
+        self.newest: Path | None = None
+        self.last_step = 0
+        self.longest_save_s = 0.0
+        self._last_time = time.monotonic()
+        self._writing: _Writing | None = None
+
+    def due(self, step: int) -> bool:
+        policy = self.policy
+        by_steps = policy.every_steps > 0 and step % policy.every_steps == 0
+        by_time = policy.every_s > 0 and time.monotonic() - self._last_time >= policy.every_s
+        return step > self.last_step and (by_steps or by_time)
+
+    def wanted_at_end(self, step: int) -> bool:
+        """A run that writes checkpoints ends with one, so that it can be made longer."""
+        return step > self.last_step and (self.policy.every_steps > 0 or self.newest is not None)
+
+    def save(
+        self, session: Session, step: int, *, evaluations: Mapping[int, float], wait: bool = False
+    ) -> None:
+        """Take the state of a session and have it written. Blocks for the copy, and for a write still in progress."""
+        started = time.perf_counter()
+        self.finish()
+        beside = not wait and _fits_in_memory(session.num_parameters()[0])
+        state = session.export_state(copy=beside)
+        fields = dict(self.fields(step)) | {"trainable": _trainable(state), "facts": dict(state.facts)}
+        self.last_step, self._last_time = step, time.monotonic()
+        writing = _Writing(step=step, blocked_s=0.0, started=started)
+        self._writing = writing
+        judged = dict(evaluations)
+        if beside:
+            writing.thread = threading.Thread(
+                target=self._write, args=(writing, state, fields, judged), daemon=True
+            )
+            writing.thread.start()
+        else:
+            self._write(writing, state, fields, judged)
+        writing.blocked_s = time.perf_counter() - started
+        if not beside:
+            self.finish()
+
+    def poll(self) -> None:
+        """Report a write that has ended meanwhile; raises what stopped it, if the run is to stop for that."""
+        if self._writing is not None and (
+            self._writing.thread is None or not self._writing.thread.is_alive()
+        ):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the write in progress and report it."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        if writing.thread is not None:
+            writing.thread.join()
+        self.longest_save_s = max(self.longest_save_s, writing.seconds)
+        if writing.error is not None:
+            self._report_failure(writing.step, writing.error)
+            return
+        assert writing.committed is not None
+        self.newest = writing.committed.folder
+        self.observer.on_event(
+            "checkpoint",
+            {
+                "step": writing.step,
+                "path": str(writing.committed.folder),
+                "bytes": writing.committed.num_bytes,
+                "blocked_s": writing.blocked_s,
+                "seconds": writing.seconds,
+                "removed": writing.removed,
+            },
+        )
+        for message in (writing.committed.latest_error, writing.problem):
+            if message:
+                self.observer.on_event("warning", {"message": message, "step": writing.step})
+
+    def _write(
+        self,
+        writing: _Writing,
+        state: SessionState,
+        fields: Mapping[str, Any],
+        evaluations: Mapping[int, float],
+    ) -> None:
+        try:
+            writing.committed = write_checkpoint(self.root, state, fields)
+            writing.removed, writing.problem = self._rotate(evaluations)
+        except BaseException as error:  # noqa: BLE001  (it is raised again in the thread of the loop)
+            writing.error = error
+        writing.seconds = time.perf_counter() - writing.started
+
+    def _rotate(self, evaluations: Mapping[int, float]) -> tuple[list[str], str]:
+        try:
+            return [path.name for path in rotate(self.root, self.policy.keep, evaluations)], ""
+        except (UserError, OSError) as error:
+            return [], f"old checkpoints could not be removed: {error}"
+
+    def _report_failure(self, step: int, error: BaseException) -> None:
+        if not isinstance(error, SaveFailed):
+            raise error
+        self.observer.on_event("checkpoint_failed", {"step": step, "error": str(error)})
+        if self.policy.stop_on_error:
+            raise error
+
+
+def _trainable(state: SessionState) -> dict[str, Any]:
+    return {
+        name: {"dtype": word_of(array), "shape": list(array.shape)} for name, array in state.weights.items()
+    }
+
+
+def _fits_in_memory(num_trained: int) -> bool:
+    """Weights and two moments in fp32, as a copy."""
+    return 12 * num_trained <= SNAPSHOT_SHARE * psutil.virtual_memory().available

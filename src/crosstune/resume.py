@@ -1,0 +1,248 @@
+"""Continue a run: which checkpoint, and whether what is asked now is the same training."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crosstune.checkpoint.folders import FOLDER, checkpoint_folders, set_aside
+from crosstune.checkpoint.manifest import DamagedCheckpoint
+from crosstune.checkpoint.read import Checkpoint, find_run, newest_valid, open_checkpoint
+from crosstune.config.load import make_config
+from crosstune.config.plan import Plan
+from crosstune.config.schema import Config, mismatches
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import Observer, SessionState
+
+# Optimizers that keep the same moments.
+_FAMILIES = {"fused_adamw": "adamw", "fused_adam": "adam", "paged_adamw_8bit": "adamw_8bit"}
+_ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "use_rslora", "lora_target_modules")
+# Options that speak of one start of a run, not of the run.
+_FOR_ONE_START = frozenset({"resume", "overwrite", "allow_mismatch", "time_limit"})
+# Options whose change leaves the training what it is: where it runs, what it prints, what it keeps.
+_HARMLESS = frozenset(
+    {
+        "resume",
+        "name",
+        "output_dir",
+        "overwrite",
+        "save_steps",
+        "save_minutes",
+        "save_model",
+        "keep_last_n",
+        "keep_best",
+        "keep_every",
+        "on_save_error",
+        "allow_mismatch",
+        "time_limit",
+        "log_to",
+        "log_every_n_steps",
+        "verbose",
+        "project_name",
+        "group",
+        "entity",
+        "eval_steps",
+        "skip_eval",
+        "num_samples",
+        "max_new_tokens",
+        "strict",
+        "low_memory",
+        "loading_workers",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    kind: str
+    what: str
+    was: Any
+    now: Any
+
+    def sentence(self) -> str:
+        return f"{self.what}: {_short(self.was)} in the checkpoint, {_short(self.now)} now"
+
+
+def wants_checkpoint(config: Config) -> bool:
+    return config.resume != "none"
+
+
+def names_path(config: Config) -> bool:
+    return config.resume not in ("none", "auto")
+
+
+def complete_config(config: Config) -> Config:
+    """With --resume PATH: the options of that run, with those that are asked now on top of them."""
+    if not names_path(config):
+        return config
+    path = Path(config.resume).expanduser()
+    checkpoint = _checkpoint_at(path)
+    run = path if (path / FOLDER).is_dir() else find_run(path)
+    asked = checkpoint.manifest.get("asked") or {}
+    known = set(config.options()) - _FOR_ONE_START
+    values = {name: value for name, value in asked.items() if name in known} | config.options_asked()
+    if "name" not in config.asked and "output_dir" not in config.asked:
+        values |= {"name": run.name, "output_dir": str(run.parent)}
+    stored = make_config(**values)
+    sources = {name: config.asked.get(name, f"the run {run.name}") for name in stored.asked}
+    return dataclasses.replace(stored, asked=sources)
+
+
+def find_checkpoint(config: Config, folder: Path, observer: Observer) -> Checkpoint | None:
+    """The checkpoint to continue from; None when `auto` finds a fresh place. Damaged ones are passed over, loudly."""
+    if config.resume == "none":
+        return None
+    if config.resume == "auto":
+        if config.name is None:
+            raise UserError(
+                "--resume auto needs --name.",
+                why="without it every run gets a new folder, and there is nothing to continue in.",
+                do="name the run, or give --resume the path of one",
+            )
+        root = folder / FOLDER
+    else:
+        path = Path(config.resume).expanduser()
+        if not (path / FOLDER).is_dir():
+            return _checkpoint_at(path)
+        root = path / FOLDER
+    return _newest(root, observer)
+
+
+def settle_folder(folder: Path, checkpoint: Checkpoint) -> list[Path]:
+    """In the run that is continued: put later checkpoints aside, as their steps are done again another time."""
+    later = [path for step, path in checkpoint_folders(folder / FOLDER) if step > checkpoint.step]
+    return [set_aside(path) for path in later]
+
+
+def continues_in_place(folder: Path, checkpoint: Checkpoint) -> bool:
+    return find_run(checkpoint.folder) == folder.resolve()
+
+
+def identity_of(
+    plan: Plan, *, model: Mapping[str, Any], data: str, order: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What makes a training this training: compared, part by part, when a run continues."""
+    config = plan.config
+    settings: dict[str, Any] = {"method": plan.method}
+    if plan.method in ("lora", "dora"):
+        settings |= {name: getattr(config, name) for name in _ADAPTER_SETTINGS}
+    if plan.method == "llama_pro":
+        settings["num_new_blocks"] = config.num_new_blocks
+    return {
+        "model": dict(model),
+        "data": data,
+        "order": dict(order),
+        "quantization": quantization_of(plan),
+        "trainable": settings,
+        "optimizer": config.optimizer,
+    }
+
+
+def quantization_of(plan: Plan) -> dict[str, Any] | None:
+    if plan.quantizer == "none":
+        return None
+    config = plan.config
+    return {
+        "backend": plan.quantizer,
+        "bits": plan.n_bits,
+        "group_size": config.group_size,
+        "type": config.quant_type,
+        "double": config.double_quant,
+    }
+
+
+def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+    """Where two identities differ, in words."""
+    found: list[Difference] = []
+    if was["model"]["identity"] != now["model"]["identity"]:
+        found.append(_difference("model", "model", was["model"], now["model"]))
+    if was["data"] != now["data"]:
+        found.append(_difference("data", "training data", was["data"], now["data"]))
+    for kind in ("order", "trainable"):
+        keys = sorted({*was[kind], *now[kind]})
+        found += [
+            _difference(kind, key, was[kind].get(key), now[kind].get(key))
+            for key in keys
+            if was[kind].get(key) != now[kind].get(key)
+        ]
+    if was["quantization"] != now["quantization"]:
+        found.append(_difference("quantization", "quantization", was["quantization"], now["quantization"]))
+    families = [_FAMILIES.get(side["optimizer"], side["optimizer"]) for side in (was, now)]
+    if families[0] != families[1]:
+        found.append(_difference("optimizer", "optimizer", was["optimizer"], now["optimizer"]))
+    return found
+
+
+def check_same(differences: Sequence[Difference], config: Config) -> None:
+    """Raise unless every difference was allowed."""
+    allowed = set(mismatches(config.allow_mismatch))
+    refused = [difference for difference in differences if difference.kind not in allowed]
+    if refused:
+        kinds = ",".join(sorted({difference.kind for difference in refused} | allowed))
+        raise UserError(
+            "The checkpoint is from another training.",
+            why="; ".join(difference.sentence() for difference in refused),
+            do=f"continue with the options it was made with, or add --allow_mismatch {kinds} to go on all the same",
+        )
+
+
+def changed_options(manifest: Mapping[str, Any], config: Config) -> list[Difference]:
+    """Options that differ from the earlier part of the run and shape what is learned or how fast."""
+    was, now = manifest.get("options") or {}, config.options()
+    return [
+        Difference(kind="option", what=name, was=was[name], now=now[name])
+        for name in now
+        if name in was and name not in _HARMLESS and was[name] != now[name]
+    ]
+
+
+def fitting_state(state: SessionState, own: SessionState, *, partial: bool, moments: bool) -> SessionState:
+    """What of a stored state a session takes: all of it, or (`partial`) the weights that it has in the same shape."""
+    if not partial:
+        return state if moments else dataclasses.replace(state, moments={})
+    fits = {n for n, a in state.weights.items() if n in own.weights and own.weights[n].shape == a.shape}
+    weights = {name: state.weights[name] if name in fits else array for name, array in own.weights.items()}
+    kept = {slot: {n: a for n, a in arrays.items() if n in fits} for slot, arrays in state.moments.items()}
+    return dataclasses.replace(state, weights=weights, moments=kept if moments else {})
+
+
+def _newest(root: Path, observer: Observer) -> Checkpoint | None:
+    damaged: list[DamagedCheckpoint] = []
+    found = newest_valid(root, on_damaged=damaged.append)
+    for error in damaged:
+        observer.on_event("warning", {"message": f"passed over: {error.asked} {error.why}"})
+    if found is None and damaged:
+        raise UserError(
+            f"None of the {len(damaged)} checkpoints in {root} is whole.",
+            why=damaged[0].why,
+            do="restore one from a copy, or start anew with --resume none --overwrite",
+        )
+    return found
+
+
+def _checkpoint_at(path: Path) -> Checkpoint:
+    if not (path / FOLDER).is_dir():
+        return open_checkpoint(path.resolve())
+    found = newest_valid(path / FOLDER)
+    if found is None:
+        raise UserError(
+            f"{path} has no checkpoint to continue from.",
+            do="start a new run, or name a checkpoint; `crosstune checkpoint list RUN` says what is there",
+        )
+    return found
+
+
+def _difference(kind: str, what: str, was: Any, now: Any) -> Difference:
+    return Difference(kind=kind, what=what, was=was, now=now)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Mapping) and "name" in value and "identity" in value:
+        return f"{value['name']} ({str(value['identity'])[:12]})"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {item}" for key, item in value.items())
+    text = str(value)
+    return text[:12] if len(text) == 64 else text
