@@ -10,6 +10,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from crosstune import resume
 from crosstune.checkpoint.folders import FOLDER as CHECKPOINTS
 from crosstune.checkpoint.folders import clear_leftovers
@@ -85,7 +87,7 @@ class Execution:
                     extra["error"] = str(self.failure)
                     observer.on_event("failed", {"error": str(self.failure), "step": self.progress.steps})
                 extra["checkpoint"] = self._newest()
-                if plan.config.save_model and self.progress.steps:
+                if plan.config.save_model and self.progress.steps and self._is_good(session):
                     extra["result"] = str(self._save_result(session))
                     observer.on_event("saved", {"path": extra["result"], "step": self.progress.steps})
         except StopRequested:
@@ -170,7 +172,6 @@ class Execution:
     def _fields(self, step: int) -> dict[str, Any]:
         """The manifest of a checkpoint, but for what is in its files."""
         plan, config = self.plan, self.plan.config
-        quantized = plan.quantizer != "none"
         left = step < self.recipe.num_steps()
         return {
             "step": step,
@@ -178,7 +179,7 @@ class Execution:
             "engine": plan.engine,
             "backend": plan.backend.name,
             "precision": plan.precision,
-            "quantization": f"{plan.quantizer}-{plan.n_bits}bit" if quantized else None,
+            "quantization": resume.quantization_name(plan),
             "method": plan.method,
             "recipe": config.recipe,
             "identity": self.described["identity"],
@@ -195,6 +196,17 @@ class Execution:
             "versions": self.described["machine"].get("versions", {}),
             "resumed_from": self.described["resumed_from"],
         }
+
+    def _is_good(self, session: Session) -> bool:
+        """Weights that are not finite are no result; only a run that failed can have them."""
+        if self.failure is None:
+            return True
+        weights = session.export_state(copy=False).weights
+        bad = next((name for name, array in weights.items() if not np.isfinite(array).all()), None)
+        if bad is not None:
+            message = f"no result is written: {bad} holds numbers that are not finite"
+            self.observer.on_event("warning", {"message": message, "step": self.progress.steps})
+        return bad is None
 
     def _save_result(self, session: Session) -> Path:
         """Write the result beside its place and rename it there, so that an older one is replaced in one step."""

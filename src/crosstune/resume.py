@@ -13,13 +13,15 @@ from crosstune.checkpoint.manifest import DamagedCheckpoint
 from crosstune.checkpoint.read import Checkpoint, find_run, newest_valid, open_checkpoint
 from crosstune.config.load import make_config
 from crosstune.config.plan import Plan
-from crosstune.config.schema import Config, mismatches
+from crosstune.config.schema import MISMATCHES, Config, mismatches
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Observer, SessionState
 
 # Optimizers that keep the same moments.
 _FAMILIES = {"fused_adamw": "adamw", "fused_adam": "adam", "paged_adamw_8bit": "adamw_8bit"}
 _ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "use_rslora", "lora_target_modules")
+_SETTINGS = {"lora": _ADAPTER_SETTINGS, "dora": _ADAPTER_SETTINGS, "llama_pro": ("num_new_blocks",)}
+_TITLES = {"data": "training data"}
 # Options that speak of one start of a run, not of the run.
 _FOR_ONE_START = frozenset({"resume", "overwrite", "allow_mismatch", "time_limit"})
 # Options whose change leaves the training what it is: where it runs, what it prints, what it keeps.
@@ -125,20 +127,20 @@ def identity_of(
     plan: Plan, *, model: Mapping[str, Any], data: str, order: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What makes a training this training: compared, part by part, when a run continues."""
-    config = plan.config
-    settings: dict[str, Any] = {"method": plan.method}
-    if plan.method in ("lora", "dora"):
-        settings |= {name: getattr(config, name) for name in _ADAPTER_SETTINGS}
-    if plan.method == "llama_pro":
-        settings["num_new_blocks"] = config.num_new_blocks
     return {
         "model": dict(model),
         "data": data,
         "order": dict(order),
         "quantization": quantization_of(plan),
-        "trainable": settings,
-        "optimizer": config.optimizer,
+        "trainable": settings_of(plan),
+        "optimizer": plan.config.optimizer,
     }
+
+
+def settings_of(plan: Plan) -> dict[str, Any]:
+    """The options that decide what the trained weights mean."""
+    names = _SETTINGS.get(plan.method, ())
+    return {"method": plan.method, **{name: getattr(plan.config, name) for name in names}}
 
 
 def quantization_of(plan: Plan) -> dict[str, Any] | None:
@@ -154,26 +156,31 @@ def quantization_of(plan: Plan) -> dict[str, Any] | None:
     }
 
 
+def quantization_name(plan: Plan) -> str | None:
+    return f"{plan.quantizer}-{plan.n_bits}bit" if plan.quantizer != "none" else None
+
+
 def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Where two identities differ, in words."""
+    """Where two identities differ, in words. What the older one does not know is not held against the newer."""
     found: list[Difference] = []
-    if was["model"]["identity"] != now["model"]["identity"]:
-        found.append(_difference("model", "model", was["model"], now["model"]))
-    if was["data"] != now["data"]:
-        found.append(_difference("data", "training data", was["data"], now["data"]))
-    for kind in ("order", "trainable"):
-        keys = sorted({*was[kind], *now[kind]})
-        found += [
-            _difference(kind, key, was[kind].get(key), now[kind].get(key))
-            for key in keys
-            if was[kind].get(key) != now[kind].get(key)
-        ]
-    if was["quantization"] != now["quantization"]:
-        found.append(_difference("quantization", "quantization", was["quantization"], now["quantization"]))
-    families = [_FAMILIES.get(side["optimizer"], side["optimizer"]) for side in (was, now)]
-    if families[0] != families[1]:
-        found.append(_difference("optimizer", "optimizer", was["optimizer"], now["optimizer"]))
-    return found
+    for kind in was.keys() & now.keys():
+        before, after = was[kind], now[kind]
+        if kind in ("order", "trainable"):
+            found += [
+                _difference(kind, key, before.get(key), after.get(key))
+                for key in sorted({*before, *after})
+                if before.get(key) != after.get(key)
+            ]
+        elif _essence(kind, before) != _essence(kind, after):
+            found.append(_difference(kind, _TITLES.get(kind, kind), before, after))
+    return sorted(found, key=lambda difference: MISMATCHES.index(difference.kind))
+
+
+def _essence(kind: str, value: Any) -> Any:
+    """What of a part counts: a model's weights and not its name, an optimizer's kind and not its speed."""
+    if kind == "model":
+        return value["identity"]
+    return _FAMILIES.get(value, value) if kind == "optimizer" else value
 
 
 def check_same(differences: Sequence[Difference], config: Config) -> None:

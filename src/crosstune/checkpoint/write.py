@@ -35,12 +35,25 @@ class Committed:
 
 
 def write_checkpoint(root: Path, state: SessionState, fields: Mapping[str, Any]) -> Committed:
-    """Write and commit `root/step-NNNNNNNN`. `fields` is the manifest without what is said of the files here."""
+    """Write and commit `root/step-NNNNNNNN`, and point `latest` at it."""
+    target = root / name_of(fields["step"])
+    num_bytes = write_folder(target, state, fields)
+    try:
+        point_latest(root, target)
+    except OSError as error:
+        return Committed(folder=target, num_bytes=num_bytes, latest_error=str(error))
+    return Committed(folder=target, num_bytes=num_bytes)
+
+
+def write_folder(target: Path, state: SessionState, fields: Mapping[str, Any]) -> int:
+    """Write and commit one checkpoint, which is not there yet, under any name. Returns its size in bytes.
+
+    `fields` is the manifest without what is said of the files here.
+    """
     _check_finite(state)
     parts = state_files(state)
     need = sum(file_bytes(arrays) for arrays in parts.values())
-    target = root / name_of(fields["step"])
-    staged = staging_path(root, target.name)
+    root, staged = target.parent, staging_path(target.parent, name_of(fields["step"]))
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_room(root, need)
@@ -54,11 +67,7 @@ def write_checkpoint(root: Path, state: SessionState, fields: Mapping[str, Any])
         sync_folder(root)
     except OSError as error:
         raise _failed(target, need, error) from error
-    try:
-        point_latest(root, target)
-    except OSError as error:
-        return Committed(folder=target, num_bytes=need, latest_error=str(error))
-    return Committed(folder=target, num_bytes=need)
+    return need
 
 
 def state_files(state: SessionState) -> dict[str, dict[str, Array]]:

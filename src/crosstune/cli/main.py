@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_MUST_ACT, UserError
+from crosstune.core.errors import EXIT_AT_ONCE, EXIT_DONE, EXIT_USER_MUST_ACT, UserError
 from crosstune.core.names import unknown_name
 
 # Subcommand -> what it is for. Its code is crosstune.cli.<name>, imported when it is asked for.
@@ -20,6 +20,7 @@ COMMANDS = {
     "merge": "fold a trained adapter into the weights of its base",
     "export": "write a trained run or a model for other tools: Hugging Face, MLX, GGUF",
     "convert": "change how the weights of a model folder are quantized",
+    "checkpoint": "list, check, thin out and export the checkpoints of a run",
     "report": "write the HTML report of a run",
     "models": "list, fetch and remove models in the cache",
     "options": "list every option of train",
@@ -38,7 +39,7 @@ examples:
   crosstune generate runs/NAME --prompt "Turn off the attic fan in 20 minutes."
 
 `crosstune COMMAND --help` says more. Exit codes: 0 done, 1 a fault of crosstune, 2 something to change in the
-request, 3 stopped by a signal."""
+request, 3 stopped by a signal or a time limit with a checkpoint kept, 130 stopped at once."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,8 +65,8 @@ def _run(command: str, words: list[str]) -> int:
             print(line if line.startswith("  ") else f"crosstune: {line}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("\ncrosstune: stopped.", file=sys.stderr)
-        return EXIT_STOPPED
+        print("\ncrosstune: stopped at once.", file=sys.stderr)
+        return EXIT_AT_ONCE
     except BrokenPipeError:
         # The reader of our output went away (`crosstune ... | head`); nothing is left to tell it.
         sys.stderr.close()

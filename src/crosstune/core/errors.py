@@ -8,6 +8,7 @@ EXIT_DONE = 0
 EXIT_OUR_FAULT = 1
 EXIT_USER_MUST_ACT = 2
 EXIT_STOPPED = 3
+EXIT_AT_ONCE = 130
 
 
 class UserError(Exception):

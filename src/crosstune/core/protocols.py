@@ -132,6 +132,10 @@ class Session(Protocol):
         """Continue from there: the next step equals the one that would have followed in the session it is from."""
         ...
 
+    def import_weights(self, weights: Mapping[str, Array]) -> None:
+        """Take what was trained alone, as `SessionState.weights` has it."""
+        ...
+
     def blame(self, window: Sequence[Batch]) -> str:
         """Where the numbers of a window first stop being finite: the layer, or the weight whose gradient does."""
         ...

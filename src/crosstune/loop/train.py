@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from crosstune.checkpoint.write import SaveFailed
 from crosstune.config.schema import Config
 from crosstune.core.errors import NonFiniteError
 from crosstune.core.protocols import Batch, Observer, Recipe, Session, StepResult
@@ -60,8 +61,11 @@ class Training:
             self.observer.on_event(
                 "stopped", {"reason": self.stop.reason, "step": progress.steps, "num_steps": num_steps}
             )
-        except NonFiniteError:
-            self._save(wait=True)  # the weights are those of the last good step
+        except NonFiniteError as error:
+            try:
+                self._save(wait=True)  # the weights are those of the last good step
+            except SaveFailed:  # reported as an event; what stopped the run comes first
+                raise error from None
             raise
         self.checkpoints.finish()
 

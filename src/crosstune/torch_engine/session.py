@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,13 +142,16 @@ class TorchSession:
 
     def import_state(self, state: SessionState) -> None:
         assert self.optimizer is not None, "this session was opened without training"
-        states.import_weights(self.masters.masters, state.weights)
-        self.masters.publish()
+        self.import_weights(state.weights)
         states.import_moments(self.optimizer, self.masters.masters, state.moments)
         states.import_random(self.device, state.random)
         scale = state.facts.get("loss_scale")
         if scale is not None and self.scale.enabled:
             self.scale.factor, self.scale.good_steps = float(scale["factor"]), int(scale["good_steps"])
+
+    def import_weights(self, weights: Mapping[str, Array]) -> None:
+        states.import_weights(self.masters.masters, weights)
+        self.masters.publish()
 
     def blame(self, window: Sequence[Batch]) -> str:
         """Run a window again, with the random numbers that its step would have, and watch."""

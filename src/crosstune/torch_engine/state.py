@@ -19,7 +19,12 @@ Moments = Mapping[str, Mapping[str, Array]]
 
 
 def to_host(tensor: torch.Tensor, *, copy: bool = True) -> Array:
-    """Without `copy`, a tensor that is on the host already stays shared with the session."""
+    """Without `copy`, a tensor that is on the host already stays shared with the session.
+
+    bfloat16 has no numpy type; in fp32 each of its values is the same.
+    """
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()
     array: Array = tensor.detach().to("cpu", copy=copy).contiguous().numpy()
     return array
 

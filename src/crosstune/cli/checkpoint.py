@@ -1,0 +1,236 @@
+"""`crosstune checkpoint`: look at the checkpoints of a run, check them, thin them out, take models out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from crosstune.cli.words import Parser, at_least, print_json, size
+from crosstune.core.errors import EXIT_DONE, EXIT_USER_MUST_ACT, UserError
+
+EXAMPLES = """examples:
+  crosstune checkpoint list runs/demo
+  crosstune checkpoint verify runs/demo                    every byte of every checkpoint
+  crosstune checkpoint show runs/demo/checkpoints/latest
+  crosstune checkpoint prune runs/demo --keep_last_n 1 --keep_every 500
+  crosstune checkpoint export runs/demo/checkpoints/step-00000100 --out adapter-100
+  crosstune checkpoint import old.pt --out runs/old --model_name ORG/MODEL --train_type full
+
+`import` reads a file that torch.save wrote, tensors and plain values only; it takes every option of train that says
+which model and method the file is of. `crosstune train --resume RUN` then continues from it."""
+
+_HELP = {
+    "list": "the checkpoints of a run",
+    "verify": "read every byte and compare it with what was written",
+    "show": "what a checkpoint says about itself",
+    "prune": "remove checkpoints that are not worth keeping",
+    "export": "write the adapter or model of a checkpoint for other tools",
+    "import": "make a checkpoint of a file that torch.save wrote",
+}
+
+
+def run(words: Sequence[str]) -> int:
+    summary = "\n".join(f"  {name:<8} {text}" for name, text in _HELP.items())
+    parser = Parser("checkpoint", description=f"Checkpoints of a run:\n\n{summary}", epilog=EXAMPLES)
+    parser.add_argument("action", choices=tuple(_HELP))
+    parser.add_argument("target", type=Path, metavar="RUN|CHECKPOINT|FILE")
+    parser.add_argument("--out", type=Path, help="folder for the result of export and import")
+    parser.add_argument(
+        "--keep_last_n", type=at_least(1), default=3, help="for prune: newest ones to keep (3)"
+    )
+    parser.add_argument("--keep_every", type=at_least(0), default=0, help="for prune: keep multiples of this")
+    parser.add_argument("--drop_best", action="store_true", help="for prune: do not keep the best one")
+    parser.add_argument("--dry_run", action="store_true", help="for prune: only say what would go")
+    parser.add_argument("--step", type=at_least(0), help="for import: steps done, if the file does not say")
+    parser.add_argument("--without_optimizer", action="store_true", help="for import: take the weights alone")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    own, flags = parser.parse_known_args(list(words))
+    if flags and own.action not in ("import", "export"):
+        parser.error(f"unknown word {flags[0]}")
+    if own.action in ("import", "export") and own.out is None:
+        parser.error(f"{own.action} needs --out")
+    own.target = own.target.expanduser()
+    actions = {"list": _list, "verify": _verify, "show": _show, "prune": _prune}
+    if own.action in actions:
+        return actions[own.action](own)
+    return _export(own, flags) if own.action == "export" else _import(own, flags)
+
+
+def _folders(target: Path) -> list[tuple[int, Path]]:
+    from crosstune.checkpoint.folders import FOLDER, checkpoint_folders, step_of
+
+    if (target / FOLDER).is_dir():
+        return checkpoint_folders(target / FOLDER)
+    if checkpoint_folders(target):
+        return checkpoint_folders(target)
+    folder = target.resolve()
+    step = step_of(folder)
+    if step is not None and folder.is_dir():
+        return [(step, folder)]
+    raise UserError(
+        f"{target} has no checkpoints.",
+        do="name a run folder, or a folder such as RUN/checkpoints/step-00000100",
+    )
+
+
+def _rows(target: Path, *, hashes: bool) -> list[dict[str, Any]]:
+    from crosstune.checkpoint.manifest import DamagedCheckpoint, UnknownVersion
+    from crosstune.checkpoint.read import open_checkpoint
+
+    rows: list[dict[str, Any]] = []
+    for step, folder in _folders(target):
+        row: dict[str, Any] = {"step": step, "path": str(folder), "problem": ""}
+        try:
+            found = open_checkpoint(folder, hashes=hashes)
+        except (DamagedCheckpoint, UnknownVersion) as error:
+            row["problem"] = error.why
+        else:
+            progress = found.manifest["progress"]
+            row |= {
+                "bytes": found.num_bytes(),
+                "created": found.manifest.get("created"),
+                "backend": found.manifest["backend"],
+                "loss": progress.get("final_loss"),
+                "eval_loss": (progress.get("evaluations") or {}).get(str(step)),
+            }
+        rows.append(row)
+    later = _evaluations(rows, target)
+    for row in rows:
+        row["eval_loss"] = row.get("eval_loss") or later.get(row["step"])
+    return rows
+
+
+def _evaluations(rows: Sequence[dict[str, Any]], target: Path) -> dict[int, float]:
+    """Losses on held-out data, which come after the checkpoint of their step: the newest manifest has them."""
+    from crosstune.checkpoint.read import open_checkpoint
+
+    newest = next((row for row in rows if not row["problem"]), None)
+    if newest is None:
+        return {}
+    progress = open_checkpoint(Path(newest["path"]), hashes=False).manifest["progress"]
+    return {int(step): loss for step, loss in (progress.get("evaluations") or {}).items()}
+
+
+def _list(own: Any) -> int:
+    rows = _rows(own.target, hashes=False)
+    if own.json:
+        print_json({"checkpoints": rows})
+        return EXIT_DONE
+    for row in rows:
+        if row["problem"]:
+            print(f"{Path(row['path']).name}  damaged: {row['problem']}")
+            continue
+        parts = [f"{size(row['bytes']):>10}", str(row["created"]), row["backend"]]
+        parts += [f"loss {row['loss']:.4f}"] if row["loss"] is not None else []
+        parts += [f"eval {row['eval_loss']:.4f}"] if row["eval_loss"] is not None else []
+        print(f"{Path(row['path']).name}  {'  '.join(parts)}")
+    return EXIT_DONE
+
+
+def _verify(own: Any) -> int:
+    rows = _rows(own.target, hashes=True)
+    if own.json:
+        print_json({"checkpoints": rows})
+    else:
+        for row in rows:
+            words = f"damaged: {row['problem']}" if row["problem"] else f"whole, {size(row['bytes'])}"
+            print(f"{Path(row['path']).name}  {words}")
+    return EXIT_USER_MUST_ACT if any(row["problem"] for row in rows) else EXIT_DONE
+
+
+def _show(own: Any) -> int:
+    from crosstune.restore import pick_checkpoint
+
+    found = pick_checkpoint(own.target)
+    if own.json:
+        print_json(dict(found.manifest))
+        return EXIT_DONE
+    manifest = found.manifest
+    identity, progress = manifest["identity"], manifest["progress"]
+    trained = sum(_product(facts["shape"]) for facts in manifest["trainable"].values())
+    lines = {
+        "checkpoint": found.folder,
+        "step": f"{found.step} of {manifest['schedule'].get('num_steps', '?')}",
+        "written": f"{manifest.get('created')} on {manifest['backend']} ({manifest['engine']}), {manifest['precision']}",
+        "model": identity.get("model", {}).get("name"),
+        "method": f"{manifest.get('method')}, {trained:,} trained numbers in {len(manifest['trainable'])} arrays",
+        "base": manifest["quantization"] or "not quantized",
+        "data": f"epoch {manifest['data'].get('epoch')}, row {manifest['data'].get('row_in_epoch')}",
+        "tokens": progress.get("tokens"),
+        "loss": progress.get("final_loss"),
+        "size": size(found.num_bytes()),
+    }
+    for name, value in lines.items():
+        print(f"{name:<11} {value}")
+    return EXIT_DONE
+
+
+def _prune(own: Any) -> int:
+    from crosstune.checkpoint.rotate import Keep, rotate, superfluous
+
+    rows = _rows(own.target, hashes=False)
+    evaluations = {row["step"]: row["eval_loss"] for row in rows if row["eval_loss"] is not None}
+    keep = Keep(last_n=own.keep_last_n, best=not own.drop_best, every=own.keep_every)
+    root = Path(rows[0]["path"]).parent
+    if own.dry_run:
+        steps = superfluous([row["step"] for row in rows], keep, evaluations)
+        going = [row["path"] for row in rows if row["step"] in steps]
+    else:
+        going = [str(path) for path in rotate(root, keep, evaluations)]
+    if own.json:
+        print_json({"removed": going, "dry_run": own.dry_run})
+        return EXIT_DONE
+    for path in going:
+        print(f"{'would remove' if own.dry_run else 'removed'}  {path}")
+    if not going:
+        print("nothing to remove")
+    return EXIT_DONE
+
+
+def _export(own: Any, flags: Sequence[str]) -> int:
+    from crosstune.cli.screen import Screen
+    from crosstune.config.load import load_config
+    from crosstune.restore import export_checkpoint, pick_checkpoint
+
+    backend = load_config(flags).backend
+    out = own.out.expanduser().absolute()
+    screen = Screen(live=not own.json)
+    report = export_checkpoint(pick_checkpoint(own.target), out, observer=screen, backend=backend)
+    if own.json:
+        print_json(report)
+    else:
+        print(f"written  {report['path']} (step {report['step']})")
+    return EXIT_DONE
+
+
+def _import(own: Any, flags: Sequence[str]) -> int:
+    from crosstune.checkpoint.folders import FOLDER
+    from crosstune.cli.screen import Screen
+    from crosstune.config.load import load_config
+    from crosstune.foreign import import_checkpoint
+
+    root = own.out.expanduser().absolute() / FOLDER
+    report = import_checkpoint(
+        own.target,
+        load_config(flags),
+        root,
+        observer=Screen(live=not own.json),
+        step=own.step,
+        without_optimizer=own.without_optimizer,
+    )
+    if own.json:
+        print_json(report)
+        return EXIT_DONE
+    print(f"written  {report['path']} (step {report['step']}, {report['weights']} weights)")
+    moments = ", ".join(report["moments"]) or "none: the optimizer starts anew"
+    print(f"moments  {moments}")
+    print(f"go on    crosstune train --resume {own.out} --dataset ... ")
+    return EXIT_DONE
+
+
+def _product(shape: Sequence[int]) -> int:
+    product = 1
+    for length in shape:
+        product *= length
+    return product

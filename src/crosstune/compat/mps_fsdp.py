@@ -1,0 +1,33 @@
+"""The guides' MPSFSDPWrapper: so far its checkpoints, over the format of runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from crosstune.core.errors import UserError
+
+
+class MPSFSDPWrapper:
+    """Saves and loads a model with its optimizer; a checkpoint is a folder, hashed, and read without pickle."""
+
+    def save_checkpoint(
+        self, model: Any, checkpoint_path: str | Path, optimizer: Any = None, **metadata: Any
+    ) -> Path:
+        from crosstune.torch_engine.model_checkpoint import save_model_checkpoint
+
+        path = Path(checkpoint_path).expanduser()
+        return save_model_checkpoint(model, path, optimizer=optimizer, metadata=metadata)
+
+    def load_checkpoint(
+        self, model: Any, checkpoint_path: str | Path, optimizer: Any = None
+    ) -> dict[str, Any]:
+        from crosstune.torch_engine.model_checkpoint import load_model_checkpoint
+
+        return load_model_checkpoint(model, Path(checkpoint_path).expanduser(), optimizer=optimizer)
+
+    def wrap_model(self, model: Any, *options: Any, **named: Any) -> Any:
+        raise UserError(
+            "Not built yet: sharding a model with MPSFSDPWrapper.",
+            do="train on one device; save_checkpoint and load_checkpoint work on the plain model",
+        )

@@ -1,0 +1,103 @@
+"""Reading what `torch.save` wrote: the only place that opens such a file, and only tensors and plain values in it."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import Array
+
+_MODEL_KEYS = ("model_state_dict", "state_dict", "model")
+_OPTIMIZER_KEYS = ("optimizer_state_dict", "optimizer")
+_PREFIXES = ("module.", "_orig_mod.", "base_model.model.")
+_SLOTS = {"exp_avg": "first_moment", "exp_avg_sq": "second_moment", "step": "step"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreign:
+    """The parts of a foreign checkpoint, in names as transformers has them."""
+
+    weights: Mapping[str, Array]
+    """In the order of the file, which is that of the model's parameters."""
+    moments: Mapping[int, Mapping[str, Array]] = field(default_factory=dict)
+    """Number of a parameter, in the order of the optimizer -> slot -> array."""
+    order: tuple[int, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Everything beside: backend, precision, epoch and so on."""
+
+
+def read_foreign(path: Path) -> Foreign:
+    """Load with `weights_only=True`: whatever is more than tensors and plain values is refused, not run."""
+    if not path.is_file():
+        raise UserError(f"There is no file {path}.", do="name a file that torch.save wrote")
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (
+        pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+        zipfile.BadZipFile,
+        ValueError,
+        KeyError,
+    ) as error:
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        why = f"it names {named[1]}, which could run code" if named else "it is damaged or of another kind"
+        raise UserError(
+            f"{path} cannot be imported.",
+            why=f"{why}; only tensors and plain values are read.",
+            do="save it again as a dict of state dicts and plain values, with torch.save",
+        ) from error
+    if not isinstance(found, Mapping):
+        raise UserError(f"{path} holds a {type(found).__name__}, not a dict of state dicts.")
+    return _sort(path, found)
+
+
+def _sort(path: Path, found: Mapping[Any, Any]) -> Foreign:
+    model_key = next((key for key in _MODEL_KEYS if isinstance(found.get(key), Mapping)), None)
+    tensors = found[model_key] if model_key is not None else found
+    weights = {
+        _plain_name(str(name)): _array(value)
+        for name, value in tensors.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    }
+    if not weights:
+        raise UserError(
+            f"{path} holds no weights.", why=f"none of {', '.join(_MODEL_KEYS)} is in it, nor tensors beside."
+        )
+    optimizer_key = next((key for key in _OPTIMIZER_KEYS if isinstance(found.get(key), Mapping)), None)
+    optimizer = found[optimizer_key] if optimizer_key is not None else {}
+    facts = {
+        str(key): value
+        for key, value in found.items()
+        if key not in (model_key, optimizer_key) and isinstance(value, (str, int, float, bool))
+    }
+    order = tuple(int(n) for group in optimizer.get("param_groups", ()) for n in group.get("params", ()))
+    moments = {int(number): _slots(state) for number, state in optimizer.get("state", {}).items()}
+    return Foreign(weights=weights, moments=moments, order=order, facts=facts)
+
+
+def _plain_name(name: str) -> str:
+    shortened = True
+    while shortened:
+        shortened = False
+        for prefix in _PREFIXES:
+            if name.startswith(prefix):
+                name, shortened = name[len(prefix) :], True
+    return name.replace(".default.weight", ".weight").replace("magnitude_vector.default", "magnitude_vector")
+
+
+def _slots(state: Mapping[str, Any]) -> dict[str, Array]:
+    return {_SLOTS[own]: _array(torch.as_tensor(value)) for own, value in state.items() if own in _SLOTS}
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    return np.array(tensor.detach().to(torch.float32).numpy())

@@ -1,0 +1,104 @@
+"""A checkpoint of any torch model and optimizer, in the format of runs, for training loops of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from crosstune.checkpoint.folders import remove, staging_path
+from crosstune.checkpoint.read import open_checkpoint
+from crosstune.checkpoint.tensors import word_of
+from crosstune.checkpoint.write import write_folder
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import SessionState
+from crosstune.torch_engine import state as states
+
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+
+
+def save_model_checkpoint(
+    model: nn.Module,
+    path: Path,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    quantization: str | None = None,
+) -> Path:
+    """Write a folder at `path`, whole or not at all. One that is there already is replaced when the new one is done."""
+    facts = dict(metadata or {})
+    _check_plain(facts)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    dtypes = [_NAMES.get(p.dtype, str(p.dtype)) for p in model.parameters()]
+    weights = {name: states.to_host(tensor) for name, tensor in model.state_dict().items()}
+    moments = states.export_moments(optimizer, dict(model.named_parameters())) if optimizer else {}
+    state = SessionState(weights=weights, moments=moments, random=states.export_random(device))
+    fields = {
+        "step": int(facts.get("global_step", facts.get("step", 0))),
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "engine": "torch",
+        "backend": device.type,
+        "precision": max(set(dtypes), key=dtypes.count) if dtypes else "fp32",
+        "quantization": quantization,
+        "identity": {},
+        "trainable": {n: {"dtype": word_of(a), "shape": list(a.shape)} for n, a in weights.items()},
+        "schedule": {},
+        "data": {},
+        "facts": {},
+        "progress": {},
+        "metadata": facts,
+    }
+    return _replace(path, state, fields)
+
+
+def load_model_checkpoint(
+    model: nn.Module, path: Path, *, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Any]:
+    """Give a model, and an optimizer, the state of a checkpoint back. Returns its metadata, with how it was trained."""
+    found = open_checkpoint(path)
+    state, own = found.load(), model.state_dict()
+    differing = [n for n in own if n not in state.weights or state.weights[n].shape != tuple(own[n].shape)]
+    differing += [name for name in state.weights if name not in own]
+    if differing:
+        raise UserError(
+            f"{path} is not a checkpoint of this model.",
+            why=f"{differing[0]} is missing or of another shape.",
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(torch.from_numpy(np.array(state.weights[name])))
+    if optimizer is not None:
+        states.import_moments(optimizer, dict(model.named_parameters()), state.moments)
+    states.import_random(next((p.device for p in model.parameters()), torch.device("cpu")), state.random)
+    manifest = found.manifest
+    described = {name: manifest[name] for name in ("step", "backend", "precision", "quantization")}
+    return described | dict(manifest.get("metadata") or {})
+
+
+def _replace(path: Path, state: SessionState, fields: Mapping[str, Any]) -> Path:
+    if not path.exists():
+        write_folder(path, state, fields)
+        return path
+    open_checkpoint(path, hashes=False)  # what is not a checkpoint is not replaced
+    fresh = staging_path(path.parent, f"step-{fields['step']:08d}")
+    write_folder(fresh, state, fields)
+    old = staging_path(path.parent, "trash")
+    path.rename(old)
+    fresh.rename(path)
+    remove(old)
+    return path
+
+
+def _check_plain(facts: Mapping[str, Any]) -> None:
+    for name, value in facts.items():
+        if not isinstance(value, (str, int, float, bool, list, dict, type(None))):
+            raise UserError(
+                f"'{name}' cannot go into a checkpoint.",
+                why=f"a {type(value).__name__} has no place in JSON.",
+                do="pass a number, a word, a list or a dict",
+            )

@@ -1,0 +1,160 @@
+"""`wrapper.save_checkpoint` and `load_checkpoint` as the guides call them, and the one door for foreign files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from crosstune.checkpoint.manifest import DamagedCheckpoint
+from crosstune.checkpoint.read import open_checkpoint
+from crosstune.cli.main import main
+from crosstune.core.errors import UserError
+from mps_fsdp_wrapper import MPSFSDPWrapper
+
+
+def make(seed: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 4)).to(dtype)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        x = torch.linspace(-1, 1, 64, dtype=next(model.parameters()).dtype).reshape(8, 8) * (step + 1)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_and_its_optimizer_come_back(tmp_path: Path, dtype: torch.dtype) -> None:
+    wrapper, path = MPSFSDPWrapper(), tmp_path / "checkpoint_epoch_10.pt"
+    model, optimizer = make(0, dtype)
+    train(model, optimizer, 3)
+    wrapper.save_checkpoint(
+        model, checkpoint_path=path, optimizer=optimizer, epoch=10, global_step=10000, best_loss=0.123
+    )
+    expected = train(model, optimizer, 3)
+    other, other_optimizer = make(1, dtype)
+    found = wrapper.load_checkpoint(other, checkpoint_path=str(path), optimizer=other_optimizer)
+    assert (found["epoch"], found["global_step"], found["best_loss"]) == (10, 10000, 0.123)
+    assert found["backend"] == "cpu"
+    assert found["precision"] == {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    assert train(other, other_optimizer, 3) == expected
+
+
+def test_a_second_save_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    wrapper, path = MPSFSDPWrapper(), tmp_path / "last"
+    model, optimizer = make(0)
+    wrapper.save_checkpoint(model, path, optimizer=optimizer, epoch=1)
+    train(model, optimizer, 1)
+    wrapper.save_checkpoint(model, path, optimizer=optimizer, epoch=2)
+    assert wrapper.load_checkpoint(make(1)[0], path)["epoch"] == 2
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
+
+
+def test_what_is_not_a_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "text").write_text("mine")
+    with pytest.raises(DamagedCheckpoint):
+        MPSFSDPWrapper().save_checkpoint(make(0)[0], tmp_path / "notes")
+    assert (tmp_path / "notes" / "text").read_text() == "mine"
+
+
+def test_another_model_and_strange_metadata_are_refused(tmp_path: Path) -> None:
+    wrapper = MPSFSDPWrapper()
+    wrapper.save_checkpoint(make(0)[0], tmp_path / "a")
+    with pytest.raises(UserError, match="not a checkpoint of this model"):
+        wrapper.load_checkpoint(nn.Linear(3, 3), tmp_path / "a")
+    with pytest.raises(UserError, match="'model' cannot go into a checkpoint"):
+        wrapper.save_checkpoint(make(0)[0], tmp_path / "b", model=nn.Linear(1, 1))  # type: ignore[call-arg]
+
+
+def test_only_one_module_reads_pickles() -> None:
+    source = Path(__file__).parents[2] / "src"
+    reading = re.compile(
+        r"torch\.load\(|pickle\.loads?\(|allow_pickle=True|joblib\.load|shelve\.|marshal\.load|dill"
+    )
+    found = {path.name: reading.findall(path.read_text()) for path in source.rglob("*.py")}
+    assert {name: hits for name, hits in found.items() if hits} == {"foreign.py": ["torch.load("]}
+    assert "weights_only=True" in (source / "crosstune/torch_engine/foreign.py").read_text()
+
+
+def foreign_state(model_folder: Path, steps: int) -> tuple[dict[str, Any], nn.Module]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for number in range(steps):
+        ids = torch.arange(number, number + 32).reshape(2, 16)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {
+        "model_state_dict": model.state_dict(),
+        "optimizer_state_dict": optimizer.state_dict(),
+        "backend": "cuda",
+        "precision": "bf16",
+        "quantization": "bnb-4bit",
+        "global_step": steps,
+    }
+    return state, model
+
+
+def test_a_file_of_torch_save_becomes_a_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
+    state, model = foreign_state(tiny_model, 3)
+    torch.save(state, tmp_path / "old.pt")
+    words = f"--model_name {tiny_model} --train_type full --backend cpu --precision fp32".split()
+    assert (
+        main(["checkpoint", "import", str(tmp_path / "old.pt"), "--out", str(tmp_path / "run"), *words]) == 0
+    )
+    found = open_checkpoint(tmp_path / "run" / "checkpoints" / "latest")
+    assert (found.step, found.manifest["backend"], found.manifest["precision"]) == (3, "cuda", "bf16")
+    assert found.manifest["quantization"] == "bnb-4bit"
+    loaded, numbers = found.load(), {name: n for n, (name, _) in enumerate(model.named_parameters())}
+    for name, parameter in model.named_parameters():
+        np.testing.assert_array_equal(loaded.weights[name], parameter.detach().numpy())
+        moment = state["optimizer_state_dict"]["state"][numbers[name]]["exp_avg"]
+        np.testing.assert_array_equal(loaded.moments["first_moment"][name], moment.numpy())
+    words = ["--resume", str(tmp_path / "run"), "--max_steps", "5", "--skip_eval", "--batch_size", "2"]
+    assert main(["train", *words]) == 0
+
+
+def test_a_file_that_could_run_code_is_refused(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import os
+
+    class Payload:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {tmp_path / 'canary'}",)
+
+    torch.save({"model_state_dict": {}, "more": Payload()}, tmp_path / "evil.pt")
+    words = ["checkpoint", "import", str(tmp_path / "evil.pt"), "--out", str(tmp_path / "run")]
+    assert main([*words, "--model_name", str(tiny_model), "--train_type", "full", "--backend", "cpu"]) == 2
+    assert "could run code" in capsys.readouterr().err
+    assert not (tmp_path / "canary").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_optimizer_state_of_another_order_is_refused(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, _ = foreign_state(tiny_model, 1)
+    state["optimizer_state_dict"]["param_groups"][0]["params"].reverse()
+    torch.save(state, tmp_path / "old.pt")
+    words = f"--model_name {tiny_model} --train_type full --backend cpu --out {tmp_path / 'run'}".split()
+    assert main(["checkpoint", "import", str(tmp_path / "old.pt"), *words]) == 2
+    assert "--without_optimizer" in capsys.readouterr().err
+    assert main(["checkpoint", "import", str(tmp_path / "old.pt"), *words, "--without_optimizer"]) == 0
+    assert open_checkpoint(tmp_path / "run" / "checkpoints" / "latest").load().moments == {}
