@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
+from functools import lru_cache
 from typing import Any
 
 import psutil
@@ -29,6 +31,19 @@ def read_memory(device: torch.device) -> Memory:
         used = torch.mps.driver_allocated_memory()
         return Memory(used_bytes=used, peak_bytes=used)
     return Memory(used_bytes=psutil.Process().memory_info().rss, peak_bytes=_peak_resident_bytes())
+
+
+def give_back_freed() -> None:
+    """Have the C library return freed memory to the system: between large temporary tensors and small lasting
+    ones it otherwise keeps several times what is in use."""
+    trim = getattr(_c_library(), "malloc_trim", None)
+    if trim is not None:  # glibc alone has it
+        trim(0)
+
+
+@lru_cache(maxsize=1)
+def _c_library() -> ctypes.CDLL | None:
+    return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def _memory_module(device: torch.device) -> Any:

@@ -19,6 +19,7 @@ from crosstune.torch_engine.blocks import (
     expand_evenly,
     read_expanded_name,
 )
+from crosstune.torch_engine.device import give_back_freed
 from crosstune.torch_engine.precision import Precision
 from crosstune.torch_engine.prequantized import Prequantized, check_asked, read_prequantized
 from crosstune.torch_engine.quantized import QuantLinear, QuantSpec, StoredWeight, open_quantizer
@@ -168,6 +169,9 @@ def _assemble(
                 _put_quantized(model, layer, open_quantizer(spec).quantize(values.to(device), spec, compute))
             else:
                 _put_dense(model, target, values.to(device, precision.weights))
+        del tensor, values
+        if spec is not None:
+            give_back_freed()
         if on_load is not None:
             on_load(done, total)
     if held is not None:
