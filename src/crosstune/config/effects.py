@@ -32,6 +32,7 @@ _NEEDS_ADAPTER = (
     "loraplus_lr_ratio",
 )
 _NEEDS_QUANTIZER = ("n_bits", "group_size", "quant_type", "double_quant")
+_TORCH_ONLY = ("quant_type", "double_quant", "loading_workers", "reentrant_checkpointing")
 _NEEDS_WANDB = ("project_name", "group", "entity")
 _NEEDS_PROFILE = (
     "profiling_output",
@@ -60,7 +61,9 @@ def warn_without_effect(draft: Draft, *, method: str, quantizer: str, world_size
     if draft["log_to"] != "wandb":
         idle |= dict.fromkeys(_NEEDS_WANDB, "has no effect without --log_to wandb")
     if draft.report.engine != "mlx":
-        idle["mlx_config"] = "has no effect outside the MLX engine"
+        idle["mlx_config"] = (
+            "its memory limits have no effect outside the MLX engine; its training options do"
+        )
     if method != "llama_pro":
         idle["llama_pro_path"] = idle["num_new_blocks"] = "has no effect without a llama_pro train type"
     if not draft["use_gradient_checkpointing"]:
@@ -77,6 +80,8 @@ def warn_without_effect(draft: Draft, *, method: str, quantizer: str, world_size
         idle["no_4bit"] = f"has no effect with train_type {draft['train_type']}"
     if not draft["save_steps"]:
         idle["keep_last_n"] = "has no effect without --save_steps"
+    if draft.report.engine == "mlx":
+        idle |= dict.fromkeys(_TORCH_ONLY, "has no effect on the MLX engine")
     for option, reason in idle.items():
         if draft.is_asked(option):
             draft.warn(option, reason)
