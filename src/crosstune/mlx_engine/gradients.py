@@ -26,9 +26,11 @@ class Gradients:
         self, weights: Mapping[str, mx.array], feed: Feed, key: mx.array, *, scale: float
     ) -> tuple[mx.array, dict[str, mx.array]]:
         """The sum of losses times `scale`, and its gradient."""
-        result = self._both(dict(weights), feed.arrays(), key, mx.array(scale, dtype=mx.float32))
-        put(self.model, weights)  # in place of what the tracing has left there
-        return result
+        try:
+            return self._both(dict(weights), feed.arrays(), key, mx.array(scale, dtype=mx.float32))
+        finally:  # tracing leaves its own things in the model
+            put(self.model, weights)
+            self._set_keys(None)
 
     def forward(self, feed: Feed, key: mx.array) -> mx.array:
         """The loss alone, with the dropout of a training step."""
@@ -42,7 +44,8 @@ class Gradients:
         self, weights: dict[str, mx.array], arrays: list[mx.array], key: mx.array, scale: mx.array
     ) -> mx.array:
         put(self.model, weights)
-        return self.forward(Feed.of(arrays), key) * scale
+        self._set_keys(key)  # and no end to it here: layers that are computed again, after this, need it still
+        return self.loss(Feed.of(arrays)) * scale
 
     def _set_keys(self, key: mx.array | None) -> None:
         """A stream of its own for each adapter that drops."""
