@@ -89,9 +89,7 @@ def test_a_window_has_the_gradient_of_one_large_batch(
     whole = moved(open_session(backend, tiny_model, **options), batches(examples, 6))
     assert max(np.abs(array).max() for array in whole.values()) > 1e-3
     for size in (1, 4):
-        close(
-            moved(open_session(backend, tiny_model, **options), batches(examples, size)), whole, rel=1e-4
-        )
+        close(moved(open_session(backend, tiny_model, **options), batches(examples, size)), whole, rel=1e-4)
 
 
 def test_the_loss_of_a_step_is_the_mean_over_the_tokens_of_its_window(
@@ -125,7 +123,11 @@ def test_clipping_shortens_the_gradient_and_keeps_its_direction(
     )
     assert norm > 0.3
     factor = 0.25 / (norm + 1e-6)
-    close({name: before[name] - after[name] for name in free}, {n: factor * a for n, a in free.items()}, rel=1e-3)
+    close(
+        {name: before[name] - after[name] for name in free},
+        {n: factor * a for n, a in free.items()},
+        rel=1e-3,
+    )
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
@@ -133,13 +135,15 @@ def test_checkpointing_changes_no_number(
     backend: str, tiny_model: Path, examples: list[Any], dropout: float
 ) -> None:
     """With dropout too: a layer that is computed again must drop the same inputs."""
-    options = {"lora_dropout": dropout}
-    plain, again = (
-        open_session(backend, tiny_model, **options, use_gradient_checkpointing=on) for on in (False, True)
-    )
-    window = batches(examples, 3)
-    assert [plain.step(window, lr=1e-2) for _ in range(2)] == [again.step(window, lr=1e-2) for _ in range(2)]
-    close(dict(again.export_state().weights), dict(plain.export_state().weights), rel=1e-6)
+    results, ends = [], []
+    for recompute in (False, True):
+        session = open_session(
+            backend, tiny_model, lora_dropout=dropout, use_gradient_checkpointing=recompute
+        )
+        results.append([session.step(batches(examples, 3), lr=1e-2) for _ in range(2)])
+        ends.append(dict(session.export_state().weights))
+    assert results[0] == results[1]
+    close(ends[1], ends[0], rel=1e-6)
 
 
 def test_an_evaluation_drops_nothing_and_changes_nothing(

@@ -44,7 +44,9 @@ class Gradients:
         self, weights: dict[str, mx.array], arrays: list[mx.array], key: mx.array, scale: mx.array
     ) -> mx.array:
         put(self.model, weights)
-        self._set_keys(key)  # and no end to it here: layers that are computed again, after this, need it still
+        self._set_keys(
+            key
+        )  # and no end to it here: layers that are computed again, after this, need it still
         return self.loss(Feed.of(arrays)) * scale
 
     def _set_keys(self, key: mx.array | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -84,17 +85,22 @@ def check_readable(folder: Path, config: Mapping[str, Any]) -> FolderQuantizatio
 
 
 def knows_type(config: Mapping[str, Any]) -> bool:
-    """Whether mlx-lm has a file for the model's type, found without importing it."""
+    """Whether mlx-lm has a file for the model's type."""
+    name = _module_name(config)
+    if not name or "." in name or importlib.util.find_spec(f"mlx_lm.models.{name}") is None:
+        return False
+    return hasattr(importlib.import_module(f"mlx_lm.models.{name}"), "Model")
+
+
+def _module_name(config: Mapping[str, Any]) -> str:
+    """mlx-lm's own file for a type; several types share one."""
     from mlx_lm import utils
 
     kind = str(config.get("model_type", ""))
     architectures = config.get("architectures") or ()
     remapped = getattr(utils, "MODEL_ARCHITECTURE_REMAPPING", {})
     names = [remapped[(kind, word)] for word in architectures if (kind, word) in remapped]
-    name = names[0] if names else utils.MODEL_REMAPPING.get(kind, kind)
-    if not name or "." in name or importlib.util.find_spec(f"mlx_lm.models.{name}") is None:
-        return False
-    return hasattr(importlib.import_module(f"mlx_lm.models.{name}"), "Model")
+    return str(names[0] if names else utils.MODEL_REMAPPING.get(kind, kind))
 
 
 def check_asked(folder: Path, held: FolderQuantization | None, plan: Plan) -> None:
@@ -150,11 +156,17 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def _check_window(config: Mapping[str, Any], plan: Plan) -> None:
-    """mlx-lm runs Mistral as a Llama, which sees its whole row."""
-    window = config.get("sliding_window")
-    if config.get("model_type") == "mistral" and window and plan.config.context_length > window:
+    """Raise where a row may be longer than what a model was made to see back, and mlx-lm does not heed that."""
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    if not window or config.get("use_sliding_window") is False or plan.config.context_length <= window:
+        return
+    if isinstance(kinds, list) and "sliding_attention" not in kinds:
+        return
+    module = importlib.import_module(f"mlx_lm.models.{_module_name(config)}")
+    knows = "sliding_window" in inspect.signature(module.ModelArgs).parameters
+    if not knows or (_module_name(config) == "llama" and not kinds):
         raise UserError(
-            f"--context_length {plan.config.context_length} does not fit this Mistral model on MLX.",
+            f"--context_length {plan.config.context_length} does not fit a {config.get('model_type')} model on MLX.",
             why=f"it was made to see {window} tokens back, and mlx-lm lets it see all of them.",
             do=f"use --context_length {window}, or a torch backend",
         )

@@ -104,21 +104,20 @@ class CausalLoss:
         takes a mask or counts its positions from each other, and one that does not would train on wrong text."""
         if self._separates:
             return
-        documents = mx.arange(1, 25).reshape(3, 8)
-        first, second, last = documents[0], documents[1], documents[2]
-        rows = mx.stack([mx.concatenate([first, last]), mx.concatenate([second, last])])
-        segments = mx.array([[1] * 8 + [2] * 8] * 2)
+        # Borders in different places, so that a mask which lands on the wrong row or head shows.
+        starts, width = (3, 5, 8, 9, 11), 16
+        rows = mx.arange(1, len(starts) * width + 1).reshape(len(starts), width)
+        segments = mx.array([[1] * start + [2] * (width - start) for start in starts])
         try:
-            logits = self.model(rows, cache=document_caches(self.model, segments))[:, 8:]
-            alone = self.model(last[None])[0]
+            logits = self.model(rows, cache=document_caches(self.model, segments))
+            alone = [self.model(rows[row : row + 1, start:])[0] for row, start in enumerate(starts)]
             mx.eval(logits, alone)
         except _TRIAL as error:
             raise self._cannot_pack(f"mlx-lm's code for it takes no mask of ours ({error}).") from error
-        size, rounding = float(mx.abs(alone).max()), _ROUNDING[alone.dtype]
-        if float(mx.abs(logits[0] - logits[1]).max()) > 1e-4 * size:
-            raise self._cannot_pack("its attention reaches over the border between documents of a row.")
-        if float(mx.abs(logits[0] - alone).max()) > rounding * size:
-            raise self._cannot_pack("a document reads otherwise when it does not begin its row.")
+        for row, start in enumerate(starts):
+            size = float(mx.abs(alone[row]).max())
+            if float(mx.abs(logits[row, start:] - alone[row]).max()) > _ROUNDING[logits.dtype] * size:
+                raise self._cannot_pack("a document reads otherwise when another one stands before it.")
         self._separates = True
 
     def _cannot_pack(self, why: str) -> UserError:
