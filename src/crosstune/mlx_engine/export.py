@@ -55,6 +55,33 @@ def convert_folder(view: Path, target: Path, *, bits: int, group_size: int) -> N
         raise UserError(f"mlx-lm cannot convert {view}.", why=str(error)) from error
 
 
+def write_plain(source: Path, target: Path, *, dtype: str) -> str:
+    """A folder of MLX's quantized weights with every weight dense again, as transformers and mlx-lm read it. Returns the
+    word of its number format, which for `auto` is that of the scales."""
+    import mlx.core as mx
+    from mlx_lm.utils import dequantize_model
+
+    from crosstune.mlx_engine.load import check_readable, read_model
+    from crosstune.mlx_engine.precision import PRECISIONS
+    from crosstune.mlx_engine.saved import save_model
+    from crosstune.models.folder import read_config
+
+    config = read_config(source)
+    check_readable(source, config)
+    model = dequantize_model(read_model(source, config))
+    words = {precision.weights: word for word, precision in PRECISIONS.items()}
+    if dtype != "auto":
+        model.set_dtype(PRECISIONS[dtype].weights)
+    mx.eval(model.parameters())
+    save_model(target, model, base=source)
+    return dtype if dtype != "auto" else words[next(iter(_norms(model))).weight.dtype]
+
+
+def _norms(model: Any) -> Any:
+    """Layers that are never quantized, whose type is that of everything dense."""
+    return (module for _, module in model.named_modules() if "Norm" in type(module).__name__)
+
+
 def make_view(source: Path, view: Path) -> Path:
     """The same files with a config.json that mlx-lm reads rightly."""
     view.mkdir()
