@@ -9,11 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from crosstune.core.agreement import compare
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Observer
 from crosstune.core.record import write_json
 from crosstune.exports import Form, export
 from crosstune.likeness import Opened, find_quantizer, folder_logits, open_trained
+from crosstune.mlx_conversion import (
+    check_held,
+    convert_adapter,
+    convert_by_mlx,
+    from_or_to_mlx,
+    holds_adapter,
+)
 from crosstune.models.folder import check_folder
 from crosstune.models.locate import ModelFolder, identity
 from crosstune.models.quantized_folder import FolderQuantization, read_quantization
@@ -49,6 +57,21 @@ class ConvertRequest:
 
 
 def convert(request: ConvertRequest, *, observer: Observer) -> dict[str, Any]:
+    if holds_adapter(request.model):
+        return convert_adapter(request.model, to=request.to, out=request.out, base=request.original)
+    if request.to == "peft":
+        raise UserError("--to peft is for adapters.", why=f"{request.model} is not an adapter folder.")
+    if from_or_to_mlx(request.model, request.to):
+        check_held(request.model, request.held)
+        return convert_by_mlx(
+            request.model,
+            to=request.to,
+            bits=request.bits,
+            group_size=request.group_size,
+            dtype=request.dtype,
+            out=request.out,
+            observer=observer,
+        )
     opened = open_trained(Trained(base=request.model, home=None), backend=request.backend, observer=observer)
     path = opened.model.path
     held = read_quantization(path)
@@ -94,7 +117,6 @@ def _measure(
     original: Path | None,
 ) -> dict[str, Any]:
     """Against the original weights where there are some, else against those of the folder that was converted."""
-    from crosstune.torch_engine.verify import compare
 
     reference = original or opened.model.path
     expected = folder_logits(reference, opened)
@@ -124,7 +146,7 @@ def _check_held(request: ConvertRequest, path: Path, held: FolderQuantization | 
 def _target_spec(request: ConvertRequest, held: FolderQuantization | None, path: Path) -> QuantSpec | None:
     from crosstune.torch_engine.quantized import QuantSpec, open_quantizer
 
-    if request.to == "none":
+    if request.to in ("none", "hf"):
         if held is None:
             raise UserError(f"{path} holds plain weights already.", do="use crosstune export to copy it")
         return None
@@ -199,7 +221,7 @@ def _to_mlx(request: ConvertRequest, observer: Observer) -> dict[str, Any]:
 
 
 def _default_out(model: ModelFolder, request: ConvertRequest) -> Path:
-    word = "plain" if request.to == "none" else f"{request.to}-{request.bits}bit"
+    word = "plain" if request.to in ("none", "hf") else f"{request.to}-{request.bits}bit"
     if model.source == "folder":
         return model.path.with_name(f"{model.path.name}-{word}")
     return Path(f"{Path(model.name).stem}-{word}").absolute()

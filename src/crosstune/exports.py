@@ -5,8 +5,9 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from crosstune.core.agreement import Logits, compare
 from crosstune.core.protocols import Observer
 from crosstune.core.record import write_json
 from crosstune.likeness import Opened, chat_problems, folder_logits, judge, refuse_unverified
@@ -23,9 +24,6 @@ from crosstune.results import (
     show_bytes,
     stored_word,
 )
-
-if TYPE_CHECKING:
-    from crosstune.torch_engine.verify import Logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +82,6 @@ def _dense_source(
 def _write_hf(
     stage: Stage, source: Path, opened: Opened, expected: Logits, form: Form, observer: Observer
 ) -> dict[str, Any]:
-    from crosstune.torch_engine.verify import compare
 
     if source.is_relative_to(stage.scratch):
         source.rename(stage.result)
@@ -98,7 +95,6 @@ def _write_mlx(
     stage: Stage, source: Path, opened: Opened, expected: Logits, form: Form, observer: Observer
 ) -> dict[str, Any]:
     from crosstune.mlx_engine.export import convert_folder, folder_logits, make_view
-    from crosstune.torch_engine.verify import compare
 
     view = make_view(source, stage.scratch / "view")
     convert_folder(view, stage.result, bits=form.bits, group_size=form.group_size)
@@ -120,7 +116,6 @@ def _write_gguf(
 ) -> dict[str, Any]:
     """Checked twice: through transformers' reader and through crosstune's own."""
     from crosstune.models import gguf, gguf_writer
-    from crosstune.torch_engine.verify import compare
 
     kind = (
         {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}[stored_word(source)]

@@ -9,6 +9,7 @@ from crosstune.config.load import load_config, make_config
 from crosstune.core.protocols import Observer, Session
 from crosstune.data.chat import Message, encode_prompt
 from crosstune.data.tokenizer import Tokenizer
+from crosstune.machines import probe_machine
 from crosstune.run import find_model, make_plan, open_session
 from crosstune.trained import find_trained
 
@@ -64,11 +65,22 @@ def open_talker(target: str, *, observer: Observer, backend: str = "auto", preci
     """`target` is a run folder, an adapter folder, or anything that --model_name takes."""
     if backend == "auto":
         backend = load_config().backend  # which the environment may name
-    options = find_trained(target).options()
+    trained = find_trained(target)
+    if backend == "auto" and (trained.quantization or {}).get("quantizer") == "mlx":
+        backend = _where_mlx_runs()
+    options = trained.options()
     if precision != "auto" or backend != "auto":
         options["precision"] = precision  # the one it was trained in may not work on another backend
     plan = make_plan(make_config(**options, backend=backend))
+    for adjustment in plan.adjustments:
+        if adjustment.kind == "change":
+            observer.on_event("adjustment", adjustment.to_event())
     model = find_model(plan.config, observer)
     return Talker(
         session=open_session(plan, model, trained=False), tokenizer=Tokenizer.from_folder(model.path)
     )
+
+
+def _where_mlx_runs() -> str:
+    """Only MLX has the very bits that an adapter was trained over; elsewhere a base in other bits must do."""
+    return "mlx" if probe_machine(backends=["mlx"]).available() else "auto"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from crosstune.config.load import load_config, make_config
 from crosstune.config.plan import Plan
+from crosstune.core.agreement import BOUNDS, Agreement, Logits
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Observer
 from crosstune.data.chat import encode_prompt, render
@@ -18,9 +21,6 @@ from crosstune.models.quantized_folder import quantization_options, read_quantiz
 from crosstune.models.staged import Unverified, unverified_path
 from crosstune.run import find_model, make_plan, open_session
 from crosstune.trained import Trained
-
-if TYPE_CHECKING:
-    from crosstune.torch_engine.verify import Agreement, Logits
 
 _PROMPTS = (
     "What is the capital of France?",
@@ -46,12 +46,33 @@ class Opened:
 def open_trained(trained: Trained, *, backend: str, observer: Observer) -> Opened:
     if backend == "auto":
         backend = load_config().backend  # which the environment may name
-    plan = make_plan(make_config(**trained.options(), backend=backend))
+    plan = _torch_plan(make_plan(make_config(**trained.options(), backend=backend)), asked=backend)
     if trained.adapter is None and plan.backend.name == "cpu":
         # It costs no more memory than autocast, and rounding does not hide what is to be seen.
         plan = _plan_like(plan, trained.options() | {"precision": "fp32"})
     model = find_model(plan.config, observer)
     return Opened(trained=trained, plan=plan, model=model, prompts=make_prompts(model.path))
+
+
+def require_torch(what: str) -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise UserError(
+            f"{what} needs torch.", why="it is not installed here.", do="pip install 'crosstune[torch]'"
+        )
+
+
+def _torch_plan(plan: Plan, *, asked: str) -> Plan:
+    """Results are made and compared by torch, also where MLX has trained them and `auto` means MLX."""
+    if plan.engine == "torch":
+        return plan
+    if asked != "auto":
+        raise UserError(
+            f"--backend {asked} cannot be used here.",
+            why="results are made and compared by torch.",
+            do="leave --backend out, or use --backend cpu",
+        )
+    require_torch("Merging, exporting and converting")
+    return make_plan(dataclasses.replace(plan.config, backend="cpu", precision="auto"))
 
 
 def make_prompts(folder: Path) -> list[list[int]]:
@@ -106,8 +127,6 @@ def quantized_plan(opened: Opened, spec: Mapping[str, Any], *, folder: Path) -> 
 
 def judge(agreement: Agreement, *formats: str) -> dict[str, Any]:
     """The agreement with its bound, which is that of the coarsest of the number formats involved."""
-    from crosstune.torch_engine.verify import BOUNDS
-
     bound = max(BOUNDS.get(word.partition("_")[0] if word not in BOUNDS else word, 1.0) for word in formats)
     return {"agreement": agreement.to_json(), "bound": bound, "verified": agreement.relative <= bound}
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from crosstune.core.agreement import Logits, compare
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Observer
 from crosstune.core.record import write_json
@@ -26,7 +28,6 @@ from crosstune.trained import Trained, find_trained
 
 if TYPE_CHECKING:
     from crosstune.torch_engine.merge import Base
-    from crosstune.torch_engine.verify import Logits
 
 RECORD = "crosstune.json"
 INTO = ("original", "dequantized")
@@ -139,7 +140,6 @@ def merge_into(
 ) -> tuple[dict[str, Any], Logits]:
     """The merged folder: a report of how far it is from what was trained, and the logits that it should have."""
     from crosstune.torch_engine import merge as engine
-    from crosstune.torch_engine.verify import compare
 
     trained = opened.trained
     assert trained.adapter is not None
@@ -174,7 +174,7 @@ def merge_into(
 
 def open_request(request: Request, observer: Observer) -> tuple[Opened, list[str]]:
     """Find the base, and refuse another one than the adapter was trained over."""
-    trained = find_trained(request.target, base=request.base)
+    trained, warnings = _over_original(find_trained(request.target, base=request.base), request)
     if request.into == "dequantized" and trained.quantization is None:
         raise UserError(
             "--into dequantized is for an adapter that was trained over a quantized base.",
@@ -184,7 +184,24 @@ def open_request(request: Request, observer: Observer) -> tuple[Opened, list[str
     opened = open_trained(trained, backend=request.backend, observer=observer)
     if trained.quantization is not None:
         opened = find_quantizer(opened, trained.quantization)
-    return opened, _check_base(trained, opened.model, force=request.force)
+    return opened, [*warnings, *_check_base(trained, opened.model, force=request.force)]
+
+
+def _over_original(trained: Trained, request: Request) -> tuple[Trained, list[str]]:
+    """torch cannot make the few bits of MLX again. What was trained over them is folded into the original weights,
+    which is the usual place for it, and only what that costs stays unmeasured."""
+    if (trained.quantization or {}).get("quantizer") != "mlx":
+        return trained, []
+    if request.into == "dequantized":
+        raise UserError(
+            "--into dequantized is not possible for an adapter that was trained over an MLX base.",
+            why="torch, which folds adapters here, cannot read MLX's bits.",
+            do="leave --into out, or use mlx-lm: mlx_lm.fuse --dequantize --adapter-path ADAPTER/mlx",
+        )
+    plain = dataclasses.replace(trained, record={**trained.record, "quantization": None})
+    return plain, [
+        "it was trained over a base in MLX's bits; what the original weights change was not measured"
+    ]
 
 
 def _candidate_logits(

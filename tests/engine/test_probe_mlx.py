@@ -24,7 +24,7 @@ def test_mlx_works_and_is_described() -> None:
     assert report.available and report.engine == "mlx"
     assert report.device == ("gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu")
     assert report.dtypes == ("fp32", "fp16", "bf16")
-    assert report.quantizers == {"mlx": (2, 3, 4, 6, 8)}
+    assert report.quantizers == {"mlx": (2, 3, 4, 5, 6, 8)}
     assert "ring" in report.collectives
     assert report.attention == ("sdpa",)
     assert 0 < report.memory_free_bytes <= report.memory_total_bytes

@@ -15,6 +15,9 @@ EXAMPLES = """examples:
   crosstune convert models/llama-bnb-4bit --from bnb --to quanto --original models/llama
   crosstune convert smollm2-135m --to bnb
   crosstune convert models/llama-hqq-4bit --to none
+  crosstune convert smollm2-135m --to mlx --n_bits 4 --group_size 64
+  crosstune convert models/llama-mlx-4bit --to hf
+  crosstune convert runs/demo/adapter --to mlx
 
 A quantized folder is trained over as it is:
   crosstune train --model_name models/llama-hqq-4bit --train_type qlora --quantization_backend hqq --group_size 128"""
@@ -30,9 +33,17 @@ def run(words: Sequence[str]) -> int:
         "model", metavar="MODEL", help="a model folder, or any model as --model_name takes it"
     )
     parser.add_argument(
-        "--from", dest="held", choices=("bnb", "hqq", "quanto", "none"), help="what the folder holds; checked"
+        "--from",
+        dest="held",
+        choices=("bnb", "hqq", "quanto", "mlx", "none"),
+        help="what the folder holds; checked",
     )
-    parser.add_argument("--to", required=True, choices=("bnb", "hqq", "quanto", "none", "mlx"))
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=("bnb", "hqq", "quanto", "none", "hf", "mlx", "peft"),
+        help="none and hf are the same: plain weights. For an adapter folder: mlx or peft",
+    )
     parser.add_argument("--n_bits", type=at_least(1), default=4, help="bits of a weight (default 4)")
     parser.add_argument(
         "--group_size", type=at_least(1), default=64, help="weights that share a scale (default 64)"
@@ -48,7 +59,8 @@ def run(words: Sequence[str]) -> int:
         help="of weights that stay dense, and of scales (default: the model's)",
     )
     parser.add_argument(
-        "--original", help="folder of the weights before quantization; none to do without them"
+        "--original",
+        help="folder of the weights before quantization; none to do without them. Of an adapter: its base model",
     )
     parser.add_argument(
         "--out", type=lambda text: Path(text).expanduser().absolute(), help="folder for the result"
@@ -80,7 +92,10 @@ def run(words: Sequence[str]) -> int:
     report = convert(request, observer=Screen(live=not own.json))
     if own.json:
         print_json(report)
-    elif own.to == "mlx":
+    elif "exact" in report:
+        print(f"checked  {report['num_matrices']} matrices, the same bits there and back")
+        print(f"written  {report['path']}")
+    elif "agreement" in report:
         print_report(report)
     else:
         _print_conversion(report)

@@ -33,6 +33,7 @@ _NEEDS_ADAPTER = (
 )
 _NEEDS_QUANTIZER = ("n_bits", "group_size", "quant_type", "double_quant")
 _NEEDS_SAVING = ("keep_last_n", "keep_best", "keep_every")
+_TORCH_ONLY = ("quant_type", "double_quant", "loading_workers", "reentrant_checkpointing")
 _NEEDS_WANDB = ("project_name", "group", "entity")
 _NEEDS_PROFILE = (
     "profiling_output",
@@ -61,7 +62,9 @@ def warn_without_effect(draft: Draft, *, method: str, quantizer: str, world_size
     if draft["log_to"] != "wandb":
         idle |= dict.fromkeys(_NEEDS_WANDB, "has no effect without --log_to wandb")
     if draft.report.engine != "mlx":
-        idle["mlx_config"] = "has no effect outside the MLX engine"
+        idle["mlx_config"] = (
+            "its memory limits have no effect outside the MLX engine; its training options do"
+        )
     if method != "llama_pro":
         idle["llama_pro_path"] = idle["num_new_blocks"] = "has no effect without a llama_pro train type"
     if not draft["use_gradient_checkpointing"]:
@@ -80,6 +83,8 @@ def warn_without_effect(draft: Draft, *, method: str, quantizer: str, world_size
         idle |= dict.fromkeys(_NEEDS_SAVING, "has no effect without --save_steps or --save_minutes")
     if draft["resume"] == "none":
         idle["allow_mismatch"] = "has no effect without --resume"
+    if draft.report.engine == "mlx":
+        idle |= dict.fromkeys(_TORCH_ONLY, "has no effect on the MLX engine")
     for option, reason in idle.items():
         if draft.is_asked(option):
             draft.warn(option, reason)

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from crosstune.config.mlx_settings import options_in
 from crosstune.config.schema import Config, Option, option_list, options_by_name
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.names import nearest
@@ -63,6 +64,7 @@ def to_yaml(config: Config) -> str:
 
 
 def _build(given: Given, problems: list[UserError]) -> Config:
+    given = _add_mlx_settings(given, problems)
     values: dict[str, Any] = {}
     for name, (raw, source) in given.items():
         try:
@@ -71,6 +73,18 @@ def _build(given: Given, problems: list[UserError]) -> Config:
             problems.append(error)
     raise_all(problems)
     return Config(**values, asked={name: source for name, (_, source) in given.items()})
+
+
+def _add_mlx_settings(given: Given, problems: list[UserError]) -> Given:
+    """Options from the file of --mlx_config, beneath everything else that was given."""
+    file = given.get("mlx_config", (None, ""))[0]
+    if file is None:
+        return given
+    try:
+        return {name: (value, str(file)) for name, value in options_in(str(file)).items()} | given
+    except UserError as error:
+        problems.append(error)
+        return given
 
 
 def _read_file(path: Path, problems: list[UserError]) -> Given:

@@ -16,6 +16,8 @@ from crosstune.core.memory import GIB, ModelShape, step_bytes
 
 QUANTIZER_ORDER = ("bnb", "hqq", "quanto", "mlx")
 MPS_QUANTIZER_ORDER = ("bnb", "quanto", "hqq")
+GROUP_SIZES = {"mlx": (32, 64, 128)}
+"""Of quantizers that have only some; the others take any."""
 USABLE_MEMORY = 0.9
 USABLE_MEMORY_ON_MPS = 0.7  # the high watermark that the backend sets
 CONTEXT_WITHOUT_FLASH = 2048
@@ -157,6 +159,14 @@ def _fit_quantizer(draft: Draft, wanted: str) -> str:
         else:
             reason = f"{wanted} does not run with {bits} bits on {report.name} here"
         draft.set("quantization_backend", used, reason, kind="change")
+    sizes = GROUP_SIZES.get(used)
+    if sizes is not None and draft["group_size"] not in sizes:
+        draft.problems.append(
+            UserError(
+                f"{used} has no groups of {draft['group_size']} weights.",
+                do=f"use --group_size {', '.join(map(str, sizes))}",
+            )
+        )
     if report.name == "mps" and bits == 4:
         draft.warn("n_bits", "4-bit arithmetic has no fast kernels on MPS: expect it to be slow")
     if report.name == "cpu":
@@ -172,12 +182,15 @@ def _fit_precision(draft: Draft) -> None:
         return
     dtype = asked.split("_")[0]
     if dtype in report.dtypes:
+        if report.engine == "mlx" and dtype != asked:
+            draft.set("precision", dtype, "MLX has no autocast; what is trained is kept in fp32 beside it")
         return
     title = report.name.upper()
     words = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[dtype]
     for other in ("fp16", "bf16", "fp32"):
         if other in report.dtypes:
-            suffix = "_autocast" if asked.endswith("_autocast") and other != "fp32" else ""
+            keeps = asked.endswith("_autocast") and other != "fp32" and report.engine != "mlx"
+            suffix = "_autocast" if keeps else ""
             draft.set(
                 "precision", other + suffix, f"{title} backend doesn't support {words} here", kind="change"
             )
@@ -188,14 +201,16 @@ def _fit_precision(draft: Draft) -> None:
 
 
 def _best_precision(report: BackendReport) -> tuple[str, str]:
-    if report.name == "cpu":
+    if report.device == "cpu":
         if "bf16" in report.dtypes and report.bf16_speedup >= BF16_WORTH_IT:
-            return "bf16_autocast", f"bf16 products ran {report.bf16_speedup:.1f}x as fast as fp32 here"
+            short = "bf16" if report.engine == "mlx" else "bf16_autocast"
+            return short, f"bf16 products ran {report.bf16_speedup:.1f}x as fast as fp32 here"
         return "fp32", "bf16 is not faster on this CPU"
     if "bf16" in report.dtypes:
         return "bf16", "bf16 works here; what is trained is kept in fp32"
     if "fp16" in report.dtypes and report.name != "mps":
-        return "fp16_autocast", "no bf16 here; fp16 with loss scaling"
+        short = "fp16" if report.engine == "mlx" else "fp16_autocast"
+        return short, "no bf16 here; fp16 with loss scaling"
     return (
         "fp32",
         "no bf16 here, and fp16 is prone to overflow" if "fp16" in report.dtypes else "nothing shorter works",

@@ -13,9 +13,9 @@ def unbuilt(plan: Plan) -> Sequence[UserError]:
     config = plan.config
     rows = (
         (
-            plan.engine != "torch",
-            f"the {plan.engine} engine",
-            "--backend cpu, or a torch backend that is available",
+            plan.engine == "mlx" and plan.method == "llama_pro",
+            "llama_pro on MLX",
+            "--train_type lora, or a torch backend",
         ),
         (plan.world_size > 1, f"training on {plan.world_size} devices", "--world_size 1"),
         (config.log_to == "wandb", "--log_to wandb", "--log_to tqdm; metrics.jsonl holds every number"),

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
+from crosstune.mlx_engine import forms
 from crosstune.models.canonical import CONFIG
 from crosstune.models.config_spelling import respell_folder
 
-BITS = (2, 3, 4, 5, 6, 8, 16)
-"""16: the weights stay as they are."""
-GROUP_SIZES = (32, 64, 128)
+PLAIN_BITS = 16
+"""The weights stay as they are."""
 
 
 def require_mlx() -> None:
@@ -33,13 +33,8 @@ def require_mlx() -> None:
 def check_form(*, bits: int, group_size: int) -> None:
     """Raise unless MLX can write it; before anything is merged for it."""
     require_mlx()
-    if bits not in BITS:
-        raise UserError(f"MLX has no {bits} bits.", do=f"use --n_bits {', '.join(map(str, BITS))}")
-    if group_size not in GROUP_SIZES:
-        raise UserError(
-            f"MLX has no groups of {group_size} weights.",
-            do=f"use --group_size {', '.join(map(str, GROUP_SIZES))}",
-        )
+    if bits != PLAIN_BITS:
+        forms.check_form(bits=bits, group_size=group_size)
 
 
 def convert_folder(view: Path, target: Path, *, bits: int, group_size: int) -> None:
@@ -52,12 +47,39 @@ def convert_folder(view: Path, target: Path, *, bits: int, group_size: int) -> N
             convert(
                 str(view),
                 str(target),
-                quantize=bits != 16,
-                q_bits=bits if bits != 16 else None,
-                q_group_size=group_size if bits != 16 else None,
+                quantize=bits != PLAIN_BITS,
+                q_bits=bits if bits != PLAIN_BITS else None,
+                q_group_size=group_size if bits != PLAIN_BITS else None,
             )
     except ValueError as error:
         raise UserError(f"mlx-lm cannot convert {view}.", why=str(error)) from error
+
+
+def write_plain(source: Path, target: Path, *, dtype: str) -> str:
+    """A folder of MLX's quantized weights with every weight dense again, as transformers and mlx-lm read it. Returns the
+    word of its number format, which for `auto` is that of the scales."""
+    import mlx.core as mx
+    from mlx_lm.utils import dequantize_model
+
+    from crosstune.mlx_engine.load import check_readable, read_model
+    from crosstune.mlx_engine.precision import PRECISIONS
+    from crosstune.mlx_engine.saved import save_model
+    from crosstune.models.folder import read_config
+
+    config = read_config(source)
+    check_readable(source, config)
+    model = dequantize_model(read_model(source, config))
+    words = {precision.weights: word for word, precision in PRECISIONS.items()}
+    if dtype != "auto":
+        model.set_dtype(PRECISIONS[dtype].weights)
+    mx.eval(model.parameters())
+    save_model(target, model, base=source)
+    return dtype if dtype != "auto" else words[next(iter(_norms(model))).weight.dtype]
+
+
+def _norms(model: Any) -> Any:
+    """Layers that are never quantized, whose type is that of everything dense."""
+    return (module for _, module in model.named_modules() if "Norm" in type(module).__name__)
 
 
 def make_view(source: Path, view: Path) -> Path:

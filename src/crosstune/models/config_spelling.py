@@ -13,12 +13,30 @@ from crosstune.models.folder import read_config
 def spell_positions(config: dict[str, Any]) -> dict[str, Any]:
     """transformers 5 writes `rope_parameters` alone; a reader of the older names would silently take defaults."""
     rope = config.get("rope_parameters")
-    if not isinstance(rope, dict) or "rope_theta" not in rope:
+    if not isinstance(rope, dict):
         return config
-    older: dict[str, Any] = {"rope_theta": rope["rope_theta"]}
-    if rope.get("rope_type", "default") != "default":
-        older["rope_scaling"] = rope
-    return {**older, **config}
+    older: dict[str, Any] = {}
+    local = rope.get("sliding_attention")
+    if isinstance(local, dict) and "rope_theta" in local:
+        older["rope_local_base_freq"] = local["rope_theta"]
+    whole = rope.get("full_attention", rope)
+    if isinstance(whole, dict) and "rope_theta" in whole:
+        older["rope_theta"] = whole["rope_theta"]
+        if whole.get("rope_type", "default") != "default":
+            older["rope_scaling"] = whole
+    return {**older, **_spell_windows(config), **config}
+
+
+def _spell_windows(config: dict[str, Any]) -> dict[str, Any]:
+    """Which layers see only what is near: every so many sees all, where the older name can say it."""
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list) or "full_attention" not in kinds or "sliding_attention" not in kinds:
+        return {}
+    every = kinds.index("full_attention") + 1
+    regular = all(
+        (kind == "full_attention") == ((place + 1) % every == 0) for place, kind in enumerate(kinds)
+    )
+    return {"sliding_window_pattern": every} if regular and every > 1 else {}
 
 
 def respell_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a folder of already quantized weights says about itself: crosstune's own kind, and bitsandbytes' 4 bits."""
+"""What a folder of already quantized weights says about itself: crosstune's own kind, bitsandbytes' 4 bits, and MLX's."""
 
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ def read_quantization(folder: Path) -> FolderQuantization | None:
     if (folder / RECORD).is_file():
         return _read_own(folder / RECORD)
     config = read_config(folder)
+    if isinstance(config.get("quantization"), dict) and "group_size" in config["quantization"]:
+        return _read_mlx(folder, config)
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or not quantization.get("load_in_4bit"):
         return None
@@ -70,6 +72,27 @@ def read_quantization(folder: Path) -> FolderQuantization | None:
         own=False,
         dtype=quantization.get("bnb_4bit_compute_dtype") or config.get("dtype") or "bfloat16",
         layers=layers,
+    )
+
+
+def _read_mlx(folder: Path, config: Mapping[str, Any]) -> FolderQuantization:
+    """MLX keeps the words in config.json and the scales of a layer beside its packed weight."""
+    form = config["quantization"]
+    entries = {name: entry for path in weight_files(folder) for name, entry in read_header(path)[0].items()}
+    scales = (
+        (name.removesuffix(".scales"), entry) for name, entry in entries.items() if name.endswith(".scales")
+    )
+    return FolderQuantization(
+        spec={
+            "quantizer": "mlx",
+            "bits": form["bits"],
+            "group_size": form["group_size"],
+            "kind": "auto",
+            "double": False,
+        },
+        own=False,
+        dtype=config.get("dtype") or config.get("torch_dtype") or "bfloat16",
+        layers={layer: {"scales": entry["shape"]} for layer, entry in scales},
     )
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
+_NUMPY = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}
 _ALIGNMENT = 8
 _MOST_HEADER_BYTES = 100_000_000
 
@@ -93,6 +94,31 @@ def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     # Rounding could carry a NaN's payload away and leave an infinity.
     return np.where(np.isnan(values), (bits >> 16) | 0x0040, rounded).astype(np.uint16)
+
+
+def read_arrays(path: Path) -> dict[str, tuple[str, NDArray[Any]]]:
+    """Every tensor of a file with the name of its type. numpy has no bfloat16: such a one comes as its 16 bits."""
+    import numpy as np
+
+    header, raw = read_header(path)
+    data = np.memmap(path, dtype=np.uint8, mode="r", offset=len(raw)) if header else np.empty(0, np.uint8)
+    found: dict[str, tuple[str, NDArray[Any]]] = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in _NUMPY:
+            raise UserError(f"{path} holds {name} as {entry['dtype']}.", why="that type is not read here.")
+        start, end = entry["data_offsets"]
+        values = np.array(data[start:end]).view(_NUMPY[entry["dtype"]]).reshape(entry["shape"])
+        found[name] = (entry["dtype"], values)
+    return found
+
+
+def to_float32(dtype: str, values: NDArray[Any]) -> NDArray[np.float32]:
+    """What `read_arrays` gave, as numbers."""
+    import numpy as np
+
+    if dtype == "BF16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)
 
 
 def _damaged(path: Path, why: str) -> UserError:

@@ -2,46 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from crosstune.config.schema import Config
-from crosstune.core.errors import UserError
 from crosstune.core.initial import uniform_by_name
+from crosstune.models.adapter_choice import AdapterSettings, choose_names, short_names
 from crosstune.torch_engine.quantized import QuantLinear, dense_weight, weight_device
-
-DEFAULT_TARGETS = ("q_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterSettings:
-    rank: int
-    alpha: float
-    dropout: float
-    rank_stabilized: bool
-    """Divide alpha by the square root of the rank (rsLoRA), not by the rank."""
-    magnitudes: bool
-    """DoRA: learn the length of each row of the weight apart from its direction."""
-
-    @classmethod
-    def from_config(cls, config: Config, *, method: str) -> AdapterSettings:
-        return cls(
-            rank=config.lora_rank,
-            alpha=config.lora_alpha,
-            dropout=config.lora_dropout,
-            rank_stabilized=config.use_rslora,
-            magnitudes=method == "dora",
-        )
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
 
 class AdaptedLinear(nn.Module):
@@ -125,37 +94,12 @@ def add_adapters(
 
 
 def name_targets(model: nn.Module, adapters: Mapping[str, AdaptedLinear]) -> list[str]:
-    """How PEFT is told which layers have adapters: by last names such as q_proj, or by whole names where a last
-    name would also match a layer without one."""
-    endings = {name.rpartition(".")[2] for name in adapters}
     bare = [name for name in _linear_names(model) if name.removesuffix(".base") not in adapters]
-    if any(name.rpartition(".")[2] in endings for name in bare):
-        return sorted(adapters)
-    return sorted(endings)
+    return short_names(adapters, bare)
 
 
 def choose_targets(model: nn.Module, targets: str) -> list[str]:
-    """Names of the linear layers that `targets` selects: all, default, names with commas, or a regex."""
-    linears = _linear_names(model)
-    if not linears:
-        raise UserError(
-            "This model has no linear layers that adapters can stand beside.",
-            why=f"{type(model).__name__} builds its layers from other parts.",
-            do="use --train_type full",
-        )
-    if targets == "all":
-        return linears
-    wanted = DEFAULT_TARGETS if targets == "default" else tuple(word.strip() for word in targets.split(","))
-    chosen = [name for name in linears if any(name == word or name.endswith("." + word) for word in wanted)]
-    if not chosen and targets != "default":
-        chosen = [name for name in linears if _matches(targets, name)]
-    if not chosen:
-        kinds = sorted({name.rpartition(".")[2] for name in linears})
-        raise UserError(
-            f"lora_target_modules '{targets}' matches no linear layer of this model.",
-            do=f"use all, or names among: {', '.join(kinds)}",
-        )
-    return chosen
+    return choose_names(_linear_names(model), targets, model=type(model).__name__)
 
 
 def _linear_names(model: nn.Module) -> list[str]:
@@ -167,10 +111,3 @@ def _linear_names(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, QuantLinear)) and module is not head
     ]
-
-
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.fullmatch(pattern, name) is not None
-    except re.error as error:
-        raise UserError(f"lora_target_modules '{pattern}' is not a valid pattern.", why=str(error)) from error

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
-from crosstune.core.errors import UserError
+from crosstune.core.protocols import Array
+from crosstune.models.adapter_choice import AdapterSettings
+from crosstune.models.adapter_files import copy_tokenizer, write_json
+from crosstune.models.adapter_files import load_adapter as read_adapter_files
 from crosstune.models.config_spelling import respell_folder
-from crosstune.torch_engine.adapters import AdaptedLinear, AdapterSettings
+from crosstune.torch_engine.adapters import AdaptedLinear
 
-PEFT_PREFIX = "base_model.model."
 SHARD_BYTES = 4 * 2**30
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
 
 
 def adapter_weights(adapters: Mapping[str, AdaptedLinear]) -> dict[str, nn.Parameter]:
@@ -37,104 +27,18 @@ def adapter_weights(adapters: Mapping[str, AdaptedLinear]) -> dict[str, nn.Param
     }
 
 
-def save_adapter(
-    folder: Path,
-    adapters: Mapping[str, AdaptedLinear],
-    *,
-    settings: AdapterSettings,
-    targets: Sequence[str],
-    base: Path,
-    base_name: str | None = None,
-    record: Mapping[str, Any],
-) -> None:
-    """A PEFT adapter folder, with the tokenizer beside it. `base_name` is the base's hub id, where it has one.
-
-    `record` says over which weights, quantized how, it was trained; it goes into crosstune.json.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        PEFT_PREFIX + name: p.detach().cpu().contiguous() for name, p in adapter_weights(adapters).items()
-    }
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_name or str(base),
-        "inference_mode": True,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "r": settings.rank,
-        "lora_alpha": settings.alpha,
-        "lora_dropout": settings.dropout,
-        "use_rslora": settings.rank_stabilized,
-        "use_dora": settings.magnitudes,
-        "target_modules": list(targets),
-        "modules_to_save": None,
-    }
-    _write_json(folder / "adapter_config.json", config)
-    _write_json(folder / "crosstune.json", record)
-    copy_tokenizer(base, folder)
+def host_weights(adapters: Mapping[str, AdaptedLinear]) -> dict[str, Array]:
+    return {name: p.detach().float().cpu().numpy() for name, p in adapter_weights(adapters).items()}
 
 
 def load_adapter(folder: Path, adapters: Mapping[str, AdaptedLinear], *, settings: AdapterSettings) -> None:
-    """Copy the weights of a PEFT adapter folder into the model's adapters; settings, names and shapes must fit."""
-    path = folder / "adapter_model.safetensors"
-    if not path.is_file():
-        raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
-    _check_settings(folder, settings)
-    tensors = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in load_file(path).items()}
+    """Copy the weights of a PEFT adapter folder into the model's adapters."""
     wanted = adapter_weights(adapters)
-    missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
-    wrong = sorted(
-        name for name in wanted.keys() & tensors.keys() if wanted[name].shape != tensors[name].shape
-    )
-    if missing or extra or wrong:
-        parts = [
-            f"{len(names)} {words}, such as {names[0]}"
-            for names, words in (
-                (missing, "matrices missing"),
-                (extra, "too many"),
-                (wrong, "of another shape"),
-            )
-            if names
-        ]
-        raise UserError(
-            f"The adapter {folder} does not fit this model and its adapter options.",
-            why="; ".join(parts) + ".",
-            do="use the model, --train_type, --lora_rank and --lora_target_modules it was trained with",
-        )
+    shapes = {name: tuple(parameter.shape) for name, parameter in wanted.items()}
+    tensors = read_adapter_files(folder, shapes, settings=settings)
     with torch.no_grad():
         for name, parameter in wanted.items():
-            parameter.copy_(tensors[name])
-
-
-def _check_settings(folder: Path, settings: AdapterSettings) -> None:
-    """The same matrices with another scale are another adapter."""
-    path = folder / "adapter_config.json"
-    if not path.is_file():
-        raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
-    config = json.loads(path.read_text(encoding="utf-8"))
-    unread = [name for name in ("rank_pattern", "alpha_pattern", "modules_to_save") if config.get(name)]
-    if unread:
-        raise UserError(
-            f"The adapter {folder} uses {', '.join(unread)}.", why="crosstune has no such adapters."
-        )
-    pairs = {
-        "lora_rank": (config["r"], settings.rank),
-        "lora_alpha": (config["lora_alpha"], settings.alpha),
-        "use_rslora": (bool(config.get("use_rslora")), settings.rank_stabilized),
-        "dora": (bool(config.get("use_dora")), settings.magnitudes),
-    }
-    wrong = [
-        f"{name} {theirs} there and {ours} here" for name, (theirs, ours) in pairs.items() if theirs != ours
-    ]
-    if wrong:
-        raise UserError(
-            f"The adapter {folder} does not fit the adapter options.",
-            why="; ".join(wrong) + ".",
-            do="ask for what it was trained with",
-        )
+            parameter.copy_(torch.from_numpy(tensors[name]))
 
 
 def save_model(folder: Path, config: Any, tensors: Iterable[tuple[str, torch.Tensor]], *, base: Path) -> None:
@@ -175,16 +79,6 @@ def _name_shards(folder: Path, shards: list[list[str]]) -> None:
         (folder / f"part-{number:05d}.safetensors").rename(folder / final)
         index |= dict.fromkeys(names, final)
     total = sum(path.stat().st_size for path in folder.glob("model-*.safetensors"))
-    _write_json(
+    write_json(
         folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index}
     )
-
-
-def copy_tokenizer(source: Path, target: Path) -> None:
-    for name in TOKENIZER_FILES:
-        if (source / name).exists():
-            shutil.copy2(source / name, target / name)
-
-
-def _write_json(path: Path, data: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

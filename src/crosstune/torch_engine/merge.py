@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from crosstune.core.errors import UserError
+from crosstune.models.adapter_files import PEFT_PREFIX
 from crosstune.models.config_spelling import respell_folder
 from crosstune.torch_engine import export
 from crosstune.torch_engine.load import quantizable_layers, read_config
@@ -55,7 +56,7 @@ def read_adapter(folder: Path, settings: Mapping[str, Any]) -> Adapter:
         raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in load_file(path).items():
-        layer, found, part = name.removeprefix(export.PEFT_PREFIX).rpartition(".lora_")
+        layer, found, part = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
         if not found:
             raise UserError(
                 f"The adapter {folder} holds {name}.", why="that is no part of a LoRA or DoRA layer."

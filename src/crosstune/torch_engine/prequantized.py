@@ -96,6 +96,12 @@ def read_prequantized(folder: Path) -> Prequantized | None:
     facts = read_quantization(folder)
     if facts is None:
         return None
+    if facts.spec["quantizer"] == "mlx":
+        raise UserError(
+            f"{folder} holds weights quantized by MLX, which torch cannot read.",
+            why=f"they are packed in MLX's own way, {facts.spec['bits']} bits in groups of {facts.spec['group_size']}.",
+            do=f"use --backend mlx, or get plain weights: crosstune convert {folder} --to hf",
+        )
     held = Prequantized(folder, facts)
     library = open_quantizer(held.spec).LIBRARY
     if importlib.util.find_spec(library.partition(".")[0]) is None:

@@ -13,10 +13,13 @@ import torch
 from crosstune.config.plan import Plan
 from crosstune.core.errors import NonFiniteError
 from crosstune.core.protocols import Array, Batch, EvalResult, Memory, SessionState, StepResult
+from crosstune.core.scaling import LossScale
+from crosstune.models.adapter_choice import AdapterSettings
+from crosstune.models.adapter_files import save_adapter
 from crosstune.models.locate import identity
 from crosstune.torch_engine import export
 from crosstune.torch_engine import state as states
-from crosstune.torch_engine.adapters import AdaptedLinear, AdapterSettings, add_adapters, name_targets
+from crosstune.torch_engine.adapters import AdaptedLinear, add_adapters, name_targets
 from crosstune.torch_engine.blame import bad_gradients, bad_weights, watch_outputs
 from crosstune.torch_engine.device import open_device, read_memory
 from crosstune.torch_engine.generate import OnToken, generate
@@ -25,7 +28,6 @@ from crosstune.torch_engine.losses import causal_loss_sum
 from crosstune.torch_engine.optimizer import Masters, make_optimizer, set_learning_rate
 from crosstune.torch_engine.precision import PRECISIONS
 from crosstune.torch_engine.quantized import QuantLinear
-from crosstune.torch_engine.scaling import LossScale
 from crosstune.torch_engine.stream import find_tensors, read_tensor
 
 
@@ -182,9 +184,9 @@ class TorchSession:
     def save_result(self, run_dir: Path) -> Path:
         if self.adapters:
             folder = run_dir / "adapter"
-            export.save_adapter(
+            save_adapter(
                 folder,
-                self.adapters,
+                export.host_weights(self.adapters),
                 settings=self.settings,
                 targets=name_targets(self.model, self.adapters),
                 base=self.model_folder,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from crosstune.core.errors import UserError
+from crosstune.core.fit import check_fit
 from crosstune.core.protocols import Array
 
 # torch's name of a slot -> the one that every engine uses.
@@ -84,16 +84,7 @@ def import_random(device: torch.device, random: Mapping[str, Array]) -> None:
 
 def import_weights(masters: Mapping[str, torch.Tensor], weights: Mapping[str, Array]) -> None:
     """Copy what was trained into the masters; every one of them, in the shape it has."""
-    missing, unknown = sorted(masters.keys() - weights.keys()), sorted(weights.keys() - masters.keys())
-    shapes = [n for n in masters if n in weights and tuple(masters[n].shape) != weights[n].shape]
-    if missing or unknown or shapes:
-        named = [f"it lacks {n}" for n in missing[:3]] + [f"it has {n}" for n in unknown[:3]]
-        named += [f"{n} is {weights[n].shape}, not {tuple(masters[n].shape)}" for n in shapes[:3]]
-        raise UserError(
-            "The state does not fit what this run trains.",
-            why="; ".join(named),
-            do="continue with the options of the run it is from: method, rank, target modules",
-        )
+    check_fit({name: tuple(master.shape) for name, master in masters.items()}, weights)
     with torch.no_grad():
         for name, master in masters.items():
             master.copy_(torch.from_numpy(np.array(weights[name])))

@@ -1,0 +1,129 @@
+"""The file behind --mlx_config: keys as mlx-lm's own trainer spells them, read as ordinary options where there is
+one, and the few settings that only the MLX engine has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from crosstune.config.schema import options_by_name
+from crosstune.core.errors import UserError
+from crosstune.core.names import nearest
+
+_OPTION_OF = {
+    "model": "model_name",
+    "data": "dataset",
+    "fine_tune_type": "train_type",
+    "learning_rate": "lr",
+    "iters": "max_steps",
+    "max_seq_length": "context_length",
+    "grad_checkpoint": "use_gradient_checkpointing",
+    "grad_accumulation_steps": "gradient_accumulation_steps",
+    "steps_per_eval": "eval_steps",
+    "save_every": "save_steps",
+    "rank": "lora_rank",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "keys": "lora_target_modules",
+}
+_LORA = "lora_parameters"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlxSettings:
+    """What no option says."""
+
+    wired_limit_gb: float | None = None
+    """Memory that the system may not move away from the GPU."""
+    cache_limit_gb: float | None = None
+    """Freed memory that MLX keeps for its next arrays."""
+    memory_limit_gb: float | None = None
+    """What MLX tries to stay under."""
+    compile: bool | None = None
+    """Whether steps are compiled; unset, on a GPU."""
+    num_layers: int | None = None
+    """How many layers get adapters, the last ones of the model; -1 for all."""
+
+
+_OWN = {item.name for item in fields(MlxSettings)}
+
+
+def read_mlx_settings(file: str | None) -> MlxSettings:
+    if file is None:
+        return MlxSettings()
+    values = {key: value for key, value in _read(Path(file).expanduser()).items() if key in _OWN}
+    for key, value in values.items():
+        wants_bool = key == "compile"
+        if value is not None and (
+            isinstance(value, bool) != wants_bool or not isinstance(value, (bool, int, float))
+        ):
+            raise UserError(
+                f"{key} cannot be {value!r} ({file}).",
+                do="it takes true or false" if wants_bool else "it takes a number",
+            )
+        if not wants_bool and value is not None and value < 0 and key != "num_layers":
+            raise UserError(f"{key} cannot be {value} ({file}).", do="it takes 0 or more gigabytes")
+    return MlxSettings(**values)
+
+
+def options_in(file: str) -> dict[str, Any]:
+    """The ordinary options that the file sets, by their own names."""
+    data = _read(Path(file).expanduser())
+    options: dict[str, Any] = {}
+    for key, value in data.items():
+        name = _OPTION_OF.get(key, key)
+        known = options_by_name().get(name)
+        if known is not None:
+            options[known.name] = value
+    if "scale" in data:
+        options["lora_alpha"] = _alpha(file, data)
+    if "mask_prompt" in data:
+        options["train_on_prompt"] = not data["mask_prompt"]
+    read_mlx_settings(file)
+    return options
+
+
+def _alpha(file: str, data: Mapping[str, Any]) -> float:
+    """mlx-lm multiplies by `scale`, everyone else by alpha / rank."""
+    rank, scale = data.get("rank"), data["scale"]
+    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (rank, scale))
+    if not numbers or "alpha" in data:
+        raise UserError(
+            f"scale cannot be read from {file}.",
+            why="it stands for alpha / rank, so it needs a rank beside it and no alpha.",
+            do="give rank and scale, or rank and alpha, as numbers",
+        )
+    return float(scale) * float(rank or 0)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The file as one flat list of keys; JSON is YAML too."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"Cannot read the file of --mlx_config, {path}.", why=str(error)) from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is neither JSON nor YAML.", why=" ".join(str(error).split())) from error
+    inner = data.get(_LORA, {}) if isinstance(data, dict) else None
+    if not isinstance(data, dict) or not isinstance(inner, dict):
+        raise UserError(f"{path} holds no settings.", why="it must be a list of `key: value` lines.")
+    flat = {str(key): value for key, value in data.items() if key != _LORA} | inner
+    for key in flat:
+        _check_known(key, path)
+    return flat
+
+
+def _check_known(key: str, path: Path) -> None:
+    known = {*_OPTION_OF, *_OWN, *options_by_name(), "scale", "mask_prompt", _LORA} - {"mlx_config"}
+    if key not in known:
+        close = nearest(key, known)
+        do = (
+            f"did you mean {' or '.join(close)}?"
+            if close
+            else f"it has: {', '.join(sorted(_OWN))}, and options"
+        )
+        raise UserError(f"Unknown setting '{key}' in {path}.", do=do)

@@ -1,0 +1,58 @@
+"""How far two models are apart, told from their logits on a few prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Logits = list[NDArray[np.float32]]
+Prompts = Sequence[Sequence[int]]
+
+# Largest `relative` that rounding explains, by the coarsest number format on either side. A wrong layout, scale or
+# rotation gives values near 1.
+BOUNDS = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.1, "q8_0": 0.1, "8": 0.15, "6": 0.3, "5": 0.5, "4": 0.8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """`relative` is the norm of the difference over that of the reference, both without what softmax ignores."""
+
+    max_abs: float
+    mean_kl: float
+    top1: float
+    relative: float
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def compare(reference: Logits, other: Logits) -> Agreement:
+    """Over every position of every prompt; the divergence is that of `other` from `reference`, in nats."""
+    max_abs, kl, same, count = 0.0, 0.0, 0, 0
+    squared_difference, squared_reference = 0.0, 0.0
+    for expected, found in zip(reference, other, strict=True):
+        assert expected.shape == found.shape, (expected.shape, found.shape)
+        ours, theirs = expected.astype(np.float64), found.astype(np.float64)
+        max_abs = max(max_abs, float(np.abs(ours - theirs).max()))
+        p, q = _log_softmax(ours), _log_softmax(theirs)
+        kl += float((np.exp(p) * (p - q)).sum())
+        same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+        count += len(ours)
+        centred = ours - ours.mean(-1, keepdims=True)
+        squared_difference += float(((theirs - theirs.mean(-1, keepdims=True) - centred) ** 2).sum())
+        squared_reference += float((centred**2).sum())
+    return Agreement(
+        max_abs=max_abs,
+        mean_kl=max(0.0, kl / count),
+        top1=same / count,
+        relative=(squared_difference / squared_reference) ** 0.5 if squared_reference else 0.0,
+    )
+
+
+def _log_softmax(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    shifted = values - values.max(-1, keepdims=True)
+    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return result

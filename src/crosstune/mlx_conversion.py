@@ -1,0 +1,146 @@
+"""Models and adapters between MLX's form and everyone else's, where MLX itself does the work: adapters in both
+directions, MLX's quantized folders made plain, and plain ones quantized on a machine without torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from crosstune.config.load import cache_override
+from crosstune.core.agreement import Logits, compare
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import Observer
+from crosstune.core.record import write_json
+from crosstune.likeness import judge, make_prompts, refuse_unverified
+from crosstune.models import mlx_adapters
+from crosstune.models.folder import weight_files
+from crosstune.models.locate import ModelFolder, locate
+from crosstune.models.quantized_folder import read_quantization
+from crosstune.models.staged import Stage, Unverified, check_out, staged
+from crosstune.models.weights import read_arrays
+from crosstune.results import RECORD
+
+_SPARE_BYTES = 50_000_000
+
+
+def holds_adapter(target: str) -> bool:
+    folder = Path(target).expanduser()
+    return mlx_adapters.adapter_form(folder) is not None
+
+
+def convert_adapter(target: str, *, to: str, out: Path | None, base: str | None) -> dict[str, Any]:
+    """An adapter folder in the other form, read back and turned again: not a bit may differ."""
+    source = Path(target).expanduser().absolute()
+    form = mlx_adapters.adapter_form(source)
+    if to not in ("mlx", "peft") or form == to:
+        raise UserError(
+            f"{source} cannot be converted to {to}.",
+            why=f"it is an adapter in the form of {form}.",
+            do=f"use --to {'peft' if form == 'mlx' else 'mlx'}, or crosstune merge to fold it into its base",
+        )
+    out = out or source.with_name(f"{source.name}-{to}")
+    with staged(out, need_bytes=_SPARE_BYTES) as stage:
+        back = stage.scratch / "back"
+        if to == "mlx":
+            mlx_adapters.to_mlx(source, stage.result)
+            mlx_adapters.to_peft(stage.result, back)
+        else:
+            mlx_adapters.to_peft(source, stage.result, base=base)
+            mlx_adapters.to_mlx(stage.result, back)
+        name = mlx_adapters.MLX_WEIGHTS if to == "peft" else mlx_adapters.PEFT_WEIGHTS
+        before, after = read_arrays(source / name), read_arrays(back / name)
+        exact = before.keys() == after.keys() and all(
+            before[key][0] == after[key][0] and before[key][1].tobytes() == after[key][1].tobytes()
+            for key in before
+        )
+        if not exact:
+            raise Unverified(f"The adapter {source} came back with other numbers.", do="report it")
+    return {"adapter": str(source), "to": to, "exact": exact, "num_matrices": len(before), "path": str(out)}
+
+
+def from_or_to_mlx(model: str, to: str) -> bool:
+    """Whether MLX alone can do it: its own bits made plain or changed, or plain weights where there is no torch."""
+    folder = Path(model).expanduser()
+    if (folder / "config.json").is_file():
+        held = read_quantization(folder)
+        if held is not None and held.spec["quantizer"] == "mlx":
+            return True
+    return to == "mlx" and importlib.util.find_spec("torch") is None
+
+
+def check_held(model: str, said: str | None) -> None:
+    held = read_quantization(Path(model).expanduser()) if Path(model).expanduser().is_dir() else None
+    found = held.spec["quantizer"] if held is not None else "none"
+    if said not in (None, found):
+        raise UserError(f"{model} does not hold what --from {said} says.", do=f"use --from {found}")
+
+
+def convert_by_mlx(
+    name: str, *, to: str, bits: int, group_size: int, dtype: str, out: Path | None, observer: Observer
+) -> dict[str, Any]:
+    if to not in ("none", "hf", "mlx"):
+        raise UserError(
+            f"{name} cannot be converted to {to} in one step.",
+            why="it holds MLX's own bits, which only MLX reads.",
+            do=f"make it plain first: crosstune convert {name} --to hf",
+        )
+    from crosstune.mlx_engine import export
+
+    export.check_form(bits=bits if to == "mlx" else export.PLAIN_BITS, group_size=group_size)
+    model = _find(name, observer)
+    word = f"mlx-{bits}bit" if to == "mlx" else "plain"
+    out = out or model.path.with_name(f"{model.path.name}-{word}")
+    check_out(out)
+    size = sum(path.stat().st_size for path in weight_files(model.path))
+    with staged(out, need_bytes=8 * size + _SPARE_BYTES) as stage:
+        report = (
+            _write_mlx(stage, model, bits, group_size) if to == "mlx" else _write_plain(stage, model, dtype)
+        )
+        report |= {"to": to, "model": name}
+        write_json(stage.result / RECORD, {"converted": report})
+        refuse_unverified(report, out)
+    return report | {"path": str(out)}
+
+
+def _write_plain(stage: Stage, model: ModelFolder, dtype: str) -> dict[str, Any]:
+    from crosstune.mlx_engine import export
+
+    word = export.write_plain(model.path, stage.result, dtype=dtype)
+    prompts = make_prompts(model.path)
+    expected = export.folder_logits(model.path, prompts)
+    found = _transformers_logits(stage.result, prompts)
+    by = "transformers" if found is not None else "mlx-lm"
+    agreement = compare(expected, found if found is not None else export.folder_logits(stage.result, prompts))
+    return {"dtype": word, "checked_by": by} | judge(agreement, word, "fp32")
+
+
+def _write_mlx(stage: Stage, model: ModelFolder, bits: int, group_size: int) -> dict[str, Any]:
+    from crosstune.mlx_engine import export
+
+    source = model.path
+    if read_quantization(source) is not None:
+        source = stage.scratch / "plain"
+        export.write_plain(model.path, source, dtype="auto")
+    view = export.make_view(source, stage.scratch / "view")
+    export.convert_folder(view, stage.result, bits=bits, group_size=group_size)
+    prompts = make_prompts(model.path)
+    expected = export.folder_logits(model.path, prompts)
+    agreement = compare(expected, export.folder_logits(stage.result, prompts))
+    return {"n_bits": bits, "checked_by": "mlx-lm"} | judge(agreement, str(bits) if bits != 16 else "bf16")
+
+
+def _transformers_logits(folder: Path, prompts: list[list[int]]) -> Logits | None:
+    """None without torch: then only mlx-lm can read the folder again."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    from crosstune.torch_engine.verify import plain_logits
+
+    return plain_logits(folder, prompts)
+
+
+def _find(name: str, observer: Observer) -> ModelFolder:
+    def show(stage: str, done: int, total: int | None) -> None:
+        observer.on_event("model_progress", {"stage": stage, "done": done, "total": total, "model": name})
+
+    return locate(name, cache=cache_override(), progress=show)

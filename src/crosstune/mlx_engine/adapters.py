@@ -1,0 +1,127 @@
+"""LoRA and DoRA: small trained matrices beside frozen linear layers."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from crosstune.core.initial import uniform_by_name
+from crosstune.mlx_engine.quantized import dense_weight, linear_shape
+from crosstune.models.adapter_choice import AdapterSettings, choose_names, short_names
+
+HEADS = ("lm_head", "embed_out", "output", "head")
+
+
+class AdaptedLinear(nn.Module):
+    """y = base(x) + scale * B(A(dropout(x))). A and B are kept in fp32 and used in the type of x."""
+
+    def __init__(self, base: nn.Module, *, name: str, settings: AdapterSettings, seed: int) -> None:
+        super().__init__()
+        out_features, in_features = linear_shape(base)
+        self.base = base
+        self._scale = settings.scale
+        self._dropout = settings.dropout
+        self._stream: list[mx.array] = []
+        start = uniform_by_name(name, shape=(settings.rank, in_features), seed=seed)
+        self.lora_A = mx.array(start)
+        self.lora_B = mx.zeros((out_features, settings.rank))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        out = self.base(x)
+        return out + self.low_rank(x, out.dtype)
+
+    def low_rank(self, x: mx.array, dtype: mx.Dtype) -> mx.array:
+        low = self._drop(x).astype(dtype) @ self.lora_A.astype(dtype).T
+        return low @ (self.lora_B * self._scale).astype(dtype).T
+
+    def merged(self) -> mx.array:
+        """The weight of one linear layer that does the same, in fp32."""
+        return dense_weight(self.base, mx.float32) + self._scale * (self.lora_B @ self.lora_A)
+
+    @property
+    def drops(self) -> bool:
+        return self._dropout > 0
+
+    def set_stream(self, key: mx.array | None) -> None:
+        """What dropout draws from; nothing is dropped without it. A key from outside and no generator of its own: a
+        layer that is computed again in the backward pass must drop the same."""
+        self._stream = [key] if key is not None else []
+
+    def _drop(self, x: mx.array) -> mx.array:
+        if not self._stream:
+            return x
+        kept = mx.random.bernoulli(1 - self._dropout, x.shape, key=self._stream[0])
+        return x * kept.astype(x.dtype) * (1 / (1 - self._dropout))
+
+
+class DoraLinear(AdaptedLinear):
+    """The rows of W + scale * B A, each brought to a length that is learned.
+
+    The length of a row is not differentiated through, as its authors propose: less memory, hardly any difference.
+    """
+
+    def __init__(self, base: nn.Module, *, name: str, settings: AdapterSettings, seed: int) -> None:
+        super().__init__(base, name=name, settings=settings, seed=seed)
+        self.lora_magnitude_vector = self._row_lengths()
+
+    def __call__(self, x: mx.array) -> mx.array:
+        out = self.base(x)
+        ratio = (self.lora_magnitude_vector / self._row_lengths()).astype(out.dtype)
+        bias = self.base.get("bias")
+        plain = out if bias is None else out - bias
+        scaled = ratio * (plain + self.low_rank(x, out.dtype))
+        return scaled if bias is None else scaled + bias
+
+    def _row_lengths(self) -> mx.array:
+        return mx.stop_gradient(mx.linalg.norm(self.merged(), axis=1))
+
+
+def add_adapters(
+    model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int
+) -> dict[str, AdaptedLinear]:
+    """Freeze the model and put an adapter on each chosen linear layer. Returns them by canonical name."""
+    linears = linear_layers(model)
+    kind = DoraLinear if settings.magnitudes else AdaptedLinear
+    adapters = {
+        name: kind(linears[name], name=name, settings=settings, seed=seed)
+        for name in choose_names(list(linears), targets, model=str(getattr(model, "model_type", "the model")))
+    }
+    model.freeze()
+    model.update_modules(tree_unflatten(list(adapters.items())))
+    for adapter in adapters.values():
+        adapter.base.freeze()
+    return adapters
+
+
+def name_targets(model: nn.Module, adapters: dict[str, AdaptedLinear]) -> list[str]:
+    bare = [name for name in linear_layers(model) if name.removesuffix(".base") not in adapters]
+    return short_names(adapters, bare)
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Every linear layer, quantized or not, except the output head; in the order of their names."""
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, nn.QuantizedLinear)) and not is_head(name)
+    }
+    return dict(sorted(found.items(), key=lambda item: _natural(item[0])))
+
+
+def is_head(name: str) -> bool:
+    return ".layers." not in f".{name}" and name.rpartition(".")[2] in HEADS
+
+
+def canonical_name(own: str) -> str:
+    """The name of a trained array everywhere outside this engine, from its path in the model."""
+    return f"{own}.weight" if own.endswith((".lora_A", ".lora_B")) else own
+
+
+def own_name(canonical: str) -> str:
+    return canonical.removesuffix(".weight") if ".lora_" in canonical else canonical
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Layer 2 before layer 10."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]

@@ -1,0 +1,19 @@
+"""The forms in which MLX quantizes weights. Imports no MLX, so that a request can be refused without it."""
+
+from __future__ import annotations
+
+from crosstune.core.errors import UserError
+
+BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)
+
+
+def check_form(*, bits: int, group_size: int) -> None:
+    """Raise unless MLX has such weights."""
+    if bits not in BITS:
+        raise UserError(f"MLX has no {bits} bits.", do=f"use --n_bits {', '.join(map(str, BITS))}")
+    if group_size not in GROUP_SIZES:
+        raise UserError(
+            f"MLX has no groups of {group_size} weights.",
+            do=f"use --group_size {', '.join(map(str, GROUP_SIZES))}",
+        )

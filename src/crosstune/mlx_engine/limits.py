@@ -1,0 +1,46 @@
+"""How much memory MLX may take and keep, and whether its steps are compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from crosstune.config.mlx_settings import MlxSettings, read_mlx_settings
+from crosstune.config.schema import Config
+from crosstune.core.protocols import Memory
+
+GIB = 1024**3
+SHAPE_MULTIPLE = 32
+"""Compiled code is made for one shape: lengths are rounded up to this many tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    compiled: bool
+
+    @property
+    def multiple(self) -> int:
+        return SHAPE_MULTIPLE if self.compiled else 1
+
+
+def set_limits(config: Config) -> Limits:
+    """Take over what --mlx_config says. Compiled steps are for GPUs: on a CPU each new shape calls a C++ compiler."""
+    settings = read_mlx_settings(config.mlx_config)
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    _apply(settings)
+    mx.reset_peak_memory()
+    return Limits(compiled=on_gpu if settings.compile is None else settings.compile)
+
+
+def read_memory() -> Memory:
+    return Memory(used_bytes=mx.get_active_memory(), peak_bytes=mx.get_peak_memory())
+
+
+def _apply(settings: MlxSettings) -> None:
+    if settings.memory_limit_gb is not None:
+        mx.set_memory_limit(int(settings.memory_limit_gb * GIB))
+    if settings.cache_limit_gb is not None:
+        mx.set_cache_limit(int(settings.cache_limit_gb * GIB))
+    if settings.wired_limit_gb is not None and mx.metal.is_available():
+        mx.set_wired_limit(int(settings.wired_limit_gb * GIB))

@@ -1,0 +1,184 @@
+"""A model folder to an MLX model: read by mlx-lm's own code for the model's type, quantized where that is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from crosstune.config.plan import Plan
+from crosstune.core.errors import UserError
+from crosstune.mlx_engine.adapters import linear_layers
+from crosstune.mlx_engine.forms import check_form
+from crosstune.mlx_engine.quantized import quantize_layers
+from crosstune.models.config_spelling import spell_positions
+from crosstune.models.folder import read_config, weight_files
+from crosstune.models.quantized_folder import FolderQuantization, read_quantization
+from crosstune.models.weights import read_header
+
+READ_BY_MLX_LM = ("bitnet", "mxfp4", "mxfp8", "fp8", "compressed-tensors", "modelopt", "awq", "gptq")
+"""Quantizations of others that mlx-lm turns into its own while it reads them."""
+
+
+def load_model(folder: Path, *, plan: Plan, dtype: mx.Dtype, trained: bool = True) -> nn.Module:
+    """The model with its dense weights in `dtype`, its linear layers in few bits where the plan says so."""
+    config = read_config(folder)
+    held = check_readable(folder, config)
+    if trained or plan.method != "full":
+        check_asked(folder, held, plan)
+    _check_window(config, plan)
+    model = read_model(folder, config)
+    if plan.quantizer != "none" and held is None:
+        layers = linear_layers(model)
+        quantize_layers(model, layers, bits=plan.n_bits, group_size=plan.config.group_size)
+    model.set_dtype(dtype)
+    mx.eval(model.parameters())
+    return model
+
+
+def read_model(folder: Path, config: Mapping[str, Any]) -> nn.Module:
+    """The model as its files hold it, not yet in memory."""
+    from mlx_lm.utils import load_model as load
+
+    with readable_errors(folder):
+        model, _ = load(folder, lazy=True, model_config=spell_positions(dict(config)))
+    return model
+
+
+def check_readable(folder: Path, config: Mapping[str, Any]) -> FolderQuantization | None:
+    """Raise unless mlx-lm can read the folder without running code of its own; what its weights are quantized by."""
+    code = [key for key in ("model_file", "auto_map") if config.get(key)]
+    if code:
+        raise UserError(
+            f"The model in {folder} wants code of its own to be run.",
+            why=f"its config.json names some under {' and '.join(code)}, and such code may do anything.",
+            do="use a version of the model that transformers or mlx-lm know themselves",
+        )
+    kind = str(config.get("model_type", ""))
+    if not knows_type(config):
+        raise UserError(
+            f"MLX cannot train a model of the type '{kind}'.",
+            why="the installed mlx-lm has no code for it.",
+            do="use a torch backend (--backend auto takes one where MLX is not asked for), or a newer mlx-lm",
+        )
+    held = read_quantization(folder)
+    other = config.get("quantization_config")
+    method = str(other.get("quant_method")) if isinstance(other, dict) and held is None else None
+    if (held is not None and held.spec["quantizer"] != "mlx") or (
+        method is not None and method not in READ_BY_MLX_LM
+    ):
+        name = held.spec["quantizer"] if held is not None else method
+        raise UserError(
+            f"{folder} holds weights quantized by {name}, which MLX cannot read.",
+            why="each library packs the bits of a weight in a way of its own.",
+            do="use the original weights (--train_type qlora quantizes them on the way), or "
+            f"get them plain on a machine with torch: crosstune convert {folder} --to none",
+        )
+    return held
+
+
+def knows_type(config: Mapping[str, Any]) -> bool:
+    """Whether mlx-lm has a file for the model's type."""
+    name = _module_name(config)
+    if not name or "." in name or importlib.util.find_spec(f"mlx_lm.models.{name}") is None:
+        return False
+    return hasattr(importlib.import_module(f"mlx_lm.models.{name}"), "Model")
+
+
+def _module_name(config: Mapping[str, Any]) -> str:
+    """mlx-lm's own file for a type; several types share one."""
+    from mlx_lm import utils
+
+    kind = str(config.get("model_type", ""))
+    architectures = config.get("architectures") or ()
+    remapped = getattr(utils, "MODEL_ARCHITECTURE_REMAPPING", {})
+    names = [remapped[(kind, word)] for word in architectures if (kind, word) in remapped]
+    return str(names[0] if names else utils.MODEL_REMAPPING.get(kind, kind))
+
+
+def check_asked(folder: Path, held: FolderQuantization | None, plan: Plan) -> None:
+    """Raise unless a run asks for exactly the quantization that the folder holds: nothing is quantized twice."""
+    if held is None:
+        if plan.quantizer != "none":
+            check_form(bits=plan.n_bits, group_size=plan.config.group_size)
+        return
+    bits, group_size = held.spec["bits"], held.spec["group_size"]
+    flags = f"--train_type qlora --n_bits {bits} --group_size {group_size}"
+    if plan.method not in ("lora", "dora"):
+        raise UserError(
+            f"{folder} holds MLX weights of {bits} bits, which {plan.method} cannot train.",
+            why="quantized weights stay as they are.",
+            do=f"use {flags}, or get plain weights: crosstune convert {folder} --to hf",
+        )
+    if plan.quantizer != "mlx" or (plan.n_bits, plan.config.group_size) != (bits, group_size):
+        asked = "a base that is not quantized" if plan.quantizer == "none" else f"{plan.n_bits} bits"
+        raise UserError(
+            f"{folder} holds weights quantized otherwise than asked ({asked}).",
+            why=f"they have {bits} bits, in groups of {group_size}.",
+            do=f"use {flags}, or crosstune convert the folder",
+        )
+
+
+def stored_names(folder: Path) -> set[str]:
+    return {name for path in weight_files(folder) for name in read_header(path)[0]}
+
+
+def check_names(folder: Path, names: list[str], *, kind: str) -> None:
+    """Raise unless what is trained has the name and place that it has in the folder's files: mlx-lm renames or
+    restacks the weights of some models, and other tools would not find them again."""
+    stored = stored_names(folder)
+    changed = [name for name in names if name not in stored]
+    if changed:
+        raise UserError(
+            f"A model of the type '{kind}' cannot be trained on MLX in this way.",
+            why=f"mlx-lm keeps {len(changed)} of its weights under names or in shapes of its own, such as {changed[0]}.",
+            do="use a torch backend, or adapters on other layers (--lora_target_modules)",
+        )
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Weights, each counted once, those of few bits as what they stand for."""
+    total = 0
+    for name, array in tree_flatten(model.parameters()):
+        if not name.endswith((".scales", ".biases")):
+            total += array.size
+    for _, module in model.named_modules():
+        if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
+            total += module.weight.size * 32 // module.bits - module.weight.size
+    return total
+
+
+def _check_window(config: Mapping[str, Any], plan: Plan) -> None:
+    """Raise where a row may be longer than what a model was made to see back, and mlx-lm does not heed that."""
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    if not window or config.get("use_sliding_window") is False or plan.config.context_length <= window:
+        return
+    if isinstance(kinds, list) and "sliding_attention" not in kinds:
+        return
+    module = importlib.import_module(f"mlx_lm.models.{_module_name(config)}")
+    knows = "sliding_window" in inspect.signature(module.ModelArgs).parameters
+    if not knows or (_module_name(config) == "llama" and not kinds):
+        raise UserError(
+            f"--context_length {plan.config.context_length} does not fit a {config.get('model_type')} model on MLX.",
+            why=f"it was made to see {window} tokens back, and mlx-lm lets it see all of them.",
+            do=f"use --context_length {window}, or a torch backend",
+        )
+
+
+@contextlib.contextmanager
+def readable_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, KeyError, OSError, TypeError, RuntimeError) as error:
+        raise UserError(
+            f"mlx-lm cannot load the model in {folder}.",
+            why=" ".join(str(error).split())[:400],
+            do="check that it is a causal language model and that its files are complete",
+        ) from error

@@ -1,0 +1,176 @@
+"""Optimizers over fp32 masters, with the updates that torch's optimizers of the same names make."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+BETAS = (0.9, 0.999)
+EPSILON = 1e-8
+_ADADELTA_RHO, _ADADELTA_EPSILON = 0.9, 1e-6
+_ADAFACTOR_DECAY, _ADAFACTOR_FLOOR = -0.8, 1e-3
+_FP32_EPSILON = 2.0**-23
+
+Slots = dict[str, mx.array]
+Numbers = Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How one weight moves. `numbers` are worked out on the host: a difference such as 1 - 0.999 loses half its digits
+    in fp32."""
+
+    start: Callable[[mx.array], Slots]
+    numbers: Callable[[float, float, int], Numbers]
+    """From learning rate, weight decay and the count of steps."""
+    move: Callable[[mx.array, mx.array, Slots, mx.array], tuple[mx.array, Slots]]
+    counts: bool = True
+
+
+class Optimizer:
+    def __init__(
+        self, name: str, *, weight_decay: float, b_ratio: float = 1.0, compiled: bool = False
+    ) -> None:
+        """Decay goes to matrices only: biases and the gains of norms are not pulled to zero.
+
+        `b_ratio` is how much faster the B matrices of adapters learn.
+        """
+        self.rule = RULES[name]
+        self.weight_decay = weight_decay
+        self.b_ratio = b_ratio
+        self.slots: dict[str, Slots] = {}
+        self.counts: dict[str, int] = {}
+        self._move_all = mx.compile(self._move) if compiled else self._move
+
+    def step(
+        self, masters: Mapping[str, mx.array], gradients: Mapping[str, mx.array], *, lr: float
+    ) -> dict[str, mx.array]:
+        """The masters after a step."""
+        numbers: dict[tuple[float, float, int], mx.array] = {}
+        given: dict[str, mx.array] = {}
+        for name, master in masters.items():
+            if name not in self.slots:
+                self.slots[name] = self.rule.start(master)
+            self.counts[name] = self.counts.get(name, 0) + 1
+            rate = lr * (self.b_ratio if name.endswith("lora_B.weight") else 1.0)
+            key = (rate, self.weight_decay if master.ndim >= 2 else 0.0, self.counts[name])
+            if key not in numbers:
+                numbers[key] = mx.array(list(self.rule.numbers(*key)), dtype=mx.float32)
+            given[name] = numbers[key]
+        moved, self.slots = self._move_all(dict(masters), dict(gradients), self.slots, given)
+        return moved
+
+    def _move(
+        self,
+        masters: dict[str, mx.array],
+        gradients: dict[str, mx.array],
+        slots: dict[str, Slots],
+        numbers: dict[str, mx.array],
+    ) -> tuple[dict[str, mx.array], dict[str, Slots]]:
+        moved, kept = {}, {}
+        for name, master in masters.items():
+            moved[name], kept[name] = self.rule.move(master, gradients[name], slots[name], numbers[name])
+        return moved, kept
+
+
+def _zeros(*names: str) -> Callable[[mx.array], Slots]:
+    return lambda weight: {name: mx.zeros_like(weight) for name in names}
+
+
+def _start_adafactor(weight: mx.array) -> Slots:
+    if weight.ndim < 2:
+        return {"variance": mx.zeros_like(weight)}
+    *front, rows, columns = weight.shape
+    return {"row_var": mx.zeros((*front, rows, 1)), "col_var": mx.zeros((*front, 1, columns))}
+
+
+def _adam_rates(lr: float, count: int) -> tuple[float, float]:
+    return lr / (1 - BETAS[0] ** count), math.sqrt(1 - BETAS[1] ** count)
+
+
+def _adam_move(gradient: mx.array, slots: Slots, rate: mx.array, root: mx.array) -> tuple[mx.array, Slots]:
+    """Adam's step, and the moments after it."""
+    first = BETAS[0] * slots["first_moment"] + (1 - BETAS[0]) * gradient
+    second = BETAS[1] * slots["second_moment"] + (1 - BETAS[1]) * gradient * gradient
+    step = rate * first / (mx.sqrt(second) / root + EPSILON)
+    return step, {"first_moment": first, "second_moment": second}
+
+
+def _adamw(weight: mx.array, gradient: mx.array, slots: Slots, numbers: mx.array) -> tuple[mx.array, Slots]:
+    step, kept = _adam_move(gradient, slots, numbers[1], numbers[2])
+    return weight * numbers[0] - step, kept
+
+
+def _adam(weight: mx.array, gradient: mx.array, slots: Slots, numbers: mx.array) -> tuple[mx.array, Slots]:
+    step, kept = _adam_move(gradient + numbers[0] * weight, slots, numbers[1], numbers[2])
+    return weight - step, kept
+
+
+def _sgd(weight: mx.array, gradient: mx.array, slots: Slots, numbers: mx.array) -> tuple[mx.array, Slots]:
+    return weight - numbers[1] * (gradient + numbers[0] * weight), {}
+
+
+def _adadelta(
+    weight: mx.array, gradient: mx.array, slots: Slots, numbers: mx.array
+) -> tuple[mx.array, Slots]:
+    gradient = gradient + numbers[0] * weight
+    rho, small = _ADADELTA_RHO, _ADADELTA_EPSILON
+    square = rho * slots["square_avg"] + (1 - rho) * gradient * gradient
+    delta = mx.sqrt(slots["acc_delta"] + small) / mx.sqrt(square + small) * gradient
+    kept = {"square_avg": square, "acc_delta": rho * slots["acc_delta"] + (1 - rho) * delta * delta}
+    return weight - numbers[1] * delta, kept
+
+
+def _adafactor(
+    weight: mx.array, gradient: mx.array, slots: Slots, numbers: mx.array
+) -> tuple[mx.array, Slots]:
+    new, rate = numbers[2], numbers[1]
+    size = mx.maximum(mx.sqrt(mx.mean(weight * weight)), _ADAFACTOR_FLOOR)
+    square = gradient * gradient
+    if weight.ndim < 2:
+        kept = {"variance": _towards(slots["variance"], square, new)}
+        estimate = kept["variance"]
+    else:
+        rows = _towards(slots["row_var"], square.mean(axis=-1, keepdims=True), new)
+        columns = _towards(slots["col_var"], square.mean(axis=-2, keepdims=True), new)
+        kept = {"row_var": rows, "col_var": columns}
+        estimate = (rows @ columns) / mx.maximum(rows.mean(axis=-2, keepdims=True), _FP32_EPSILON)
+    update = gradient * mx.rsqrt(mx.maximum(estimate, _FP32_EPSILON**2))
+    large = mx.maximum(mx.sqrt(mx.mean(update * update)), 1.0)
+    return weight * numbers[0] - size * rate / large * update, kept
+
+
+def _towards(start: mx.array, end: mx.array, share: mx.array) -> mx.array:
+    return start + share * (end - start)
+
+
+RULES: Mapping[str, Rule] = {
+    "adamw": Rule(
+        start=_zeros("first_moment", "second_moment"),
+        numbers=lambda lr, decay, count: (1 - lr * decay, *_adam_rates(lr, count)),
+        move=_adamw,
+    ),
+    "adam": Rule(
+        start=_zeros("first_moment", "second_moment"),
+        numbers=lambda lr, decay, count: (decay, *_adam_rates(lr, count)),
+        move=_adam,
+    ),
+    "sgd": Rule(start=_zeros(), numbers=lambda lr, decay, count: (decay, lr), move=_sgd, counts=False),
+    "adadelta": Rule(
+        start=_zeros("square_avg", "acc_delta"),
+        numbers=lambda lr, decay, count: (decay, lr),
+        move=_adadelta,
+    ),
+    "adafactor": Rule(
+        start=_start_adafactor,
+        numbers=lambda lr, decay, count: (
+            1 - lr * decay,
+            min(lr, 1 / math.sqrt(count)),
+            count**_ADAFACTOR_DECAY,
+        ),
+        move=_adafactor,
+    ),
+}

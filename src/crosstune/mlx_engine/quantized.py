@@ -1,0 +1,46 @@
+"""Linear layers of few bits: made, measured and made dense again, by MLX's own quantization."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from crosstune.core.errors import UserError
+from crosstune.mlx_engine.forms import GROUP_SIZES, check_form
+
+
+def quantize_layers(model: nn.Module, layers: dict[str, nn.Module], *, bits: int, group_size: int) -> None:
+    """Quantize these linear layers of a model in place, each from the type in which its file holds it."""
+    check_form(bits=bits, group_size=group_size)
+    for name, layer in layers.items():
+        in_features = layer.weight.shape[1]
+        if in_features % group_size:
+            raise UserError(
+                f"{name} cannot be quantized in groups of {group_size} weights.",
+                why=f"its rows have {in_features} weights.",
+                do=f"use a --group_size among {', '.join(map(str, GROUP_SIZES))} that divides them, or --train_type lora",
+            )
+    nn.quantize(model, group_size=group_size, bits=bits, class_predicate=lambda name, module: name in layers)
+
+
+def linear_shape(layer: Any) -> tuple[int, int]:
+    """Rows and columns of a linear layer, quantized or not."""
+    rows, columns = layer.weight.shape
+    return (rows, columns * 32 // layer.bits) if isinstance(layer, nn.QuantizedLinear) else (rows, columns)
+
+
+def dense_weight(layer: Any, dtype: mx.Dtype) -> mx.array:
+    """The weight of a linear layer or an embedding, quantized or not, as a dense matrix."""
+    if not isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
+        return layer.weight.astype(dtype)
+    dense = mx.dequantize(
+        layer.weight,
+        layer.scales,
+        layer.get("biases"),
+        group_size=layer.group_size,
+        bits=layer.bits,
+        mode=layer.mode,
+    )
+    return dense.astype(dtype)

@@ -1,0 +1,155 @@
+"""An adapter as the folder that PEFT loads: its matrices, its settings, and the tokenizer beside them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import Array
+from crosstune.models.adapter_choice import AdapterSettings
+from crosstune.models.weights import Tensor, read_arrays, to_float32, write_safetensors
+
+PEFT_PREFIX = "base_model.model."
+PEFT_WEIGHTS = "adapter_model.safetensors"
+SETTINGS = "adapter_config.json"
+RECORD = "crosstune.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+
+
+def save_adapter(
+    folder: Path,
+    tensors: Mapping[str, Array],
+    *,
+    settings: AdapterSettings,
+    targets: Sequence[str],
+    base: Path,
+    base_name: str | None = None,
+    record: Mapping[str, Any],
+) -> None:
+    """`tensors` are in fp32, by canonical name. `base_name` is the base's hub id, where it has one.
+
+    `record` says over which weights, quantized how, it was trained; it goes into crosstune.json.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_safetensors(
+        folder / PEFT_WEIGHTS,
+        [
+            Tensor(name=PEFT_PREFIX + name, dtype="F32", shape=array.shape, rows=[array])
+            for name, array in sorted(tensors.items())
+        ],
+    )
+    write_json(folder / SETTINGS, peft_settings(settings, targets, base=base_name or str(base)))
+    write_json(folder / RECORD, record)
+    copy_tokenizer(base, folder)
+
+
+def peft_settings(settings: AdapterSettings, targets: Sequence[str], *, base: str) -> dict[str, Any]:
+    """The contents of PEFT's adapter_config.json."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
+        "use_rslora": settings.rank_stabilized,
+        "use_dora": settings.magnitudes,
+        "target_modules": list(targets),
+        "modules_to_save": None,
+    }
+
+
+def load_adapter(
+    folder: Path, wanted: Mapping[str, tuple[int, ...]], *, settings: AdapterSettings
+) -> dict[str, Array]:
+    """The matrices of a PEFT adapter folder in fp32, by canonical name; settings, names and shapes must fit."""
+    path = folder / PEFT_WEIGHTS
+    if not path.is_file():
+        raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
+    _check_settings(folder, settings)
+    tensors = {
+        name.removeprefix(PEFT_PREFIX): to_float32(*stored) for name, stored in read_arrays(path).items()
+    }
+    missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
+    wrong = sorted(name for name in wanted.keys() & tensors.keys() if wanted[name] != tensors[name].shape)
+    if missing or extra or wrong:
+        parts = [
+            f"{len(names)} {words}, such as {names[0]}"
+            for names, words in (
+                (missing, "matrices missing"),
+                (extra, "too many"),
+                (wrong, "of another shape"),
+            )
+            if names
+        ]
+        raise UserError(
+            f"The adapter {folder} does not fit this model and its adapter options.",
+            why="; ".join(parts) + ".",
+            do="use the model, --train_type, --lora_rank and --lora_target_modules it was trained with",
+        )
+    return tensors
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    path = folder / SETTINGS
+    if not path.is_file():
+        raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read.", why=f"it is not JSON ({error}).") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} cannot be read.", why="it does not hold a JSON object.")
+    return config
+
+
+def _check_settings(folder: Path, settings: AdapterSettings) -> None:
+    """The same matrices with another scale are another adapter."""
+    config = read_settings(folder)
+    unread = [name for name in ("rank_pattern", "alpha_pattern", "modules_to_save") if config.get(name)]
+    if unread:
+        raise UserError(
+            f"The adapter {folder} uses {', '.join(unread)}.", why="crosstune has no such adapters."
+        )
+    pairs = {
+        "lora_rank": (config["r"], settings.rank),
+        "lora_alpha": (config["lora_alpha"], settings.alpha),
+        "use_rslora": (bool(config.get("use_rslora")), settings.rank_stabilized),
+        "dora": (bool(config.get("use_dora")), settings.magnitudes),
+    }
+    wrong = [
+        f"{name} {theirs} there and {ours} here" for name, (theirs, ours) in pairs.items() if theirs != ours
+    ]
+    if wrong:
+        raise UserError(
+            f"The adapter {folder} does not fit the adapter options.",
+            why="; ".join(wrong) + ".",
+            do="ask for what it was trained with",
+        )
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    for name in TOKENIZER_FILES:
+        if (source / name).exists():
+            shutil.copy2(source / name, target / name)
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,159 @@
+"""Adapters between PEFT's folders and mlx-lm's: the same numbers, transposed, nothing rounded in either direction."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crosstune.core.errors import UserError
+from crosstune.models.adapter_files import (
+    PEFT_PREFIX,
+    PEFT_WEIGHTS,
+    RECORD,
+    SETTINGS,
+    copy_tokenizer,
+    read_settings,
+    write_json,
+)
+from crosstune.models.weights import Tensor, read_arrays, write_safetensors
+
+MLX_WEIGHTS = "adapters.safetensors"
+_MLX_PART = {"lora_A.weight": "lora_a", "lora_B.weight": "lora_b", "lora_magnitude_vector": "m"}
+_PEFT_PART = {own: peft for peft, own in _MLX_PART.items()}
+_KEPT = "peft"
+"""Where PEFT's own settings stay in mlx-lm's, which leaves alone what it does not know."""
+_UNREAD = ("rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "layer_replication")
+
+Stored = tuple[str, NDArray[Any]]
+"""The name of a type, and numbers or the bits of numbers."""
+
+
+def adapter_form(folder: Path) -> str | None:
+    """peft or mlx, by the files of a folder; None when it holds no adapter."""
+    if (folder / PEFT_WEIGHTS).is_file():
+        return "peft"
+    return "mlx" if (folder / MLX_WEIGHTS).is_file() else None
+
+
+def to_mlx(source: Path, target: Path) -> None:
+    """Write a PEFT adapter folder for mlx-lm."""
+    settings = read_settings(source)
+    unread = [name for name in _UNREAD if settings.get(name)]
+    if settings.get("peft_type") != "LORA" or unread:
+        words = ", ".join(unread) or str(settings.get("peft_type"))
+        raise UserError(
+            f"{source} cannot be written for MLX.", why=f"it uses {words}.", do="use a LoRA or DoRA adapter"
+        )
+    tensors = {
+        _rename(name.removeprefix(PEFT_PREFIX), _MLX_PART, source): stored
+        for name, stored in _read(source, PEFT_WEIGHTS).items()
+    }
+    target.mkdir(parents=True, exist_ok=True)
+    _write(target / MLX_WEIGHTS, tensors)
+    write_json(target / SETTINGS, _mlx_settings(settings, tensors))
+    _copy_rest(source, target)
+
+
+def to_peft(source: Path, target: Path, *, base: str | None = None) -> None:
+    """Write an adapter folder of mlx-lm for PEFT. `base` names the base model where the folder does not."""
+    settings = read_settings(source)
+    if settings.get("fine_tune_type", "lora") not in ("lora", "dora"):
+        raise UserError(
+            f"{source} cannot be written for PEFT.",
+            why=f"it holds what {settings['fine_tune_type']} fine-tuning has changed, not an adapter.",
+        )
+    tensors = {
+        PEFT_PREFIX + _rename(name, _PEFT_PART, source): stored
+        for name, stored in _read(source, MLX_WEIGHTS).items()
+    }
+    target.mkdir(parents=True, exist_ok=True)
+    _write(target / PEFT_WEIGHTS, tensors)
+    write_json(target / SETTINGS, _peft_settings(source, settings, tensors, base))
+    _copy_rest(source, target)
+
+
+def _mlx_settings(settings: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Any]:
+    """mlx-lm finds layers by whole names too, which say the same whichever layers have adapters."""
+    layers = sorted({name.rpartition(".")[0] for name in tensors})
+    rank = settings["r"]
+    numbers = {int(found.group(1)) for name in layers if (found := re.search(r"\.layers\.(\d+)\.", name))}
+    return {
+        "fine_tune_type": "dora" if settings.get("use_dora") else "lora",
+        "num_layers": len(numbers),
+        "model": settings.get("base_model_name_or_path"),
+        "lora_parameters": {
+            "rank": rank,
+            "scale": settings["lora_alpha"] / (rank**0.5 if settings.get("use_rslora") else rank),
+            "dropout": settings.get("lora_dropout", 0.0),
+            "keys": layers,
+        },
+        _KEPT: dict(settings),
+    }
+
+
+def _peft_settings(
+    source: Path, settings: Mapping[str, Any], tensors: Mapping[str, Stored], base: str | None
+) -> dict[str, Any]:
+    kept = settings.get(_KEPT)
+    if isinstance(kept, dict):
+        return {**kept, **({"base_model_name_or_path": base} if base else {})}
+    base = base or settings.get("model")
+    if not base:
+        raise UserError(
+            f"{source} does not say over which model it was trained.",
+            why="mlx-lm writes no name of it, and PEFT needs one.",
+            do="name it with --base",
+        )
+    lora = settings["lora_parameters"]
+    layers = {name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in tensors}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "r": lora["rank"],
+        "lora_alpha": lora["scale"] * lora["rank"],
+        "lora_dropout": lora.get("dropout", 0.0),
+        "use_rslora": False,
+        "use_dora": settings.get("fine_tune_type") == "dora",
+        "target_modules": sorted(layers),
+        "modules_to_save": None,
+    }
+
+
+def _rename(name: str, parts: Mapping[str, str], source: Path) -> str:
+    for ending, other in parts.items():
+        if name.endswith("." + ending):
+            return f"{name.removesuffix(ending)}{other}"
+    raise UserError(f"The adapter {source} holds {name}.", why="that is no part of a LoRA or DoRA layer.")
+
+
+def _read(folder: Path, name: str) -> dict[str, Stored]:
+    if not (folder / name).is_file():
+        raise UserError(f"{folder} is not such an adapter folder.", why=f"it has no {name}.")
+    return read_arrays(folder / name)
+
+
+def _write(path: Path, tensors: Mapping[str, Stored]) -> None:
+    """Matrices transposed, vectors as they are."""
+    write_safetensors(
+        path,
+        [
+            Tensor(name=name, dtype=dtype, shape=values.T.shape, rows=[np.ascontiguousarray(values.T)])
+            for name, (dtype, values) in sorted(tensors.items())
+        ],
+    )
+
+
+def _copy_rest(source: Path, target: Path) -> None:
+    copy_tokenizer(source, target)
+    if (source / RECORD).is_file():
+        (target / RECORD).write_bytes((source / RECORD).read_bytes())

@@ -1,0 +1,363 @@
+"""What every engine promises the loop: one suite, run against each engine that is here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crosstune.config.load import make_config
+from crosstune.core.errors import NonFiniteError, UserError
+from crosstune.core.protocols import IGNORED, Batch, Session, SessionState
+from crosstune.data.batches import pack_rows, pad_rows, split_rows
+from crosstune.data.chat import encode_conversation, encode_prompt
+from crosstune.data.tokenizer import Tokenizer
+from crosstune.models.locate import ModelFolder
+from crosstune.run import make_plan
+from crosstune.run import open_session as open_by_plan
+
+BACKENDS = ("cpu", "mlx")
+WORDS = ["red", "green", "blue", "a much longer colour", "none", "white"]
+TURNS = [
+    [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": f"{word} it is, " * n}]
+    for n, word in enumerate(WORDS, start=1)
+]
+PLAIN = {"optimizer": "sgd", "wd": 0.0, "apply_gradient_clipping": False}
+"""A step of plain SGD with the rate 1 moves each weight by its gradient."""
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "mlx":
+        pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return Tokenizer.from_folder(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def examples(tokenizer: Tokenizer) -> list[Any]:
+    return [encode_conversation(turns, tokenizer, index=i, whole=False) for i, turns in enumerate(TURNS)]
+
+
+@pytest.fixture(scope="module")
+def windows(examples: list[Any]) -> list[list[Batch]]:
+    """Four windows of two micro-batches."""
+    orders = [examples, examples[::-1], examples[2:] + examples[:2], examples[3:] + examples[:3]]
+    return [batches(order, 3) for order in orders]
+
+
+def open_session(backend: str, model: Path, **options: Any) -> Session:
+    asked = {"backend": backend, "precision": "fp32", "model_name": str(model)} | options
+    folder = ModelFolder(name=str(model), path=model, source="folder")
+    return open_by_plan(make_plan(make_config(**asked)), folder)
+
+
+def batches(examples: list[Any], size: int) -> list[Batch]:
+    return list(split_rows(examples, batch_size=size, pad_id=0))
+
+
+def run(session: Session, windows: list[list[Batch]]) -> list[tuple[float, float]]:
+    results = [session.step(window, lr=1e-3) for window in windows]
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+def moved(session: Session, window: list[Batch]) -> dict[str, Any]:
+    """How far one step at the rate 1 moves every weight."""
+    before = session.export_state().weights
+    session.step(window, lr=1.0)
+    return {name: before[name] - after for name, after in session.export_state().weights.items()}
+
+
+def close(ours: dict[str, Any], theirs: dict[str, Any], *, rel: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, array in theirs.items():
+        assert np.abs(ours[name] - array).max() <= rel * np.abs(array).max() + 1e-8, name
+
+
+@pytest.mark.parametrize("train_type", ["lora", "full"])
+def test_a_window_has_the_gradient_of_one_large_batch(
+    backend: str, tiny_model: Path, examples: list[Any], train_type: str
+) -> None:
+    options = PLAIN | {"train_type": train_type}
+    whole = moved(open_session(backend, tiny_model, **options), batches(examples, 6))
+    assert max(np.abs(array).max() for array in whole.values()) > 1e-3
+    for size in (1, 4):
+        close(moved(open_session(backend, tiny_model, **options), batches(examples, size)), whole, rel=1e-4)
+
+
+def test_the_loss_of_a_step_is_the_mean_over_the_tokens_of_its_window(
+    backend: str, tiny_model: Path, examples: list[Any]
+) -> None:
+    rows = batches(examples, 1)
+    session = open_session(backend, tiny_model)
+    losses = [session.evaluate([row]) for row in rows]
+    expected = sum(part.loss * part.num_supervised for part in losses) / sum(
+        part.num_supervised for part in losses
+    )
+    result = session.step(rows, lr=1e-3)
+    assert result.loss == pytest.approx(expected, rel=1e-6)
+    assert result.num_supervised == sum(row.num_supervised for row in rows)
+    assert abs(np.mean([part.loss for part in losses]) - expected) > 1e-5  # a mean of means is something else
+
+
+def test_clipping_shortens_the_gradient_and_keeps_its_direction(
+    backend: str, tiny_model: Path, examples: list[Any]
+) -> None:
+    window = batches(examples, 3)
+    free = moved(open_session(backend, tiny_model, **PLAIN), window)
+    session = open_session(
+        backend, tiny_model, **PLAIN | {"apply_gradient_clipping": True, "grad_norm": 0.25}
+    )
+    before = session.export_state().weights
+    norm = session.step(window, lr=1.0).grad_norm
+    after = session.export_state().weights
+    assert norm == pytest.approx(
+        np.sqrt(sum(float((array.astype(np.float64) ** 2).sum()) for array in free.values())), rel=1e-4
+    )
+    assert norm > 0.3
+    factor = 0.25 / (norm + 1e-6)
+    close(
+        {name: before[name] - after[name] for name in free},
+        {n: factor * a for n, a in free.items()},
+        rel=1e-3,
+    )
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_checkpointing_changes_no_number(
+    backend: str, tiny_model: Path, examples: list[Any], dropout: float
+) -> None:
+    """With dropout too: a layer that is computed again must drop the same inputs."""
+    results, ends = [], []
+    for recompute in (False, True):
+        session = open_session(
+            backend, tiny_model, lora_dropout=dropout, use_gradient_checkpointing=recompute
+        )
+        results.append([session.step(batches(examples, 3), lr=1e-2) for _ in range(2)])
+        ends.append(dict(session.export_state().weights))
+    assert results[0] == results[1]
+    close(ends[1], ends[0], rel=1e-6)
+
+
+def test_an_evaluation_drops_nothing_and_changes_nothing(
+    backend: str, tiny_model: Path, examples: list[Any]
+) -> None:
+    plain = open_session(backend, tiny_model)
+    dropping = open_session(backend, tiny_model, lora_dropout=0.5)
+    rows = batches(examples, 3)
+    before = plain.evaluate(rows)
+    assert dropping.evaluate(rows) == before == dropping.evaluate(rows)
+    assert np.isnan(plain.evaluate([]).loss)
+
+
+def test_documents_of_a_packed_row_are_blind_to_each_other(
+    backend: str, tiny_model: Path, examples: list[Any]
+) -> None:
+    session = open_session(backend, tiny_model)
+    packed = pack_rows([examples[:3], examples[3:]], pad_id=0)
+    assert packed.segments.max() == 3
+    alone = session.evaluate([pad_rows([example], pad_id=0) for example in examples])
+    assert session.evaluate([packed]).loss == pytest.approx(alone.loss, rel=1e-6)
+    second = np.where(packed.segments == 2, packed.targets, IGNORED)
+    changed = np.where(packed.segments == 1, packed.input_ids + 1, packed.input_ids).astype(np.int32)
+    one = replace(packed, targets=second)
+    assert session.evaluate([one]).loss == pytest.approx(
+        session.evaluate([replace(one, input_ids=changed)]).loss, rel=1e-6
+    )
+
+
+def test_a_packed_step_is_that_of_the_same_documents_unpacked(
+    backend: str, tiny_model: Path, examples: list[Any]
+) -> None:
+    packed = moved(
+        open_session(backend, tiny_model, **PLAIN), [pack_rows([examples[:3], examples[3:]], pad_id=0)]
+    )
+    close(packed, moved(open_session(backend, tiny_model, **PLAIN), batches(examples, 6)), rel=1e-4)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "lora": {"train_type": "lora", "lora_dropout": 0.3},
+    "lora in bf16": {"train_type": "lora", "lora_dropout": 0.3, "precision": "bf16"},
+    "dora": {"train_type": "dora", "lora_dropout": 0.3},
+    "qlora": {"train_type": "qlora", "lora_dropout": 0.3},
+    "full in bf16": {"train_type": "full", "precision": "bf16"},
+    "LoRA+": {"train_type": "lora", "loraplus_lr_ratio": 4.0},
+    "adam": {"train_type": "full", "optimizer": "adam"},
+    "sgd": {"train_type": "full", "optimizer": "sgd"},
+    "adadelta": {"train_type": "full", "optimizer": "adadelta"},
+    "adafactor": {"train_type": "full", "optimizer": "adafactor"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_state_carries_on_bit_for_bit(
+    backend: str, case: str, tiny_model: Path, windows: list[list[Batch]]
+) -> None:
+    expected = run(open_session(backend, tiny_model, **CASES[case]), windows)
+    first = open_session(backend, tiny_model, **CASES[case])
+    before = run(first, windows[:2])
+    state = first.export_state()
+    run(first, windows[2:])  # the state is a copy: what its session does later is not in it
+    second = open_session(backend, tiny_model, **CASES[case])
+    second.import_state(state)
+    assert before + run(second, windows[2:]) == expected
+    assert all(array.dtype == np.float32 for array in state.weights.values())
+
+
+def test_dropout_is_a_part_of_the_state(backend: str, tiny_model: Path, windows: list[list[Batch]]) -> None:
+    """Without the random state the next step differs: the test above could not pass by chance."""
+    first = open_session(backend, tiny_model, lora_dropout=0.3)
+    run(first, windows[:2])
+    state = first.export_state()
+    expected = run(first, windows[2:3])
+    second = open_session(backend, tiny_model, lora_dropout=0.3)
+    second.import_state(SessionState(weights=state.weights, moments=state.moments, random={}))
+    assert run(second, windows[2:3]) != expected
+
+
+def test_adams_moments_have_portable_names(
+    backend: str, tiny_model: Path, windows: list[list[Batch]]
+) -> None:
+    session = open_session(backend, tiny_model)
+    assert session.export_state().moments == {}
+    run(session, windows[:2])
+    state = session.export_state()
+    assert set(state.moments) == {"first_moment", "second_moment", "step"}
+    assert set(state.moments["first_moment"]) == set(state.weights)
+    steps = list(state.moments["step"].values())
+    assert all(step.shape == () and step.dtype == np.float32 and float(step) == 2 for step in steps)
+
+
+def test_a_state_of_other_shapes_is_refused(backend: str, tiny_model: Path) -> None:
+    state = open_session(backend, tiny_model, lora_rank=4).export_state()
+    with pytest.raises(UserError, match="does not fit what this run trains") as error:
+        open_session(backend, tiny_model, lora_rank=8).import_state(state)
+    assert "lora_A" in error.value.why
+
+
+def test_a_number_that_is_none_stops_before_the_optimizer_moves(
+    backend: str, tiny_model: Path, windows: list[list[Batch]]
+) -> None:
+    session = open_session(backend, tiny_model)
+    session.step(windows[0], lr=1e-3)
+    state = session.export_state()
+    name = "model.layers.1.mlp.up_proj.lora_B.weight"
+    broken = state.weights[name].copy()
+    broken[0, 0] = np.nan
+    session.import_state(replace(state, weights={**state.weights, name: broken}))
+    with pytest.raises(NonFiniteError, match="loss"):
+        session.step(windows[1], lr=1e-3)
+    after = session.export_state()
+    for other, array in state.weights.items():
+        np.testing.assert_array_equal(after.weights[other], broken if other == name else array)
+    for slot, arrays in state.moments.items():
+        np.testing.assert_array_equal(after.moments[slot][name], arrays[name])
+    assert name in session.blame(windows[1])
+    session.import_state(state)
+    assert np.isfinite(session.step(windows[1], lr=1e-3).loss)
+    assert session.blame(windows[1]) == "run again, every number was finite"
+
+
+def test_fp16_scales_its_loss_and_tries_again_with_less(
+    backend: str, tiny_model: Path, windows: list[list[Batch]]
+) -> None:
+    session = open_session(backend, tiny_model, precision="fp16")
+    exact = open_session(backend, tiny_model)
+    state = session.export_state()
+    assert state.facts["loss_scale"]["factor"] == 2.0**16
+    session.import_state(replace(state, facts={"loss_scale": {"factor": 2.0**40, "good_steps": 0}}))
+    result, expected = session.step(windows[0], lr=1e-3), exact.step(windows[0], lr=1e-3)
+    assert result.loss == pytest.approx(expected.loss, rel=0.01)
+    assert result.grad_norm == pytest.approx(expected.grad_norm, rel=0.05)
+    assert session.export_state().facts["loss_scale"]["factor"] < 2.0**40
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("train_type", ["lora", "full"])
+def test_short_formats_follow_fp32(
+    backend: str, tiny_model: Path, windows: list[list[Batch]], precision: str, train_type: str
+) -> None:
+    short = open_session(backend, tiny_model, precision=precision, train_type=train_type)
+    exact = open_session(backend, tiny_model, train_type=train_type)
+    for window in windows:
+        assert short.step(window, lr=1e-3).loss == pytest.approx(exact.step(window, lr=1e-3).loss, rel=0.02)
+
+
+def test_generation_of_several_prompts_is_that_of_each_alone(
+    backend: str, tiny_model: Path, tokenizer: Tokenizer
+) -> None:
+    session = open_session(backend, tiny_model)
+    prompts = [encode_prompt(turns[:1], tokenizer) for turns in TURNS]
+    assert len({len(prompt) for prompt in prompts}) > 1
+    stops = sorted(tokenizer.stop_ids)
+    together = session.generate(prompts, max_new_tokens=8, stop_ids=stops)
+    assert together == [session.generate([p], max_new_tokens=8, stop_ids=stops)[0] for p in prompts]
+    third = together[0][2]
+    [cut] = session.generate(prompts[:1], max_new_tokens=8, stop_ids=[third])
+    assert cut == together[0][: together[0].index(third)]
+
+
+def test_sampling_follows_its_seed_and_leaves_training_alone(
+    backend: str, tiny_model: Path, tokenizer: Tokenizer, windows: list[list[Batch]]
+) -> None:
+    session = open_session(backend, tiny_model, lora_dropout=0.3)
+    before = session.export_state().random
+    prompt = [encode_prompt(TURNS[0][:1], tokenizer)]
+    answers = [session.generate(prompt, max_new_tokens=8, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
+    assert answers[0] == answers[1] != answers[2]
+    for name, array in session.export_state().random.items():
+        np.testing.assert_array_equal(array, before[name])
+
+
+def test_streamed_tokens_are_the_answer(backend: str, tiny_model: Path, tokenizer: Tokenizer) -> None:
+    heard: list[int] = []
+    prompt = [encode_prompt(TURNS[0][:1], tokenizer)]
+    [answer] = open_session(backend, tiny_model).generate(prompt, max_new_tokens=6, on_token=heard.append)
+    assert heard == answer
+    assert len(answer) == 6
+
+
+def test_an_adapter_starts_another_run_where_it_ended(
+    backend: str, tiny_model: Path, windows: list[list[Batch]], tmp_path: Path
+) -> None:
+    first = open_session(backend, tiny_model, lora_rank=4)
+    run(first, windows)
+    folder = first.save_result(tmp_path)
+    second = open_session(backend, tiny_model, lora_rank=4, base_adapter=str(folder))
+    assert second.evaluate(windows[0]).loss == first.evaluate(windows[0]).loss
+    with pytest.raises(UserError, match="does not fit"):
+        open_session(backend, tiny_model, base_adapter=str(folder), lora_rank=3)
+    with pytest.raises(UserError, match="not an adapter folder"):
+        open_session(backend, tiny_model, base_adapter=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("targets", "kinds"),
+    [
+        ("default", {"q_proj", "v_proj"}),
+        ("k_proj, o_proj", {"k_proj", "o_proj"}),
+        (r".*layers\.1\.mlp\..*_proj", {"gate_proj", "up_proj", "down_proj"}),
+    ],
+)
+def test_targets_select_linear_layers(backend: str, tiny_model: Path, targets: str, kinds: set[str]) -> None:
+    session = open_session(backend, tiny_model, lora_target_modules=targets)
+    names = {name.partition(".lora_")[0] for name in session.export_state().weights}
+    assert {name.rpartition(".")[2] for name in names} == kinds
+    assert len(names) == (3 if "layers" in targets else 4)
+    with pytest.raises(UserError, match="matches no linear layer"):
+        open_session(backend, tiny_model, lora_target_modules="attention")
+
+
+def test_parameters_are_counted_alike(backend: str, tiny_model: Path) -> None:
+    plain = open_session(backend, tiny_model)
+    assert plain.num_parameters() == open_session(backend, tiny_model, train_type="qlora").num_parameters()
+    trained, total = open_session(backend, tiny_model, train_type="full").num_parameters()
+    assert trained == total == plain.num_parameters()[1]
+    assert plain.memory().used_bytes > 0
