@@ -23,6 +23,8 @@ from crosstune.config.schema import mismatches
 from crosstune.core.errors import NonFiniteError, UserError
 from crosstune.core.protocols import Observer, Recipe, Session
 from crosstune.core.record import RunRecord
+from crosstune.loop import crossing
+from crosstune.loop.crossing import Measured
 from crosstune.loop.progress import Progress
 from crosstune.loop.saving import Checkpoints, SavePolicy
 from crosstune.loop.stop import StopRequested, StopSignal
@@ -35,7 +37,12 @@ class Start:
 
     checkpoint: Checkpoint
     differences: Sequence[resume.Difference]
+    """Allowed by --allow_mismatch."""
+    adapted: Sequence[resume.Difference]
+    """What another backend does in its own way."""
     changes: Sequence[resume.Difference]
+    measured: Measured | None
+    """The loss of the batches that come next, on the machine the checkpoint is from."""
 
     @property
     def step(self) -> int:
@@ -46,6 +53,7 @@ class Start:
             "checkpoint": str(self.checkpoint.folder),
             "step": self.step,
             "backend": self.checkpoint.manifest["backend"],
+            "adapted": [difference.sentence() for difference in self.adapted],
             "allowed_differences": [difference.sentence() for difference in self.differences],
             "changed_options": [change.sentence() for change in self.changes],
         }
@@ -133,15 +141,40 @@ class Execution:
 
     def _take_up(self, session: Session, start: Start) -> None:
         """Give a fresh session the state of the checkpoint."""
-        allowed = set(mismatches(self.plan.config.allow_mismatch))
+        config, allowed = self.plan.config, set(mismatches(self.plan.config.allow_mismatch))
         state = resume.fitting_state(
             start.checkpoint.load(),
             session.export_state(copy=False),
             partial="trainable" in allowed,
+            optimizer=config.optimizer,
             moments=not any(difference.kind == "optimizer" for difference in start.differences),
         )
         session.import_state(state)
-        self.observer.on_event("resumed", start.facts() | {"engine": start.checkpoint.manifest["engine"]})
+        manifest = start.checkpoint.manifest
+        self.observer.on_event("resumed", start.facts() | {"engine": manifest["engine"]})
+        if manifest["backend"] != self.plan.backend.name:
+            self._compare_machines(session, start, allowed="loss" in allowed)
+
+    def _compare_machines(self, session: Session, start: Start, *, allowed: bool) -> None:
+        """Before a run goes on elsewhere: the same batches, there and here."""
+        if start.measured is None:
+            message = (
+                f"what the move from {start.checkpoint.manifest['backend']} changes was not measured; "
+                "`crosstune move` does that"
+            )
+            self.observer.on_event("warning", {"message": message})
+            return
+        here = crossing.measure(
+            session,
+            self.recipe,
+            step=start.step,
+            backend=self.plan.backend.name,
+            precision=self.plan.precision,
+            quantization=resume.quantization_name(self.plan),
+        )
+        compared = crossing.compare(start.measured, here)
+        self.observer.on_event("moved", compared)
+        crossing.check(compared, allowed=allowed)
 
     def _open_checkpoints(self) -> Checkpoints:
         config, root = self.plan.config, self.record.folder / CHECKPOINTS

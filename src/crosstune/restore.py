@@ -8,11 +8,12 @@ from typing import Any
 from crosstune.checkpoint.folders import FOLDER
 from crosstune.checkpoint.read import Checkpoint, newest_valid, open_checkpoint
 from crosstune.config.load import make_config
+from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Observer, Session
-from crosstune.models.locate import identity
+from crosstune.models.locate import ModelFolder
 from crosstune.models.staged import check_out, staged
-from crosstune.run import find_model, make_plan, open_session
+from crosstune.run import find_model, make_plan, open_session, weights_identity
 
 # Options of a training that only its own machine could keep.
 _NOT_RESTORED = frozenset({"backend", "precision", "resume", "overwrite", "allow_mismatch", "time_limit"})
@@ -32,22 +33,30 @@ def pick_checkpoint(path: Path) -> Checkpoint:
     return found
 
 
-def open_restored(
-    checkpoint: Checkpoint, *, observer: Observer, backend: str = "auto", precision: str | None = None
-) -> Session:
-    """The model of a checkpoint on a backend of this machine, in the precision it was trained in or another."""
-    asked = {k: v for k, v in (checkpoint.manifest.get("asked") or {}).items() if k not in _NOT_RESTORED}
-    known = {name: value for name, value in asked.items() if name in make_config().options()}
-    wanted = precision or checkpoint.manifest["precision"]
-    plan = make_plan(make_config(**known, backend=backend, precision=wanted))
-    model = find_model(plan.config, observer)
-    recorded = checkpoint.manifest["identity"].get("model", {}).get("identity")
-    if recorded != identity(model.path)["weights_sha256"]:
+def restored_config(checkpoint: Checkpoint, *, backend: str, precision: str = "auto") -> Config:
+    """The options of the training a checkpoint is from, for a backend of this machine."""
+    asked, known = checkpoint.manifest.get("asked") or {}, make_config().options()
+    kept = {name: value for name, value in asked.items() if name in known and name not in _NOT_RESTORED}
+    if precision == "auto":
+        precision = asked.get("precision", checkpoint.manifest["precision"])
+    return make_config(**kept, backend=backend, precision=precision)
+
+
+def check_model(checkpoint: Checkpoint, model: ModelFolder) -> None:
+    recorded = checkpoint.manifest["identity"].get("model", {})
+    if recorded.get("identity") not in (None, weights_identity(model.path)):
         raise UserError(
-            f"{plan.config.model_name} is not the model that {checkpoint.folder} was trained from.",
-            why="its weights are others than those the checkpoint names.",
-            do="put the original model back in its place",
+            f"{model.name} is not the model that {checkpoint.folder} was trained from.",
+            why=f"its weights are others than those of {recorded.get('name')}, which the checkpoint names.",
+            do="put the original model back in its place, or name where it is with --model_name",
         )
+
+
+def open_restored(checkpoint: Checkpoint, *, observer: Observer, backend: str = "auto") -> Session:
+    """The model of a checkpoint on a backend of this machine."""
+    plan = make_plan(restored_config(checkpoint, backend=backend))
+    model = find_model(plan.config, observer)
+    check_model(checkpoint, model)
     session = open_session(plan, model)
     session.import_weights(checkpoint.load().weights)
     return session

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from crosstune.checkpoint.archive import NOTE, read_note, unpack_archive
+from crosstune.checkpoint.eight_bit import holds_eight_bit, plain_moments
 from crosstune.checkpoint.folders import FOLDER, checkpoint_folders, set_aside
 from crosstune.checkpoint.manifest import DamagedCheckpoint
 from crosstune.checkpoint.read import Checkpoint, find_run, newest_valid, open_checkpoint
@@ -15,7 +17,9 @@ from crosstune.config.load import make_config
 from crosstune.config.plan import Plan
 from crosstune.config.schema import MISMATCHES, Config, mismatches
 from crosstune.core.errors import UserError
-from crosstune.core.protocols import Observer, SessionState
+from crosstune.core.protocols import Array, Observer, SessionState
+from crosstune.core.record import read_json
+from crosstune.loop.crossing import Measured
 
 # Optimizers that keep the same moments.
 _FAMILIES = {"fused_adamw": "adamw", "fused_adam": "adam", "paged_adamw_8bit": "adamw_8bit"}
@@ -80,17 +84,43 @@ def complete_config(config: Config) -> Config:
     """With --resume PATH: the options of that run, with those that are asked now on top of them."""
     if not names_path(config):
         return config
-    path = Path(config.resume).expanduser()
+    path, packed = _unpacked(config)
     checkpoint = _checkpoint_at(path)
     run = path if (path / FOLDER).is_dir() else find_run(path)
     asked = checkpoint.manifest.get("asked") or {}
     known = set(config.options()) - _FOR_ONE_START
-    values = {name: value for name, value in asked.items() if name in known} | config.options_asked()
+    stored = {name: value for name, value in asked.items() if name in known}
+    values = stored | packed | config.options_asked() | {"resume": str(path)}
     if "name" not in config.asked and "output_dir" not in config.asked:
         values |= {"name": run.name, "output_dir": str(run.parent)}
-    stored = make_config(**values)
-    sources = {name: config.asked.get(name, f"the run {run.name}") for name in stored.asked}
-    return dataclasses.replace(stored, asked=sources)
+    complete = make_config(**values)
+    sources = {name: config.asked.get(name, f"the run {run.name}") for name in complete.asked}
+    return dataclasses.replace(complete, asked=sources)
+
+
+def _unpacked(config: Config) -> tuple[Path, dict[str, Any]]:
+    """Where a run that was taken along is now, and the options that name what came with it."""
+    path = Path(config.resume).expanduser()
+    if path.is_file():
+        note = read_note(path)
+        folder = Path(config.output_dir).expanduser() / (config.name or PurePosixPath(str(note["run"])).name)
+        if not folder.exists():
+            unpack_archive(path, folder)
+        elif read_json(folder / NOTE) != note:
+            raise UserError(
+                f"{folder} is there already and is not what {path} holds.",
+                do="choose another --name for the run that is taken along",
+            )
+        path = folder
+    note = read_json(path / NOTE) if path.is_dir() else {}
+    named = {option: str(path / place) for option, place in (note.get("options") or {}).items()}
+    return path, named
+
+
+def lasting(config: Config) -> Config:
+    """The configuration without what was asked of one start alone, as the run keeps it."""
+    asked = {name: source for name, source in config.asked.items() if name not in _FOR_ONE_START}
+    return dataclasses.replace(config, asked=asked)
 
 
 def find_checkpoint(config: Config, folder: Path, observer: Observer) -> Checkpoint | None:
@@ -183,6 +213,29 @@ def _essence(kind: str, value: Any) -> Any:
     return _FAMILIES.get(value, value) if kind == "optimizer" else value
 
 
+def measured_before(checkpoint: Checkpoint) -> Measured | None:
+    """What `crosstune move` measured on the machine the checkpoint is from, if it is from one."""
+    note = read_json(find_run(checkpoint.folder) / NOTE)
+    found = note.get("measured")
+    return Measured.from_json(found) if found and found["step"] == checkpoint.step else None
+
+
+def is_adapted(difference: Difference, manifest: Mapping[str, Any], plan: Plan, *, measured: bool) -> bool:
+    """Whether a difference belongs to a move to another backend: the base in that one's own bits, as long as what
+    that changes is measured, and Adam's moments out of 8 bits."""
+    if manifest["backend"] == plan.backend.name:
+        return False
+    if difference.kind == "quantization":
+        return measured and None not in (difference.was, difference.now)
+    return difference.kind == "optimizer" and _leaves_eight_bits(difference)
+
+
+def _leaves_eight_bits(difference: Difference) -> bool:
+    return _FAMILIES.get(difference.was, difference.was) == "adamw_8bit" and (
+        _FAMILIES.get(difference.now, difference.now) == "adamw"
+    )
+
+
 def check_same(differences: Sequence[Difference], config: Config) -> None:
     """Raise unless every difference was allowed."""
     allowed = set(mismatches(config.allow_mismatch))
@@ -206,14 +259,22 @@ def changed_options(manifest: Mapping[str, Any], config: Config) -> list[Differe
     ]
 
 
-def fitting_state(state: SessionState, own: SessionState, *, partial: bool, moments: bool) -> SessionState:
-    """What of a stored state a session takes: all of it, or (`partial`) the weights that it has in the same shape."""
+def fitting_state(
+    state: SessionState, own: SessionState, *, partial: bool, optimizer: str, moments: bool
+) -> SessionState:
+    """What of a stored state a session takes: all of it, or (`partial`) the weights that it has in the same shape.
+
+    Moments in 8 bits are made plain for an optimizer that has them in full.
+    """
+    kept: Mapping[str, Mapping[str, Array]] = state.moments if moments else {}
+    if holds_eight_bit(kept) and not optimizer.endswith("_8bit"):
+        kept = plain_moments(kept, state.weights)
     if not partial:
-        return state if moments else dataclasses.replace(state, moments={})
+        return dataclasses.replace(state, moments=kept)
     fits = {n for n, a in state.weights.items() if n in own.weights and own.weights[n].shape == a.shape}
     weights = {name: state.weights[name] if name in fits else array for name, array in own.weights.items()}
-    kept = {slot: {n: a for n, a in arrays.items() if n in fits} for slot, arrays in state.moments.items()}
-    return dataclasses.replace(state, weights=weights, moments=kept if moments else {})
+    kept = {slot: {n: a for n, a in arrays.items() if n in fits} for slot, arrays in kept.items()}
+    return dataclasses.replace(state, weights=weights, moments=kept)
 
 
 def _newest(root: Path, observer: Observer) -> Checkpoint | None:

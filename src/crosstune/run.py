@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from crosstune import resume
-from crosstune.checkpoint.read import Checkpoint
+from crosstune.checkpoint.read import Checkpoint, find_run
 from crosstune.config.load import add_environment, cache_override, to_yaml
 from crosstune.config.plan import TRAIN_TYPE_PARTS, Plan
 from crosstune.config.resolve import resolve
@@ -94,19 +94,22 @@ def train(
         raise UserError(
             "There is no step to run.", why="the data set and --num_epochs add up to less than one."
         )
-    identity_now = _identity(plan, model, recipe)
-    start = _start(plan.config, checkpoint, identity_now)
+    identified = identity_now(plan, model, recipe)
+    start = _start(plan, checkpoint, identified)
     if in_place and (done := _finished(folder, start, recipe)) is not None:
         return done
     if not in_place and holds_run(folder):
         screen.on_event("moved_aside", {"path": str(move_aside(folder))})
     described = describe_run(plan, folder=folder, model=model, recipe=recipe, command=command)
-    described |= {"identity": identity_now, "resumed_from": start.facts() if start else None}
+    described |= {"identity": identified, "resumed_from": start.facts() if start else None}
+    kept_yaml = to_yaml(resume.lasting(config))
     if in_place:
         assert start is not None
-        record = RunRecord.reopen(folder, config_yaml=to_yaml(config), plan=described, step=start.step)
+        record = RunRecord.reopen(folder, config_yaml=kept_yaml, plan=described, step=start.step)
     else:
-        record = RunRecord.create(folder, config_yaml=to_yaml(config), plan=described)
+        record = RunRecord.create(folder, config_yaml=kept_yaml, plan=described)
+        if start is not None:
+            record.carry_on(find_run(start.checkpoint.folder) / "metrics.jsonl", step=start.step)
     observer = Observers([record, screen])
     for adjustment in plan.adjustments:
         record.on_event("adjustment", adjustment.to_event())
@@ -126,13 +129,22 @@ def train(
     return RunResult(folder=folder, summary=execution.run(), failure=execution.failure)
 
 
-def _start(config: Config, checkpoint: Checkpoint | None, identity_now: Mapping[str, Any]) -> Start | None:
+def _start(plan: Plan, checkpoint: Checkpoint | None, identified: Mapping[str, Any]) -> Start | None:
     if checkpoint is None:
         return None
-    differences = resume.compare(checkpoint.manifest["identity"], identity_now)
-    resume.check_same(differences, config)
-    changes = resume.changed_options(checkpoint.manifest, config)
-    return Start(checkpoint=checkpoint, differences=differences, changes=changes)
+    manifest = checkpoint.manifest
+    measured = resume.measured_before(checkpoint)
+    differences = resume.compare(manifest["identity"], identified)
+    adapted = [d for d in differences if resume.is_adapted(d, manifest, plan, measured=measured is not None)]
+    differences = [difference for difference in differences if difference not in adapted]
+    resume.check_same(differences, plan.config)
+    return Start(
+        checkpoint=checkpoint,
+        differences=differences,
+        adapted=adapted,
+        changes=resume.changed_options(manifest, plan.config),
+        measured=measured,
+    )
 
 
 def _finished(folder: Path, start: Start | None, recipe: Recipe) -> RunResult | None:
@@ -147,14 +159,19 @@ def _deadline(config: Config, started: float) -> Deadline | None:
     return Deadline(at=started + parse_duration(config.time_limit)) if config.time_limit else None
 
 
-def _identity(plan: Plan, model: ModelFolder, recipe: Recipe) -> dict[str, Any]:
-    weights = identity(model.path)["weights_sha256"]
+def identity_now(plan: Plan, model: ModelFolder, recipe: Recipe) -> dict[str, Any]:
     return resume.identity_of(
         plan,
-        model={"name": plan.config.model_name, "identity": weights},
+        model={"name": plan.config.model_name, "identity": weights_identity(model.path)},
         data=recipe.identity(),
         order=recipe.order(),
     )
+
+
+def weights_identity(folder: Path) -> str:
+    """A hash of the weights; of those it was made from, where a folder of ours says that it was converted."""
+    converted = read_json(folder / "crosstune.json").get("converted") or {}
+    return str(converted.get("source_identity") or identity(folder)["weights_sha256"])
 
 
 def open_session(plan: Plan, model: ModelFolder, **options: Any) -> Session:

@@ -20,6 +20,7 @@ COMMANDS = {
     "merge": "fold a trained adapter into the weights of its base",
     "export": "write a trained run or a model for other tools: Hugging Face, MLX, GGUF",
     "convert": "change how the weights of a model folder are quantized",
+    "move": "take a run along to another machine or backend, in one archive",
     "checkpoint": "list, check, thin out and export the checkpoints of a run",
     "report": "write the HTML report of a run",
     "models": "list, fetch and remove models in the cache",

@@ -192,8 +192,22 @@ class Screen:
 
     def _on_resumed(self, data: Mapping[str, Any]) -> None:
         self._print(f"resumed  step {data['step']} of {data['checkpoint']}", style="bold")
-        for sentence in (*data["allowed_differences"], *data["changed_options"]):
+        for sentence in (*data["adapted"], *data["allowed_differences"], *data["changed_options"]):
             self._print(f"changed  {sentence}", style="yellow")
+
+    def _on_measured(self, data: Mapping[str, Any]) -> None:
+        self._print(f"measured loss {data['loss']:.6f} on {data['backend']}: {_terms(data)}")
+
+    def _on_compared(self, data: Mapping[str, Any]) -> None:
+        there, here = data["from"], data["to"]
+        self._print(
+            f"compared the same batches: {there['loss']:.6f} on {there['backend']} ({_terms(there)}), "
+            f"{here['loss']:.6f} on {here['backend']} ({_terms(here)}): {data['difference']:.2e} apart, "
+            f"at most {data['bound']:g}",
+            style="bold",
+        )
+
+    _on_moved = _on_compared
 
     def _on_set_aside(self, data: Mapping[str, Any]) -> None:
         self._print(f"aside    a checkpoint after step {data['step']} is now {data['path']}", style="dim")
@@ -223,6 +237,10 @@ class Screen:
     def _on_saved(self, data: Mapping[str, Any]) -> None:
         self.close()
         self._print(f"saved    {data['path']}")
+
+
+def _terms(side: Mapping[str, Any]) -> str:
+    return f"{side['precision']}, {side['quantization'] or 'not quantized'}"
 
 
 def _short(text: str, limit: int = 110) -> str:

@@ -41,7 +41,7 @@ TRAIN_TYPES = (
     "bnb_llama_pro",
     "hqq_llama_pro",
 )
-MISMATCHES = ("model", "data", "order", "quantization", "trainable", "optimizer")
+MISMATCHES = ("model", "data", "order", "quantization", "trainable", "optimizer", "loss")
 
 Choices = Sequence[str] | Callable[[], Sequence[str]]
 
@@ -282,7 +282,7 @@ class Config:
     )
     allow_mismatch: str = _option(
         "",
-        "What may differ from the checkpoint when a run continues, with commas: model, data, order, quantization, trainable, optimizer",
+        "What may differ from the checkpoint when a run continues, with commas: model, data, order, quantization, trainable, optimizer, loss",
         group="run",
     )
     skip_nonfinite: int = _option(

@@ -168,6 +168,12 @@ class RunRecord:
             raise _cannot_write(folder, error) from error
         return record
 
+    def carry_on(self, metrics: Path, *, step: int) -> None:
+        """Begin with the steps of another run that this one continues, so that its curve is whole."""
+        for row in read_jsonl(metrics):
+            if row["step"] <= step:
+                self.on_step(row)
+
     def _open_logs(self, plan: Mapping[str, Any]) -> None:
         write_json(self.folder / "plan.json", plan)
         self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")

@@ -1,0 +1,123 @@
+"""One file to take a run along in: a plain tar of folders that crosstune wrote, unpacked with every name checked."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from crosstune.checkpoint.folders import staging_path
+from crosstune.core.disk import free_space, readable_bytes, sync_folder
+from crosstune.core.errors import UserError
+
+SUFFIX = ".crosstune.tar"
+NOTE = "move.json"
+_MEMBER_LIMIT = 100_000
+
+
+def write_archive(path: Path, members: Mapping[str, Path], note: Mapping[str, Any]) -> int:
+    """A tar with each file under its name and the note first; whole or not there. Returns its size in bytes."""
+    staged = staging_path(path.parent, "trash")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            staged.open("xb") as file,
+            tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar,
+        ):
+            raw = (json.dumps(note, indent=1) + "\n").encode()
+            _add(tar, NOTE, io.BytesIO(raw), len(raw))
+            for name, source in members.items():
+                with source.open("rb") as content:
+                    _add(tar, name, content, os.fstat(content.fileno()).st_size)
+            tar.close()
+            file.flush()
+            os.fsync(file.fileno())
+        staged.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        staged.unlink(missing_ok=True)
+        raise UserError(f"The archive {path} could not be written.", why=str(error)) from error
+    return path.stat().st_size
+
+
+def read_note(path: Path) -> dict[str, Any]:
+    """The note of an archive, which is its first member."""
+    with _opened(path) as tar:
+        first = tar.next()
+        content = tar.extractfile(first) if first is not None and first.isfile() else None
+        if first is None or first.name != NOTE or first.size > 2**20 or content is None:
+            raise _not_ours(path, f"its first member is not {NOTE}")
+        try:
+            note = json.loads(content.read())
+        except ValueError as error:
+            raise _not_ours(path, f"{NOTE} is not JSON: {error}") from error
+    if not isinstance(note, dict):
+        raise _not_ours(path, f"{NOTE} is not an object")
+    return note
+
+
+def unpack_archive(path: Path, folder: Path) -> None:
+    """Make `folder` from an archive. It appears when everything is in it; nothing is written elsewhere."""
+    staged = staging_path(folder.parent, "trash")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _opened(path) as tar:
+        members = _checked(path, tar)
+        need = sum(member.size for member in members)
+        if need > (free := free_space(folder.parent)):
+            raise UserError(
+                f"There is no room to unpack {path}.",
+                why=f"it takes {readable_bytes(need)} and {readable_bytes(free)} are free.",
+            )
+        try:
+            for member in members:
+                target = staged / member.name
+                target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                content = tar.extractfile(member)
+                assert content is not None, member.name
+                with target.open("xb") as file:
+                    shutil.copyfileobj(content, file)
+                    os.fsync(file.fileno())
+                target.chmod(0o600)
+            staged.rename(folder)
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+    sync_folder(folder.parent)
+
+
+def _checked(path: Path, tar: tarfile.TarFile) -> list[tarfile.TarInfo]:
+    """Regular files under plain relative names, each once; a link, a device or a name that leads out is refused."""
+    found: dict[str, tarfile.TarInfo] = {}
+    for member in tar:
+        name = PurePosixPath(member.name)
+        plain = not name.is_absolute() and ".." not in name.parts and "\\" not in member.name
+        if not plain or not member.isfile() or member.name in found or "\0" in member.name:
+            raise _not_ours(path, f"it holds {member.name!r}, which is no plain file of a run")
+        found[member.name] = member
+        if len(found) > _MEMBER_LIMIT:
+            raise _not_ours(path, f"it holds more than {_MEMBER_LIMIT:,} files")
+    return list(found.values())
+
+
+def _add(tar: tarfile.TarFile, name: str, content: Any, size: int) -> None:
+    member = tarfile.TarInfo(name)
+    member.size, member.mode = size, 0o600
+    tar.addfile(member, content)
+
+
+def _opened(path: Path) -> tarfile.TarFile:
+    try:
+        return tarfile.open(path, mode="r:")
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise _not_ours(path, str(error)) from error
+
+
+def _not_ours(path: Path, why: str) -> UserError:
+    return UserError(
+        f"{path} is not a run to take along.", why=why, do="make one: crosstune move RUN --to BACKEND"
+    )

@@ -1,0 +1,64 @@
+"""`crosstune move`: take a run along to another machine or backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from crosstune.cli.words import Parser, print_json, size
+from crosstune.core.errors import EXIT_DONE
+
+EXAMPLES = """examples:
+  crosstune move runs/demo --to mlx
+  crosstune move runs/demo/checkpoints/step-00000200 --to cuda --out demo.crosstune.tar
+  crosstune train --resume demo.crosstune.tar --backend mlx          on the other machine
+
+The archive holds the newest valid checkpoint (weights, optimizer, schedule, data position), the logs and local data
+files; the base model is named and is fetched, or given with --model_name, on the other side. The loss of the next
+batches is measured here and again there, before training goes on."""
+
+
+def run(words: Sequence[str]) -> int:
+    parser = Parser("move", description="Write one file with which a run goes on elsewhere.", epilog=EXAMPLES)
+    parser.add_argument("target", type=Path, metavar="RUN|CHECKPOINT")
+    parser.add_argument(
+        "--to", required=True, metavar="BACKEND", help="where it goes: mlx, cuda, mps, cpu, ..."
+    )
+    parser.add_argument("--out", type=Path, help="the archive (default: beside the run)")
+    parser.add_argument(
+        "--machine", help="the machine it goes to: a profile or a file of `crosstune doctor --save`"
+    )
+    parser.add_argument("--without_data", action="store_true", help="leave local data files out")
+    parser.add_argument("--force", action="store_true", help="go on when the losses are too far apart")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    own = parser.parse_args(list(words))
+
+    from crosstune.cli.screen import Screen
+    from crosstune.moving import move
+
+    report = move(
+        own.target.expanduser(),
+        to=own.to,
+        observer=Screen(live=not own.json),
+        out=own.out.expanduser().absolute() if own.out else None,
+        machine=own.machine,
+        with_data=not own.without_data,
+        force=own.force,
+    )
+    if own.json:
+        print_json(report)
+    else:
+        _print(report)
+    return EXIT_DONE
+
+
+def _print(report: Mapping[str, Any]) -> None:
+    if report["compared"] is None:
+        print(
+            f"note     this machine has no {report['to']}: the loss is compared there, before training goes on"
+        )
+    print(f"written  {report['path']} ({size(report['bytes'])}, step {report['step']})")
+    if report["model"]:
+        print(f"base     {report['model']['name']}, not in the archive: have it there, or give --model_name")
+    print(f"go on    crosstune train --resume {Path(report['path']).name} --backend {report['to']}")

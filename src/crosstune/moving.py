@@ -1,0 +1,177 @@
+"""Take a run along: what it takes to go on elsewhere, measured here first, in one archive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from crosstune.checkpoint.archive import SUFFIX, write_archive
+from crosstune.checkpoint.folders import FOLDER
+from crosstune.checkpoint.read import Checkpoint, find_run
+from crosstune.config.plan import Plan
+from crosstune.config.schema import Config
+from crosstune.core.backend import backend_specs
+from crosstune.core.errors import UserError
+from crosstune.core.names import unknown_name
+from crosstune.core.protocols import Observer, Recipe
+from crosstune.loop import crossing
+from crosstune.machines import load_machine, probe_machine, profile_names
+from crosstune.models.locate import ModelFolder
+from crosstune.restore import check_model, pick_checkpoint, restored_config
+from crosstune.resume import check_same, compare, quantization_name
+from crosstune.run import find_model, identity_now, make_plan, open_recipe, open_session
+
+_LOGS = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl")
+DATA_LIMIT = 1_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """A run as one backend sees it."""
+
+    plan: Plan
+    model: ModelFolder
+    recipe: Recipe
+
+
+def move(
+    run: Path,
+    *,
+    to: str,
+    observer: Observer,
+    out: Path | None = None,
+    machine: str | None = None,
+    with_data: bool = True,
+    force: bool = False,
+) -> dict[str, Any]:
+    """Check a run, measure what the move changes as far as that can be seen here, and write the archive."""
+    if to not in backend_specs():
+        raise unknown_name("backend", to, backend_specs())
+    checkpoint = pick_checkpoint(run)
+    home = find_run(checkpoint.folder)
+    here = _open_side(checkpoint, _own_backend(checkpoint), observer)
+    _check_training(checkpoint, here)
+    measured = _measure(checkpoint, here)
+    observer.on_event("measured", measured.to_json())
+    there = _plan_there(checkpoint, to, machine)
+    for adjustment in there.adjustments:
+        observer.on_event("adjustment", adjustment.to_event())
+    compared = _compare_here(checkpoint, measured, to, observer)
+    if compared is not None:
+        crossing.check(compared, allowed=force)
+    data = _data_files(here.plan.config) if with_data else {}
+    note = {
+        "version": 1,
+        "run": home.name,
+        "step": checkpoint.step,
+        "to": to,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "model": checkpoint.manifest["identity"].get("model"),
+        "options": {option: f"data/{Path(next(iter(files))).parts[0]}" for option, files in data.items()},
+        "measured": measured.to_json(),
+        "compared": compared,
+    }
+    out = out or home.with_name(f"{home.name}-step{checkpoint.step}-{to}{SUFFIX}")
+    num_bytes = write_archive(out, _members(checkpoint, home, data), note)
+    return {
+        "path": str(out),
+        "bytes": num_bytes,
+        "step": checkpoint.step,
+        "to": to,
+        "measured": measured.to_json(),
+        "compared": compared,
+        "changes": [a.sentence() for a in there.adjustments if a.kind == "change"],
+        "model": note["model"],
+        "data": sorted(data),
+    }
+
+
+def _open_side(checkpoint: Checkpoint, backend: str, observer: Observer) -> Side:
+    plan = make_plan(restored_config(checkpoint, backend=backend))
+    model = find_model(plan.config, observer)
+    check_model(checkpoint, model)
+    plan = make_plan(plan.config, machine=plan.machine)
+    return Side(plan=plan, model=model, recipe=open_recipe(plan.config, model, observer))
+
+
+def _own_backend(checkpoint: Checkpoint) -> str:
+    """The backend it was trained on, where that is here; otherwise whatever is."""
+    own = str(checkpoint.manifest["backend"])
+    return own if own in probe_machine(backends=[own]).available() else "auto"
+
+
+def _check_training(checkpoint: Checkpoint, side: Side) -> None:
+    now = identity_now(side.plan, side.model, side.recipe)
+    differences = compare(checkpoint.manifest["identity"], now)
+    on_other_terms = (
+        {"quantization", "optimizer"} if side.plan.backend.name != checkpoint.manifest["backend"] else set()
+    )
+    check_same([d for d in differences if d.kind not in on_other_terms], side.plan.config)
+
+
+def _measure(checkpoint: Checkpoint, side: Side) -> crossing.Measured:
+    session = open_session(side.plan, side.model)
+    session.import_weights(checkpoint.load().weights)
+    return crossing.measure(
+        session,
+        side.recipe,
+        step=checkpoint.step,
+        backend=side.plan.backend.name,
+        precision=side.plan.precision,
+        quantization=quantization_name(side.plan),
+    )
+
+
+def _plan_there(checkpoint: Checkpoint, to: str, machine: str | None) -> Plan:
+    """What the run becomes on the other machine, or on the first one known that has the backend."""
+    config = restored_config(checkpoint, backend=to)
+    names = [machine] if machine is not None else profile_names()
+    fitting = [found for found in map(load_machine, names) if to in found.available()]
+    if not fitting:
+        if machine is None:
+            return make_plan(config)
+        raise UserError(f"{machine} has no {to}.", do="name another --machine, or another backend with --to")
+    return make_plan(config, machine=fitting[0], elsewhere=True)
+
+
+def _compare_here(
+    checkpoint: Checkpoint, measured: crossing.Measured, to: str, observer: Observer
+) -> dict[str, Any] | None:
+    """The same batches on the other backend, when this machine happens to have it."""
+    if to == measured.backend:
+        return None
+    if to not in probe_machine(backends=[to]).available():
+        return None
+    found = crossing.compare(measured, _measure(checkpoint, _open_side(checkpoint, to, observer)))
+    observer.on_event("compared", found)
+    return found
+
+
+def _members(checkpoint: Checkpoint, home: Path, data: Mapping[str, Mapping[str, Path]]) -> dict[str, Path]:
+    members = {name: home / name for name in _LOGS if (home / name).is_file()}
+    for path in sorted(checkpoint.folder.iterdir()):
+        members[f"{FOLDER}/{checkpoint.folder.name}/{path.name}"] = path
+    for files in data.values():
+        members |= {f"data/{name}": path for name, path in files.items()}
+    return members
+
+
+def _data_files(config: Config) -> dict[str, dict[str, Path]]:
+    """Option -> the local files behind it, by the name they get in the archive; hub and bundled data stay where they are."""
+    found: dict[str, dict[str, Path]] = {}
+    for option in ("dataset", "eval_dataset"):
+        path = Path(getattr(config, option) or "").expanduser()
+        if not getattr(config, option) or not path.exists():
+            continue
+        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+        total = sum(file.stat().st_size for file in files)
+        if total > DATA_LIMIT:
+            raise UserError(
+                f"The data in {path} is too large to take along ({total / 1e9:.1f} GB).",
+                do="pass --without_data, and name its place there with --dataset",
+            )
+        found[option] = {f"{option}-{file.relative_to(path.parent).as_posix()}": file for file in files}
+    return found
