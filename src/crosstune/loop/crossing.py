@@ -17,9 +17,11 @@ BOUND, BOUND_REQUANTIZED = 0.02, 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The loss of the batches that follow a step, without dropout."""
+    """The loss of a few batches as the weights of a step have it, without dropout."""
 
     step: int
+    first_step: int
+    """The step whose batches these begin with."""
     loss: float
     num_supervised: int
     backend: str
@@ -33,6 +35,7 @@ class Measured:
     def from_json(cls, data: Mapping[str, Any]) -> Measured:
         return cls(
             step=int(data["step"]),
+            first_step=int(data["first_step"]),
             loss=float(data["loss"]),
             num_supervised=int(data["num_supervised"]),
             backend=str(data["backend"]),
@@ -41,19 +44,29 @@ class Measured:
         )
 
 
-def fixed_batches(recipe: Recipe, step: int) -> list[Batch]:
-    """The first batches that a run meets after `step`, the same wherever it goes on; the first of all at its end."""
-    start = step if step < recipe.num_steps() else 0
-    windows = (recipe.window(at) for at in range(start, recipe.num_steps()))
+def fixed_batches(recipe: Recipe, first_step: int) -> list[Batch]:
+    """A few batches from a step on, the same wherever a run is."""
+    windows = (recipe.window(step) for step in range(first_step, recipe.num_steps()))
     return list(itertools.islice(itertools.chain.from_iterable(windows), NUM_BATCHES))
 
 
 def measure(
-    session: Session, recipe: Recipe, *, step: int, backend: str, precision: str, quantization: str | None
+    session: Session,
+    recipe: Recipe,
+    *,
+    step: int,
+    backend: str,
+    precision: str,
+    quantization: str | None,
+    first_step: int | None = None,
 ) -> Measured:
-    result = session.evaluate(fixed_batches(recipe, step))
+    """On the batches that come next, or from the start where a run is at its end; or on those of `first_step`."""
+    if first_step is None:
+        first_step = step if step < recipe.num_steps() else 0
+    result = session.evaluate(fixed_batches(recipe, first_step))
     return Measured(
         step=step,
+        first_step=first_step,
         loss=result.loss,
         num_supervised=result.num_supervised,
         backend=backend,
@@ -71,7 +84,7 @@ def compare(there: Measured, here: Measured) -> dict[str, Any]:
         "to": here.to_json(),
         "difference": difference,
         "bound": bound,
-        "within": difference <= bound,
+        "within": difference <= bound and there.num_supervised == here.num_supervised,
     }
 
 

@@ -1,0 +1,233 @@
+"""A run that moves between engines is the run that stays: the curve, the archive, what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crosstune.checkpoint.archive import read_note, unpack_archive
+from crosstune.checkpoint.eight_bit import plain_moments
+from crosstune.checkpoint.read import open_checkpoint
+from crosstune.cli.main import main
+from crosstune.config.load import make_config
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import Observers
+from crosstune.core.record import read_jsonl
+from crosstune.moving import move
+from crosstune.run import train
+
+pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
+
+
+@pytest.fixture
+def data(write_jsonl: Any) -> Path:
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{a} + {b}?"},
+                {"role": "assistant", "content": str(a + b)},
+            ]
+        }
+        for a in range(12)
+        for b in range(8)
+    ]
+    return write_jsonl(rows)
+
+
+def options(model: Path, data: Path, tmp_path: Path, **more: Any) -> dict[str, Any]:
+    common = {
+        "model_name": str(model),
+        "dataset": str(data),
+        "output_dir": str(tmp_path),
+        "precision": "fp32",
+    }
+    common |= {"batch_size": 2, "gradient_accumulation_steps": 2, "skip_eval": True, "lr": 1e-3}
+    return common | more
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in read_jsonl(folder / "metrics.jsonl")}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"train_type": "lora"},
+        {"train_type": "full", "lr": 1e-4},
+        {"train_type": "dora", "packing": True, "context_length": 96},
+    ],
+    ids=["lora", "full", "dora-packed"],
+)
+def test_there_and_back_again_is_the_straight_run(
+    method: dict[str, Any], tiny_model: Path, data: Path, tmp_path: Path
+) -> None:
+    asked = options(tiny_model, data, tmp_path, max_steps=24, save_steps=8, keep_last_n=5, **method)
+    straight = train(make_config(**asked, backend="cpu", name="straight")).folder
+    first = straight / "checkpoints" / "step-00000008"
+    on_mlx = train(make_config(**asked, backend="mlx", name="mlx", resume=str(first))).folder
+    second = on_mlx / "checkpoints" / "step-00000016"
+    back = train(make_config(**asked, backend="cpu", name="back", resume=str(second))).folder
+    expected, found = losses(straight), losses(back)
+    assert list(found) == list(range(1, 25))
+    for step, loss in expected.items():
+        assert found[step] == pytest.approx(loss, rel=1e-4), step
+    ended = open_checkpoint(back / "checkpoints" / "step-00000024")
+    wanted = open_checkpoint(straight / "checkpoints" / "step-00000024").load()
+    assert ended.manifest["resumed_from"]["backend"] == "mlx"
+    for slot in ("first_moment", "second_moment"):
+        for name, array in wanted.moments[slot].items():
+            np.testing.assert_allclose(ended.load().moments[slot][name], array, rtol=2e-2, atol=1e-5)
+
+
+def test_an_archive_goes_on_in_another_place(tiny_model: Path, data: Path, tmp_path: Path) -> None:
+    asked = options(tiny_model, data, tmp_path / "here", max_steps=6, save_steps=6, backend="cpu", name="run")
+    folder = train(make_config(**asked)).folder
+    report = move(folder, to="mlx", observer=Observers())
+    assert report["compared"]["difference"] < 1e-5
+    shutil.rmtree(tmp_path / "here" / "run")
+    data.unlink()  # it is in the archive
+    words = [
+        "--resume",
+        report["path"],
+        "--backend",
+        "mlx",
+        "--max_steps",
+        "9",
+        "--output_dir",
+        str(tmp_path / "there"),
+    ]
+    assert main(["train", *words]) == 0
+    there = tmp_path / "there" / "run"
+    assert sorted(losses(there)) == list(range(1, 10))
+    [event] = [row for row in read_jsonl(there / "events.jsonl") if row["kind"] == "moved"]
+    assert (event["from"]["backend"], event["to"]["backend"]) == ("cpu", "mlx")
+    assert event["difference"] < 1e-5
+    assert main(["train", *words]) == 0  # the same line again: it is finished, and unpacks nothing over it
+
+
+def test_a_quantized_base_changes_its_bits_and_8_bit_moments_become_plain(
+    tiny_model: Path, data: Path, tmp_path: Path
+) -> None:
+    asked = options(tiny_model, data, tmp_path, max_steps=4, save_steps=4, backend="cpu", name="run")
+    asked |= {"train_type": "qlora", "quantization_backend": "bnb", "optimizer": "adamw_8bit"}
+    folder = train(make_config(**asked)).folder
+    path = folder / "checkpoints" / "step-00000004"
+    with pytest.raises(UserError, match="from another training") as error:  # nothing measured what it changes
+        train(make_config(resume=str(path), name="moved", output_dir=str(tmp_path), backend="mlx"))
+    assert "quantization" in error.value.why
+    report = move(folder, to="mlx", observer=Observers(), out=tmp_path / "run.tar")
+    assert report["compared"]["from"]["quantization"] == "bnb-4bit"
+    assert report["compared"]["to"]["quantization"] == "mlx-4bit"
+    moved = make_config(
+        resume=str(tmp_path / "run.tar"), name="moved", output_dir=str(tmp_path), backend="mlx", max_steps=6
+    )
+    result = train(moved)
+    assert result.summary["status"] == "finished"
+    [event] = [row for row in read_jsonl(result.folder / "events.jsonl") if row["kind"] == "resumed"]
+    assert {words.partition(":")[0] for words in event["adapted"]} == {"quantization", "optimizer"}
+    end = open_checkpoint(result.folder / "checkpoints" / "step-00000006").load()
+    assert all(float(step) == 6 for step in end.moments["step"].values())
+
+
+def test_8_bit_moments_are_what_bitsandbytes_says_they_are() -> None:
+    import torch
+    from bitsandbytes.functional import dequantize_blockwise
+    from bitsandbytes.optim import AdamW8bit
+
+    weight = torch.nn.Parameter(torch.randn(100, 77, generator=torch.Generator().manual_seed(0)))
+    small = torch.nn.Parameter(torch.randn(3, 5))
+    optimizer = AdamW8bit([weight, small], lr=1e-3)
+    for _ in range(3):
+        weight.grad, small.grad = torch.randn_like(weight), torch.randn_like(small)
+        optimizer.step()
+    states = {"w": optimizer.state[weight], "s": optimizer.state[small]}
+    moments: dict[str, dict[str, Any]] = {}
+    for name, state in states.items():
+        for slot, value in state.items():
+            moments.setdefault(slot, {})[name] = np.asarray(value)
+    plain = plain_moments(moments, {"w": weight.detach().numpy(), "s": small.detach().numpy()})
+    state = states["w"]
+    expected = dequantize_blockwise(
+        state["state2"], absmax=state["absmax2"], code=state["qmap2"], blocksize=256
+    )
+    np.testing.assert_array_equal(plain["second_moment"]["w"], expected.numpy())
+    np.testing.assert_array_equal(plain["first_moment"]["s"], states["s"]["state1"].numpy())
+
+
+def test_a_move_that_changes_the_loss_too_much_stops(
+    tiny_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = options(tiny_model, data, tmp_path / "here", max_steps=2, save_steps=2, backend="cpu", name="run")
+    report = move(train(make_config(**asked)).folder, to="mlx", observer=Observers())
+    unpack_archive(Path(report["path"]), tmp_path / "there" / "run")
+    note = json.loads((tmp_path / "there" / "run" / "move.json").read_text())
+    note["measured"]["loss"] *= 1.1
+    (tmp_path / "there" / "run" / "move.json").write_text(json.dumps(note))
+    words = ["train", "--resume", str(tmp_path / "there" / "run"), "--backend", "mlx", "--max_steps", "4"]
+    assert main(words) == 2
+    assert "would not go on as it was" in capsys.readouterr().err
+    assert main([*words, "--allow_mismatch", "loss"]) == 0
+
+
+def test_another_base_and_an_unknown_backend_are_refused(
+    tiny_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from crosstune.models.tiny import tiny_model as make
+
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    asked = options(model, data, tmp_path, max_steps=2, save_steps=2, backend="cpu", name="run")
+    folder = train(make_config(**asked)).folder
+    assert main(["move", str(folder), "--to", "mxl"]) == 2
+    assert "mlx" in capsys.readouterr().err
+    shutil.rmtree(model)
+    make(model, seed=7)
+    assert main(["move", str(folder), "--to", "mlx"]) == 2
+    assert "is not the model that" in capsys.readouterr().err
+
+
+def plant(path: Path, name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> Path:
+    with tarfile.open(path, "w") as tar:
+        note = json.dumps({"run": "x", "step": 1, "to": "mlx"}).encode()
+        first = tarfile.TarInfo("move.json")
+        first.size = len(note)
+        tar.addfile(first, io.BytesIO(note))
+        member = tarfile.TarInfo(name)
+        member.type, member.linkname, member.size = kind, link, 4 if kind == tarfile.REGTYPE else 0
+        tar.addfile(member, io.BytesIO(b"evil"))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "link"),
+    [
+        ("../outside", tarfile.REGTYPE, ""),
+        ("/tmp/crosstune-outside", tarfile.REGTYPE, ""),
+        ("a/../../outside", tarfile.REGTYPE, ""),
+        ("link", tarfile.SYMTYPE, "/etc/passwd"),
+        ("hard", tarfile.LNKTYPE, "move.json"),
+        ("pipe", tarfile.FIFOTYPE, ""),
+        ("move.json", tarfile.REGTYPE, ""),
+        ("a\\..\\b", tarfile.REGTYPE, ""),
+    ],
+)
+def test_an_archive_writes_nothing_outside(name: str, kind: bytes, link: str, tmp_path: Path) -> None:
+    path = plant(tmp_path / "bad.tar", name, kind, link)
+    assert read_note(path)["run"] == "x"
+    with pytest.raises(UserError, match="not a run to take along"):
+        unpack_archive(path, tmp_path / "there" / "run")
+    assert not Path("/tmp/crosstune-outside").exists()
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["bad.tar", "there"]
+
+
+def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.tar").write_bytes(b"\x80\x04cos\nsystem\n" * 100)
+    for act in (read_note, lambda path: unpack_archive(path, tmp_path / "run")):
+        with pytest.raises(UserError, match="not a run to take along"):
+            act(tmp_path / "x.tar")
