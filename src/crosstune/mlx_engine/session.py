@@ -93,6 +93,7 @@ class MlxSession:
         self.masters.replace(self.optimizer.step(self.masters.arrays, self._clip(gradients, norm), lr=lr))
         mx.eval(self.masters.arrays, self.optimizer.slots, self.model.parameters())
         self.scale.grow()
+        del gradients
         if self.plan.config.low_memory:
             mx.clear_cache()
         return StepResult(
@@ -244,7 +245,11 @@ class MlxSession:
     def _add_adapters(self) -> None:
         config = self.plan.config
         self.adapters = add_adapters(
-            self.model, targets=config.lora_target_modules, settings=self.settings, seed=config.seed
+            self.model,
+            targets=config.lora_target_modules,
+            settings=self.settings,
+            seed=config.seed,
+            last_layers=self.limits.num_layers,
         )
         if config.base_adapter:
             masters = Masters(self.model)
