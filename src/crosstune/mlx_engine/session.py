@@ -60,14 +60,10 @@ class MlxSession:
             for layer in self.model.layers:
                 recompute_in_backward(layer)
         self.masters = Masters(self.model if trained else None)
-        self.gradients = Gradients(
-            self.model, self.loss, list(self.adapters.values()), compiled=self.limits.compiled
-        )
+        compiled = self.limits.compiled
+        self.gradients = Gradients(self.model, self.loss, list(self.adapters.values()), compiled=compiled)
         self.optimizer = Optimizer(
-            config.optimizer,
-            weight_decay=config.wd,
-            b_ratio=config.loraplus_lr_ratio,
-            compiled=self.limits.compiled,
+            config.optimizer, weight_decay=config.wd, b_ratio=config.loraplus_lr_ratio, compiled=compiled
         )
         self.scale = LossScale(enabled=self.precision.scaled)
         self._key_before = self.key
