@@ -233,6 +233,8 @@ def test_adapters_go_there_and_back(
     assert "the same bits" in capsys.readouterr().out
     name = "adapter_model.safetensors"
     assert (tmp_path / "peft" / name).read_bytes() == (adapter / name).read_bytes()
+    assert main(["generate", str(adapter / "mlx"), "--prompt", "hello"]) == 2
+    assert "--to peft" in capsys.readouterr().err
     assert main(["convert", str(adapter), "--to", "peft", "--out", str(tmp_path / "no")]) == 2
     assert main(["convert", str(tiny_model), "--to", "peft", "--out", str(tmp_path / "no")]) == 2
 
