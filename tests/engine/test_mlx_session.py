@@ -190,7 +190,11 @@ def test_a_step_meets_few_shapes_and_pays_nothing_for_it(tiny_model: Path, windo
 
 
 @pytest.mark.slow
-def test_a_compiled_step_is_the_same_step(tiny_model: Path, tmp_path: Path, window: list[Any]) -> None:
+def test_a_compiled_step_is_the_same_step(
+    tiny_model: Path, tmp_path: Path, window: list[Any], request: pytest.FixtureRequest
+) -> None:
+    if "slow" not in request.config.option.markexpr:
+        pytest.skip("on a CPU MLX calls a C++ compiler for a minute; run `pytest -m slow`")
     path = tmp_path / "mlx.json"
     path.write_text(json.dumps({"compile": True, "num_layers": 1}))
     plain = tmp_path / "plain.json"
