@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from crosstune.config.load import load_config, make_config
 from crosstune.core.protocols import Observer, Session
 from crosstune.data.chat import Message, encode_prompt
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.machines import probe_machine
+from crosstune.models.quantized_folder import read_quantization
 from crosstune.run import find_model, make_plan, open_session
-from crosstune.trained import find_trained
+from crosstune.trained import Trained, find_trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +68,8 @@ def open_talker(target: str, *, observer: Observer, backend: str = "auto", preci
     if backend == "auto":
         backend = load_config().backend  # which the environment may name
     trained = find_trained(target)
-    if backend == "auto" and (trained.quantization or {}).get("quantizer") == "mlx":
-        backend = _where_mlx_runs()
+    if backend == "auto" and _needs_mlx(trained):
+        backend = "mlx" if probe_machine(backends=["mlx"]).available() else "auto"
     options = trained.options()
     if precision != "auto" or backend != "auto":
         options["precision"] = precision  # the one it was trained in may not work on another backend
@@ -81,6 +83,9 @@ def open_talker(target: str, *, observer: Observer, backend: str = "auto", preci
     )
 
 
-def _where_mlx_runs() -> str:
-    """Only MLX has the very bits that an adapter was trained over; elsewhere a base in other bits must do."""
-    return "mlx" if probe_machine(backends=["mlx"]).available() else "auto"
+def _needs_mlx(trained: Trained) -> bool:
+    """Whether the weights are in MLX's bits, or were when an adapter was trained over them."""
+    folder = Path(trained.base).expanduser()
+    held = read_quantization(folder) if (folder / "config.json").is_file() else None
+    specs = (trained.quantization or {}, held.spec if held is not None else {})
+    return any(spec.get("quantizer") == "mlx" for spec in specs)

@@ -94,6 +94,11 @@ def _result_of_run(folder: Path) -> Path:
 
 
 def _check_kind(folder: Path, settings: Mapping[str, Any]) -> None:
+    if "fine_tune_type" in settings:
+        raise UserError(
+            f"{folder} holds an adapter in the form of mlx-lm.",
+            do=f"turn it first: crosstune convert {folder} --to peft",
+        )
     unread = [name for name in _UNREAD if settings.get(name)]
     if settings.get("peft_type") != "LORA" or settings.get("bias", "none") != "none" or unread:
         words = ", ".join(unread) or f"{settings.get('peft_type')}, bias {settings.get('bias')}"

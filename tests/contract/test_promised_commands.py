@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,8 +94,15 @@ REFUSED = [
 
 @pytest.mark.parametrize(("machine", "flags", "expected"), ACCEPTED)
 def test_a_promised_command_is_planned_as_promised(
-    machine: str, flags: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    machine: str,
+    flags: str,
+    expected: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text('{"lora_parameters": {"rank": 8, "scale": 20.0, "dropout": 0.0}}')
     assert main(["plan", "--machine", machine, "--json", *flags.split()]) == 0
     plan = json.loads(capsys.readouterr().out)
     changes = expected.pop("changes", None)

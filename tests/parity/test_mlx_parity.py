@@ -115,16 +115,24 @@ def largest_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     return max(float(np.abs(ours[n] - a).max() / max(1e-6, np.abs(a).max())) for n, a in theirs.items())
 
 
-@pytest.mark.parametrize("train_type", ["lora", "full", "dora"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "train_type"),
+    [
+        *((kind, "lora") for kind in KINDS),
+        *((kind, "full") for kind in ("llama", "qwen2", "qwen3", "mistral", "gemma")),
+        *((kind, "dora") for kind in ("llama", "gemma3")),
+    ],
+)
 def test_twenty_steps_have_the_losses_of_torch(folders: Any, kind: str, train_type: str) -> None:
     torch_session, mlx_session = pair(folders(kind), train_type=train_type)
     assert mlx_session.num_parameters() == torch_session.num_parameters()
     assert worst_loss(mlx_session, torch_session) < 1e-5
 
 
-@pytest.mark.parametrize("train_type", ["lora", "dora", "full"])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize(
+    ("kind", "train_type"),
+    [("llama", "lora"), ("llama", "dora"), ("llama", "full"), ("qwen2", "lora"), ("gemma2", "lora")],
+)
 def test_gradients_are_those_of_torch(folders: Any, kind: str, train_type: str) -> None:
     """Adam's first moment after its first step is a tenth of the gradient. Not from the start, where B is zero."""
     torch_session, mlx_session = pair(folders(kind), train_type=train_type, apply_gradient_clipping=False)
@@ -142,11 +150,15 @@ def test_gradients_are_those_of_torch(folders: Any, kind: str, train_type: str) 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "adadelta", "adafactor"])
 def test_optimizers_make_the_updates_of_torch(folders: Any, optimizer: str) -> None:
-    options = {"optimizer": optimizer, "wd": 0.1, "train_type": "full", "loraplus_lr_ratio": 2.0}
+    """Measured against how far the weights have moved: they hardly do, and would agree without that."""
+    options = {"optimizer": optimizer, "wd": 0.1, "train_type": "full"}
     torch_session, mlx_session = pair(folders("llama"), **options)
-    assert worst_loss(mlx_session, torch_session, num_steps=8, lr=1e-2) < 1e-4
+    start = torch_session.export_state().weights
+    assert worst_loss(mlx_session, torch_session, num_steps=8) < 1e-5
     torch_state, mlx_state = torch_session.export_state(), mlx_session.export_state()
-    assert largest_difference(dict(mlx_state.weights), dict(torch_state.weights)) < 1e-2
+    for name, weight in torch_state.weights.items():
+        moved = np.linalg.norm(weight - start[name])
+        assert np.linalg.norm(mlx_state.weights[name] - weight) < 1e-3 * moved, name
     assert mlx_state.moments.keys() == torch_state.moments.keys()
     for slot, arrays in torch_state.moments.items():
         assert {n: a.shape for n, a in arrays.items()} == {

@@ -25,7 +25,11 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
     assert load(file=file, FSDP_BACKEND="mlx").lr == 0.5
 
 
-def test_every_option_is_a_flag_with_dashes_or_underscores() -> None:
+def test_every_option_is_a_flag_with_dashes_or_underscores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("word").write_text("{}")  # for the option that names a file
     for option in option_list():
         value = (
             option.choices[0]

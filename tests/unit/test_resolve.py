@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -207,8 +208,11 @@ def test_slow_paths_are_warned_about() -> None:
     assert "slow" in adjustment(mps, "n_bits", "warning").reason
 
 
-def test_an_option_without_effect_is_told_and_not_swallowed() -> None:
-    plan = plan_on("h200", mlx_config="x.json", n_bits=8, with_stack=True, sharding_strategy="ddp")
+def test_an_option_without_effect_is_told_and_not_swallowed(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("{}")
+    plan = plan_on(
+        "h200", mlx_config=str(tmp_path / "x.json"), n_bits=8, with_stack=True, sharding_strategy="ddp"
+    )
     idle = {a.option for a in plan.adjustments if a.kind == "warning"}
     assert {"mlx_config", "n_bits", "with_stack", "sharding_strategy"} <= idle
 

@@ -78,10 +78,16 @@ class DoraLinear(AdaptedLinear):
 
 
 def add_adapters(
-    model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int
+    model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int, last_layers: int | None = None
 ) -> dict[str, AdaptedLinear]:
-    """Freeze the model and put an adapter on each chosen linear layer. Returns them by canonical name."""
+    """Freeze the model and put an adapter on each chosen linear layer. Returns them by canonical name.
+
+    `last_layers` leaves out what is not in so many of the last layers; None and -1 are all of them.
+    """
     linears = linear_layers(model)
+    if last_layers is not None and last_layers >= 0:
+        inside = {id(m) for layer in model.layers[len(model.layers) - last_layers :] for m in layer.modules()}
+        linears = {name: layer for name, layer in linears.items() if id(layer) in inside}
     kind = DoraLinear if settings.magnitudes else AdaptedLinear
     adapters = {
         name: kind(linears[name], name=name, settings=settings, seed=seed)

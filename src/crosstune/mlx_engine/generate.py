@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -33,25 +34,20 @@ def generate(
     Greedy when the temperature is 0. Sampling draws from `seed` and leaves the training's random state alone.
     `on_token` hears each new token of a single prompt as it comes.
     """
+    answer = partial(
+        _answer,
+        model,
+        max_new_tokens=max_new_tokens,
+        stop_ids=stop_ids,
+        temperature=temperature,
+        seed=seed,
+        on_token=on_token,
+    )
     padding = _padding(prompts)
     caches = _batch_caches(model, padding)
     if caches is None or (any(padding) and not takes_padding(model)):
-        answers = [
-            _answer(
-                model,
-                [prompt],
-                [0],
-                make_prompt_cache(model),
-                max_new_tokens,
-                stop_ids,
-                temperature,
-                seed,
-                on_token,
-            )
-            for prompt in prompts
-        ]
-        return [answer for [answer] in answers]
-    return _answer(model, prompts, padding, caches, max_new_tokens, stop_ids, temperature, seed, on_token)
+        return [answer([prompt], [0], make_prompt_cache(model))[0] for prompt in prompts]
+    return answer(prompts, padding, caches)
 
 
 def _answer(
@@ -59,6 +55,7 @@ def _answer(
     prompts: Sequence[Sequence[int]],
     padding: Sequence[int],
     caches: list[Any],
+    *,
     max_new_tokens: int,
     stop_ids: Sequence[int],
     temperature: float,
@@ -72,13 +69,9 @@ def _answer(
     key = mx.random.key(seed)
     for _ in range(max_new_tokens):
         logits = model(ids, cache=caches)[:, -1].astype(mx.float32)
-        if temperature > 0:
-            key, drawn = mx.random.split(key)
-            tokens = mx.random.categorical(logits / temperature, key=drawn)
-        else:
-            tokens = mx.argmax(logits, axis=-1)
-        drawn_tokens: list[Any] = np.array(tokens).tolist()
-        for row, token in enumerate(drawn_tokens):
+        key, drawn = mx.random.split(key)
+        tokens = _choose(logits, temperature, drawn)
+        for row, token in enumerate(np.array(tokens).tolist()):
             if on_token is not None:
                 on_token(token)
             if token in stop_ids:
@@ -89,6 +82,12 @@ def _answer(
             break
         ids = tokens[:, None]
     return answers
+
+
+def _choose(logits: mx.array, temperature: float, key: mx.array) -> mx.array:
+    if temperature > 0:
+        return mx.random.categorical(logits / temperature, key=key)
+    return mx.argmax(logits, axis=-1)
 
 
 def _padding(prompts: Sequence[Sequence[int]]) -> list[int]:

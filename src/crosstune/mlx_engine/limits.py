@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from crosstune.config.mlx_settings import MlxSettings, read_mlx_settings
 from crosstune.config.schema import Config
+from crosstune.core.errors import UserError
 from crosstune.core.protocols import Memory
 
 GIB = 1024**3
@@ -18,6 +19,8 @@ SHAPE_MULTIPLE = 32
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     compiled: bool
+    num_layers: int | None = None
+    """How many of the last layers get adapters; None for all."""
 
     @property
     def multiple(self) -> int:
@@ -30,7 +33,8 @@ def set_limits(config: Config) -> Limits:
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     _apply(settings)
     mx.reset_peak_memory()
-    return Limits(compiled=on_gpu if settings.compile is None else settings.compile)
+    compiled = on_gpu if settings.compile is None else settings.compile
+    return Limits(compiled=compiled, num_layers=settings.num_layers)
 
 
 def read_memory() -> Memory:
@@ -43,4 +47,9 @@ def _apply(settings: MlxSettings) -> None:
     if settings.cache_limit_gb is not None:
         mx.set_cache_limit(int(settings.cache_limit_gb * GIB))
     if settings.wired_limit_gb is not None and mx.metal.is_available():
-        mx.set_wired_limit(int(settings.wired_limit_gb * GIB))
+        try:
+            mx.set_wired_limit(int(settings.wired_limit_gb * GIB))
+        except ValueError as error:
+            raise UserError(
+                f"wired_limit_gb cannot be {settings.wired_limit_gb:g}.", why=str(error), do="ask for less"
+            ) from error

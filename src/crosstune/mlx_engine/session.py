@@ -61,14 +61,10 @@ class MlxSession:
             for layer in self.model.layers:
                 recompute_in_backward(layer)
         self.masters = Masters(self.model if trained else None)
-        self.gradients = Gradients(
-            self.model, self.loss, list(self.adapters.values()), compiled=self.limits.compiled
-        )
+        compiled = self.limits.compiled
+        self.gradients = Gradients(self.model, self.loss, list(self.adapters.values()), compiled=compiled)
         self.optimizer = Optimizer(
-            config.optimizer,
-            weight_decay=config.wd,
-            b_ratio=config.loraplus_lr_ratio,
-            compiled=self.limits.compiled,
+            config.optimizer, weight_decay=config.wd, b_ratio=config.loraplus_lr_ratio, compiled=compiled
         )
         self.scale = LossScale(enabled=self.precision.scaled)
         if trained:
@@ -94,6 +90,7 @@ class MlxSession:
         self.masters.replace(self.optimizer.step(self.masters.arrays, self._clip(gradients, norm), lr=lr))
         mx.eval(self.masters.arrays, self.optimizer.slots, self.model.parameters())
         self.scale.grow()
+        del gradients
         if self.plan.config.low_memory:
             mx.clear_cache()
         return StepResult(
@@ -249,7 +246,11 @@ class MlxSession:
     def _add_adapters(self) -> None:
         config = self.plan.config
         self.adapters = add_adapters(
-            self.model, targets=config.lora_target_modules, settings=self.settings, seed=config.seed
+            self.model,
+            targets=config.lora_target_modules,
+            settings=self.settings,
+            seed=config.seed,
+            last_layers=self.limits.num_layers,
         )
         if config.base_adapter:
             masters = Masters(self.model)

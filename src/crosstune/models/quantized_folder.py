@@ -34,13 +34,14 @@ class FolderQuantization:
 
 def quantization_options(spec: Mapping[str, Any]) -> dict[str, Any]:
     """A recorded quantization as the options that ask for it."""
-    return {
+    options = {
         "quantization_backend": spec["quantizer"],
         "n_bits": spec["bits"],
         "group_size": spec["group_size"],
-        "quant_type": spec["kind"],
-        "double_quant": spec["double"],
     }
+    if spec["quantizer"] == "mlx":  # which has one kind alone
+        return options
+    return options | {"quant_type": spec["kind"], "double_quant": spec["double"]}
 
 
 def read_quantization(folder: Path) -> FolderQuantization | None:

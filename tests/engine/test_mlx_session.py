@@ -1,0 +1,286 @@
+"""What is the MLX engine's own: folders it reads and refuses, bits, limits, the compiled step, and life without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
+import mlx.core as mx
+
+import crosstune
+from crosstune.cli.main import main
+from crosstune.config.load import make_config
+from crosstune.core.errors import NonFiniteError, UserError
+from crosstune.data.batches import split_rows
+from crosstune.data.chat import encode_conversation
+from crosstune.data.tokenizer import Tokenizer
+from crosstune.mlx_engine.quantized import dense_weight
+from crosstune.mlx_engine.session import MlxSession
+from crosstune.models.tiny import tiny_model as make_tiny
+from crosstune.run import make_plan
+
+WITHOUT_TORCH = """
+import sys
+HIDDEN = {"torch", "torchgen", "torchao", "peft", "accelerate", "bitsandbytes", "hqq", "optimum"}
+class Without:
+    def __init__(self, finder): self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in HIDDEN else self.finder.find_spec(name, path, target)
+    def __getattr__(self, name): return getattr(self.finder, name)
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+from crosstune.cli.main import main
+code = main(sys.argv[1:])
+assert not HIDDEN & set(sys.modules)
+sys.exit(code)
+"""
+
+
+def open_session(model: Path, *, trained: bool = True, **options: Any) -> MlxSession:
+    asked = {"backend": "mlx", "precision": "fp32", "model_name": str(model)} | options
+    return MlxSession(make_plan(make_config(**asked)), model_folder=model, trained=trained)
+
+
+@pytest.fixture(scope="module")
+def window(tiny_model: Path) -> list[Any]:
+    tokenizer = Tokenizer.from_folder(tiny_model)
+    turns = [
+        [
+            {"role": "user", "content": f"Count to {n}."},
+            {"role": "assistant", "content": "1 2 3 4 5 "[: 2 * n]},
+        ]
+        for n in range(1, 5)
+    ]
+    examples = [encode_conversation(turn, tokenizer, index=n, whole=False) for n, turn in enumerate(turns)]
+    return list(split_rows(examples, batch_size=2, pad_id=0))
+
+
+@pytest.fixture(scope="module")
+def four_bits(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("mlx") / "four"
+    assert (
+        main(["convert", str(tiny_model), "--to", "mlx", "--n_bits", "4", "--out", str(out), "--json"]) == 0
+    )
+    return out
+
+
+def with_config(source: Path, target: Path, **changes: Any) -> Path:
+    shutil.copytree(source, target)
+    path = target / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return target
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_every_width_trains_over_what_it_stores(tiny_model: Path, window: list[Any], bits: int) -> None:
+    session = open_session(tiny_model, train_type="qlora", n_bits=bits, group_size=32)
+    name, adapter = next(iter(session.adapters.items()))
+    assert adapter.base.bits == bits
+    dense = open_session(tiny_model).adapters[name].base.weight
+    error = mx.linalg.norm(dense_weight(adapter.base, mx.float32) - dense) / mx.linalg.norm(dense)
+    assert 0 < float(error) < {2: 0.8, 3: 0.4, 4: 0.2, 5: 0.1, 6: 0.05, 8: 0.02}[bits]
+    losses = [session.step(window, lr=1e-2).loss for _ in range(4)]
+    assert losses[-1] < losses[0]
+
+
+def test_dora_trains_over_bits(tiny_model: Path, window: list[Any]) -> None:
+    session = open_session(tiny_model, train_type="bnb_dora", quantization_backend="auto")
+    losses = [session.step(window, lr=1e-2).loss for _ in range(4)]
+    assert losses[-1] < losses[0]
+
+
+def test_a_folder_of_mlx_is_trained_as_it_is(four_bits: Path, window: list[Any], tmp_path: Path) -> None:
+    session = open_session(four_bits, train_type="qlora")
+    assert (session.plan.quantizer, session.plan.n_bits) == ("mlx", 4)
+    session.step(window, lr=1e-3)
+    record = json.loads((session.save_result(tmp_path) / "crosstune.json").read_text())
+    assert record["quantization"]["quantizer"] == "mlx"
+    assert open_session(four_bits, trained=False, train_type="full").evaluate(window).loss > 0
+    with pytest.raises(UserError, match="otherwise than asked"):
+        open_session(four_bits, train_type="lora")
+    with pytest.raises(UserError, match="cannot train"):
+        open_session(four_bits, train_type="full")
+    with pytest.raises(UserError, match="8 bits"):
+        open_session(four_bits, train_type="qlora", n_bits=8)
+
+
+def test_torch_refuses_a_folder_of_mlx_and_says_where_it_runs(
+    four_bits: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["train", "--backend", "cpu", "--model_name", str(four_bits), "--output_dir", str(tmp_path)]
+    for train_type in ("lora", "qlora", "full"):
+        assert main([*words, "--train_type", train_type, "--name", train_type, "--max_steps", "1"]) == 2
+        error = capsys.readouterr().err
+        assert "quantized by MLX" in error
+        assert "--backend mlx" in error
+
+
+def test_folders_that_cannot_be_read_are_named(tiny_model: Path, tmp_path: Path) -> None:
+    strange = with_config(tiny_model, tmp_path / "strange", model_type="unheard_of")
+    with pytest.raises(UserError, match="unheard_of") as caught:
+        open_session(strange)
+    assert "torch backend" in caught.value.do
+    with pytest.raises(UserError, match="code of its own"):
+        open_session(with_config(tiny_model, tmp_path / "code", model_file="model.py"))
+    with pytest.raises(UserError, match="code of its own"):
+        open_session(with_config(tiny_model, tmp_path / "map", auto_map={"AutoModel": "m.M"}))
+    foreign = with_config(tiny_model, tmp_path / "eetq", quantization_config={"quant_method": "eetq"})
+    with pytest.raises(UserError, match="quantized by eetq"):
+        open_session(foreign)
+    with pytest.raises(UserError, match="mlx-lm cannot load"):
+        open_session(with_config(tiny_model, tmp_path / "wide", hidden_size=128, head_dim=16))
+
+
+def test_a_folder_of_another_quantizer_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("hqq", reason="the hqq extra is not installed")
+    out = tmp_path / "hqq"
+    assert main(["convert", str(tiny_model), "--to", "hqq", "--out", str(out), "--json"]) == 0
+    with pytest.raises(UserError, match="quantized by hqq, which MLX cannot read"):
+        open_session(out)
+
+
+def test_groups_must_divide_the_rows(tmp_path: Path) -> None:
+    model = make_tiny(tmp_path / "narrow", hidden=96, num_heads=6)
+    with pytest.raises(UserError, match="groups of 64"):
+        open_session(model, train_type="qlora", group_size=64)
+    open_session(model, train_type="qlora", group_size=32)
+
+
+def test_blame_names_the_layer_whose_output_went_bad(tiny_model: Path, window: list[Any]) -> None:
+    session = open_session(tiny_model)
+    layer = session.model.model.layers[1].mlp.down_proj
+    layer.base.weight = mx.full(layer.base.weight.shape, mx.inf)
+    with pytest.raises(NonFiniteError):
+        session.step(window, lr=1e-3)
+    assert "model.layers.1.mlp.down_proj" in session.blame(window)
+
+
+def test_limits_are_set_and_memory_is_counted(tiny_model: Path, tmp_path: Path, window: list[Any]) -> None:
+    path = tmp_path / "mlx.json"
+    path.write_text(json.dumps({"memory_limit_gb": 3, "cache_limit_gb": 0.25, "num_layers": 1}))
+    before = mx.set_memory_limit(2**33), mx.set_cache_limit(2**31)
+    session = open_session(tiny_model, mlx_config=str(path), low_memory=True)
+    assert mx.set_memory_limit(before[0]) == 3 * 2**30
+    assert mx.set_cache_limit(before[1]) == 2**28
+    assert all(".layers.1." in name for name in session.adapters)
+    assert len(session.adapters) == 7
+    session.step(window, lr=1e-3)
+    assert mx.get_cache_memory() == 0
+    assert session.memory().peak_bytes >= session.memory().used_bytes > 0
+
+
+def test_a_step_meets_few_shapes_and_pays_nothing_for_it(tiny_model: Path, window: list[Any]) -> None:
+    """What a compiled step is given is longer than the batch, and its loss is the same."""
+    from crosstune.mlx_engine.losses import make_feed
+
+    session = open_session(tiny_model)
+    for batch in window:
+        exact, rounded = make_feed(batch), make_feed(batch, multiple=32)
+        assert rounded.input_ids.shape[1] % 32 == 0 and rounded.places.shape[0] % 32 == 0
+        assert rounded.places.shape != exact.places.shape
+        assert float(session.loss(rounded)) == pytest.approx(float(session.loss(exact)), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_the_same_step(
+    tiny_model: Path, tmp_path: Path, window: list[Any], request: pytest.FixtureRequest
+) -> None:
+    if "slow" not in request.config.option.markexpr:
+        pytest.skip("on a CPU MLX calls a C++ compiler for a minute; run `pytest -m slow`")
+    path = tmp_path / "mlx.json"
+    path.write_text(json.dumps({"compile": True, "num_layers": 1}))
+    plain = tmp_path / "plain.json"
+    plain.write_text(json.dumps({"num_layers": 1}))
+    options = {"lora_target_modules": "q_proj,up_proj", "lora_dropout": 0.2}
+    compiled = open_session(tiny_model, mlx_config=str(path), **options)
+    assert compiled.limits.compiled
+    ordinary = open_session(tiny_model, mlx_config=str(plain), **options)
+    for _ in range(3):
+        expected = ordinary.step(window, lr=1e-2)
+        assert compiled.step(window, lr=1e-2).loss == pytest.approx(expected.loss, rel=1e-5)
+
+
+def test_mlx_folders_go_there_and_back(
+    four_bits: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    plain = tmp_path / "plain"
+    assert main(["convert", str(four_bits), "--to", "hf", "--out", str(plain), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["checked_by"] == "transformers"
+    assert report["agreement"]["relative"] < 1e-3
+    dense = (
+        AutoModelForCausalLM.from_pretrained(plain).state_dict()["model.layers.0.mlp.up_proj.weight"].numpy()
+    )
+    held = open_session(four_bits, trained=False, train_type="full").model.model.layers[0].mlp.up_proj
+    np.testing.assert_array_equal(dense, np.array(dense_weight(held, mx.float32)))
+    assert main(["convert", str(four_bits), "--to", "hqq", "--out", str(tmp_path / "no")]) == 2
+    assert "--to hf" in capsys.readouterr().err
+
+
+def test_adapters_go_there_and_back(
+    tiny_model: Path, window: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = open_session(tiny_model, train_type="dora", lora_rank=5)
+    session.step(window, lr=1e-2)
+    adapter = session.save_result(tmp_path)
+    assert main(["convert", str(adapter / "mlx"), "--to", "peft", "--out", str(tmp_path / "peft")]) == 0
+    assert "the same bits" in capsys.readouterr().out
+    name = "adapter_model.safetensors"
+    assert (tmp_path / "peft" / name).read_bytes() == (adapter / name).read_bytes()
+    assert main(["generate", str(adapter / "mlx"), "--prompt", "hello"]) == 2
+    assert "--to peft" in capsys.readouterr().err
+    assert main(["convert", str(adapter), "--to", "peft", "--out", str(tmp_path / "no")]) == 2
+    assert main(["convert", str(tiny_model), "--to", "peft", "--out", str(tmp_path / "no")]) == 2
+
+
+def run_without_torch(*words: str) -> subprocess.CompletedProcess[str]:
+    source = str(Path(crosstune.__file__).parents[1])
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_a_run_needs_no_torch(tiny_model: Path, tmp_path: Path) -> None:
+    words = ["train", "--model_name", str(tiny_model), "--output_dir", str(tmp_path), "--name", "alone"]
+    words += ["--max_steps", "2", "--dataset_samples", "8", "--eval_samples", "2", "--max_new_tokens", "4"]
+    trained = run_without_torch(*words)
+    assert trained.returncode == 0, trained.stderr
+    folder = tmp_path / "alone"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["engine"], summary["steps"]) == ("finished", "mlx", 2)
+    (folder / "report.html").unlink()
+    assert run_without_torch("report", str(folder)).returncode == 0
+    assert "</html>" in (folder / "report.html").read_text()
+    assert (folder / "adapter" / "adapter_model.safetensors").is_file()
+    planned = run_without_torch("plan", "--model_name", str(tiny_model), "--train_type", "qlora", "--json")
+    assert json.loads(planned.stdout)["quantizer"] == "mlx"
+    merged = run_without_torch("merge", str(folder))
+    assert merged.returncode == 2
+    assert "crosstune[torch]" in merged.stderr
+
+
+def test_the_doctor_needs_no_torch_and_answers_without_it(tiny_model: Path, tmp_path: Path) -> None:
+    seen = run_without_torch("doctor", "--no_train", "--json")
+    assert seen.returncode == 0, seen.stderr
+    backends = json.loads(seen.stdout)["backends"]
+    assert backends["mlx"]["available"]
+    assert not backends["cpu"]["available"]
+    out = tmp_path / "bits"
+    converted = run_without_torch("convert", str(tiny_model), "--to", "mlx", "--out", str(out), "--json")
+    assert converted.returncode == 0, converted.stderr
+    assert json.loads(converted.stdout)["checked_by"] == "mlx-lm"
