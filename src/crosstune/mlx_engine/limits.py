@@ -12,8 +12,6 @@ from crosstune.core.errors import UserError
 from crosstune.core.protocols import Memory
 
 GIB = 1024**3
-SHAPE_MULTIPLE = 32
-"""Compiled code is made for one shape: lengths are rounded up to this many tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +19,6 @@ class Limits:
     compiled: bool
     num_layers: int | None = None
     """How many of the last layers get adapters; None for all."""
-
-    @property
-    def multiple(self) -> int:
-        return SHAPE_MULTIPLE if self.compiled else 1
 
 
 def set_limits(config: Config) -> Limits:

@@ -15,6 +15,7 @@ from crosstune.core.protocols import IGNORED, Batch
 from crosstune.mlx_engine.calls import wrap_call
 from crosstune.mlx_engine.documents import document_caches
 
+SMALLEST_MULTIPLE = 32
 _TRIAL = (AttributeError, TypeError, ValueError, IndexError, KeyError)
 """What a model raises that was not written for a cache of our own."""
 _ROUNDING = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 1e-1}
@@ -47,14 +48,14 @@ class Feed:
         )
 
 
-def make_feed(batch: Batch, *, multiple: int = 1) -> Feed:
-    """`multiple` rounds lengths up, so that a compiled step meets few shapes. What is added carries no loss, and
-    lies behind everything that does."""
+def make_feed(batch: Batch, *, few_shapes: bool = False) -> Feed:
+    """`few_shapes` rounds sizes up, as a compiled step is made anew for each. What is added carries no loss, and lies
+    behind everything that does."""
     length = batch.input_ids.shape[1]
-    width = _round_up(length, multiple)
+    width = _round_up(length) if few_shapes else length
     pad = ((0, 0), (0, width - length))
     row, column = (batch.targets != IGNORED).nonzero()
-    num_places = max(1, _round_up(len(row), multiple))
+    num_places = max(1, _round_up(len(row)) if few_shapes else len(row))
     places = np.zeros(num_places, dtype=np.int32)
     targets = np.zeros(num_places, dtype=np.int32)
     places[: len(row)] = row * width + column
@@ -160,5 +161,7 @@ def _find_body(model: Any) -> nn.Module | None:
     return body if same else None
 
 
-def _round_up(number: int, multiple: int) -> int:
+def _round_up(number: int) -> int:
+    """To the next of eight sizes between two powers of two: an eighth is added at most."""
+    multiple = max(SMALLEST_MULTIPLE, 1 << max(0, (number - 1).bit_length() - 4))
     return -(-number // multiple) * multiple

@@ -209,7 +209,7 @@ class MlxSession:
         for batch in window:
             loss, found = self.gradients(
                 self.masters.published,
-                make_feed(batch, multiple=self.limits.multiple),
+                make_feed(batch, few_shapes=self.limits.compiled),
                 self._next_key(),
                 scale=self.scale.factor / weight,
             )
