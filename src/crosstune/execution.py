@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,8 @@ from crosstune.loop.progress import Progress
 from crosstune.loop.saving import Checkpoints, SavePolicy
 from crosstune.loop.stop import StopRequested, StopSignal
 from crosstune.loop.train import Deadline, Training
+
+_RESULT_STAGING = ".result."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +147,8 @@ class Execution:
     def _open_checkpoints(self) -> Checkpoints:
         config, root = self.plan.config, self.record.folder / CHECKPOINTS
         clear_leftovers(root)
+        for path in self.record.folder.glob(f"{_RESULT_STAGING}*"):  # of a process that was killed
+            shutil.rmtree(path, ignore_errors=True)
         if self.start is not None and resume.continues_in_place(self.record.folder, self.start.checkpoint):
             for path in resume.settle_folder(self.record.folder, self.start.checkpoint):
                 self.observer.on_event("set_aside", {"path": str(path), "step": self.start.step})
@@ -200,7 +205,7 @@ class Execution:
         """Write the result beside its place and rename it there, so that an older one is replaced in one step."""
         folder = self.record.folder
         try:
-            with tempfile.TemporaryDirectory(prefix=".result.", dir=folder) as staging:
+            with tempfile.TemporaryDirectory(prefix=_RESULT_STAGING, dir=folder) as staging:
                 written = session.save_result(Path(staging))
                 target = folder / written.name
                 if target.exists():

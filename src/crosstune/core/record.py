@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 LOCK = ".lock"
 RUN_FILES = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "summary.json")
+_STAGED = re.compile(rf"\.({'|'.join(map(re.escape, RUN_FILES))})\.\d+")
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -31,6 +33,13 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     staged.replace(path)
+
+
+def _clear_staged(folder: Path) -> None:
+    """Remove what `write_text` of a killed process left; only for whoever holds the run."""
+    for path in folder.iterdir():
+        if _STAGED.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def _end_line(path: Path) -> None:
@@ -158,6 +167,7 @@ class RunRecord:
         record = cls(folder)
         record._hold()
         try:
+            _clear_staged(folder)
             rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row["step"] <= step]
             lines = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
             write_text(folder / "metrics.jsonl", lines)
