@@ -65,6 +65,15 @@ def finite(value: Any) -> Any:
     return value
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `object_pairs_hook`: an object that says one thing twice could be read in two ways."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{max(names, key=names.count)!r} is said twice")
+    return found
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """An object of a record; empty when there is no such file."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
