@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 import time
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from crosstune import resume
 from crosstune.checkpoint.folders import FOLDER as CHECKPOINTS
@@ -21,7 +24,7 @@ from crosstune.config.plan import Plan
 from crosstune.config.schema import mismatches
 from crosstune.core.errors import NonFiniteError, UserError
 from crosstune.core.protocols import Observer, Recipe, Session
-from crosstune.core.record import RunRecord
+from crosstune.core.record import RecordFailed, RunRecord
 from crosstune.loop.progress import Progress
 from crosstune.loop.saving import Checkpoints, SavePolicy
 from crosstune.loop.stop import StopRequested, StopSignal
@@ -101,7 +104,8 @@ class Execution:
             self.progress.status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
             extra["error"] = f"{type(error).__name__}: {error}"
             extra["checkpoint"] = self._newest()
-            record.on_event(self.progress.status, {"error": extra["error"], "step": self.progress.steps})
+            with contextlib.suppress(RecordFailed):  # which may be what ended it
+                record.on_event(self.progress.status, {"error": extra["error"], "step": self.progress.steps})
             raise
         finally:
             extra["seconds"] = time.perf_counter() - started
@@ -211,10 +215,11 @@ class Execution:
                 if target.exists():
                     target.rename(Path(staging) / "old")
                 written.rename(target)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
+            said = error.strerror if isinstance(error, OSError) else None
             raise SaveFailed(
                 f"The result could not be written to {folder}.",
-                why=f"the system said: {error.strerror or error}.",
+                why=f"the system said: {said or error}.",
                 do=_export_words(self._newest()),
             ) from error
         return target

@@ -138,6 +138,17 @@ def move_aside(folder: Path) -> Path:
     return target
 
 
+class RecordFailed(UserError):
+    """The record of a run cannot be written any more: a disk that is full, or gone."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(
+            f"The record of the run could not be written: {path}.",
+            why=f"the system said: {error.strerror or error}. The checkpoints are as they were.",
+            do="free space or mend the disk, then continue with --resume auto",
+        )
+
+
 class RunRecord:
     """Writes one run directory. Lines are flushed as they come, so a kill loses at most the line being written."""
 
@@ -214,15 +225,23 @@ class RunRecord:
         self._append(self._events, {"time": time.time(), "kind": kind, **data})
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        write_json(self.folder / "summary.json", summary)
-        for file in (self._metrics, self._events):
-            if file is not None:
-                file.close()
-        self._metrics = self._events = None
-        if self._lock is not None:
-            self._lock.release()
+        path = self.folder / "summary.json"
+        try:
+            write_json(path, summary)
+            for file in (self._metrics, self._events):
+                if file is not None:
+                    file.close()
+        except OSError as error:
+            raise RecordFailed(path, error) from error
+        finally:
+            self._metrics = self._events = None
+            if self._lock is not None:
+                self._lock.release()
 
     def _append(self, file: TextIO | None, data: Mapping[str, Any]) -> None:
         assert file is not None, "the record is closed"
-        file.write(json.dumps(finite(data), ensure_ascii=False, allow_nan=False) + "\n")
-        file.flush()
+        try:
+            file.write(json.dumps(finite(data), ensure_ascii=False, allow_nan=False) + "\n")
+            file.flush()
+        except OSError as error:
+            raise RecordFailed(Path(file.name), error) from error
