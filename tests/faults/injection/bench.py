@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from injection.children import Child
-
 from crosstune.checkpoint.folders import checkpoint_folders, leftovers
 from crosstune.checkpoint.manifest import WEIGHTS
 from crosstune.checkpoint.read import open_checkpoint
@@ -21,6 +19,7 @@ from crosstune.checkpoint.rotate import Keep, superfluous
 from crosstune.core.errors import UserError
 from crosstune.core.record import read_jsonl
 from crosstune.models.tiny import tiny_model
+from injection.children import Child
 
 NUM_STEPS = 4
 SAVE_STEPS = 2

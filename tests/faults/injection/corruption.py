@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from injection.kills import Trial
-
 from crosstune.checkpoint.folders import checkpoint_folders, name_of
 from crosstune.checkpoint.manifest import MANIFEST, MOMENTS, RANDOM, SEAL, WEIGHTS, seal
 from crosstune.checkpoint.read import newest_valid, open_checkpoint
 from crosstune.core.errors import UserError
+from injection.kills import Trial
 
 FILES = (WEIGHTS, MOMENTS, RANDOM, MANIFEST, SEAL)
 
@@ -178,7 +177,7 @@ def _misfit_size(manifest: Any, rng: random.Random) -> None:
 
 def _misfit_shape(manifest: Any, rng: random.Random) -> None:
     facts = manifest["trainable"][rng.choice(sorted(manifest["trainable"]))]
-    facts["shape"] = rng.choice([facts["shape"][::-1] + [1], [], [2**40], [-1], "2x2", None])
+    facts["shape"] = rng.choice([[*facts["shape"][::-1], 1], [], [2**40], [-1], "2x2", None])
 
 
 def _misfit_dtype(manifest: Any, rng: random.Random) -> None:

@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from crosstune.checkpoint.folders import checkpoint_folders
 from injection.bench import NUM_STEPS, SAVE_STEPS, Bench, check_finished, lost_or_torn, weights_file
 from injection.crash_points import CrashPoints
-
-from crosstune.checkpoint.folders import checkpoint_folders
 
 
 @dataclass(frozen=True, kw_only=True)
