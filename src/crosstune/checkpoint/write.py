@@ -42,7 +42,9 @@ def write_checkpoint(root: Path, state: SessionState, fields: Mapping[str, Any])
     target = root / name_of(fields["step"])
     staged = staging_path(root, target.name)
     try:
-        root.mkdir(mode=0o700, exist_ok=True)  # its parent has to be there: a disk that went away is not made anew
+        root.mkdir(
+            mode=0o700, exist_ok=True
+        )  # its parent has to be there: a disk that went away is not made anew
         _check_room(root, need)
         staged.mkdir(mode=0o700)
         try:

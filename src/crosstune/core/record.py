@@ -76,7 +76,14 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """An object of a record; empty when there is no such file."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON.", why=str(error), do="restore it from a copy") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds no JSON object.", do="restore it from a copy")
     return found
 
 
@@ -91,7 +98,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             rows.append(json.loads(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
             raise UserError(f"{path}, line {number} is not JSON.", why=str(error)) from error

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from crosstune.core.errors import UserError
+from crosstune.core.record import read_json
 from crosstune.models.config_spelling import respell_folder
 from crosstune.torch_engine.adapters import AdaptedLinear, AdapterSettings
 
@@ -77,13 +79,21 @@ def save_adapter(
     copy_tokenizer(base, folder)
 
 
-def load_adapter(folder: Path, adapters: Mapping[str, AdaptedLinear], *, settings: AdapterSettings) -> None:
-    """Copy the weights of a PEFT adapter folder into the model's adapters; settings, names and shapes must fit."""
+def read_adapter_file(folder: Path) -> dict[str, torch.Tensor]:
     path = folder / "adapter_model.safetensors"
     if not path.is_file():
         raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"The weights of the adapter {folder} cannot be read.", why=str(error)) from error
+
+
+def load_adapter(folder: Path, adapters: Mapping[str, AdaptedLinear], *, settings: AdapterSettings) -> None:
+    """Copy the weights of a PEFT adapter folder into the model's adapters; settings, names and shapes must fit."""
+    stored = read_adapter_file(folder)
     _check_settings(folder, settings)
-    tensors = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in load_file(path).items()}
+    tensors = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in stored.items()}
     wanted = adapter_weights(adapters)
     missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     wrong = sorted(
@@ -114,7 +124,7 @@ def _check_settings(folder: Path, settings: AdapterSettings) -> None:
     path = folder / "adapter_config.json"
     if not path.is_file():
         raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json(path)
     unread = [name for name in ("rank_pattern", "alpha_pattern", "modules_to_save") if config.get(name)]
     if unread:
         raise UserError(
