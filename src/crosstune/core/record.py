@@ -137,12 +137,36 @@ def _cannot_write(folder: Path, error: OSError) -> UserError:
 
 
 def move_aside(folder: Path) -> Path:
-    """Rename a run folder to the first free `<name>~<n>` and return the new path."""
+    """Rename a run folder to the first free `<name>~<n>` and return the new path; not one that is being written."""
+    lock = hold(folder)
     number = 1
     while (target := folder.with_name(f"{folder.name}~{number}")).exists():
         number += 1
-    folder.rename(target)
+    try:
+        folder.rename(target)
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
+    finally:
+        lock.release()
     return target
+
+
+def hold(folder: Path) -> FileLock:
+    """Only one process writes to a run. The lock goes with the process, however that ends."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(
+            f"{folder} is in use.",
+            why="another process is training there.",
+            do="wait for it or stop it, or choose another --name",
+        ) from None
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
+    return lock
 
 
 class RecordFailed(UserError):
@@ -175,7 +199,7 @@ class RunRecord:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             record = cls(folder)
-            record._hold()
+            record._lock = hold(folder)
             with (folder / "config.yaml").open(
                 "x", encoding="utf-8"
             ) as file:  # whoever creates it has the folder
@@ -192,7 +216,7 @@ class RunRecord:
         """Go on with the record of a run that stands at `step`: lines of later steps are taken out of metrics.jsonl,
         as those steps are done again; events stay, as they happened."""
         record = cls(folder)
-        record._hold()
+        record._lock = hold(folder)
         try:
             _clear_staged(folder)
             rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row["step"] <= step]
@@ -209,20 +233,6 @@ class RunRecord:
         write_json(self.folder / "plan.json", plan)
         self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._events = (self.folder / "events.jsonl").open("a", encoding="utf-8")
-
-    def _hold(self) -> None:
-        """Only one process writes to a run. The lock goes with the process, however that ends."""
-        from filelock import FileLock, Timeout
-
-        self._lock = FileLock(self.folder / LOCK)
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            raise UserError(
-                f"{self.folder} is in use.",
-                why="another process is training there.",
-                do="wait for it or stop it, or choose another --name",
-            ) from None
 
     def on_step(self, metrics: Mapping[str, Any]) -> None:
         self._append(self._metrics, metrics)
