@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
+import os
 import shutil
-import time
+import signal
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from crosstune.checkpoint.manifest import WEIGHTS
 from crosstune.checkpoint.read import open_checkpoint
 from crosstune.checkpoint.rotate import Keep, superfluous
 from crosstune.core.errors import UserError
-from crosstune.core.record import read_jsonl
+from crosstune.core.record import RunRecord, read_jsonl
 from crosstune.models.tiny import tiny_model
 from injection.children import Child
 
@@ -104,7 +104,6 @@ class Bench:
         return folder
 
     def copy_halfway(self, method: str, folder: Path) -> Path:
-        """Wherever a run lies is a part of its plan, so the copy keeps its name."""
         shutil.copytree(self.halfway(method), folder, symlinks=True)
         return folder
 
@@ -192,10 +191,6 @@ def weights_file(folder: Path) -> Path:
     return checkpoint_folders(folder / "checkpoints")[0][1] / WEIGHTS
 
 
-def fresh_seed() -> int:
-    return random.SystemRandom().randrange(2**31)
-
-
 def _command(words: list[str], before: Any) -> int:
     from crosstune.cli.main import main
 
@@ -206,11 +201,6 @@ def _command(words: list[str], before: Any) -> int:
 
 def _die_after(step: int) -> None:
     """End this process with SIGKILL once the checkpoint of a step is acknowledged."""
-    import os
-    import signal
-
-    from crosstune.core.record import RunRecord
-
     plain = RunRecord.on_event
 
     def on_event(self: RunRecord, kind: str, data: Any) -> None:
@@ -219,10 +209,3 @@ def _die_after(step: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     RunRecord.on_event = on_event  # type: ignore[method-assign]
-
-
-def seconds_of(child: Child) -> float:
-    started = time.monotonic()
-    ended = child.wait()
-    assert ended.code == 0, ended.said
-    return time.monotonic() - started

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 import shutil
+import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from crosstune.checkpoint.folders import checkpoint_folders
-from injection.bench import NUM_STEPS, SAVE_STEPS, Bench, check_finished, lost_or_torn, weights_file
+from injection.bench import NUM_STEPS, Bench, check_finished, lost_or_torn, weights_file
 from injection.crash_points import CrashPoints
+
+SCENES = ("save and rotate", "damaged newest")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +77,6 @@ def kill_at_random(bench: Bench, method: str, seed: int, *, longest_s: float, nu
     return Trial(kind="kill at random", method=method, seed=seed, problems=problems, kills=kills)
 
 
-SCENES = ("save and rotate", "damaged newest")
-
-
 def _set_scene(bench: Bench, method: str, scene: str, folder: Path) -> Path:
     """A run at step 2, alone or with a later checkpoint that is damaged and will be set aside."""
     if folder.exists():
@@ -104,12 +103,6 @@ def _still_damaged(folder: Path) -> bool:
 
 
 def _sleep_while_alive(child: Any, seconds: float) -> None:
-    import time
-
     end = time.monotonic() + seconds
     while time.monotonic() < end and child.alive():
         time.sleep(0.002)
-
-
-assert NUM_STEPS == 2 * SAVE_STEPS
-trial_at = partial

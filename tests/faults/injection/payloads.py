@@ -252,7 +252,8 @@ PAYLOADS: dict[str, Act] = {
 }
 
 
-def try_payload(bench: Bench, name: str) -> Trial:
+def try_payload(bench: Bench, name: str, *, whole: bool = True) -> Trial:
+    """`whole=False`: where the payload is in a checkpoint, it is only looked for and read, not resumed from."""
     home = bench.home / "payload"
     if home.exists():
         shutil.rmtree(home)
@@ -263,9 +264,12 @@ def try_payload(bench: Bench, name: str) -> Trial:
     shutil.copytree(bench.model, target.model)
     shutil.copytree(bench.halfway("lora"), target.run, symlinks=True)
     shutil.copytree(bench.home / "straight-lora" / "adapter", target.run / "adapter")
-    words = PAYLOADS[name](target) or bench.words("lora", target.run, resume="auto")
+    own_words = PAYLOADS[name](target)
+    words = own_words or bench.words("lora", target.run, resume="auto")
     before = _listing(target.outside)
-    ended = Child(partial(_limited_command, words), said=home).wait(limit_s=60)
+    whole = whole or own_words is not None or "resume" in name
+    call = partial(_limited, partial(_command, words) if whole else partial(_find, target.run))
+    ended = Child(call, said=home).wait(limit_s=60)
     problems = []
     reports = words[0] == "report"  # a report shows what can be read, and names what cannot
     if ended.code not in ((0, 2) if reports else (2,)) or "Traceback" in ended.said:
@@ -275,17 +279,36 @@ def try_payload(bench: Bench, name: str) -> Trial:
     return Trial(kind=f"payload: {name}", method="lora", seed=0, problems=problems, kills=0)
 
 
-def _limited_command(words: list[str]) -> int:
+def _command(words: list[str]) -> int:
+    from crosstune.cli.main import main
+
+    return main(words)
+
+
+def _find(run: Path) -> int:
+    """What a resume does first."""
+    from crosstune.config.load import make_config
+    from crosstune.core.errors import UserError
+    from crosstune.core.protocols import Observers
+    from crosstune.resume import find_checkpoint
+
+    config = make_config(resume="auto", name=run.name, output_dir=str(run.parent))
+    try:
+        return 0 if find_checkpoint(config, run, Observers()) else 2
+    except UserError as error:
+        print(error)
+        return error.exit_code
+
+
+def _limited(call: Callable[[], int]) -> int:
     """With half a gigabyte more memory than the process has: an allocation that a stranger asks for fails."""
     import resource
-
-    from crosstune.cli.main import main
 
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
     if pages:
         limit = pages * resource.getpagesize() + 2**29
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-    return main(words)
+    return call()
 
 
 def _train(target: Target) -> list[str]:
