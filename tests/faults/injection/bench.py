@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,8 @@ class Bench:
     """A model of one layer with dropout in its attention, and data whose rows are packed."""
 
     home: Path
+    seconds: float = 0.0
+    """What a whole run took here, lately."""
     _references: dict[str, Bits] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -89,8 +92,10 @@ class Bench:
         """The bits of the run that nothing interrupts."""
         if method not in self._references:
             folder = self.home / f"straight-{method}"
+            started = time.monotonic()
             ended = self.start(method, folder).wait()
             assert ended.code == 0, ended.said
+            self.seconds = time.monotonic() - started
             self._references[method] = read_bits(folder)
         return self._references[method]
 

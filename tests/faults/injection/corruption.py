@@ -163,7 +163,7 @@ def corrupt(
         if "format version" not in error.asked:  # which is refused, and not passed over
             problems.append(f"it was not passed over: {error}")
     assert name_of(step) == newest.name
-    return Trial(kind=kind.__name__, method=method, seed=seed, problems=problems)
+    return Trial(kind=kind.__name__, method=method, seed=seed, problems=problems, kills=0)
 
 
 def _misfit_hash(manifest: Any, rng: random.Random) -> None:

@@ -68,8 +68,10 @@ def stop_at_once(bench: Bench, method: str, seed: int) -> Trial:
 
 def stop_by_time(bench: Bench, method: str) -> Trial:
     folder = bench.home / f"time-{method}"
+    bench.reference(method)
+    limit = f"{2 + 2 * round(bench.seconds)}s"
     ended = bench.start(
-        method, folder, max_steps=5000, num_epochs=10000, keep_last_n=LONG["keep_last_n"], time_limit="3s"
+        method, folder, max_steps=5000, num_epochs=10000, keep_last_n=LONG["keep_last_n"], time_limit=limit
     ).wait()
     problems = _judge_stop(folder, ended)
     events = read_jsonl(folder / "events.jsonl")
