@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo test check docs clean
+.PHONY: help setup demo test faults check docs clean
 
 help:
 	@echo "make demo    fine-tune the bundled model and show that it learned (minutes on a CPU)"
 	@echo "make test    run the tests"
+	@echo "make faults  500 kills, 2,000 corruptions, full disks, payloads, signals (about 20 minutes)"
 	@echo "make check   lint, format, types, import directions"
 	@echo "make setup   only make the environment in $(VENV)"
 	@echo "make docs    write docs/options.md from the schema"
@@ -30,6 +31,9 @@ demo: setup
 # One process a core, each with one thread: small models gain nothing from more.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+faults: setup
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py
 
 check: setup
 	$(BIN)/ruff check .

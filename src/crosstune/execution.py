@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 
 from crosstune import resume
 from crosstune.checkpoint.folders import FOLDER as CHECKPOINTS
@@ -22,13 +25,15 @@ from crosstune.config.plan import Plan
 from crosstune.config.schema import mismatches
 from crosstune.core.errors import NonFiniteError, UserError
 from crosstune.core.protocols import Observer, Recipe, Session
-from crosstune.core.record import RunRecord
+from crosstune.core.record import RecordFailed, RunRecord
 from crosstune.loop import crossing
 from crosstune.loop.crossing import Measured
 from crosstune.loop.progress import Progress
 from crosstune.loop.saving import Checkpoints, SavePolicy
 from crosstune.loop.stop import StopRequested, StopSignal
 from crosstune.loop.train import Deadline, Training
+
+_RESULT_STAGING = ".result."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +113,8 @@ class Execution:
             self.progress.status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
             extra["error"] = f"{type(error).__name__}: {error}"
             extra["checkpoint"] = self._newest()
-            record.on_event(self.progress.status, {"error": extra["error"], "step": self.progress.steps})
+            with contextlib.suppress(RecordFailed):  # which may be what ended it
+                record.on_event(self.progress.status, {"error": extra["error"], "step": self.progress.steps})
             raise
         finally:
             extra["seconds"] = time.perf_counter() - started
@@ -180,6 +186,8 @@ class Execution:
     def _open_checkpoints(self) -> Checkpoints:
         config, root = self.plan.config, self.record.folder / CHECKPOINTS
         clear_leftovers(root)
+        for path in self.record.folder.glob(f"{_RESULT_STAGING}*"):  # of a process that was killed
+            shutil.rmtree(path, ignore_errors=True)
         if self.start is not None and resume.continues_in_place(self.record.folder, self.start.checkpoint):
             for path in resume.settle_folder(self.record.folder, self.start.checkpoint):
                 self.observer.on_event("set_aside", {"path": str(path), "step": self.start.step})
@@ -246,16 +254,17 @@ class Execution:
         """Write the result beside its place and rename it there, so that an older one is replaced in one step."""
         folder = self.record.folder
         try:
-            with tempfile.TemporaryDirectory(prefix=".result.", dir=folder) as staging:
+            with tempfile.TemporaryDirectory(prefix=_RESULT_STAGING, dir=folder) as staging:
                 written = session.save_result(Path(staging))
                 target = folder / written.name
                 if target.exists():
                     target.rename(Path(staging) / "old")
                 written.rename(target)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
+            said = error.strerror if isinstance(error, OSError) else None
             raise SaveFailed(
                 f"The result could not be written to {folder}.",
-                why=f"the system said: {error.strerror or error}.",
+                why=f"the system said: {said or error}.",
                 do=_export_words(self._newest()),
             ) from error
         return target

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.core.record import read_json
 from crosstune.models.quantized_folder import quantization_options
 
 _UNREAD = ("rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "layer_replication")
@@ -64,14 +64,14 @@ def find_trained(target: str, *, base: str | None = None) -> Trained:
     """`target` is a run folder, an adapter folder or a model; `base` names the base where it has moved."""
     folder = Path(target).expanduser().absolute()
     is_run = (folder / "plan.json").is_file()
-    method = json.loads((folder / "plan.json").read_text(encoding="utf-8")).get("method") if is_run else None
+    method = read_json(folder / "plan.json").get("method")
     place = _result_of_run(folder) if is_run else folder
     if not (place / "adapter_config.json").is_file():
         name = str(place) if place.is_dir() else target
         return Trained(base=name, home=folder if place.is_dir() else None, is_run=is_run, method=method)
-    settings = json.loads((place / "adapter_config.json").read_text(encoding="utf-8"))
+    settings = read_json(place / "adapter_config.json")
     _check_kind(place, settings)
-    record = _read_record(place)
+    record = read_json(place / "crosstune.json")
     return Trained(
         base=base or _base_of(settings["base_model_name_or_path"], record),
         home=folder,
@@ -114,8 +114,3 @@ def _base_of(written: str, record: Mapping[str, Any]) -> str:
     if not Path(written).is_absolute() or Path(written).is_dir():
         return written
     return str(record.get("base", {}).get("name", written))
-
-
-def _read_record(folder: Path) -> dict[str, Any]:
-    path = folder / "crosstune.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from crosstune.core.errors import UserError
-from crosstune.core.record import finite
+from crosstune.core.record import finite, unique_keys
 
 FORMAT = "crosstune-checkpoint"
 VERSION = 1
@@ -65,14 +65,15 @@ def decode(raw: bytes, *, seal_found: bytes, folder: Any) -> dict[str, Any]:
     if seal_found != seal(raw):
         raise DamagedCheckpoint(folder, f"{MANIFEST} is not the one that {SEAL} was made for")
     try:
-        manifest = json.loads(raw)
+        manifest = json.loads(raw, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(folder, f"{MANIFEST} is not JSON: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DamagedCheckpoint(folder, f"{MANIFEST} is not that of a crosstune checkpoint")
-    if manifest.get("format_version") != VERSION:
+    version = manifest.get("format_version")
+    if type(version) is not int or version != VERSION:
         raise UnknownVersion(
-            f"The checkpoint {folder} has format version {manifest.get('format_version')!r}.",
+            f"The checkpoint {folder} has format version {version!r}.",
             why=f"this crosstune reads version {VERSION}, and guessing could lose a part of the run.",
             do="use the version of crosstune that wrote it, or a newer one",
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crosstune.checkpoint.folders import FOLDER, checkpoint_folders
+from crosstune.checkpoint.folders import FOLDER, checkpoint_folders, step_of
 from crosstune.checkpoint.manifest import (
     MANIFEST,
     MANIFEST_LIMIT,
@@ -67,6 +67,7 @@ def open_checkpoint(folder: Path, *, hashes: bool = True) -> Checkpoint:
         )
     try:
         manifest = _read_manifest(folder)
+        _check_step(folder, manifest)
         _check_names(folder, manifest["files"])
         for name, facts in manifest["files"].items():
             _check_file(folder, name, facts, hashes=hashes)
@@ -98,6 +99,13 @@ def find_run(path: Path) -> Path:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     raw = _read_small(folder / MANIFEST, limit=MANIFEST_LIMIT)
     return decode(raw, seal_found=_read_small(folder / SEAL, limit=_SEAL_LIMIT), folder=folder)
+
+
+def _check_step(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """A checkpoint under the name of another step would be taken for newer or older than it is."""
+    named = (step_of(folder), manifest["schedule"].get("step"), manifest["progress"].get("steps"))
+    if manifest["step"] < 0 or any(step not in (None, manifest["step"]) for step in named):
+        raise DamagedCheckpoint(folder, f"its name and {MANIFEST} speak of different steps")
 
 
 def _read_small(path: Path, *, limit: int) -> bytes:

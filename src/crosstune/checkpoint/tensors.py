@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from crosstune.core.protocols import Array
+from crosstune.core.record import unique_keys
 
 CHUNK_BYTES = 4 * 2**20
 HEADER_LIMIT = 100 * 2**20
@@ -164,7 +165,7 @@ def _read_header(file: Any, path: Path) -> tuple[dict[str, Entry], int]:
     if size < 8 or length > min(size - 8, HEADER_LIMIT):
         raise BadTensors(f"{path.name} has a header of {length} bytes in a file of {size}")
     try:
-        described = json.loads(file.read(length))
+        described = json.loads(file.read(length), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise BadTensors(f"the header of {path.name} is not JSON: {error}") from error
     if not isinstance(described, dict):

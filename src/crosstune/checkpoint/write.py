@@ -55,7 +55,9 @@ def write_folder(target: Path, state: SessionState, fields: Mapping[str, Any]) -
     need = sum(file_bytes(arrays) for arrays in parts.values())
     root, staged = target.parent, staging_path(target.parent, name_of(fields["step"]))
     try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        root.mkdir(
+            mode=0o700, exist_ok=True
+        )  # its parent has to be there: a disk that went away is not made anew
         _check_room(root, need)
         staged.mkdir(mode=0o700)
         try:

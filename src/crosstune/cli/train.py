@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.cli.words import Parser, duration, print_json, read_config, size
-from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED
+from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, UserError
 
 EXAMPLES = """examples:
   crosstune train
@@ -33,17 +33,21 @@ def run(words: Sequence[str]) -> int:
         result = train(config, observers=[screen], command=["crosstune", "train", *words])
     finally:
         screen.close()
-    report = write_report(result.folder)
+    try:
+        report = write_report(result.folder)
+    except UserError as error:  # a page that cannot be written takes nothing away from the run
+        report = None
+        screen.console.print("\n".join(error.lines()), markup=False)
     summary = result.summary
     if own.json:
-        print_json(summary | {"folder": str(result.folder), "report": str(report)})
+        print_json(summary | {"folder": str(result.folder), "report": str(report) if report else None})
     _print_ending(summary, result.folder, report, screen)
     if result.failure is not None:
         raise result.failure
     return EXIT_DONE if summary["status"] == "finished" else EXIT_STOPPED
 
 
-def _print_ending(summary: dict[str, Any], folder: Path, report: Path, screen: Any) -> None:
+def _print_ending(summary: dict[str, Any], folder: Path, report: Path | None, screen: Any) -> None:
     if summary.get("already_finished"):
         screen.console.print(
             f"finished already: {folder} (ask for more --num_epochs or --max_steps to go on)"
@@ -55,7 +59,8 @@ def _print_ending(summary: dict[str, Any], folder: Path, report: Path, screen: A
     ]
     for name, after in summary["eval_after"].items():
         lines.append(f"{name}: {summary['eval_before'][name]:.4f} before, {after:.4f} after")
-    lines.append(f"report   {report}")
+    if report is not None:
+        lines.append(f"report   {report}")
     if summary["status"] != "finished":
         lines += _how_to_go_on(summary, folder)
     elif summary["result"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 LOCK = ".lock"
 RUN_FILES = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "summary.json")
+_STAGED = re.compile(rf"\.({'|'.join(map(re.escape, RUN_FILES))})\.\d+")
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -31,6 +33,13 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     staged.replace(path)
+
+
+def _clear_staged(folder: Path) -> None:
+    """Remove what `write_text` of a killed process left; only for whoever holds the run."""
+    for path in folder.iterdir():
+        if _STAGED.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def _end_line(path: Path) -> None:
@@ -56,9 +65,25 @@ def finite(value: Any) -> Any:
     return value
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `object_pairs_hook`: an object that says one thing twice could be read in two ways."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{max(names, key=names.count)!r} is said twice")
+    return found
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """An object of a record; empty when there is no such file."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON.", why=str(error), do="restore it from a copy") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds no JSON object.", do="restore it from a copy")
     return found
 
 
@@ -73,7 +98,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             rows.append(json.loads(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
             raise UserError(f"{path}, line {number} is not JSON.", why=str(error)) from error
@@ -112,12 +137,47 @@ def _cannot_write(folder: Path, error: OSError) -> UserError:
 
 
 def move_aside(folder: Path) -> Path:
-    """Rename a run folder to the first free `<name>~<n>` and return the new path."""
+    """Rename a run folder to the first free `<name>~<n>` and return the new path; not one that is being written."""
+    lock = hold(folder)
     number = 1
     while (target := folder.with_name(f"{folder.name}~{number}")).exists():
         number += 1
-    folder.rename(target)
+    try:
+        folder.rename(target)
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
+    finally:
+        lock.release()
     return target
+
+
+def hold(folder: Path) -> FileLock:
+    """Only one process writes to a run. The lock goes with the process, however that ends."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(
+            f"{folder} is in use.",
+            why="another process is training there.",
+            do="wait for it or stop it, or choose another --name",
+        ) from None
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
+    return lock
+
+
+class RecordFailed(UserError):
+    """The record of a run cannot be written any more: a disk that is full, or gone."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(
+            f"The record of the run could not be written: {path}.",
+            why=f"the system said: {error.strerror or error}. The checkpoints are as they were.",
+            do="free space or mend the disk, then continue with --resume auto",
+        )
 
 
 class RunRecord:
@@ -139,7 +199,7 @@ class RunRecord:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             record = cls(folder)
-            record._hold()
+            record._lock = hold(folder)
             with (folder / "config.yaml").open(
                 "x", encoding="utf-8"
             ) as file:  # whoever creates it has the folder
@@ -156,8 +216,9 @@ class RunRecord:
         """Go on with the record of a run that stands at `step`: lines of later steps are taken out of metrics.jsonl,
         as those steps are done again; events stay, as they happened."""
         record = cls(folder)
-        record._hold()
+        record._lock = hold(folder)
         try:
+            _clear_staged(folder)
             rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row["step"] <= step]
             lines = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
             write_text(folder / "metrics.jsonl", lines)
@@ -179,20 +240,6 @@ class RunRecord:
         self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._events = (self.folder / "events.jsonl").open("a", encoding="utf-8")
 
-    def _hold(self) -> None:
-        """Only one process writes to a run. The lock goes with the process, however that ends."""
-        from filelock import FileLock, Timeout
-
-        self._lock = FileLock(self.folder / LOCK)
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            raise UserError(
-                f"{self.folder} is in use.",
-                why="another process is training there.",
-                do="wait for it or stop it, or choose another --name",
-            ) from None
-
     def on_step(self, metrics: Mapping[str, Any]) -> None:
         self._append(self._metrics, metrics)
 
@@ -201,15 +248,23 @@ class RunRecord:
         self._append(self._events, {"time": time.time(), "kind": kind, **data})
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        write_json(self.folder / "summary.json", summary)
-        for file in (self._metrics, self._events):
-            if file is not None:
-                file.close()
-        self._metrics = self._events = None
-        if self._lock is not None:
-            self._lock.release()
+        path = self.folder / "summary.json"
+        try:
+            write_json(path, summary)
+            for file in (self._metrics, self._events):
+                if file is not None:
+                    file.close()
+        except OSError as error:
+            raise RecordFailed(path, error) from error
+        finally:
+            self._metrics = self._events = None
+            if self._lock is not None:
+                self._lock.release()
 
     def _append(self, file: TextIO | None, data: Mapping[str, Any]) -> None:
         assert file is not None, "the record is closed"
-        file.write(json.dumps(finite(data), ensure_ascii=False, allow_nan=False) + "\n")
-        file.flush()
+        try:
+            file.write(json.dumps(finite(data), ensure_ascii=False, allow_nan=False) + "\n")
+            file.flush()
+        except OSError as error:
+            raise RecordFailed(Path(file.name), error) from error

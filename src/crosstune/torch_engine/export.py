@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import copy_tokenizer, write_json
@@ -29,6 +31,16 @@ def adapter_weights(adapters: Mapping[str, AdaptedLinear]) -> dict[str, nn.Param
 
 def host_weights(adapters: Mapping[str, AdaptedLinear]) -> dict[str, Array]:
     return {name: p.detach().float().cpu().numpy() for name, p in adapter_weights(adapters).items()}
+
+
+def read_adapter_file(folder: Path) -> dict[str, torch.Tensor]:
+    path = folder / "adapter_model.safetensors"
+    if not path.is_file():
+        raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"The weights of the adapter {folder} cannot be read.", why=str(error)) from error
 
 
 def load_adapter(folder: Path, adapters: Mapping[str, AdaptedLinear], *, settings: AdapterSettings) -> None:

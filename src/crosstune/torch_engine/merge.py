@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from crosstune.core.errors import UserError
 from crosstune.models.adapter_files import PEFT_PREFIX
@@ -51,11 +50,8 @@ class Base:
 
 
 def read_adapter(folder: Path, settings: Mapping[str, Any]) -> Adapter:
-    path = folder / "adapter_model.safetensors"
-    if not path.is_file():
-        raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
     parts: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in load_file(path).items():
+    for name, tensor in export.read_adapter_file(folder).items():
         layer, found, part = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
         if not found:
             raise UserError(

@@ -1,0 +1,220 @@
+"""Faults on purpose, the long version: kills, corruptions, full disks, payloads, signals; a table of what was seen.
+
+    make faults
+    python benchmarks/faults.py --only corruptions --corruptions 2000
+    python benchmarks/faults.py --replay '{"kind": "kill at random", "method": "full", "seed": 17}'
+
+Each trial that fails is printed as a line of JSON, with what is needed to do it again. The exit code is 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "faults"))
+
+from injection import corruption, disks, kills, payloads, signals
+from injection.bench import METHODS, Bench, check_finished, lost_or_torn
+from injection.kills import Trial
+
+DISK_SIZES = 40
+# Calls up to the first event of the training: a resume that sets a damaged checkpoint aside.
+RESUME_CALLS = 36
+STRACE_POINTS = (
+    ("fsync", 4),
+    ("fsync", 7),
+    ("/^rename", 3),
+    ("/^unlink", 9),
+    ("/^symlink", 1),
+    ("/^rmdir", 1),
+)
+
+
+def exhaustive_kills(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
+    """SIGKILL at every system call of a resume, a save with rotation, and the result."""
+    for method in METHODS:
+        for scene in kills.SCENES:
+            num = len(kills.count_points(bench, method, scene))
+            last = num if scene == kills.SCENES[0] else min(num, RESUME_CALLS)
+            for number in range(1, last + 1):
+                yield kills.kill_at_point(bench, method, scene, number)
+
+
+def random_kills(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
+    """SIGKILL at random moments of the command, several in one run."""
+    done, seed = 0, own.seed
+    while done < own.random_kills:
+        method = list(METHODS)[seed % len(METHODS)]
+        bench.reference(method)
+        trial = kills.kill_at_random(bench, method, seed, longest_s=1.1 * bench.seconds)
+        done, seed = done + trial.kills, seed + 1
+        yield trial
+
+
+def strace_kills(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
+    """SIGKILL from outside, at a system call of a process of its own, where strace is installed."""
+    if shutil.which("strace") is None:
+        print("strace is not installed: no kills by it", file=sys.stderr)
+        return
+    for number, (call, when) in enumerate(STRACE_POINTS):
+        method = list(METHODS)[number % len(METHODS)]
+        folder = bench.copy_halfway(method, bench.home / f"strace-{number}")
+        words = bench.words(method, folder, resume="auto")
+        tracing = ["-e", f"trace={call}", "-e", f"inject={call}:signal=KILL:when={when}"]
+        command = [
+            "strace",
+            "-f",
+            "-qq",
+            "-o",
+            "/dev/null",
+            *tracing,
+            sys.executable,
+            "-m",
+            "crosstune",
+            *words,
+        ]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        killed = ended.returncode in (-9, 137)
+        problems = lost_or_torn(folder) + check_finished(bench, method, folder)
+        yield Trial(
+            kind=f"strace {call} {when}", method=method, seed=when, problems=problems, kills=int(killed)
+        )
+
+
+def corruptions(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
+    """Damage to a checkpoint: refused, and the older one found."""
+    roots = {}
+    for method in METHODS:
+        folder = bench.home / f"two-checkpoints-{method}"
+        ended = bench.start(method, folder, keep_last_n=2).wait()
+        assert ended.code == 0, ended
+        roots[method] = folder / "checkpoints"
+    for number in range(own.corruptions):
+        kind = corruption.KINDS[number % len(corruption.KINDS)]
+        method = list(METHODS)[number // len(corruption.KINDS) % len(METHODS)]
+        place = bench.home / "damaged"
+        yield corruption.corrupt(kind, roots[method], seed=own.seed + number, place=place, method=method)
+
+
+def full_disks(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
+    """Disks of many sizes, limits on file sizes, folders that break."""
+    mounts = disks.can_mount(bench.home)
+    if not mounts:
+        print("no right to mount: only limits on file sizes are tried", file=sys.stderr)
+    for number in range(DISK_SIZES):
+        share = -0.06 + 1.26 * number / (DISK_SIZES - 1)
+        if mounts:
+            yield disks.fill_disk(bench, "full", share=share, checked=False)
+            yield disks.fill_disk(bench, "full", share=share, checked=True)
+        yield disks.limit_file_size(bench, "full", limit_bytes=1000 + 8000 * number)
+    for how in disks.BREAKS if mounts else ():
+        for on_save_error in ("stop", "continue"):
+            yield disks.break_while_saving(bench, "lora", how, on_save_error=on_save_error)
+
+
+def malicious(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
+    """Payloads in every place where a file is read."""
+    bench.reference("lora")
+    for name in payloads.PAYLOADS:
+        yield payloads.try_payload(bench, name)
+
+
+def early_ends(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
+    """Signals, time limit, numbers that are not finite, two processes at once."""
+    for number in range(own.signals):
+        method = list(METHODS)[number % len(METHODS)]
+        for sent in (signal.SIGTERM, signal.SIGINT):
+            yield signals.stop_by_signal(bench, method, sent, own.seed + number)
+        yield signals.stop_at_once(bench, method, own.seed + number)
+    for method in METHODS:
+        yield signals.stop_by_time(bench, method)
+        yield signals.diverge(bench, method)
+        yield signals.bad_example(bench, method, allowed=0)
+        yield signals.bad_example(bench, method, allowed=1)
+    for options in ({}, {"resume": "auto"}, {"overwrite": True}, {"resume": "auto", "overwrite": True}):
+        yield signals.second_process(bench, "lora", **options)
+
+
+SECTIONS: dict[str, Callable[[Bench, argparse.Namespace], Iterator[Trial]]] = {
+    "kills": exhaustive_kills,
+    "random_kills": random_kills,
+    "strace": strace_kills,
+    "corruptions": corruptions,
+    "disks": full_disks,
+    "payloads": malicious,
+    "signals": early_ends,
+}
+
+
+def replay(bench: Bench, asked: dict[str, Any]) -> Trial:
+    kind, method, seed = asked["kind"], asked["method"], int(asked["seed"])
+    bench.reference(method)
+    if kind == "kill at random":
+        return kills.kill_at_random(bench, method, seed, longest_s=1.1 * bench.seconds)
+    if kind.startswith("kill at call, "):
+        return kills.kill_at_point(bench, method, kind.removeprefix("kill at call, "), seed)
+    if kind.startswith("payload: "):
+        return payloads.try_payload(bench, kind.removeprefix("payload: "))
+    (damage,) = [one for one in corruption.KINDS if one.__name__ == kind]
+    folder = bench.home / "two-checkpoints"
+    assert bench.start(method, folder, keep_last_n=2).wait().code == 0
+    return corruption.corrupt(
+        damage, folder / "checkpoints", seed=seed, place=bench.home / "damaged", method=method
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas")
+    parser.add_argument("--random_kills", type=int, default=120)
+    parser.add_argument("--corruptions", type=int, default=2000)
+    parser.add_argument("--signals", type=int, default=12, help="of each kind")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--replay", help="one trial, as a failing one was printed")
+    own = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="crosstune-faults-") as home:
+        bench = Bench(Path(home))
+        if own.replay:
+            trial = replay(bench, json.loads(own.replay))
+            print(json.dumps(trial.to_json()))
+            sys.exit(bool(trial.problems))
+        rows = [_run_section(name, bench, own) for name in own.only.split(",")]
+    print("| faults | trials | kills | failures | seconds |\n|---|---|---|---|---|")
+    for row in rows:
+        print("| " + " | ".join(str(cell) for cell in row) + " |")
+    sys.exit(any(row[3] for row in rows))
+
+
+def _run_section(name: str, bench: Bench, own: argparse.Namespace) -> tuple[str, int, int, int, int]:
+    trials = num_kills = failures = 0
+    started = time.monotonic()
+    for trial in SECTIONS[name](bench, own):
+        trials, num_kills = trials + 1, num_kills + trial.kills
+        if trial.problems:
+            failures += 1
+            print(json.dumps(trial.to_json()), flush=True)
+        if trials % 50 == 0:
+            print(f"{name}: {trials} trials, {failures} failures", file=sys.stderr, flush=True)
+    return (
+        (SECTIONS[name].__doc__ or name).strip().rstrip("."),
+        trials,
+        num_kills,
+        failures,
+        round(time.monotonic() - started),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Faults on purpose, shared by the tests of this folder and by benchmarks/faults.py."""

@@ -1,0 +1,228 @@
+"""A run that continues from a checkpoint is the run that was never interrupted, bit for bit and step by step."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from injection.bench import METHODS, Bench, Bits, read_bits, weights_file, write_chats
+from injection.kills import damage
+
+from crosstune.checkpoint.folders import checkpoint_folders
+from crosstune.config.load import make_config
+from crosstune.core.errors import UserError
+from crosstune.core.record import read_jsonl
+from crosstune.loop import saving
+from crosstune.models.tiny import tiny_model
+from crosstune.run import RunResult, train
+
+NUM_STEPS = 5
+
+
+class Listener:
+    """An observer that remembers."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Mapping[str, Any]]] = []
+
+    def on_event(self, kind: str, data: Mapping[str, Any]) -> None:
+        self.events.append((kind, data))
+
+    def on_step(self, metrics: Mapping[str, Any]) -> None:
+        pass
+
+    def warnings(self) -> list[str]:
+        return [data["message"] for kind, data in self.events if kind == "warning"]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("resume"))
+
+
+def run(bench: Bench, method: str, folder: Path, **more: Any) -> RunResult:
+    observer = more.pop("observer", Listener())
+    options = bench.options(method, folder) | {"max_steps": NUM_STEPS, "save_steps": 1, "keep_last_n": 99}
+    return train(make_config(**options | more), observers=[observer])
+
+
+@pytest.fixture(scope="module")
+def straight(bench: Bench) -> Any:
+    """A whole run of a method with a checkpoint at each step, made when first asked for."""
+
+    def find(method: str) -> Path:
+        folder = bench.home / f"every-step-{method}"
+        if not folder.exists():
+            run(bench, method, folder)
+        return folder
+
+    return find
+
+
+def at_step(folder: Path, step: int) -> Path:
+    return folder / "checkpoints" / f"step-{step:08d}"
+
+
+def copy_until(folder: Path, target: Path, *, step: int) -> Path:
+    """The run as a kill would have left it soon after a checkpoint: a later step is logged, and no end."""
+    shutil.copytree(folder, target, symlinks=True)
+    for found, path in checkpoint_folders(target / "checkpoints"):
+        if found > step:
+            shutil.rmtree(path)
+    (target / "summary.json").unlink()
+    lines = (target / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (target / "metrics.jsonl").write_bytes(b"".join(lines[: step + 1]) + b'{"step": 9, "lo')
+    return target
+
+
+def tail(bits: Bits, *, step: int) -> Bits:
+    return bits | {"steps": [row for row in bits["steps"] if row["step"] > step]}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_from_every_step_into_a_new_run(bench: Bench, straight: Any, method: str) -> None:
+    wanted = read_bits(straight(method))
+    assert len({row["loss"] for row in wanted["steps"]}) == NUM_STEPS
+    for step in range(1, NUM_STEPS):
+        folder = bench.home / f"from-{step}-{method}"
+        run(bench, method, folder, resume=str(at_step(straight(method), step)), save_steps=2, keep_last_n=1)
+        assert read_bits(folder) == tail(wanted, step=step), step
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_in_place_with_rotation(bench: Bench, straight: Any, method: str) -> None:
+    """Each step is in the log once, whatever was logged after the checkpoint before the kill."""
+    folder = copy_until(straight(method), bench.home / f"in-place-{method}", step=3)
+    run(bench, method, folder, resume="auto", keep_last_n=2)
+    assert read_bits(folder) == read_bits(straight(method))
+    assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert [step for step, _ in checkpoint_folders(folder / "checkpoints")] == [5, 4]
+    events = [event["kind"] for event in read_jsonl(folder / "events.jsonl")]
+    assert events.count("start") == 2
+    assert "resumed" in events
+
+
+def test_in_place_from_an_older_one_sets_the_later_aside(bench: Bench, straight: Any) -> None:
+    folder = copy_until(straight("lora"), bench.home / "older", step=4)
+    run(bench, "lora", folder, resume=str(at_step(folder, 2)))
+    assert read_bits(folder) == read_bits(straight("lora"))
+    aside = sorted(path.name for path in (folder / "checkpoints").glob("*~*"))
+    assert aside == ["step-00000003~1", "step-00000004~1"]
+
+
+def test_resume_names_a_run_and_takes_its_options(bench: Bench, straight: Any) -> None:
+    folder = copy_until(straight("lora"), bench.home / "by-path", step=3)
+    train(make_config(resume=str(folder), name="by-path", output_dir=str(bench.home)))
+    assert read_bits(folder) == read_bits(straight("lora"))
+
+
+def test_saving_changes_nothing(bench: Bench, straight: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the training, while it waits, or not at all: the same numbers."""
+    wanted = read_bits(straight("lora"))
+    monkeypatch.setattr(saving, "SNAPSHOT_SHARE", 0.0)
+    run(bench, "lora", bench.home / "waiting")
+    assert read_bits(bench.home / "waiting") == wanted
+    run(bench, "lora", bench.home / "unsaved", save_steps=0)
+    rows = read_jsonl(bench.home / "unsaved" / "metrics.jsonl")
+    assert [row["loss"] for row in rows] == [row["loss"] for row in wanted["steps"]]
+
+
+def test_evaluations_do_not_disturb_it(bench: Bench) -> None:
+    """Evaluations before, during and after; those that were made come along in the checkpoint."""
+    options = {"skip_eval": False, "eval_samples": 4, "num_samples": 1, "max_new_tokens": 2, "eval_steps": 2}
+    whole = bench.home / "evaluated"
+    run(bench, "lora", whole, **options)
+    folder = copy_until(whole, bench.home / "evaluated-again", step=3)
+    result = run(bench, "lora", folder, resume="auto", **options)
+    assert read_bits(folder) == read_bits(whole)
+    summary = json.loads((whole / "summary.json").read_text())
+    assert result.summary["eval_after"] == summary["eval_after"]
+    assert result.summary["eval_before"] == summary["eval_before"]
+
+
+def test_the_dropout_of_full_training_is_real(bench: Bench, straight: Any) -> None:
+    """Without it, its random state would not have been tested above."""
+    still = bench.home / "still"
+    shutil.copytree(bench.model, still)
+    config = json.loads((still / "config.json").read_text()) | {"attention_dropout": 0.0}
+    (still / "config.json").write_text(json.dumps(config))
+    run(bench, "full", bench.home / "no-dropout", model_name=str(still))
+    assert read_bits(bench.home / "no-dropout")["steps"] != read_bits(straight("full"))["steps"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("data", {"dataset": "{home}/other.jsonl"}, "training data"),
+        ("model", {"model_name": "{home}/other-model"}, "other-model"),
+        ("trainable", {"lora_rank": 3}, "lora_rank: 2 in the checkpoint, 3 now"),
+        ("trainable", {"lora_target_modules": "all"}, "lora_target_modules"),
+        ("trainable", {"train_type": "full", "lora_dropout": 0.0}, "method"),
+        ("order", {"seed": 7}, "seed: 42 in the checkpoint, 7 now"),
+        ("order", {"gradient_accumulation_steps": 1}, "rows_per_step: 4 in the checkpoint, 2 now"),
+        ("quantization", {"train_type": "qlora", "quantization_backend": "bnb"}, "quantization"),
+        ("optimizer", {"optimizer": "sgd"}, "optimizer: adamw in the checkpoint, sgd now"),
+    ],
+)
+def test_another_training_is_refused_unless_allowed(
+    bench: Bench, straight: Any, kind: str, change: dict[str, Any], words: str
+) -> None:
+    home = bench.home
+    if not (home / "other.jsonl").exists():
+        write_chats(home / "other.jsonl", word="list")
+        tiny_model(
+            home / "other-model",
+            seed=9,
+            hidden=32,
+            intermediate=64,
+            num_layers=1,
+            num_heads=2,
+            num_kv_heads=1,
+        )
+    change = {name: v.format(home=home) if isinstance(v, str) else v for name, v in change.items()}
+    asked = {"resume": str(at_step(straight("lora"), 3)), **change}
+    folder = home / f"mismatch-{kind}-{'-'.join(change)}"
+    with pytest.raises(UserError, match="another training") as error:
+        run(bench, "lora", folder, **asked)
+    assert words in error.value.why
+    assert f"--allow_mismatch {kind}" in error.value.do
+    assert not folder.exists()
+    observer = Listener()
+    result = run(bench, "lora", folder, **asked, allow_mismatch=kind, observer=observer)
+    assert result.summary["status"] == "finished"
+    (resumed,) = [data for name, data in observer.events if name == "resumed"]
+    assert any(words.split(":")[0] in sentence for sentence in resumed["allowed_differences"])
+
+
+def test_auto_passes_over_damaged_ones_and_says_so(bench: Bench, straight: Any) -> None:
+    folder = copy_until(straight("lora"), bench.home / "damaged", step=4)
+    damage(weights_file(folder))
+    (at_step(folder, 3) / "manifest.sha256").unlink()
+    observer = Listener()
+    run(bench, "lora", folder, resume="auto", observer=observer)
+    assert read_bits(folder) == read_bits(straight("lora"))
+    passed = [message for message in observer.warnings() if "passed over" in message]
+    assert ["step-00000004" in passed[0], "step-00000003" in passed[1], len(passed)] == [True, True, 2]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(bench: Bench, straight: Any) -> None:
+    folder = copy_until(straight("lora"), bench.home / "hopeless", step=1)
+    damage(weights_file(folder))
+    with pytest.raises(UserError, match="None of the 1 checkpoints"):
+        run(bench, "lora", folder, resume="auto")
+    assert len(read_jsonl(folder / "metrics.jsonl")) == 2
+
+
+def test_a_finished_run_is_left_as_it_is_and_can_be_made_longer(bench: Bench, straight: Any) -> None:
+    folder = bench.home / "longer"
+    shutil.copytree(straight("lora"), folder, symlinks=True)
+    before = (folder / "events.jsonl").read_bytes()
+    assert run(bench, "lora", folder, resume="auto").summary["already_finished"]
+    assert (folder / "events.jsonl").read_bytes() == before
+    result = run(bench, "lora", folder, resume="auto", max_steps=NUM_STEPS + 2)
+    assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == list(range(1, NUM_STEPS + 3))
+    assert result.summary["steps"] == NUM_STEPS + 2

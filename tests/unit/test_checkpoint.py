@@ -1,0 +1,382 @@
+"""The checkpoint on disk: what is written is read back, what is not ours is refused, what is needed stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from independent_reader import read_checkpoint
+
+from crosstune.checkpoint import folders
+from crosstune.checkpoint.manifest import (
+    MANIFEST,
+    MANIFEST_LIMIT,
+    SEAL,
+    WEIGHTS,
+    DamagedCheckpoint,
+    UnknownVersion,
+    seal,
+)
+from crosstune.checkpoint.read import newest_valid, open_checkpoint
+from crosstune.checkpoint.rotate import Keep, rotate, superfluous
+from crosstune.checkpoint.tensors import BadTensors, describe_tensors, read_tensors, write_tensors
+from crosstune.checkpoint.write import SaveFailed, write_checkpoint
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import SessionState
+
+
+def make_state(seed: int = 0) -> SessionState:
+    random = np.random.default_rng(seed)
+    weights = {
+        "a.weight": random.standard_normal((3, 5), dtype=np.float32),
+        "b.weight": np.zeros((0, 4), "<f4"),
+    }
+    return SessionState(
+        weights=weights,
+        moments={
+            "first_moment": {name: array * 2 for name, array in weights.items()},
+            "step": {name: np.asarray(7.0, "<f4") for name in weights},
+        },
+        random={"torch.cpu": random.integers(0, 256, 11, dtype=np.uint8)},
+        facts={"loss_scale": {"factor": 1.0, "good_steps": 3}},
+    )
+
+
+def fields(step: int, state: SessionState) -> dict[str, Any]:
+    trainable = {n: {"dtype": "F32", "shape": list(a.shape)} for n, a in state.weights.items()}
+    return {
+        "step": step,
+        "engine": "torch",
+        "backend": "cpu",
+        "precision": "fp32",
+        "quantization": None,
+        "identity": {},
+        "trainable": trainable,
+        "schedule": {"step": step},
+        "data": {},
+        "facts": dict(state.facts),
+        "progress": {"steps": step},
+    }
+
+
+def save(root: Path, *steps: int) -> Path:
+    """The folder of the last of them."""
+    for step in steps:
+        state = make_state(step)
+        folder = write_checkpoint(root, state, fields(step, state)).folder
+    return folder
+
+
+def edit(folder: Path, change: Callable[[Any], None]) -> None:
+    """Change the manifest and make its seal anew, as a stranger can."""
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    change(manifest)
+    rewrite(folder, json.dumps(manifest).encode())
+
+
+def rewrite(folder: Path, raw: bytes) -> None:
+    (folder / MANIFEST).write_bytes(raw)
+    (folder / SEAL).write_bytes(seal(raw))
+
+
+def damage(folder: Path) -> None:
+    path = folder / WEIGHTS
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+def steps_in(root: Path) -> list[int]:
+    return [step for step, _ in folders.checkpoint_folders(root)]
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    state = make_state()
+    found = open_checkpoint(save(tmp_path, 0)).load()
+    for name, array in state.weights.items():
+        np.testing.assert_array_equal(found.weights[name], array)
+        np.testing.assert_array_equal(
+            found.moments["first_moment"][name], state.moments["first_moment"][name]
+        )
+        assert found.moments["step"][name].shape == ()
+    np.testing.assert_array_equal(found.random["torch.cpu"], state.random["torch.cpu"])
+    assert found.facts == state.facts
+
+
+@pytest.mark.parametrize("dtype", ["<f8", "<f4", "<f2", "<i8", "<i4", "<u8", "<u4", "i1", "u1", "?"])
+def test_every_type_keeps_its_bits(tmp_path: Path, dtype: str) -> None:
+    values = np.arange(24).astype(dtype).reshape(2, 3, 4)
+    arrays = {"x": values, "scalar": values[0, 0, 1], "odd": np.arange(3, dtype=np.uint8)}
+    write_tensors(tmp_path / "x.safetensors", arrays)
+    found = read_tensors(tmp_path / "x.safetensors")
+    for name, array in arrays.items():
+        assert found[name].dtype == array.dtype
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_the_files_are_plain_safetensors(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    folder = save(tmp_path, 3)
+    np.testing.assert_array_equal(load_file(folder / WEIGHTS)["a.weight"], make_state(3).weights["a.weight"])
+
+
+def test_an_independent_reader_reads_a_real_run(tmp_path: Path, tiny_model: Path, write_jsonl: Any) -> None:
+    from crosstune.config.load import make_config
+    from crosstune.run import train
+
+    row = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there"}]}
+    options = {"backend": "cpu", "precision": "fp32", "max_steps": 2, "save_steps": 2, "skip_eval": True}
+    options |= {"model_name": str(tiny_model), "dataset": str(write_jsonl([row] * 20)), "save_model": False}
+    result = train(make_config(**options, output_dir=str(tmp_path), name="run"))
+    folder = result.folder / "checkpoints" / "latest"
+    theirs, ours = read_checkpoint(folder), open_checkpoint(folder)
+    state = ours.load()
+    assert theirs["manifest"] == ours.manifest
+    assert set(theirs["moments"]) == {"first_moment", "second_moment", "step"}
+    for name, array in state.weights.items():
+        np.testing.assert_array_equal(theirs["weights"][name], array)
+        np.testing.assert_array_equal(
+            theirs["moments"]["second_moment"][name], state.moments["second_moment"][name]
+        )
+    np.testing.assert_array_equal(theirs["random"]["torch.cpu"], state.random["torch.cpu"])
+    assert theirs["manifest"]["data"]["epoch"] == 0
+    assert len(Path(__file__).with_name("independent_reader.py").read_text().splitlines()) <= 50
+    damage(folder.resolve())
+    with pytest.raises(ValueError, match="was changed"):
+        read_checkpoint(folder)
+
+
+def test_only_its_owner_may_look_into_it(tmp_path: Path) -> None:
+    folder = save(tmp_path / "checkpoints", 1)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (folder, folder.parent, *folder.iterdir())}
+    assert {path.name: oct(mode) for path, mode in modes.items()} == {
+        path.name: "0o700" if path.is_dir() else "0o600" for path in modes
+    }
+
+
+def test_latest_points_at_the_newest(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1, 2)
+    assert (tmp_path / "latest").readlink() == Path(folder.name)
+    assert open_checkpoint(tmp_path / "latest").step == 2
+
+
+@pytest.mark.parametrize(
+    ("keep", "evaluations", "kept"),
+    [
+        (Keep(last_n=2), {}, [5, 6]),
+        (Keep(last_n=9), {}, [1, 2, 3, 4, 5, 6]),
+        (Keep(last_n=1), {2: 0.5, 3: 0.4, 5: 0.4}, [3, 6]),
+        (Keep(last_n=1), {2: 0.5, 99: 0.1}, [2, 6]),
+        (Keep(last_n=1, best=False), {2: 0.5}, [6]),
+        (Keep(last_n=1, every=2), {}, [2, 4, 6]),
+        (Keep(last_n=2, every=3), {1: 0.1}, [1, 3, 5, 6]),
+    ],
+)
+def test_what_rotation_keeps(
+    tmp_path: Path, keep: Keep, evaluations: dict[int, float], kept: list[int]
+) -> None:
+    steps = [1, 2, 3, 4, 5, 6]
+    assert sorted(set(steps) - set(superfluous(steps, keep, evaluations))) == kept
+    save(tmp_path, *steps)
+    rotate(tmp_path, keep, evaluations)
+    assert sorted(steps_in(tmp_path)) == kept
+    assert list(folders.leftovers(tmp_path)) == []
+
+
+def test_nothing_is_removed_while_the_newest_is_damaged(tmp_path: Path) -> None:
+    damage(save(tmp_path, 1, 2, 3))
+    with pytest.raises(UserError, match="No checkpoint is removed"):
+        rotate(tmp_path, Keep(last_n=1), {})
+    assert steps_in(tmp_path) == [3, 2, 1]
+
+
+def test_a_checkpoint_that_is_set_aside_is_kept_and_not_taken(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1, 2)
+    assert folders.set_aside(folder).name == "step-00000002~1"
+    assert folders.set_aside(save(tmp_path, 2)).name == "step-00000002~2"
+    found = newest_valid(tmp_path)
+    assert found is not None
+    assert found.step == 1
+    assert open_checkpoint(tmp_path / "step-00000002~1").step == 2
+
+
+def test_leftovers_are_cleared_and_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    for stem in ("step-00000002", "trash"):
+        staged = folders.staging_path(tmp_path, stem)
+        staged.mkdir()
+        (staged / "weights.safetensors").write_bytes(b"half")
+    folders.staging_path(tmp_path, "latest").symlink_to("step-00000001")
+    (tmp_path / "notes.txt").write_text("mine")
+    assert folders.clear_leftovers(tmp_path) == 3
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "latest", "notes.txt"}
+
+
+def test_a_folder_that_is_there_already_is_not_replaced(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    before = (folder / MANIFEST).read_bytes()
+    with pytest.raises(SaveFailed):
+        save(tmp_path, 1)
+    assert (folder / MANIFEST).read_bytes() == before
+    assert list(folders.leftovers(tmp_path)) == []
+
+
+def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
+    state = make_state()
+    state.weights["a.weight"][0, 0] = np.nan  # type: ignore[index]
+    with pytest.raises(SaveFailed, match="not finite"):
+        write_checkpoint(tmp_path, state, fields(1, state))
+    assert steps_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("version", [0, 2, 1.0, "1", None, True])
+def test_an_unknown_version_fails_closed(tmp_path: Path, version: Any) -> None:
+    folder = save(tmp_path, 1, 2)
+    edit(folder, lambda manifest: manifest.update(format_version=version))
+    with pytest.raises(UnknownVersion):
+        open_checkpoint(folder)
+    with pytest.raises(
+        UnknownVersion
+    ):  # an older one is not taken in its place: that would lose steps silently
+        newest_valid(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x", "/etc/passwd", "a/b", "..", ".", "", ".hidden", "a\x00b", "x" * 200, "manifest.json", "a\n"],
+)
+def test_a_name_that_is_no_plain_file_name_is_refused(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path, 1)
+    edit(folder, lambda manifest: manifest["files"].update({name: manifest["files"][WEIGHTS]}))
+    with pytest.raises(DamagedCheckpoint, match="plain file name"):
+        open_checkpoint(folder)
+
+
+def link_weights(folder: Path) -> None:
+    target = folder.parent / "elsewhere"
+    (folder / WEIGHTS).rename(target)
+    (folder / WEIGHTS).symlink_to(target)
+
+
+def pipe_weights(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    os.mkfifo(folder / WEIGHTS)
+
+
+def grow(name: str, num_bytes: int) -> Callable[[Path], None]:
+    """A file that claims to be large and takes no room."""
+
+    def act(folder: Path) -> None:
+        with (folder / name).open("r+b") as file:
+            file.truncate(num_bytes)
+
+    return act
+
+
+def lengthen_header(folder: Path) -> None:
+    raw = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", 2**40) + raw[8:])
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (link_weights, "not a regular file"),
+        (pipe_weights, "not a regular file"),
+        (lambda folder: (folder / "more").mkdir(), "does not belong"),
+        (lambda folder: (folder / "weights.pt").write_bytes(b"x"), "does not belong"),
+        (grow(MANIFEST, MANIFEST_LIMIT + 1), "more than any of ours"),
+        (grow(SEAL, 2**30), "more than any of ours"),
+        (grow(WEIGHTS, 2**40), "bytes, not"),
+        (lambda folder: (folder / WEIGHTS).unlink(), "missing"),
+        (lambda folder: (folder / SEAL).unlink(), "missing"),
+        (lengthen_header, "have changed"),
+    ],
+)
+def test_what_does_not_belong_is_refused_before_memory_is_taken(
+    tmp_path: Path, act: Callable[[Path], None], words: str
+) -> None:
+    folder = save(tmp_path, 1)
+    act(folder)
+    tracemalloc.start()
+    with pytest.raises(DamagedCheckpoint, match=words):
+        open_checkpoint(folder)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**23  # a chunk for hashing, however large the file says it is
+
+
+def entry(*, shape: list[int], offsets: list[int], dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+@pytest.mark.parametrize(
+    ("header", "data_bytes"),
+    [
+        (b"", 0),
+        (b"{", 0),
+        (b"[]", 0),
+        (b'{"a":' * 50_000, 0),
+        (b'{"a":1}', 0),
+        (json.dumps({"a": entry(shape=[2], offsets=[0, 4])}).encode(), 8),
+        (json.dumps({"a": entry(shape=[2**40], offsets=[0, 2**42])}).encode(), 8),
+        (json.dumps({"a": entry(shape=[-2], offsets=[0, -8])}).encode(), 8),
+        (json.dumps({"a": entry(shape=[2], offsets=[0, 8])}).encode(), 9),
+        (json.dumps({"a": entry(shape=[2], offsets=[4, 12])}).encode(), 12),
+        (json.dumps({"a": entry(shape=[2], offsets=[0, 8], dtype="O")}).encode(), 8),
+        (json.dumps({n: entry(shape=[2], offsets=[0, 8]) for n in "ab"}).encode(), 8),
+        (b'{"a":%b,"a":%b}' % ((json.dumps(entry(shape=[0], offsets=[0, 0])).encode(),) * 2), 0),
+    ],
+)
+def test_a_header_that_we_would_not_write_is_refused(tmp_path: Path, header: bytes, data_bytes: int) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(data_bytes))
+    for read in (read_tensors, describe_tensors):
+        with pytest.raises(BadTensors):
+            read(path)
+
+
+@pytest.mark.parametrize("length", [9, 2**31, 2**63, 2**64 - 1])
+def test_a_header_longer_than_its_file_is_not_read(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", length) + b"{}      ")
+    with pytest.raises(BadTensors, match="header"):
+        read_tensors(path)
+
+
+def test_a_key_said_twice_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    rewrite(folder, (folder / MANIFEST).read_bytes().replace(b"{", b'{"step": 9,', 1))
+    with pytest.raises(DamagedCheckpoint, match="said twice"):
+        open_checkpoint(folder)
+
+
+def test_a_checkpoint_under_another_name_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    folder.rename(tmp_path / "step-00000009")
+    with pytest.raises(DamagedCheckpoint, match="different steps"):
+        open_checkpoint(tmp_path / "step-00000009")
+    (tmp_path / "step-00000009").rename(tmp_path / "the good one")  # which a person may do
+    assert open_checkpoint(tmp_path / "the good one").step == 1
+
+
+def test_damaged_ones_are_passed_over_and_named(tmp_path: Path) -> None:
+    for step in (3, 2):
+        save(tmp_path, step)
+        damage(tmp_path / f"step-{step:08d}")
+    save(tmp_path, 1)
+    passed: list[DamagedCheckpoint] = []
+    found = newest_valid(tmp_path, on_damaged=passed.append)
+    assert found is not None
+    assert found.step == 1
+    assert [str(error).count("step-0000000") for error in passed] == [1, 1]
+    assert "contents of weights.safetensors have changed" in passed[0].why
