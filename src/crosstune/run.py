@@ -64,7 +64,7 @@ def make_plan(
         collectives={name: spec.collective for name, spec in specs.items()},
         preference=preference,
         installs={name: spec.install for name, spec in specs.items()},
-        shape=shape(config.model_name, cache=cache_override()),
+        shape=shape(_weights_name(config), cache=cache_override()),
         longest_row=longest_row,
     )
 
@@ -239,6 +239,12 @@ def _as_the_folder_is(config: Config) -> Config:
     given = {name: v for name, v in quantization_options(found.spec).items() if name not in config.asked}
     sources = {**config.asked, **dict.fromkeys(given, str(folder))}
     return dataclasses.replace(config, **given, asked=sources)
+
+
+def _weights_name(config: Config) -> str:
+    """The model whose weights are loaded."""
+    takes_path = TRAIN_TYPE_PARTS[config.train_type][0] == "llama_pro"
+    return (config.llama_pro_path if takes_path else None) or config.model_name
 
 
 def _wants_quantizer(config: Config) -> bool:

@@ -269,3 +269,12 @@ def test_training_takes_the_quantization_from_the_folder(tiny_model: Path, tmp_p
     assert (plan.quantizer, plan.n_bits) == ("hqq", 8)
     assert main(["train", "--model_name", str(out), "--train_type", "qlora", "--name", "a", *words]) == 0
     assert main(["train", "--model_name", str(out), "--train_type", "full", "--name", "b", *words]) == 2
+
+
+def test_eight_bits_that_transformers_saved_are_recognised(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "int8"
+    settings = BitsAndBytesConfig(load_in_8bit=True)
+    AutoModelForCausalLM.from_pretrained(tiny_model, quantization_config=settings).save_pretrained(folder)
+    shutil.copy(tiny_model / "tokenizer.json", folder)
+    with pytest.raises(UserError, match="quantized by bitsandbytes with 8 bits"):
+        open_session(folder, train_type="qlora", n_bits=8)

@@ -64,6 +64,8 @@ def warn_without_effect(draft: Draft, *, method: str, quantizer: str, world_size
         idle["mlx_config"] = "has no effect outside the MLX engine"
     if method != "llama_pro":
         idle["llama_pro_path"] = idle["num_new_blocks"] = "has no effect without a llama_pro train type"
+    elif draft["llama_pro_path"]:
+        idle["num_new_blocks"] = "has no effect with --llama_pro_path, whose blocks are there already"
     if not draft["use_gradient_checkpointing"]:
         idle["reentrant_checkpointing"] = "has no effect without --use_gradient_checkpointing"
     if not draft["apply_gradient_clipping"]:

@@ -40,6 +40,8 @@ def resolve(
     """
     draft = _choose_backend(config, machine, preference, installs or {})
     method, quantizer, n_bits = _choose_method(draft)
+    if method == "llama_pro" and draft["llama_pro_path"]:
+        draft.set("model_name", draft["llama_pro_path"], "llama_pro_path names it", kind="choice")
     _fit_precision(draft)
     world_size, collective = _fit_world(draft, collectives)
     _fit_attention(draft, shape)

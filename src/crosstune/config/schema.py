@@ -82,7 +82,9 @@ class Config:
     )
     base_adapter: str | None = _option(None, "Start from the weights of this adapter folder", group="model")
     llama_pro_path: str | None = _option(
-        None, "Folder of a block-expanded model for llama_pro", group="model"
+        None,
+        "Folder of a block-expanded model for llama_pro, named ..._blk_exp-OLD-NEW; taken instead of model_name",
+        group="model",
     )
     mlx_config: str | None = _option(None, "JSON or YAML file with settings of the MLX engine", group="model")
 

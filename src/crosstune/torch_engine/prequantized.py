@@ -14,6 +14,7 @@ import torch
 
 from crosstune.core.errors import UserError
 from crosstune.core.record import write_json
+from crosstune.models.folder import read_config
 from crosstune.models.quantized_folder import (
     FORMAT,
     OWN_METHOD,
@@ -133,6 +134,19 @@ def check_asked(held: Prequantized, asked: QuantSpec | None, *, method: str) -> 
             why=f"they are {spec.quantizer}, {spec.bits} bits, groups of {spec.group_size}, kind {_kind(spec)}.",
             do=f"use --train_type qlora {flags}, or crosstune convert the folder",
         )
+
+
+def check_plain(folder: Path) -> None:
+    """Raise when a folder says that its weights are quantized in a way that is not read here."""
+    settings = read_config(folder).get("quantization_config")
+    if not settings:
+        return
+    bits = next((f" with {n} bits" for n in (8, 4) if settings.get(f"load_in_{n}bit")), "")
+    raise UserError(
+        f"{folder} holds weights quantized by {settings.get('quant_method', 'another tool')}{bits}.",
+        why="crosstune quantizes plain weights, and reads bitsandbytes' 4 bits and what crosstune convert has written.",
+        do="name the folder or hub id of the model's original weights",
+    )
 
 
 def write_record(
