@@ -57,6 +57,15 @@ def warnings_of(train: dict[str, Any], *, num_shared: int) -> Sequence[str]:
             train["duplicates"],
             f"{train['duplicates']:,} of {examples:,} examples are copies of another one",
         ),
+        (
+            train["unused_columns"],
+            f"columns that are not read: {', '.join(train['unused_columns'])}",
+        ),
+        (
+            train["ignored_by_template"],
+            f"the chat template of this model leaves out {', '.join(train['ignored_by_template'])}: nothing is learned "
+            "from it",
+        ),
         (num_shared, f"{num_shared:,} held-out examples are also in the training data"),
         (
             train["supervised_share"] < LOW_SUPERVISED_SHARE,

@@ -17,7 +17,7 @@ from crosstune.data.batches import split_packed, split_rows
 from crosstune.data.chat import encode_prompt
 from crosstune.data.corpus import Corpus, open_corpus
 from crosstune.data.dummy import dummy_corpus
-from crosstune.data.formats import to_conversation
+from crosstune.data.formats import to_conversation, tools_of
 from crosstune.data.known import BUNDLED, DUMMY
 from crosstune.data.order import rows_in_epochs, rows_of_step, steps_of_rows, total_steps
 from crosstune.data.packing import PackedOrder
@@ -147,6 +147,8 @@ class SftRecipe:
             "empty_answers": facts["empty"],
             "without_answer": self._without_answer,
             "unlocated_answers": facts["unlocated_answers"],
+            "unused_columns": facts["unused_columns"],
+            "ignored_by_template": facts["ignored_by_template"],
         }
         described: dict[str, Any] = {
             "dataset": self.config.dataset,
@@ -294,9 +296,10 @@ def _questions(rows: Sequence[Row], form: str, tokenizer: Tokenizer) -> list[Que
         conversation = to_conversation(row, form)
         if isinstance(conversation, str) or conversation[-1]["role"] != "assistant":
             continue
-        asked = conversation[:-1]
-        if not asked:
+        asked, reference = conversation[:-1], conversation[-1]["content"].strip()
+        if not asked or not reference:  # an answer that only calls a tool is no text to compare with
             continue
         text = "\n".join(message["content"] for message in asked)
-        questions.append(Question(text, encode_prompt(asked, tokenizer), conversation[-1]["content"].strip()))
+        tokens = encode_prompt(asked, tokenizer, tools=tools_of(row))
+        questions.append(Question(text, tokens, reference))
     return questions
