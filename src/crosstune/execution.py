@@ -202,6 +202,7 @@ class Execution:
         try:
             with tempfile.TemporaryDirectory(prefix=".result.", dir=folder) as staging:
                 written = session.save_result(Path(staging))
+                self.recipe.complete_result(written)
                 target = folder / written.name
                 if target.exists():
                     target.rename(Path(staging) / "old")

@@ -122,3 +122,49 @@ def test_a_fault_in_a_later_row_is_named(
     with pytest.raises(UserError, match=words) as caught:
         read(tiny_model, write_jsonl([{"prompt": "a", "completion": "b"}, row]))
     assert "line 2" in caught.value.asked
+
+
+@pytest.fixture
+def bare_model(tiny_model: Path, tmp_path: Path) -> Path:
+    """Without a chat template and without an end token."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    (folder / "chat_template.jinja").unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["eos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_a_model_without_a_template_is_told_of_and_gets_one(
+    bare_model: Path, write_jsonl: Any, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    row = {"prompt": "Is it warm?", "completion": "It is."}
+    recipe = read(bare_model, write_jsonl([row]))
+    words = " ".join(recipe.describe()["warnings"])
+    assert "no chat template" in words
+    assert "no end token" in words
+    recipe.complete_result(bare_model)
+    turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
+    theirs = AutoTokenizer.from_pretrained(bare_model).apply_chat_template(turns, tokenize=False)
+    assert theirs == recipe.tokenizer.decode(recipe.train[0].tokens, keep_special=True)
+
+
+def test_options_without_effect_on_plain_text_are_said(tiny_model: Path, write_jsonl: Any) -> None:
+    path = write_jsonl([{"text": "Red, green and blue."}])
+    config = make_config(dataset=str(path), train_on_prompt=True, eval_metric="exact_match", eval_samples=0)
+    recipe = open_recipe(config, model_folder=tiny_model)
+    words = " ".join(recipe.describe()["warnings"])
+    assert "train_on_prompt has no effect" in words
+    assert "exact_match has no effect" in words
+    recipe.complete_result(write_jsonl([]).parent)
+    assert not (path.parent / "chat_template.jinja").exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_a_damaged_tokenizer_is_named(bare_model: Path, write_jsonl: Any, name: str) -> None:
+    (bare_model / name).write_text('{"model": ')
+    with pytest.raises(UserError, match=f"{name} cannot be read"):
+        read(bare_model, write_jsonl([ROW]))

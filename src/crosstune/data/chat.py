@@ -28,6 +28,11 @@ PLAIN_TEMPLATE = (
 )
 
 
+def plain_template(tokenizer: Tokenizer) -> str:
+    """The same for other tools, which know no `leading_bos`."""
+    return PLAIN_TEMPLATE.replace("{{ leading_bos }}", "{{ bos_token }}" if tokenizer.leading_bos else "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
     """A text and the parts of it that are to be learned."""
