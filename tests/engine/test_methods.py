@@ -185,6 +185,24 @@ def test_new_blocks_change_nothing_at_first_in_families_with_biases(
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize(
+    ("targets", "endings"),
+    [
+        ("q_proj, up_proj", {"q_proj", "up_proj"}),
+        (r".*layers\.0\.mlp\.(up|down)_proj, v_proj", {"up_proj", "down_proj", "v_proj"}),
+        (r".*_proj{1,1}", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+    ],
+)
+def test_targets_are_names_or_patterns(tiny_model: Path, targets: str, endings: set[str]) -> None:
+    session = open_session(tiny_model, lora_target_modules=targets)
+    assert {name.rpartition(".")[2] for name in session.adapters} == endings
+
+
+def test_every_target_must_match(tiny_model: Path) -> None:
+    with pytest.raises(UserError, match="'v_porj' matches no linear layer"):
+        open_session(tiny_model, lora_target_modules="q_proj,v_porj")
+
+
 @pytest.mark.parametrize("family", ["opt_post_norm", "gpt2"])
 def test_blocks_that_would_change_the_model_are_refused(
     tiny_model: Path, tmp_path: Path, family: str
@@ -341,7 +359,7 @@ def test_every_family_streams_into_four_bits(
 )
 def test_every_optimizer_lowers_the_loss(tiny_model: Path, window: list[Batch], optimizer: str) -> None:
     session = open_session(tiny_model, optimizer=optimizer)
-    rate = {"sgd": 1.0, "adadelta": 10.0, "adafactor": 0.1}.get(optimizer, 5e-3)
+    rate = {"sgd": 1.0, "adadelta": 10.0}.get(optimizer, 5e-3)
     losses = [session.step(window, lr=rate).loss for _ in range(8)]
     assert losses[-1] < 0.99 * losses[0]
 
@@ -400,8 +418,7 @@ def test_optimizers_lower_the_loss_on_cuda(tiny_model: Path, window: list[Batch]
     if optimizer.endswith("8bit"):
         pytest.importorskip("bitsandbytes")
     session = open_session(tiny_model, optimizer=optimizer, backend="cuda")
-    rate = 0.1 if optimizer == "adafactor" else 5e-3
-    losses = [session.step(window, lr=rate).loss for _ in range(8)]
+    losses = [session.step(window, lr=5e-3).loss for _ in range(8)]
     assert losses[-1] < 0.99 * losses[0]
     assert session.plan.config.optimizer == optimizer
 
