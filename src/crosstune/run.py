@@ -27,6 +27,7 @@ from crosstune.core.machine import Machine
 from crosstune.core.names import load_plugin, plugin_names
 from crosstune.core.protocols import Observer, Observers, Recipe, Session
 from crosstune.core.record import RunRecord, check_free, holds_run, move_aside, read_json
+from crosstune.data.sources import check_name
 from crosstune.execution import Execution, Start
 from crosstune.loop.train import Deadline
 from crosstune.machines import probe_machine
@@ -78,6 +79,8 @@ def train(
     config = resume.complete_config(config)
     plan = make_plan(config)
     raise_all(unbuilt(plan))
+    for name in filter(None, (config.dataset, config.eval_dataset)):
+        check_name(name)
     folder = run_folder(config)
     checkpoint = resume.find_checkpoint(config, folder, screen)
     in_place = checkpoint is not None and resume.continues_in_place(folder, checkpoint)
@@ -230,11 +233,11 @@ def _probe_for(config: Config) -> Machine:
 def _as_the_folder_is(config: Config) -> Config:
     """A folder of quantized weights says itself how they are quantized; what the user asked for stays."""
     folder = Path(config.model_name).expanduser()
-    leaves_open = TRAIN_TYPE_PARTS[config.train_type][1] == "auto"
-    if not leaves_open or not (folder / "config.json").is_file():
+    library = TRAIN_TYPE_PARTS[config.train_type][1]
+    if library == "none" or not (folder / "config.json").is_file():
         return config
     found = read_quantization(folder)
-    if found is None:
+    if found is None or library not in ("auto", found.spec["quantizer"]):
         return config
     given = {name: v for name, v in quantization_options(found.spec).items() if name not in config.asked}
     sources = {**config.asked, **dict.fromkeys(given, str(folder))}

@@ -57,6 +57,10 @@ def test_a_good_run_for_comparison(tmp_path: Path, tiny_model: Path, data: Path)
         ("--backend xpu", "Backend 'xpu' is not available"),
         ("--lr fast", "lr cannot be 'fast'"),
         ("--dataset {empty}/none.jsonl", "no data set"),
+        (
+            "--model_name no-such-model --dataset {empty}/none.jsonl",
+            "no data set",
+        ),  # before the model is fetched
         ("--dataset {blank}", "is empty"),
         ("--dataset {columns}", "question, reply"),
         ("--dataset {data} --context_length 8", "longer than the context of 8 tokens"),
