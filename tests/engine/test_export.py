@@ -64,7 +64,8 @@ def test_hf(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     adapter, expected = trained
-    export(capsys, str(adapter), "--to", "hf", "--out", str(tmp_path / "hf"))
+    report = export(capsys, str(adapter), "--to", "hf", "--n_bits", "4", "--out", str(tmp_path / "hf"))
+    assert "--n_bits has no effect with --to hf" in report["warnings"]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     torch.testing.assert_close(logits(loaded, window), expected, rtol=0, atol=1e-4)
 

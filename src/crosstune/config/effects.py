@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from crosstune.config.draft import Draft
 from crosstune.config.plan import TRAIN_TYPE_PARTS
 
@@ -48,7 +50,7 @@ _NEEDS_PROFILE = (
 )
 
 
-def warn_without_effect(draft: Draft, *, method: str, quantizer: str, world_size: int) -> None:
+def warn_without_effect(draft: Draft, *, method: str, quantizer: str, n_bits: int, world_size: int) -> None:
     idle: dict[str, str] = {}
     if world_size == 1:
         idle |= dict.fromkeys(_NEEDS_SEVERAL_DEVICES, "has no effect with one device")
@@ -56,6 +58,10 @@ def warn_without_effect(draft: Draft, *, method: str, quantizer: str, world_size
         idle |= dict.fromkeys(_NEEDS_ADAPTER, f"has no effect with method {method}")
     if quantizer == "none":
         idle |= dict.fromkeys(_NEEDS_QUANTIZER, "has no effect without a quantized base")
+    elif (quantizer, n_bits) != ("bnb", 4):
+        idle["double_quant"] = f"has no effect with {quantizer} and {n_bits} bits"
+    if n_bits == 8 and quantizer in ("bnb", "quanto"):
+        idle["group_size"] = f"has no effect with {quantizer} and 8 bits, whose scales are by row"
     if not draft["profile"] and not draft["profile_memory"]:
         idle |= dict.fromkeys(_NEEDS_PROFILE, "has no effect without --profile")
     if draft["log_to"] != "wandb":
@@ -82,6 +88,8 @@ def warn_without_effect(draft: Draft, *, method: str, quantizer: str, world_size
         idle |= dict.fromkeys(_NEEDS_SAVING, "has no effect without --save_steps or --save_minutes")
     if draft["resume"] == "none":
         idle["allow_mismatch"] = "has no effect without --resume"
+    # A folder of quantized weights asks for all that its record has, which is no business of the user.
+    folder = str(Path(draft["model_name"]).expanduser())
     for option, reason in idle.items():
-        if draft.is_asked(option):
+        if draft.is_asked(option) and draft.asked.asked[option] != folder:
             draft.warn(option, reason)

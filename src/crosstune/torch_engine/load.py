@@ -38,7 +38,7 @@ def load_model(
     spec = quant_spec(plan)
     held = read_prequantized(folder)
     if held is not None:
-        check_asked(held, spec, method=plan.method)
+        check_asked(held, spec, train_type=plan.config.train_type)
     elif spec is not None or plan.method == "llama_pro":
         check_plain(folder)
     expansion = _plan_expansion(plan, folder, config)

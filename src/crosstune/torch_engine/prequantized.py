@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from crosstune.config.plan import TRAIN_TYPE_PARTS
 from crosstune.core.errors import UserError
 from crosstune.core.record import write_json
 from crosstune.models.folder import read_config
@@ -109,9 +110,11 @@ def read_prequantized(folder: Path) -> Prequantized | None:
     return held
 
 
-def check_asked(held: Prequantized, asked: QuantSpec | None, *, method: str) -> None:
+def check_asked(held: Prequantized, asked: QuantSpec | None, *, train_type: str) -> None:
     """Raise unless a run asks for exactly the quantization that the folder holds: nothing is quantized twice."""
     spec = held.spec
+    method, library = TRAIN_TYPE_PARTS[train_type]
+    fitting = train_type if library in ("auto", spec.quantizer) else {"dora": "dora"}.get(method, "qlora")
     flags = f"--quantization_backend {spec.quantizer} --n_bits {spec.bits}"
     if _group_matters(spec):
         flags += f" --group_size {spec.group_size}"
@@ -132,7 +135,7 @@ def check_asked(held: Prequantized, asked: QuantSpec | None, *, method: str) -> 
         raise UserError(
             f"{held.folder} holds weights quantized otherwise than asked ({have}).",
             why=f"they are {spec.quantizer}, {spec.bits} bits, groups of {spec.group_size}, kind {_kind(spec)}.",
-            do=f"use --train_type qlora {flags}, or crosstune convert the folder",
+            do=f"use --train_type {fitting} {flags}, or crosstune convert the folder",
         )
 
 
