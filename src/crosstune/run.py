@@ -33,6 +33,7 @@ from crosstune.loop.train import Deadline
 from crosstune.machines import probe_machine
 from crosstune.models.locate import ModelFolder, identity, locate, shape
 from crosstune.models.quantized_folder import quantization_options, read_quantization
+from crosstune.trained import check_base
 
 ALL_QUANTIZERS = ("bnb", "hqq", "quanto", "mlx")
 
@@ -88,6 +89,7 @@ def train(
         check_free(folder, resuming=resume.wants_checkpoint(config))
     model = find_model(plan.config, screen)
     plan = make_plan(config, machine=plan.machine)  # again: now the model's shape is known for certain
+    warnings = _check_base_adapter(plan, model)
     recipe = open_recipe(plan.config, model, screen)
     plan = make_plan(config, machine=plan.machine, longest_row=recipe.longest_row())
     recipe.configure(plan.config)
@@ -116,6 +118,8 @@ def train(
     observer.on_event(
         "start", {"folder": str(folder), "data": recipe.describe(), "num_steps": recipe.num_steps()}
     )
+    for sentence in warnings:
+        observer.on_event("warning", {"message": sentence})
     execution = Execution(
         plan=plan,
         recipe=recipe,
@@ -127,6 +131,25 @@ def train(
         deadline=_deadline(plan.config, started),
     )
     return RunResult(folder=folder, summary=execution.run(), failure=execution.failure)
+
+
+def _check_base_adapter(plan: Plan, model: ModelFolder) -> list[str]:
+    """What should be known about an adapter that a run starts from; an error for one of another base."""
+    config = plan.config
+    if not config.base_adapter or plan.method not in ("lora", "dora"):
+        return []
+    asked = {
+        "quantizer": plan.quantizer,
+        "bits": plan.n_bits,
+        "group_size": config.group_size,
+        "kind": config.quant_type,
+        "double": config.double_quant,
+    }
+    return check_base(
+        Path(config.base_adapter).expanduser(),
+        identity=identity(model.path)["sha256"],
+        quantization=asked if plan.quantizer != "none" else None,
+    )
 
 
 def _start(config: Config, checkpoint: Checkpoint | None, identity_now: Mapping[str, Any]) -> Start | None:
