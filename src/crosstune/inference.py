@@ -9,6 +9,8 @@ from crosstune.config.load import load_config, make_config
 from crosstune.core.protocols import Observer, Session
 from crosstune.data.chat import Message, encode_prompt
 from crosstune.data.tokenizer import Tokenizer
+from crosstune.likeness import plan_over_quantized
+from crosstune.models.quantized_folder import read_quantization
 from crosstune.run import find_model, make_plan, open_session
 from crosstune.trained import find_trained
 
@@ -64,11 +66,15 @@ def open_talker(target: str, *, observer: Observer, backend: str = "auto", preci
     """`target` is a run folder, an adapter folder, or anything that --model_name takes."""
     if backend == "auto":
         backend = load_config().backend  # which the environment may name
-    options = find_trained(target).options()
+    trained = find_trained(target)
+    options = trained.options()
     if precision != "auto" or backend != "auto":
         options["precision"] = precision  # the one it was trained in may not work on another backend
     plan = make_plan(make_config(**options, backend=backend))
     model = find_model(plan.config, observer)
+    held = read_quantization(model.path) if trained.adapter is None else None
+    if held is not None:
+        plan = plan_over_quantized(plan, held.spec, folder=model.path)
     return Talker(
         session=open_session(plan, model, trained=False), tokenizer=Tokenizer.from_folder(model.path)
     )

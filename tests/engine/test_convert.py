@@ -289,3 +289,19 @@ def test_eight_bits_that_transformers_saved_are_recognised(tiny_model: Path, tmp
     shutil.copy(tiny_model / "tokenizer.json", folder)
     with pytest.raises(UserError, match="quantized by bitsandbytes with 8 bits"):
         open_session(folder, train_type="qlora", n_bits=8)
+
+
+def test_a_converted_folder_is_read_by_crosstune_alone(
+    tiny_model: Path, tmp_path: Path, window: list[Batch], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers would fill the layers it does not find with random numbers, so it must not find the file."""
+    folder = Path(convert(capsys, str(tiny_model), "--to", "bnb", "--out", str(tmp_path / "own"))["path"])
+    with pytest.raises(OSError, match="no file named model"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    words = ["generate", str(folder), "--prompt", "Say blue.", "--max_new_tokens", "3", "--backend", "cpu"]
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "Say blue."
+    loss = open_session(folder, train_type="qlora").evaluate(window).loss
+    [weights] = folder.glob("*.safetensors")
+    weights.rename(folder / "model.safetensors")  # as folders made before have it
+    assert open_session(folder, train_type="qlora").evaluate(window).loss == loss
