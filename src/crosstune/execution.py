@@ -20,7 +20,7 @@ from crosstune.config.plan import Plan
 from crosstune.config.schema import mismatches
 from crosstune.core.errors import NonFiniteError, UserError
 from crosstune.core.protocols import Observer, Recipe, Session
-from crosstune.core.record import RunRecord
+from crosstune.core.record import RunRecord, read_json
 from crosstune.loop.progress import Progress
 from crosstune.loop.saving import Checkpoints, SavePolicy
 from crosstune.loop.stop import StopRequested, StopSignal
@@ -87,7 +87,8 @@ class Execution:
                 extra["checkpoint"] = self._newest()
                 if plan.config.save_model and self.progress.steps:
                     extra["result"] = str(self._save_result(session))
-                    observer.on_event("saved", {"path": extra["result"], "step": self.progress.steps})
+                    saved = {"path": extra["result"], "step": self.progress.steps}
+                    observer.on_event("saved", saved | _cost_of_saving(Path(extra["result"])))
         except StopRequested:
             self.progress.status = "stopped"
             observer.on_event(
@@ -214,6 +215,13 @@ class Execution:
                 do=_export_words(self._newest()),
             ) from error
         return target
+
+
+def _cost_of_saving(result: Path) -> dict[str, Any]:
+    """How far what was saved is from what was trained, where the two are not the same."""
+    record = result / "crosstune.json"
+    costs = read_json(record).get("against_trained") if record.is_file() else None
+    return {"against_trained": costs} if costs else {}
 
 
 def _export_words(newest: str | None) -> str:

@@ -34,6 +34,11 @@ class Trained:
         return self.record.get("quantization")
 
     @property
+    def new_blocks(self) -> frozenset[int]:
+        """Blocks that llama_pro added to a whole model."""
+        return frozenset(self.record.get("new_blocks", ()))
+
+    @property
     def precision(self) -> str:
         return str(self.record.get("precision", "auto"))
 
@@ -68,7 +73,13 @@ def find_trained(target: str, *, base: str | None = None) -> Trained:
     place = _result_of_run(folder) if is_run else folder
     if not (place / "adapter_config.json").is_file():
         name = str(place) if place.is_dir() else target
-        return Trained(base=name, home=folder if place.is_dir() else None, is_run=is_run, method=method)
+        return Trained(
+            base=name,
+            home=folder if place.is_dir() else None,
+            is_run=is_run,
+            method=method,
+            record=_read_record(place),
+        )
     settings = json.loads((place / "adapter_config.json").read_text(encoding="utf-8"))
     _check_kind(place, settings)
     record = _read_record(place)

@@ -162,7 +162,10 @@ def test_new_blocks_over_a_quantized_base(tiny_model: Path, window: list[Batch],
     assert [kind is QuantLinear for kind in kinds.values()] == [True, True, False]
     losses = [session.step(window, lr=3e-3).loss for _ in range(8)]
     assert losses[-1] < 0.97 * losses[0]
-    loaded = AutoModelForCausalLM.from_pretrained(session.save_result(tmp_path), dtype=torch.float32)
+    saved = session.save_result(tmp_path)
+    record = json.loads((saved / "crosstune.json").read_text())
+    assert (record["quantization"]["quantizer"], record["new_blocks"]) == ("bnb", [2])
+    loaded = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
     original = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     torch.testing.assert_close(
         loaded.model.layers[0].mlp.up_proj.weight, original.model.layers[0].mlp.up_proj.weight, rtol=0, atol=0

@@ -231,6 +231,12 @@ class Screen:
     def _on_saved(self, data: Mapping[str, Any]) -> None:
         self.close()
         self._print(f"saved    {data['path']}")
+        for name, agreement in data.get("against_trained", {}).items():
+            self._print(
+                f"warning  the new blocks are saved over the {name} weights, {agreement['relative']:.2g} (relative) from "
+                "the model that was trained; crosstune export --to hf --into dequantized writes that one",
+                style="yellow",
+            )
 
 
 def _short(text: str, limit: int = 110) -> str:

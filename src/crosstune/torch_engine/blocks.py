@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +44,13 @@ class Expansion:
         ]
 
     def is_new(self, name: str) -> bool:
-        match = _LAYER.match(name)
-        return match is not None and int(match.group(2)) in self.new
+        return in_blocks(name, self.new)
+
+
+def in_blocks(name: str, blocks: Collection[int]) -> bool:
+    """Whether a tensor belongs to one of these blocks."""
+    match = _LAYER.match(name)
+    return match is not None and int(match.group(2)) in blocks
 
 
 def _writes(name: str) -> bool:
