@@ -25,7 +25,7 @@ from crosstune.config.plan import Plan
 from crosstune.config.schema import mismatches
 from crosstune.core.errors import NonFiniteError, UserError
 from crosstune.core.protocols import Observer, Recipe, Session
-from crosstune.core.record import RecordFailed, RunRecord
+from crosstune.core.record import RecordFailed, RunRecord, read_json
 from crosstune.loop import crossing
 from crosstune.loop.crossing import Measured
 from crosstune.loop.progress import Progress
@@ -102,7 +102,8 @@ class Execution:
                 extra["checkpoint"] = self._newest()
                 if plan.config.save_model and self.progress.steps and self._is_good(session):
                     extra["result"] = str(self._save_result(session))
-                    observer.on_event("saved", {"path": extra["result"], "step": self.progress.steps})
+                    saved = {"path": extra["result"], "step": self.progress.steps}
+                    observer.on_event("saved", saved | _cost_of_saving(Path(extra["result"])))
         except StopRequested:
             self.progress.status = "stopped"
             observer.on_event(
@@ -256,6 +257,7 @@ class Execution:
         try:
             with tempfile.TemporaryDirectory(prefix=_RESULT_STAGING, dir=folder) as staging:
                 written = session.save_result(Path(staging))
+                self.recipe.complete_result(written)
                 target = folder / written.name
                 if target.exists():
                     target.rename(Path(staging) / "old")
@@ -268,6 +270,13 @@ class Execution:
                 do=_export_words(self._newest()),
             ) from error
         return target
+
+
+def _cost_of_saving(result: Path) -> dict[str, Any]:
+    """How far what was saved is from what was trained, where the two are not the same."""
+    record = result / "crosstune.json"
+    costs = read_json(record).get("against_trained") if record.is_file() else None
+    return {"against_trained": costs} if costs else {}
 
 
 def _export_words(newest: str | None) -> str:

@@ -19,6 +19,7 @@ from crosstune.results import (
     Request,
     default_out,
     dense_bytes,
+    expanded_into,
     merge_into,
     open_request,
     show_bytes,
@@ -50,7 +51,7 @@ def export(request: Request, form: Form, *, observer: Observer) -> dict[str, Any
     with staged(out, need_bytes=num_copies * dense_bytes(opened.model.path, request.dtype)) as stage:
         source, expected, report = _dense_source(stage, opened, request, observer)
         report |= write(stage, source, opened, expected, form, observer)
-        report |= {"to": form.to, "warnings": warnings}
+        report |= {"to": form.to, "warnings": [*warnings, *report.get("warnings", ())]}
         problems = [
             *report.pop("problems", ()),
             *chat_problems(opened.model.path, report.pop("reread", stage.result)),
@@ -68,6 +69,8 @@ def _dense_source(
         folder = stage.scratch / "merged"
         report, expected = merge_into(folder, opened, request, observer)
         return folder, expected, report
+    if opened.trained.quantization is not None:
+        return expanded_into(stage.scratch / "expanded", opened, request, observer)
     folder, expected = opened.model.path, folder_logits(opened.model.path, opened)
     if request.dtype != "auto" or read_quantization(folder) is not None:
         from crosstune.torch_engine import convert

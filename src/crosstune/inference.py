@@ -10,6 +10,7 @@ from crosstune.config.load import load_config, make_config
 from crosstune.core.protocols import Observer, Session
 from crosstune.data.chat import Message, encode_prompt
 from crosstune.data.tokenizer import Tokenizer
+from crosstune.likeness import plan_over_quantized
 from crosstune.machines import probe_machine
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.run import find_model, make_plan, open_session
@@ -78,6 +79,9 @@ def open_talker(target: str, *, observer: Observer, backend: str = "auto", preci
         if adjustment.kind == "change":
             observer.on_event("adjustment", adjustment.to_event())
     model = find_model(plan.config, observer)
+    held = read_quantization(model.path) if trained.adapter is None else None
+    if held is not None:
+        plan = plan_over_quantized(plan, held.spec, folder=model.path)
     return Talker(
         session=open_session(plan, model, trained=False), tokenizer=Tokenizer.from_folder(model.path)
     )

@@ -115,8 +115,13 @@ def find_quantizer(opened: Opened, spec: Mapping[str, Any]) -> Opened:
 
 def quantized_plan(opened: Opened, spec: Mapping[str, Any], *, folder: Path) -> Plan:
     """The plan to open a folder of quantized weights; an error where its quantizer does not run."""
+    return plan_over_quantized(opened.plan, spec, folder=folder)
+
+
+def plan_over_quantized(like: Plan, spec: Mapping[str, Any], *, folder: Path) -> Plan:
+    """The same in place of another plan, with its backend and precision."""
     options = quantization_options(spec) | {"train_type": "lora", "model_name": str(folder)}
-    plan = _plan_like(opened.plan, options | {"precision": opened.precision})
+    plan = _plan_like(like, options | {"precision": like.precision})
     if plan.quantizer != spec["quantizer"]:
         raise UserError(
             f"{spec['quantizer']} with {spec['bits']} bits does not run on {plan.backend.name} here.",

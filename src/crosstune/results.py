@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 RECORD = "crosstune.json"
 INTO = ("original", "dequantized")
+_FAR_FROM_TRAINED = 0.1
+"""Relative difference of logits that rounding to 16 bits does not explain."""
 _SPARE_BYTES = 50_000_000
 _DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -57,7 +59,8 @@ def merge(request: Request, *, observer: Observer) -> dict[str, Any]:
     out = request.out or default_out(opened.trained, "merged")
     check_out(out)
     with staged(out, need_bytes=dense_bytes(opened.model.path, request.dtype)) as stage:
-        report = merge_into(stage.result, opened, request, observer)[0] | {"warnings": warnings}
+        report = merge_into(stage.result, opened, request, observer)[0]
+        report["warnings"] = [*warnings, *report.get("warnings", ())]
         write_json(stage.result / RECORD, {"merged": report})
         refuse_unverified(report, out)
     return report | {"path": str(out)}
@@ -168,8 +171,57 @@ def merge_into(
     report |= judge(compare(expected, found[into]), opened.precision, kept)
     if trained.quantization is not None:
         costs = {name: compare(wanted, found[name]).to_json() for name in INTO if name in found}
-        report |= {"against_trained": costs}
+        report |= {"against_trained": costs, "warnings": cost_warnings(costs, into)}
     return report, expected
+
+
+def expanded_into(
+    folder: Path, opened: Opened, request: Request, observer: Observer
+) -> tuple[Path, Logits, dict[str, Any]]:
+    """New blocks that were trained over a quantized base: over the original weights, as they are saved, or over what
+    training saw of them, written into `folder`. With the logits the result should have, and what the first costs."""
+    from crosstune.torch_engine import convert, verify
+    from crosstune.torch_engine import merge as engine
+    from crosstune.torch_engine.device import open_device
+    from crosstune.torch_engine.precision import PRECISIONS
+    from crosstune.torch_engine.quantized import QuantSpec
+
+    trained, path = opened.trained, opened.model.path
+    assert trained.quantization is not None
+    trained_in, device = PRECISIONS[trained.precision], open_device(opened.plan.backend)
+    seen = engine.Base(
+        folder=path,
+        spec=QuantSpec(**trained.quantization),
+        compute=trained_in.autocast or trained_in.weights,
+        new_blocks=trained.new_blocks,
+        device=device,
+    )
+    precision = PRECISIONS[opened.precision]
+    model = verify.load_plainly(path, precision=precision, device=device)
+    original = verify.model_logits(model, opened.prompts, precision=precision, device=device)
+    verify.replace_weights(model, engine.base_tensors(seen))
+    wanted = verify.model_logits(model, opened.prompts, precision=precision, device=device)
+    into = request.into or "original"
+    costs = {"original": compare(wanted, original).to_json()}
+    if into == "dequantized" or request.dtype != "auto":
+        source = seen if into == "dequantized" else engine.Base(folder=path)
+        on_read = show_bytes(observer, "read", trained.base)
+        convert.write_dense(folder, source, dtype=engine.DTYPES.get(request.dtype), on_read=on_read)
+        path = folder
+    report = {"model": trained.base, "into": into, "dtype": stored_word(path), "against_trained": costs}
+    warnings = cost_warnings(costs, into)
+    return path, wanted if into == "dequantized" else original, report | {"warnings": warnings}
+
+
+def cost_warnings(costs: Mapping[str, Mapping[str, float]], into: str) -> list[str]:
+    """A result over the original weights that is far from what was trained over quantized ones."""
+    relative = costs.get(into, {}).get("relative", 0.0)
+    if into != "original" or relative <= _FAR_FROM_TRAINED:
+        return []
+    return [
+        f"over the original weights the result is {relative:.2g} (relative) from what was trained over the quantized ones; "
+        "--into dequantized keeps that"
+    ]
 
 
 def open_request(request: Request, observer: Observer) -> tuple[Opened, list[str]]:
@@ -177,7 +229,7 @@ def open_request(request: Request, observer: Observer) -> tuple[Opened, list[str
     trained, warnings = _over_original(find_trained(request.target, base=request.base), request)
     if request.into == "dequantized" and trained.quantization is None:
         raise UserError(
-            "--into dequantized is for an adapter that was trained over a quantized base.",
+            "--into dequantized is for what was trained over a quantized base.",
             why=f"{request.target} was not.",
             do="leave --into out",
         )

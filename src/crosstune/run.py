@@ -27,11 +27,13 @@ from crosstune.core.machine import Machine
 from crosstune.core.names import load_plugin, plugin_names
 from crosstune.core.protocols import Observer, Observers, Recipe, Session
 from crosstune.core.record import RunRecord, check_free, holds_run, move_aside, read_json
+from crosstune.data.sources import check_name
 from crosstune.execution import Execution, Start
 from crosstune.loop.train import Deadline
 from crosstune.machines import probe_machine
 from crosstune.models.locate import ModelFolder, identity, locate, shape
 from crosstune.models.quantized_folder import quantization_options, read_quantization
+from crosstune.trained import check_base
 
 ALL_QUANTIZERS = ("bnb", "hqq", "quanto", "mlx")
 
@@ -64,7 +66,7 @@ def make_plan(
         collectives={name: spec.collective for name, spec in specs.items()},
         preference=preference,
         installs={name: spec.install for name, spec in specs.items()},
-        shape=shape(config.model_name, cache=cache_override()),
+        shape=shape(_weights_name(config), cache=cache_override()),
         longest_row=longest_row,
     )
 
@@ -78,6 +80,8 @@ def train(
     config = resume.complete_config(config)
     plan = make_plan(config)
     raise_all(unbuilt(plan))
+    for name in filter(None, (config.dataset, config.eval_dataset)):
+        check_name(name)
     folder = run_folder(config)
     checkpoint = resume.find_checkpoint(config, folder, screen)
     in_place = checkpoint is not None and resume.continues_in_place(folder, checkpoint)
@@ -85,6 +89,7 @@ def train(
         check_free(folder, resuming=resume.wants_checkpoint(config))
     model = find_model(plan.config, screen)
     plan = make_plan(config, machine=plan.machine)  # again: now the model's shape is known for certain
+    warnings = _check_base_adapter(plan, model)
     recipe = open_recipe(plan.config, model, screen)
     plan = make_plan(config, machine=plan.machine, longest_row=recipe.longest_row())
     recipe.configure(plan.config)
@@ -116,6 +121,8 @@ def train(
     observer.on_event(
         "start", {"folder": str(folder), "data": recipe.describe(), "num_steps": recipe.num_steps()}
     )
+    for sentence in warnings:
+        observer.on_event("warning", {"message": sentence})
     execution = Execution(
         plan=plan,
         recipe=recipe,
@@ -127,6 +134,25 @@ def train(
         deadline=_deadline(plan.config, started),
     )
     return RunResult(folder=folder, summary=execution.run(), failure=execution.failure)
+
+
+def _check_base_adapter(plan: Plan, model: ModelFolder) -> list[str]:
+    """What should be known about an adapter that a run starts from; an error for one of another base."""
+    config = plan.config
+    if not config.base_adapter or plan.method not in ("lora", "dora"):
+        return []
+    asked = {
+        "quantizer": plan.quantizer,
+        "bits": plan.n_bits,
+        "group_size": config.group_size,
+        "kind": config.quant_type,
+        "double": config.double_quant,
+    }
+    return check_base(
+        Path(config.base_adapter).expanduser(),
+        identity=identity(model.path)["sha256"],
+        quantization=asked if plan.quantizer != "none" else None,
+    )
 
 
 def _start(plan: Plan, checkpoint: Checkpoint | None, identified: Mapping[str, Any]) -> Start | None:
@@ -247,15 +273,21 @@ def _probe_for(config: Config) -> Machine:
 def _as_the_folder_is(config: Config) -> Config:
     """A folder of quantized weights says itself how they are quantized; what the user asked for stays."""
     folder = Path(config.model_name).expanduser()
-    leaves_open = TRAIN_TYPE_PARTS[config.train_type][1] == "auto"
-    if not leaves_open or not (folder / "config.json").is_file():
+    library = TRAIN_TYPE_PARTS[config.train_type][1]
+    if library == "none" or not (folder / "config.json").is_file():
         return config
     found = read_quantization(folder)
-    if found is None:
+    if found is None or library not in ("auto", found.spec["quantizer"]):
         return config
     given = {name: v for name, v in quantization_options(found.spec).items() if name not in config.asked}
     sources = {**config.asked, **dict.fromkeys(given, str(folder))}
     return dataclasses.replace(config, **given, asked=sources)
+
+
+def _weights_name(config: Config) -> str:
+    """The model whose weights are loaded."""
+    takes_path = TRAIN_TYPE_PARTS[config.train_type][0] == "llama_pro"
+    return (config.llama_pro_path if takes_path else None) or config.model_name
 
 
 def _wants_quantizer(config: Config) -> bool:

@@ -34,6 +34,11 @@ class Trained:
         return self.record.get("quantization")
 
     @property
+    def new_blocks(self) -> frozenset[int]:
+        """Blocks that llama_pro added to a whole model."""
+        return frozenset(self.record.get("new_blocks", ()))
+
+    @property
     def precision(self) -> str:
         return str(self.record.get("precision", "auto"))
 
@@ -68,7 +73,13 @@ def find_trained(target: str, *, base: str | None = None) -> Trained:
     place = _result_of_run(folder) if is_run else folder
     if not (place / "adapter_config.json").is_file():
         name = str(place) if place.is_dir() else target
-        return Trained(base=name, home=folder if place.is_dir() else None, is_run=is_run, method=method)
+        return Trained(
+            base=name,
+            home=folder if place.is_dir() else None,
+            is_run=is_run,
+            method=method,
+            record=read_json(place / "crosstune.json"),
+        )
     settings = read_json(place / "adapter_config.json")
     _check_kind(place, settings)
     record = read_json(place / "crosstune.json")
@@ -81,6 +92,33 @@ def find_trained(target: str, *, base: str | None = None) -> Trained:
         settings=settings,
         record=record,
     )
+
+
+def check_base(adapter: Path, *, identity: str, quantization: Mapping[str, Any] | None) -> list[str]:
+    """Raise where an adapter is to go on over another base than it was trained over; say where that one is quantized
+    otherwise. An adapter made elsewhere does not tell."""
+    record = read_json(adapter / "crosstune.json")
+    base = record.get("base", {})
+    recorded = base.get("identity", {}).get("sha256")
+    if recorded is None:
+        return []
+    if recorded != identity:
+        raise UserError(
+            f"The adapter {adapter} was trained over another base.",
+            why=f"it was trained over {base.get('name')} with the identity {recorded[:12]}; this model has {identity[:12]}.",
+            do=f"use --model_name {base.get('name')}, or leave --base_adapter out",
+        )
+    before = record.get("quantization")
+    if before == (dict(quantization) if quantization else None):
+        return []
+    words = [
+        f"{q['quantizer']} with {q['bits']} bits" if q else "not quantized" for q in (before, quantization)
+    ]
+    if words[0] == words[1]:
+        words = [f"{w} {dict(q or {})}" for w, q in zip(words, (before, quantization), strict=True)]
+    return [
+        f"base_adapter: it was trained over a base that was {words[0]}, and goes on over one that is {words[1]}"
+    ]
 
 
 def _result_of_run(folder: Path) -> Path:

@@ -221,6 +221,17 @@ def test_an_adapter_over_a_converted_folder_merges_both_ways(
     assert main(["merge", str(adapter), "--into", "dequantized", "--backend", "cpu"]) == 0
 
 
+def test_a_train_type_of_the_same_library_takes_the_quantization_from_the_folder(hf_bnb: Path) -> None:
+    session = open_session(hf_bnb, train_type="bnb_dora")
+    assert sum(isinstance(module, QuantLinear) for module in session.model.modules()) == 14
+    with pytest.raises(UserError, match="quantized otherwise") as caught:
+        open_session(hf_bnb, train_type="bnb_dora", n_bits=8)
+    assert "--train_type bnb_dora --quantization_backend bnb --n_bits 4" in caught.value.do
+    with pytest.raises(UserError, match="quantized otherwise") as caught:
+        open_session(hf_bnb, train_type="hqq_dora")
+    assert "--train_type dora --quantization_backend bnb" in caught.value.do
+
+
 def test_a_folder_is_trained_only_as_what_it_holds(hf_bnb: Path) -> None:
     for options, words in [
         ({"quantization_backend": "hqq"}, "--quantization_backend bnb --n_bits 4"),
@@ -269,3 +280,28 @@ def test_training_takes_the_quantization_from_the_folder(tiny_model: Path, tmp_p
     assert (plan.quantizer, plan.n_bits) == ("hqq", 8)
     assert main(["train", "--model_name", str(out), "--train_type", "qlora", "--name", "a", *words]) == 0
     assert main(["train", "--model_name", str(out), "--train_type", "full", "--name", "b", *words]) == 2
+
+
+def test_eight_bits_that_transformers_saved_are_recognised(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "int8"
+    settings = BitsAndBytesConfig(load_in_8bit=True)
+    AutoModelForCausalLM.from_pretrained(tiny_model, quantization_config=settings).save_pretrained(folder)
+    shutil.copy(tiny_model / "tokenizer.json", folder)
+    with pytest.raises(UserError, match="quantized by bitsandbytes with 8 bits"):
+        open_session(folder, train_type="qlora", n_bits=8)
+
+
+def test_a_converted_folder_is_read_by_crosstune_alone(
+    tiny_model: Path, tmp_path: Path, window: list[Batch], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers would fill the layers it does not find with random numbers, so it must not find the file."""
+    folder = Path(convert(capsys, str(tiny_model), "--to", "bnb", "--out", str(tmp_path / "own"))["path"])
+    with pytest.raises(OSError, match="no file named model"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    words = ["generate", str(folder), "--prompt", "Say blue.", "--max_new_tokens", "3", "--backend", "cpu"]
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "Say blue."
+    loss = open_session(folder, train_type="qlora").evaluate(window).loss
+    [weights] = folder.glob("*.safetensors")
+    weights.rename(folder / "model.safetensors")  # as folders made before have it
+    assert open_session(folder, train_type="qlora").evaluate(window).loss == loss

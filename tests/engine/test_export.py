@@ -64,8 +64,36 @@ def test_hf(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     adapter, expected = trained
-    export(capsys, str(adapter), "--to", "hf", "--out", str(tmp_path / "hf"))
+    report = export(capsys, str(adapter), "--to", "hf", "--n_bits", "4", "--out", str(tmp_path / "hf"))
+    assert "--n_bits has no effect with --to hf" in report["warnings"]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    torch.testing.assert_close(logits(loaded, window), expected, rtol=0, atol=1e-4)
+
+
+def test_new_blocks_over_a_quantized_base_can_be_written_as_they_were_trained(
+    tiny_model: Path, window: list[Batch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(
+        backend="cpu",
+        precision="fp32",
+        model_name=str(tiny_model),
+        train_type="hqq_llama_pro",
+        n_bits=2,
+        num_new_blocks=2,
+    )
+    session = TorchSession(make_plan(config), model_folder=tiny_model)
+    for _ in range(4):
+        session.step(window, lr=1e-2)
+    saved = session.save_result(tmp_path)
+    expected = logits(session.model, window)
+    measured = json.loads((saved / "crosstune.json").read_text())["against_trained"]["original"]["relative"]
+    assert 0.1 < measured < 2
+    plain = export(capsys, str(saved), "--to", "hf", "--out", str(tmp_path / "plain"))
+    assert plain["against_trained"]["original"]["relative"] > 0.1
+    assert any("--into dequantized" in sentence for sentence in plain["warnings"])
+    seen = export(capsys, str(saved), "--to", "hf", "--into", "dequantized", "--out", str(tmp_path / "seen"))
+    assert not seen["warnings"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "seen")
     torch.testing.assert_close(logits(loaded, window), expected, rtol=0, atol=1e-4)
 
 

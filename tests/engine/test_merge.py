@@ -105,6 +105,19 @@ def test_peft_merges_to_the_same_weights(
         torch.testing.assert_close(ours.state_dict()[name], weight, rtol=0, atol=1e-5, msg=name)
 
 
+def test_a_result_far_from_what_was_trained_is_said(
+    tiny_model: Path, window: list[Batch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, adapter = train(tiny_model, window, tmp_path, train_type="hqq_lora", n_bits=2)
+    for into, is_far in (("original", True), ("dequantized", False)):
+        words = ["merge", str(adapter), "--into", into, "--out", str(tmp_path / into), "--backend", "cpu"]
+        assert main([*words, "--json"]) == 0
+        warnings = json.loads(capsys.readouterr().out)["warnings"]
+        assert any("--into dequantized" in sentence for sentence in warnings) == is_far
+        written = json.loads((tmp_path / into / "crosstune.json").read_text())["merged"]
+        assert written["against_trained"]["original"]["relative"] > 0.1
+
+
 def test_the_command_reports_what_both_ways_cost(
     tiny_model: Path, window: list[Batch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

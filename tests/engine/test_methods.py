@@ -162,11 +162,106 @@ def test_new_blocks_over_a_quantized_base(tiny_model: Path, window: list[Batch],
     assert [kind is QuantLinear for kind in kinds.values()] == [True, True, False]
     losses = [session.step(window, lr=3e-3).loss for _ in range(8)]
     assert losses[-1] < 0.97 * losses[0]
-    loaded = AutoModelForCausalLM.from_pretrained(session.save_result(tmp_path), dtype=torch.float32)
+    saved = session.save_result(tmp_path)
+    record = json.loads((saved / "crosstune.json").read_text())
+    assert (record["quantization"]["quantizer"], record["new_blocks"]) == ("bnb", [2])
+    loaded = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
     original = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     torch.testing.assert_close(
         loaded.model.layers[0].mlp.up_proj.weight, original.model.layers[0].mlp.up_proj.weight, rtol=0, atol=0
     )
+
+
+BIASED = ["phi", "opt", "starcoder2"]
+
+
+@pytest.mark.parametrize("family", [*BIASED, "mamba"])
+@pytest.mark.parametrize("train_type", ["llama_pro", "bnb_llama_pro"])
+def test_new_blocks_change_nothing_at_first_in_families_with_biases(
+    tiny_model: Path, tmp_path: Path, window: list[Batch], family: str, train_type: str
+) -> None:
+    folder = tiny_of(family, tmp_path / family, vocabulary(tiny_model))
+    session = open_session(folder, train_type=train_type, num_new_blocks=2)
+    base = open_session(folder, train_type="lora" if train_type == "llama_pro" else "qlora")
+    assert session.evaluate(window).loss == pytest.approx(base.evaluate(window).loss, rel=1e-6)
+    losses = [session.step(window, lr=3e-3).loss for _ in range(4)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("targets", "endings"),
+    [
+        ("q_proj, up_proj", {"q_proj", "up_proj"}),
+        (r".*layers\.0\.mlp\.(up|down)_proj, v_proj", {"up_proj", "down_proj", "v_proj"}),
+        (r".*_proj{1,1}", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+    ],
+)
+def test_targets_are_names_or_patterns(tiny_model: Path, targets: str, endings: set[str]) -> None:
+    session = open_session(tiny_model, lora_target_modules=targets)
+    assert {name.rpartition(".")[2] for name in session.adapters} == endings
+
+
+def test_every_target_must_match(tiny_model: Path) -> None:
+    with pytest.raises(UserError, match="'v_porj' matches no linear layer"):
+        open_session(tiny_model, lora_target_modules="q_proj,v_porj")
+
+
+@pytest.mark.parametrize("family", ["opt_post_norm", "gpt2"])
+def test_blocks_that_would_change_the_model_are_refused(
+    tiny_model: Path, tmp_path: Path, family: str
+) -> None:
+    folder = tiny_of(family, tmp_path / family, vocabulary(tiny_model))
+    with pytest.raises(UserError, match="llama_pro cannot add blocks"):
+        open_session(folder, train_type="llama_pro")
+
+
+def test_a_model_that_was_expanded_before_is_taken_as_it_is(
+    tiny_model: Path, window: list[Batch], tmp_path: Path
+) -> None:
+    first = open_session(tiny_model, train_type="llama_pro", num_new_blocks=2)
+    losses = [first.step(window, lr=3e-3).loss for _ in range(4)]
+    expanded = first.save_result(tmp_path).rename(tmp_path / "tiny_blk_exp-2-4")
+    plan = make_plan(
+        make_config(
+            model_name=str(tiny_model),
+            train_type="llama_pro",
+            llama_pro_path=str(expanded),
+            backend="cpu",
+            precision="fp32",
+        )
+    )
+    assert plan.config.model_name == str(expanded)
+    second = TorchSession(plan, model_folder=expanded)
+    assert second.step(window, lr=3e-3).loss < losses[-1]
+    assert second.num_parameters() == first.num_parameters()
+    with pytest.raises(UserError, match="does not say which of its blocks are new"):
+        open_session(tiny_model, train_type="llama_pro", llama_pro_path=str(tiny_model))
+
+
+@pytest.mark.parametrize(("family", "example"), [("mixtral", "experts"), ("gpt_neox", "embed_out")])
+def test_files_that_only_transformers_can_put_together_are_said(
+    tiny_model: Path, tmp_path: Path, family: str, example: str
+) -> None:
+    folder = tiny_of(family, tmp_path / family, vocabulary(tiny_model))
+    with pytest.raises(UserError, match="not supported with a quantized base") as caught:
+        open_session(folder, train_type="qlora")
+    assert example in caught.value.why
+    open_session(folder, train_type="lora")
+
+
+def test_adapters_stand_where_the_model_asks_them(
+    tiny_model: Path, tmp_path: Path, window: list[Batch]
+) -> None:
+    """Mamba's mixer multiplies with the weights of its other layers itself, and would never call an adapter there."""
+    folder = tiny_of("mamba", tmp_path / "mamba", vocabulary(tiny_model))
+    session = open_session(folder, train_type="qlora")
+    assert {name.rpartition(".")[2] for name in session.adapters} == {"in_proj"}
+    losses = [session.step(window, lr=1e-2).loss for _ in range(6)]
+    assert losses[-1] < losses[0]
+
+
+def vocabulary(tiny_model: Path) -> int:
+    return int(json.loads((tiny_model / "config.json").read_text())["vocab_size"])
 
 
 def test_blocks_that_cannot_be_spread_evenly_are_refused() -> None:
@@ -199,9 +294,25 @@ def tiny_of(family: str, folder: Path, vocab: int) -> Path:
         "gemma2": lambda: hf.Gemma2Config(**shared, head_dim=16, sliding_window=16),
         "phi3": lambda: hf.Phi3Config(**shared),
         "phi": lambda: hf.PhiConfig(**shared),
+        "opt": lambda: hf.OPTConfig(**shared, ffn_dim=128, word_embed_proj_dim=64),
+        "opt_post_norm": lambda: hf.OPTConfig(
+            **shared, ffn_dim=128, word_embed_proj_dim=64, do_layer_norm_before=False
+        ),
+        "starcoder2": lambda: hf.Starcoder2Config(**shared),
+        "gpt_neox": lambda: hf.GPTNeoXConfig(**shared, tie_word_embeddings=False),
+        "gpt2": lambda: hf.GPT2Config(vocab_size=vocab, n_embd=64, n_layer=2, n_head=4, n_positions=256),
+        "mixtral": lambda: hf.MixtralConfig(**shared, num_local_experts=4),
+        "mamba": lambda: hf.MambaConfig(
+            vocab_size=vocab, hidden_size=64, num_hidden_layers=2, state_size=8, pad_token_id=0
+        ),
     }[family]()
     torch.manual_seed(0)
-    hf.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    model = hf.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # a fresh model has none that are not zero, a trained one has
+                parameter.normal_(0, 0.05)
+    model.save_pretrained(folder)
     return folder
 
 
@@ -251,7 +362,7 @@ def test_every_family_streams_into_four_bits(
 )
 def test_every_optimizer_lowers_the_loss(tiny_model: Path, window: list[Batch], optimizer: str) -> None:
     session = open_session(tiny_model, optimizer=optimizer)
-    rate = {"sgd": 1.0, "adadelta": 10.0, "adafactor": 0.1}.get(optimizer, 5e-3)
+    rate = {"sgd": 1.0, "adadelta": 10.0}.get(optimizer, 5e-3)
     losses = [session.step(window, lr=rate).loss for _ in range(8)]
     assert losses[-1] < 0.99 * losses[0]
 
@@ -310,8 +421,7 @@ def test_optimizers_lower_the_loss_on_cuda(tiny_model: Path, window: list[Batch]
     if optimizer.endswith("8bit"):
         pytest.importorskip("bitsandbytes")
     session = open_session(tiny_model, optimizer=optimizer, backend="cuda")
-    rate = 0.1 if optimizer == "adafactor" else 5e-3
-    losses = [session.step(window, lr=rate).loss for _ in range(8)]
+    losses = [session.step(window, lr=5e-3).loss for _ in range(8)]
     assert losses[-1] < 0.99 * losses[0]
     assert session.plan.config.optimizer == optimizer
 

@@ -57,6 +57,10 @@ def test_a_good_run_for_comparison(tmp_path: Path, tiny_model: Path, data: Path)
         ("--backend xpu", "Backend 'xpu' is not available"),
         ("--lr fast", "lr cannot be 'fast'"),
         ("--dataset {empty}/none.jsonl", "no data set"),
+        (
+            "--model_name no-such-model --dataset {empty}/none.jsonl",
+            "no data set",
+        ),  # before the model is fetched
         ("--dataset {blank}", "is empty"),
         ("--dataset {columns}", "question, reply"),
         ("--dataset {data} --context_length 8", "longer than the context of 8 tokens"),
@@ -252,3 +256,22 @@ def test_a_kill_leaves_a_record_that_can_be_read(tmp_path: Path, tiny_model: Pat
     process.wait()
     assert main(["report", str(folder)]) == 0
     assert (folder / "report.html").stat().st_size > 1000
+
+
+def test_an_adapter_goes_on_over_its_own_base_only(
+    tmp_path: Path, tiny_model: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from crosstune.models.tiny import tiny_model as make
+
+    words = ["--dataset", str(data), "--skip_eval", "--model_name"]
+    assert train(tmp_path, *words, str(tiny_model), "--name", "first") == 0
+    adapter = ["--base_adapter", str(tmp_path / "runs" / "first" / "adapter")]
+    other = make(tmp_path / "other", seed=1)
+    assert train(tmp_path, *words, str(other), *adapter, "--name", "second") == 2
+    assert "was trained over another base" in capsys.readouterr().err
+    assert not (tmp_path / "runs" / "second").exists()
+    assert train(tmp_path, *words, str(tiny_model), *adapter, "--name", "third") == 0
+    assert "base_adapter: it was trained" not in capsys.readouterr().err
+    quantized = ["--train_type", "qlora", "--quantization_backend", "bnb"]
+    assert train(tmp_path, *words, str(tiny_model), *adapter, *quantized, "--name", "fourth") == 0
+    assert "was not quantized, and goes on over one that is bnb with 4 bits" in capsys.readouterr().err

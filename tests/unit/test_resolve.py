@@ -226,3 +226,42 @@ def test_resolve_is_pure() -> None:
     first, second = (plan_on("apple-m1-16gb", backend="mps", precision="bf16") for _ in range(2))
     assert first == second
     assert make_config(precision="bf16").precision == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"train_type": "qlora", "quantization_backend": "bnb", "n_bits": 2}, "bnb has no 2 bits"),
+        ({"train_type": "bnb_dora", "n_bits": 3}, "bnb has no 3 bits"),
+        ({"train_type": "lora", "quantization_backend": "quanto", "n_bits": 3}, "quanto has no 3 bits"),
+        ({"loraplus_lr_ratio": 0}, "loraplus_lr_ratio is 0"),
+    ],
+)
+def test_what_can_never_work_is_an_error(asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_on("h200", **asked)
+    assert words in str(caught.value.problems[0])
+
+
+def test_the_bits_of_each_library_are_those_of_its_quantizer() -> None:
+    from crosstune.config.resolve import LIBRARY_BITS
+    from crosstune.core.names import load_plugin
+
+    for name, bits in LIBRARY_BITS.items():
+        quantizer = load_plugin("crosstune.torch_engine.quant", name, kind="quantizer")
+        assert sorted(quantizer.BITS) == sorted(bits), name
+
+
+@pytest.mark.parametrize(
+    ("asked", "option"),
+    [
+        ({"quantization_backend": "bnb", "n_bits": 8, "group_size": 32}, "group_size"),
+        ({"quantization_backend": "quanto", "n_bits": 8, "group_size": 32}, "group_size"),
+        ({"quantization_backend": "hqq", "double_quant": True}, "double_quant"),
+        ({"quantization_backend": "bnb", "n_bits": 8, "double_quant": True}, "double_quant"),
+    ],
+)
+def test_what_a_quantizer_has_no_use_for_is_said(asked: dict[str, Any], option: str) -> None:
+    assert "no effect" in adjustment(plan_on("h200", train_type="qlora", **asked), option, "warning").reason
+    used = plan_on("h200", train_type="qlora", group_size=32, double_quant=True, quantization_backend="bnb")
+    assert not [a for a in used.adjustments if a.option in ("group_size", "double_quant")]

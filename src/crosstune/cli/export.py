@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 from crosstune.cli.merge import add_result_words, print_report
@@ -26,14 +27,11 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument(
         "--gguf_type",
         choices=("auto", "f32", "f16", "bf16", "q8_0"),
-        default="auto",
-        help="numbers of a GGUF file",
+        help="numbers of a GGUF file (default: those of the weights)",
     )
+    parser.add_argument("--n_bits", type=at_least(1), help="bits for MLX (default 16: not quantized)")
     parser.add_argument(
-        "--n_bits", type=at_least(1), default=16, help="bits for MLX (default 16: not quantized)"
-    )
-    parser.add_argument(
-        "--group_size", type=at_least(1), default=64, help="weights that share a scale, for MLX"
+        "--group_size", type=at_least(1), help="weights that share a scale, for MLX (default 64)"
     )
     add_result_words(parser)
     own = parser.parse_args(list(words))
@@ -51,10 +49,22 @@ def run(words: Sequence[str]) -> int:
         force=own.force,
         backend=own.backend,
     )
-    form = Form(to=own.to, bits=own.n_bits, group_size=own.group_size, kind=own.gguf_type)
+    form = Form(
+        to=own.to, bits=own.n_bits or 16, group_size=own.group_size or 64, kind=own.gguf_type or "auto"
+    )
     report = export(request, form, observer=Screen(live=not own.json))
+    report["warnings"] = [*report["warnings"], *_without_effect(own)]
     if own.json:
         print_json(report)
     else:
         print_report(report)
     return EXIT_DONE
+
+
+def _without_effect(own: argparse.Namespace) -> list[str]:
+    belongs = {"n_bits": "mlx", "group_size": "mlx", "gguf_type": "gguf"}
+    return [
+        f"--{option} has no effect with --to {own.to}"
+        for option, form in belongs.items()
+        if getattr(own, option) is not None and own.to != form
+    ]

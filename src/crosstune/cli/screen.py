@@ -20,12 +20,20 @@ class Screen:
     """Prints events and steps. On a terminal a bar shows the step, loss, rate, time left and memory."""
 
     def __init__(
-        self, *, live: bool, every: int = 1, verbose: bool = False, stream: TextIO | None = None
+        self,
+        *,
+        live: bool,
+        every: int = 1,
+        verbose: bool = False,
+        lines: bool = False,
+        stream: TextIO | None = None,
     ) -> None:
+        """`lines`: print a line for steps above the live bar too."""
         self.console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
         self.live = live and self.console.is_terminal
         self.every = every
         self.verbose = verbose
+        self.lines = lines or not self.live
         self.num_steps = 0
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -53,7 +61,7 @@ class Screen:
         )
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=metrics["step"], words=words)
-        if metrics["step"] % self.every == 0 and not self.live:
+        if metrics["step"] % self.every == 0 and self.lines:
             self._print(f"step {metrics['step']}/{self.num_steps}  {words}")
 
     def on_event(self, kind: str, data: Mapping[str, Any]) -> None:
@@ -237,6 +245,12 @@ class Screen:
     def _on_saved(self, data: Mapping[str, Any]) -> None:
         self.close()
         self._print(f"saved    {data['path']}")
+        for name, agreement in data.get("against_trained", {}).items():
+            self._print(
+                f"warning  the new blocks are saved over the {name} weights, {agreement['relative']:.2g} (relative) from "
+                "the model that was trained; crosstune export --to hf --into dequantized writes that one",
+                style="yellow",
+            )
 
 
 def _terms(side: Mapping[str, Any]) -> str:

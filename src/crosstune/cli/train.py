@@ -28,7 +28,12 @@ def run(words: Sequence[str]) -> int:
     from crosstune.report import write_report
     from crosstune.run import train
 
-    screen = Screen(live=config.log_to == "tqdm", every=config.log_every_n_steps, verbose=config.verbose)
+    screen = Screen(
+        live=config.log_to == "tqdm",
+        every=config.log_every_n_steps,
+        verbose=config.verbose,
+        lines=config.verbose or "log_every_n_steps" in config.asked,
+    )
     try:
         result = train(config, observers=[screen], command=["crosstune", "train", *words])
     finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from crosstune.config.draft import Draft
 from crosstune.config.plan import TRAIN_TYPE_PARTS
 
@@ -49,7 +51,7 @@ _NEEDS_PROFILE = (
 )
 
 
-def warn_without_effect(draft: Draft, *, method: str, quantizer: str, world_size: int) -> None:
+def warn_without_effect(draft: Draft, *, method: str, quantizer: str, n_bits: int, world_size: int) -> None:
     idle: dict[str, str] = {}
     if world_size == 1:
         idle |= dict.fromkeys(_NEEDS_SEVERAL_DEVICES, "has no effect with one device")
@@ -57,6 +59,10 @@ def warn_without_effect(draft: Draft, *, method: str, quantizer: str, world_size
         idle |= dict.fromkeys(_NEEDS_ADAPTER, f"has no effect with method {method}")
     if quantizer == "none":
         idle |= dict.fromkeys(_NEEDS_QUANTIZER, "has no effect without a quantized base")
+    elif (quantizer, n_bits) != ("bnb", 4):
+        idle["double_quant"] = f"has no effect with {quantizer} and {n_bits} bits"
+    if n_bits == 8 and quantizer in ("bnb", "quanto"):
+        idle["group_size"] = f"has no effect with {quantizer} and 8 bits, whose scales are by row"
     if not draft["profile"] and not draft["profile_memory"]:
         idle |= dict.fromkeys(_NEEDS_PROFILE, "has no effect without --profile")
     if draft["log_to"] != "wandb":
@@ -67,6 +73,8 @@ def warn_without_effect(draft: Draft, *, method: str, quantizer: str, world_size
         )
     if method != "llama_pro":
         idle["llama_pro_path"] = idle["num_new_blocks"] = "has no effect without a llama_pro train type"
+    elif draft["llama_pro_path"]:
+        idle["num_new_blocks"] = "has no effect with --llama_pro_path, whose blocks are there already"
     if not draft["use_gradient_checkpointing"]:
         idle["reentrant_checkpointing"] = "has no effect without --use_gradient_checkpointing"
     if not draft["apply_gradient_clipping"]:
@@ -85,6 +93,8 @@ def warn_without_effect(draft: Draft, *, method: str, quantizer: str, world_size
         idle["allow_mismatch"] = "has no effect without --resume"
     if draft.report.engine == "mlx":
         idle |= dict.fromkeys(_TORCH_ONLY, "has no effect on the MLX engine")
+    # A folder of quantized weights asks for all that its record has, which is no business of the user.
+    folder = str(Path(draft["model_name"]).expanduser())
     for option, reason in idle.items():
-        if draft.is_asked(option):
+        if draft.is_asked(option) and draft.asked.asked[option] != folder:
             draft.warn(option, reason)

@@ -15,6 +15,7 @@ from crosstune.core.machine import BackendReport, Machine, choose_backend
 from crosstune.core.memory import GIB, ModelShape, step_bytes
 
 QUANTIZER_ORDER = ("bnb", "hqq", "quanto", "mlx")
+LIBRARY_BITS: Mapping[str, tuple[int, ...]] = {"bnb": (4, 8), "hqq": (8, 4, 3, 2, 1), "quanto": (8, 4, 2)}
 MPS_QUANTIZER_ORDER = ("bnb", "quanto", "hqq")
 GROUP_SIZES = {"mlx": (32, 64, 128)}
 """Of quantizers that have only some; the others take any."""
@@ -42,6 +43,8 @@ def resolve(
     """
     draft = _choose_backend(config, machine, preference, installs or {})
     method, quantizer, n_bits = _choose_method(draft)
+    if method == "llama_pro" and draft["llama_pro_path"]:
+        draft.set("model_name", draft["llama_pro_path"], "llama_pro_path names it", kind="choice")
     _fit_precision(draft)
     world_size, collective = _fit_world(draft, collectives)
     _fit_attention(draft, shape)
@@ -50,7 +53,7 @@ def resolve(
         draft.set("use_gradient_checkpointing", True, "low_memory recomputes activations")
     estimate = _fit_memory(draft, shape, longest_row, method=method, quantizer=quantizer, n_bits=n_bits)
     _check_values(draft, method)
-    warn_without_effect(draft, method=method, quantizer=quantizer, world_size=world_size)
+    warn_without_effect(draft, method=method, quantizer=quantizer, n_bits=n_bits, world_size=world_size)
     if config.strict:
         draft.problems += [_forbidden(a) for a in draft.adjustments if a.kind == "change"]
     raise_all(draft.problems)
@@ -137,6 +140,16 @@ def _choose_method(draft: Draft) -> tuple[str, str, int]:
 
 def _fit_quantizer(draft: Draft, wanted: str) -> str:
     report, bits = draft.report, draft["n_bits"]
+    if bits not in LIBRARY_BITS.get(wanted, (bits,)):
+        # Another library is for one that is missing on a machine, not for what it never had.
+        draft.problems.append(
+            UserError(
+                f"{wanted} has no {bits} bits.",
+                do=f"use --n_bits {', '.join(map(str, LIBRARY_BITS[wanted]))}, or --train_type qlora with "
+                "--quantization_backend auto",
+            )
+        )
+        return wanted
     order = MPS_QUANTIZER_ORDER if report.name == "mps" else QUANTIZER_ORDER
     able = [name for name in order if bits in report.quantizers.get(name, ())]
     if not able:
@@ -341,6 +354,7 @@ def _check_values(draft: Draft, method: str) -> None:
     stuck = [
         ("lr", True),
         ("lora_alpha", method in ("lora", "dora")),
+        ("loraplus_lr_ratio", method in ("lora", "dora")),
         ("grad_norm", draft["apply_gradient_clipping"]),
     ]
     for option, matters in stuck:

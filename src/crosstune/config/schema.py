@@ -82,7 +82,9 @@ class Config:
     )
     base_adapter: str | None = _option(None, "Start from the weights of this adapter folder", group="model")
     llama_pro_path: str | None = _option(
-        None, "Folder of a block-expanded model for llama_pro", group="model"
+        None,
+        "Folder of a block-expanded model for llama_pro, named ..._blk_exp-OLD-NEW; taken instead of model_name",
+        group="model",
     )
     mlx_config: str | None = _option(None, "JSON or YAML file with settings of the MLX engine", group="model")
 
@@ -157,7 +159,7 @@ class Config:
     lora_dropout: float = _option(0.0, "Dropout in front of the adapters", group="method", low=0)
     lora_target_modules: str = _option(
         "all",
-        "Linear layers that get an adapter: all, default (query and value), or names with commas",
+        "Linear layers that get an adapter: all, default (query and value), names with commas, or a regex of whole names",
         group="method",
     )
     use_rslora: bool = _option(False, "Scale adapters by alpha / sqrt(rank) instead (rsLoRA)", group="method")
@@ -200,7 +202,13 @@ class Config:
     )
     optimizer: str = _option("adamw", "Optimizer", group="training", choices=OPTIMIZERS)
     lr: float = _option(2e-4, "Peak learning rate", group="training", aliases=("learning_rate",), low=0)
-    wd: float = _option(0.01, "Decoupled weight decay", group="training", aliases=("weight_decay",), low=0)
+    wd: float = _option(
+        0.01,
+        "Weight decay of matrices: apart from the gradient (adamw, adafactor), or added to it (adam, sgd, adadelta)",
+        group="training",
+        aliases=("weight_decay",),
+        low=0,
+    )
     lr_scheduler: str = _option("cosine", "Learning-rate schedule", group="training", choices=SCHEDULES)
     warmup_steps: int | None = _option(None, "Steps of linear warm-up", group="training", low=0)
     warmup_ratio: float | None = _option(
@@ -305,7 +313,9 @@ class Config:
         group="run",
         choices=("tqdm", "stdout", "wandb"),
     )
-    log_every_n_steps: int = _option(1, "Print a line every so many steps", group="run", low=1)
+    log_every_n_steps: int = _option(
+        1, "Print a line every so many steps; under the live line only when asked for", group="run", low=1
+    )
     verbose: bool = _option(False, "Print more", group="run")
     strict: bool = _option(False, "Refuse to change anything that was asked", group="run")
     project_name: str = _option("crosstune", "Project in wandb", group="run")

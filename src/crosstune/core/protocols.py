@@ -182,6 +182,10 @@ class Recipe(Protocol):
 
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation: ...
 
+    def complete_result(self, folder: Path) -> None:
+        """Put beside the trained weights what others need to use them as they were trained."""
+        ...
+
 
 class Observer(Protocol):
     """Who is told what happens in a run: the record on disk, the screen."""

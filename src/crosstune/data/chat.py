@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Example
-from crosstune.data.template import Message, Span, load_template, render_text
+from crosstune.data.template import Message, Span, Tools, load_template, render_text
 from crosstune.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -28,6 +28,11 @@ PLAIN_TEMPLATE = (
 )
 
 
+def plain_template(tokenizer: Tokenizer) -> str:
+    """The same for other tools, which know no `leading_bos`."""
+    return PLAIN_TEMPLATE.replace("{{ leading_bos }}", "{{ bos_token }}" if tokenizer.leading_bos else "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
     """A text and the parts of it that are to be learned."""
@@ -38,20 +43,24 @@ class Rendered:
     """Answers that the template has changed so much that their place is not known; they carry no loss."""
 
 
-def render(messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool) -> str:
-    """The text a model sees for a conversation."""
-    return _render(messages, tokenizer, add_generation_prompt=add_generation_prompt)[0]
+def render(
+    messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool, tools: Tools = None
+) -> str:
+    """The text a model sees for a conversation, in which it may call `tools`."""
+    return _render(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)[0]
 
 
-def render_conversation(messages: Sequence[Message], tokenizer: Tokenizer, *, whole: bool) -> Rendered:
+def render_conversation(
+    messages: Sequence[Message], tokenizer: Tokenizer, *, whole: bool, tools: Tools = None
+) -> Rendered:
     """A conversation and the spans of its answers, each with the token that ends it. `whole`: all of it is a span."""
-    text, marked = _render(messages, tokenizer, add_generation_prompt=False)
+    text, marked = _render(messages, tokenizer, add_generation_prompt=False, tools=tools)
     if whole:
         return Rendered(text=text, spans=[(0, len(text))])
     if tokenizer.chat_template and load_template(tokenizer.chat_template).marks_answers:
         return Rendered(text=text, spans=marked)
     places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    found = [_locate(messages, place, text, tokenizer) for place in places]
+    found = [_locate(messages, place, text, tokenizer, tools) for place in places]
     spans = [span for span in found if span is not None]
     if places and not spans:
         raise UserError(
@@ -75,9 +84,9 @@ def encode_conversation(
     )
 
 
-def encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> list[int]:
+def encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer, *, tools: Tools = None) -> list[int]:
     """Tokens that ask for an answer."""
-    return list(tokenizer.encode(render(messages, tokenizer, add_generation_prompt=True)).ids)
+    return list(tokenizer.encode(render(messages, tokenizer, add_generation_prompt=True, tools=tools)).ids)
 
 
 def mask_of(encoding: Encoding, rendered: Rendered) -> NDArray[np.bool_]:
@@ -112,7 +121,7 @@ def _starts_before(encoding: Encoding, token: int, end: int) -> bool:
 
 
 def _render(
-    messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool
+    messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool, tools: Tools
 ) -> tuple[str, list[Span]]:
     return render_text(
         tokenizer.chat_template or PLAIN_TEMPLATE,
@@ -122,25 +131,31 @@ def _render(
         bos_token=tokenizer.bos_token or "",
         eos_token=tokenizer.eos_token or "",
         leading_bos=tokenizer.leading_bos,
+        # As transformers does: a template may ask whether there are any.
+        tools=tools,
+        documents=None,
     )
 
 
-def _locate(messages: Sequence[Message], place: int, text: str, tokenizer: Tokenizer) -> Span | None:
+def _locate(
+    messages: Sequence[Message], place: int, text: str, tokenizer: Tokenizer, tools: Tools
+) -> Span | None:
     """Where an answer stands in the whole text: from the end of the prompt that asks for it, to its end token.
 
     Both ends are found by rendering the conversation up to there. Templates that treat earlier turns otherwise than
     the last (they strip the reasoning from them, say) are rendered a second time with another answer in its place:
     what stays the same on both sides of it is not the answer.
     """
-    start, end = _start_by_prompt(messages, place, text, tokenizer), None
+    prompt = _render_part(messages[:place], tokenizer, add_generation_prompt=True, tools=tools)
+    start, end = len(prompt) if prompt and text.startswith(prompt) else None, None
     through: str | None = text
     if place + 1 < len(messages):
-        through = _render_part(messages[: place + 1], tokenizer, add_generation_prompt=False)
+        through = _render_part(messages[: place + 1], tokenizer, add_generation_prompt=False, tools=tools)
     if start is not None and through and text.startswith(through) and len(through) > start:
         end = _without_tail(through, start, tokenizer)
     if start is not None and end is not None and _heeds_prompt(tokenizer):
         return start, end
-    around = _around(messages, place, text, tokenizer)
+    around = _around(messages, place, text, tokenizer, tools)
     if around is None:
         return (start, end) if start is not None and end is not None else None
     before, behind = around
@@ -149,28 +164,27 @@ def _locate(messages: Sequence[Message], place: int, text: str, tokenizer: Token
     return start, end if end is not None else _with_end_token(text, behind, tokenizer)
 
 
-def _start_by_prompt(messages: Sequence[Message], place: int, text: str, tokenizer: Tokenizer) -> int | None:
-    prompt = _render_part(messages[:place], tokenizer, add_generation_prompt=True)
-    return len(prompt) if prompt and text.startswith(prompt) else None
-
-
 def _render_part(
-    messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool
+    messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool, tools: Tools
 ) -> str | None:
     """A conversation cut short, which a template may refuse though it takes the whole."""
     try:
-        return render(messages, tokenizer, add_generation_prompt=add_generation_prompt)
+        return render(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)
     except UserError:
         return None
 
 
-def _around(messages: Sequence[Message], place: int, text: str, tokenizer: Tokenizer) -> Span | None:
+def _around(
+    messages: Sequence[Message], place: int, text: str, tokenizer: Tokenizer, tools: Tools
+) -> Span | None:
     """Where the content of an answer begins and ends, by what a different content leaves unchanged."""
     stand_in = _stand_in(messages)
     changed = [*messages]
-    changed[place] = {**messages[place], "content": stand_in}
-    other = render(changed, tokenizer, add_generation_prompt=False)
-    before, found, behind = other.partition(stand_in)
+    # Calls of tools are part of an answer, so that they too must not stay the same.
+    kept = {key: value for key, value in messages[place].items() if key != "tool_calls"}
+    changed[place] = {**kept, "content": stand_in}
+    other = _render_part(changed, tokenizer, add_generation_prompt=False, tools=tools)
+    before, found, behind = other.partition(stand_in) if other else ("", "", "")
     if not found or stand_in in behind or len(before) + len(behind) > len(text):
         return None
     if not (text.startswith(before) and text.endswith(behind)):
@@ -178,7 +192,7 @@ def _around(messages: Sequence[Message], place: int, text: str, tokenizer: Token
     return len(before), len(text) - len(behind)
 
 
-def _stand_in(messages: Sequence[Mapping[str, str]]) -> str:
+def _stand_in(messages: Sequence[Message]) -> str:
     for number in count():
         word = f"StandIn{number}Answer"
         if not any(word in message["content"] for message in messages):

@@ -24,7 +24,7 @@ from crosstune.data.sources import Source
 from crosstune.data.store import ARRAYS, DiskFiles, MemoryFiles, StoreWriter, TokenStore, open_store
 from crosstune.data.tokenizer import Tokenizer
 
-LAYOUT = 1
+LAYOUT = 2
 """Raised when rows become other tokens than before, so that stores in the cache are made again."""
 IN_MEMORY_BYTES = 64 << 20
 PERCENTILES = (50, 90, 99)

@@ -24,7 +24,15 @@ def dummy_corpus(tokenizer: Tokenizer, num_examples: int, *, context_length: int
         writer.append(tokens, np.ones(context_length, dtype=np.bool_), row=index)
     identity = hashlib.sha256(f"{DUMMY} {num_examples} {context_length} {vocabulary}".encode()).hexdigest()
     return Corpus(
-        store=held.to_store({"rows": num_examples, "empty": 0, "unlocated_answers": 0}),
+        store=held.to_store(
+            {
+                "rows": num_examples,
+                "empty": 0,
+                "unlocated_answers": 0,
+                "unused_columns": [],
+                "ignored_by_template": [],
+            }
+        ),
         kept=np.arange(num_examples, dtype=np.int64),
         limit=context_length,
         form=DUMMY,

@@ -11,8 +11,17 @@ from typing import Any
 import numpy as np
 
 from crosstune.core.errors import UserError
-from crosstune.data.chat import Rendered, mask_of, render_conversation
-from crosstune.data.formats import Conversation, Row, has_empty_answer, recognise, to_conversation
+from crosstune.data.chat import Rendered, mask_of, render, render_conversation
+from crosstune.data.formats import (
+    TOOLS_COLUMN,
+    Row,
+    has_empty_answer,
+    recognise,
+    to_conversation,
+    tools_of,
+    turn_keys,
+    unused_columns,
+)
 from crosstune.data.sources import Source
 from crosstune.data.store import StoreWriter
 from crosstune.data.tokenizer import Tokenizer
@@ -24,6 +33,8 @@ OnProgress = Callable[[int, int, int], None]
 BATCH_CHARACTERS = 256 << 10
 BATCH_TEXTS = 512
 _SECONDS_BETWEEN_REPORTS = 0.2
+_ROWS_TO_TRY = 50
+_MOST_COLUMNS_NAMED = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +48,35 @@ class Encoder:
     def to_text(self, row: Row) -> Rendered | None:
         """The text to learn from and the part that counts; None for a row with an empty answer."""
         conversation = to_conversation(row, self.form)
-        return None if has_empty_answer(conversation) else self.render(conversation)
-
-    def render(self, conversation: Conversation) -> Rendered:
+        if has_empty_answer(conversation):
+            return None
         if isinstance(conversation, str):
             text = f"{self.tokenizer.leading_bos}{conversation}{self.tokenizer.eos_token or ''}"
-            return Rendered(text=text, spans=[(0, len(text))])
-        return render_conversation(conversation, self.tokenizer, whole=self.whole)
+            rendered = Rendered(text=text, spans=[(0, len(text))])
+        else:
+            rendered = render_conversation(
+                conversation, self.tokenizer, whole=self.whole, tools=tools_of(row)
+            )
+        _check_characters(rendered.text)
+        return rendered
+
+    def extras(self, row: Row) -> set[str]:
+        """What a conversation has beside its roles and contents."""
+        conversation = to_conversation(row, self.form)
+        if isinstance(conversation, str):
+            return set()
+        return turn_keys(conversation) | ({TOOLS_COLUMN} if tools_of(row) else set())
+
+    def heeds(self, row: Row, extra: str) -> bool:
+        """Whether the chat template makes another text of this conversation without one of its extras."""
+        conversation, tools = to_conversation(row, self.form), tools_of(row)
+        assert not isinstance(conversation, str)
+        without = [{key: value for key, value in turn.items() if key != extra} for turn in conversation]
+        texts = [
+            render(turns, self.tokenizer, add_generation_prompt=False, tools=given)
+            for turns, given in ((conversation, tools), (without, None if extra == TOOLS_COLUMN else tools))
+        ]
+        return texts[0] != texts[1]
 
 
 @dataclass
@@ -59,9 +92,14 @@ class _Pass:
     num_rows: int = 0
     num_empty: int = 0
     num_unlocated: int = 0
+    unused: set[str] = field(default_factory=set)
+    ignored: dict[str, int] = field(default_factory=dict)
+    """Extras of conversations that made no difference so far, each with the rows in which it was tried."""
+    heeded: set[str] = field(default_factory=set)
 
     def take(self, row: Row) -> None:
         rendered = self.encoder.to_text(row)
+        self._look_aside(row)
         index = self.num_rows
         self.num_rows += 1
         if rendered is None:
@@ -72,6 +110,19 @@ class _Pass:
         self.characters += len(rendered.text)
         if self.characters >= BATCH_CHARACTERS or len(self.texts) >= BATCH_TEXTS:
             self.flush()
+
+    def _look_aside(self, row: Row) -> None:
+        """What the row holds and the text does not."""
+        if len(self.unused) < _MOST_COLUMNS_NAMED:
+            self.unused |= unused_columns(row, self.encoder.form)
+        for extra in self.encoder.extras(row) - self.heeded:
+            if self.ignored.get(extra, 0) >= _ROWS_TO_TRY:
+                continue
+            if self.encoder.heeds(row, extra):
+                self.heeded.add(extra)
+                self.ignored.pop(extra, None)
+            else:
+                self.ignored[extra] = self.ignored.get(extra, 0) + 1
 
     def flush(self) -> None:
         """Hand the texts over to be tokenized, and write those that were handed over before."""
@@ -90,7 +141,13 @@ class _Pass:
         self.pending = None
 
     def facts(self) -> dict[str, Any]:
-        return {"rows": self.num_rows, "empty": self.num_empty, "unlocated_answers": self.num_unlocated}
+        return {
+            "rows": self.num_rows,
+            "empty": self.num_empty,
+            "unlocated_answers": self.num_unlocated,
+            "unused_columns": sorted(self.unused),
+            "ignored_by_template": sorted(self.ignored),
+        }
 
 
 def encode_source(
@@ -138,6 +195,17 @@ def first_row(source: Source) -> Row:
     for _, found, _ in rows:
         return found.row
     raise UserError(f"The data set {source.name} is empty.", do="give it at least one row")
+
+
+def _check_characters(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            "It holds half of a character that no text can have.",
+            why=f"{text[error.start]!a} is one of two parts (a surrogate) without the other.",
+            do="write the row again from its source, or take the character out",
+        ) from error
 
 
 def _check_any(source: Source, run: _Pass) -> None:

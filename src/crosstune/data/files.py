@@ -189,9 +189,7 @@ def _read_text(path: Path, file: io.TextIOWrapper, size: int) -> str:
 
 def _read_csv(path: Path, file: BinaryIO, *, delimiter: str) -> Iterator[Found]:
     csv.field_size_limit(LARGEST_ROW_BYTES)  # the library's own limit of 128 KiB is less than one long answer
-    reader = csv.reader(
-        io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), delimiter=delimiter, strict=True
-    )
+    reader = csv.reader(_decoded_lines(path, file), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     line = 1
     try:
@@ -209,8 +207,24 @@ def _read_csv(path: Path, file: BinaryIO, *, delimiter: str) -> Iterator[Found]:
                     do="put quotes around fields that hold a separator or a line break",
                 )
             yield Found(dict(zip(header, values, strict=True)), start, file.tell())
-    except (csv.Error, UnicodeDecodeError) as error:
+    except csv.Error as error:
         raise UserError(f"{path}, line {line} cannot be read.", why=str(error)) from error
+
+
+def _decoded_lines(path: Path, file: BinaryIO) -> Iterator[str]:
+    """Lines of text. Bad bytes are looked for in each by itself: the decoder reads ahead and would name a line long
+    before theirs."""
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    for number, line in enumerate(text, start=1):
+        try:
+            line.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{path}, line {number} is not text in UTF-8.",
+                why=f"character {error.start + 1} of the line is the byte 0x{ord(line[error.start]) - 0xDC00:02x}.",
+                do="save the file as UTF-8",
+            ) from error
+        yield line
 
 
 def _check_header(path: Path, names: list[str]) -> list[str]:

@@ -9,7 +9,8 @@ from typing import Any
 from crosstune.core.errors import UserError
 
 Row = Mapping[str, Any]
-Conversation = list[dict[str, str]] | str
+Turn = dict[str, Any]
+Conversation = list[Turn] | str
 
 # Format -> the columns that tell it, the first that fits is taken.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -22,7 +23,14 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 }
 # Read only when asked for: the columns are those of another format.
 HIDDEN_COLUMNS: Mapping[str, tuple[str, ...]] = {"guanaco": ("text",)}
+# Read where a row has them, beside the columns that tell the format.
+SYSTEM_COLUMNS = ("system", "system_prompt")
+TOOLS_COLUMN = "tools"
+_MORE_COLUMNS: Mapping[str, tuple[str, ...]] = {"alpaca": ("input",), "question_answer": ("context",)}
+_WITHOUT_TURNS = ("text",)
 ROLES = ("system", "developer", "user", "assistant", "tool")
+TURN_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
+"""What a message may have beside role and content; the chat template decides what becomes of it."""
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
 _IMAGE_COLUMNS = ("image", "images", "pixel_values", "video", "audio")
@@ -31,13 +39,7 @@ _GUANACO_TURNS = {"### Human:": "user", "### Assistant:": "assistant"}
 
 def recognise(first: Row, *, asked: str, source: str) -> str:
     """The format of a data set, by the columns of its first row."""
-    images = [name for name in _IMAGE_COLUMNS if first.get(name) is not None]
-    if images:
-        raise UserError(
-            f"{source} has columns that are not text: {', '.join(images)}.",
-            why="this kind of training reads text alone.",
-            do="use a data set of text, or take these columns out",
-        )
+    _check_media(first, what=source)
     if asked != "auto":
         return asked
     found = _fitting(first)
@@ -51,7 +53,39 @@ def recognise(first: Row, *, asked: str, source: str) -> str:
 
 def to_conversation(row: Row, form: str) -> Conversation:
     """Messages, or a plain text for the format that has no turns. An answer that is missing is an empty one."""
+    _check_media(row, what="It")
     _check_columns(row, form)
+    if form in _WITHOUT_TURNS:
+        return _answer(row, "text")
+    turns = _turns(row, form)
+    column = _system_column(row)
+    if column is not None and turns[0]["role"] not in ("system", "developer"):
+        turns = [{"role": "system", "content": _text(row, column)}, *turns]
+    return turns
+
+
+def tools_of(row: Row) -> list[Any] | None:
+    """The functions that the model may call in this conversation, as its chat template takes them."""
+    tools = _parsed(row.get(TOOLS_COLUMN) or None)
+    if tools is not None and not isinstance(tools, list):
+        raise UserError(f"The column {TOOLS_COLUMN} must hold a list.", why=f"found {_short(tools)}")
+    return tools
+
+
+def unused_columns(row: Row, form: str) -> set[str]:
+    """Columns that hold something and are not read."""
+    used = {*_needed(form), *_MORE_COLUMNS.get(form, ())}
+    if form not in _WITHOUT_TURNS:
+        used |= {TOOLS_COLUMN} | ({column} if (column := _system_column(row)) is not None else set())
+    return {str(name) for name, value in row.items() if name not in used and value not in (None, "", [])}
+
+
+def turn_keys(conversation: Conversation) -> set[str]:
+    """What its messages have beside role and content."""
+    return {key for turn in conversation for key in turn if isinstance(turn, dict) and key in TURN_KEYS}
+
+
+def _turns(row: Row, form: str) -> list[Turn]:
     if form == "messages":
         return as_messages(row["messages"])
     if form == "sharegpt":
@@ -67,20 +101,22 @@ def to_conversation(row: Row, form: str) -> Conversation:
     if form == "question_answer":
         parts = [_text(row, "context") if row.get("context") else "", _text(row, "question")]
         return _one_turn("\n\n".join(part for part in parts if part), _answer(row, "answer"))
-    if form == "guanaco":
-        return as_messages(_guanaco_turns(_text(row, "text")))
-    return _answer(row, "text")
+    assert form == "guanaco", form
+    return as_messages(_guanaco_turns(_text(row, "text")))
 
 
 def has_empty_answer(conversation: Conversation) -> bool:
     """Whether there is nothing to learn from some answer, or from the whole text."""
     if isinstance(conversation, str):
         return not conversation.strip()
-    return any(turn["role"] == "assistant" and not turn["content"].strip() for turn in conversation)
+    return any(
+        turn["role"] == "assistant" and not turn["content"].strip() and not turn.get("tool_calls")
+        for turn in conversation
+    )
 
 
-def as_messages(value: Any) -> list[dict[str, str]]:
-    """A conversation as {role, content} messages in a sensible order; anything else is a UserError."""
+def as_messages(value: Any) -> list[Turn]:
+    """A conversation as messages of role, content and `TURN_KEYS`, in a sensible order; anything else is a UserError."""
     value = _parsed(value)
     if not isinstance(value, list) or not value:
         raise UserError("A conversation must be a list of messages that is not empty.")
@@ -89,20 +125,24 @@ def as_messages(value: Any) -> list[dict[str, str]]:
     return messages
 
 
-def _message(item: Any) -> dict[str, str]:
-    if not isinstance(item, Mapping) or "role" not in item or "content" not in item:
+def _message(item: Any) -> Turn:
+    calls = isinstance(item, Mapping) and bool(item.get("tool_calls"))
+    if not isinstance(item, Mapping) or "role" not in item or not ("content" in item or calls):
         raise UserError("Every message needs a role and a content.", why=f"found {_short(item)}")
     role = str(item["role"])
     if role not in ROLES:
         raise UserError(f"Unknown role '{role}'.", do=f"the roles that exist: {', '.join(ROLES)}")
-    content = item["content"]
+    content = item.get("content")
     if content is None and role == "assistant":
         content = ""
     if isinstance(content, list):
         content = "".join(_text_part(part) for part in content)
     if not isinstance(content, str):
         raise UserError("The content of a message must be text.", why=f"found {_short(content)}")
-    return {"role": role, "content": content}
+    more = {key: _parsed(item[key]) for key in TURN_KEYS if item.get(key) not in (None, "", [])}
+    if not isinstance(more.get("tool_calls", []), list):
+        raise UserError("tool_calls must be a list.", why=f"found {_short(more['tool_calls'])}")
+    return {"role": role, "content": content, **more}
 
 
 def _text_part(part: Any) -> str:
@@ -128,7 +168,7 @@ def _check_order(roles: list[str]) -> None:
 
 
 def _check_columns(row: Row, form: str) -> None:
-    needed = {**COLUMNS, **HIDDEN_COLUMNS}[form]
+    needed = _needed(form)
     missing = [column for column in needed if column not in row]
     if not missing:
         return
@@ -140,6 +180,24 @@ def _check_columns(row: Row, form: str) -> None:
     )
 
 
+def _needed(form: str) -> tuple[str, ...]:
+    return {**COLUMNS, **HIDDEN_COLUMNS}[form]
+
+
+def _system_column(row: Row) -> str | None:
+    return next((name for name in SYSTEM_COLUMNS if row.get(name) not in (None, "")), None)
+
+
+def _check_media(row: Row, *, what: str) -> None:
+    media = [name for name in _IMAGE_COLUMNS if row.get(name) not in (None, "", [])]
+    if media:
+        raise UserError(
+            f"{what} has columns that are not text: {', '.join(media)}.",
+            why="this kind of training reads text alone.",
+            do="use a data set of text, or take these columns out",
+        )
+
+
 def _fitting(row: Row) -> list[str]:
     return [name for name, columns in COLUMNS.items() if all(column in row for column in columns)]
 
@@ -148,11 +206,11 @@ def _known_columns() -> str:
     return "; ".join(f"{' + '.join(columns)} ({name})" for name, columns in COLUMNS.items())
 
 
-def _one_turn(prompt: str, answer: str) -> list[dict[str, str]]:
+def _one_turn(prompt: str, answer: str) -> list[Turn]:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 
-def _sharegpt_message(item: Any) -> dict[str, Any]:
+def _sharegpt_message(item: Any) -> Turn:
     if not isinstance(item, Mapping) or "from" not in item or "value" not in item:
         raise UserError("Every turn of a conversation needs `from` and `value`.")
     role = _SHAREGPT_ROLES.get(str(item["from"]))
@@ -160,12 +218,12 @@ def _sharegpt_message(item: Any) -> dict[str, Any]:
         raise UserError(
             f"Unknown speaker '{item['from']}'.", do=f"the speakers that exist: {', '.join(_SHAREGPT_ROLES)}"
         )
-    return {"role": role, "content": item["value"]}
+    return {"role": role, "content": item["value"]} | {key: item[key] for key in TURN_KEYS if key in item}
 
 
-def _guanaco_turns(text: str) -> list[dict[str, str]]:
+def _guanaco_turns(text: str) -> list[Turn]:
     """`### Human: ...### Assistant: ...` as turns."""
-    turns: list[dict[str, str]] = []
+    turns: list[Turn] = []
     for piece in text.split("###")[1:]:
         mark = next((mark for mark in _GUANACO_TURNS if ("###" + piece).startswith(mark)), None)
         if mark is not None:

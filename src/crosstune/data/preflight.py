@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.data.corpus import Corpus
+from crosstune.data.known import DUMMY
+from crosstune.data.tokenizer import Tokenizer
 
 # Below this share of supervised tokens most of the work goes into prompts that teach nothing.
 LOW_SUPERVISED_SHARE = 0.01
@@ -29,6 +32,30 @@ def leave_out_unsupervised(corpus: Corpus, *, source: str) -> tuple[Corpus, int]
 def num_shared(train: Corpus, held_out: Corpus) -> int:
     """Held-out examples that are in the training data too, and so measure memory."""
     return int(np.isin(held_out.hashes(), train.hashes()).sum())
+
+
+def format_warnings(config: Config, tokenizer: Tokenizer, *, form: str) -> Sequence[str]:
+    """What the model's tokenizer lacks for such data, and what was asked that such data has no use for."""
+    if form == DUMMY:
+        return []
+    plain = form == "text"
+    rows = (
+        (
+            not plain and not tokenizer.chat_template,
+            "this model has no chat template: turns are written as `User: ...` and `Assistant: ...` on lines of their own, "
+            "and the template for that is saved beside the result",
+        ),
+        (
+            not tokenizer.eos_token and (plain or not tokenizer.chat_template),
+            f"this model has no end token: nothing teaches it where {'a text' if plain else 'an answer'} ends",
+        ),
+        (plain and config.train_on_prompt, "train_on_prompt has no effect: a plain text has no prompt"),
+        (
+            plain and config.eval_metric == "exact_match",
+            "eval_metric exact_match has no effect: a plain text has no answer to compare with",
+        ),
+    )
+    return [f"{sentence}." for holds, sentence in rows if holds]
 
 
 def warnings_of(train: dict[str, Any], *, num_shared: int) -> Sequence[str]:
@@ -56,6 +83,15 @@ def warnings_of(train: dict[str, Any], *, num_shared: int) -> Sequence[str]:
         (
             train["duplicates"],
             f"{train['duplicates']:,} of {examples:,} examples are copies of another one",
+        ),
+        (
+            train["unused_columns"],
+            f"columns that are not read: {', '.join(train['unused_columns'])}",
+        ),
+        (
+            train["ignored_by_template"],
+            f"the chat template of this model leaves out {', '.join(train['ignored_by_template'])}: nothing is learned "
+            "from it",
         ),
         (num_shared, f"{num_shared:,} held-out examples are also in the training data"),
         (

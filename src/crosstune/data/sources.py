@@ -95,6 +95,13 @@ def open_source(name: str) -> Source:
     raise _unknown(name)
 
 
+def check_name(name: str) -> None:
+    """Raise where nothing can be behind a name, without opening anything: before a model is fetched for it."""
+    path = Path(name).expanduser()
+    if not (name in known_names() or path.exists() or _may_be_hub_id(name)):
+        raise _unknown(name)
+
+
 def _may_be_hub_id(name: str) -> bool:
     """`org/name`, and nothing that can only be a path."""
     words = name.split("/")

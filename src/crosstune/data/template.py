@@ -17,7 +17,8 @@ from jinja2.parser import Parser
 from crosstune.core.errors import UserError
 from crosstune.data.guards import Budget, GuardedEnvironment, OverLimit
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
+Tools = Sequence[Any] | None
 Span = tuple[int, int]
 
 PROBE_SECONDS = 10.0
@@ -72,7 +73,8 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[Span]]:
         """The text, and the spans it has marked."""
-        size = sum(len(message["content"]) for message in messages)
+        size = sum(len(str(value)) for message in messages for value in message.values())
+        size += len(str(variables.get("tools")))
         self._budget.start(input_characters=size)
         pieces = []
         total = 0

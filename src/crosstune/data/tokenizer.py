@@ -43,7 +43,10 @@ class Tokenizer:
                 do="make one with: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
             )
         written = (folder / "tokenizer.json").read_bytes()
-        rust = RustTokenizer.from_buffer(written)
+        try:
+            rust = RustTokenizer.from_buffer(written)
+        except ValueError as error:
+            raise _damaged(folder / "tokenizer.json", str(error)) from error
         # A file may carry the cutting and padding of whoever saved it last; ours are done elsewhere.
         rust.no_truncation()
         rust.no_padding()
@@ -82,7 +85,21 @@ class Tokenizer:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not path.exists():
+        return {}
+    try:
+        settings = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise _damaged(path, f"it is not JSON ({error})") from error
+    if not isinstance(settings, dict):
+        raise _damaged(path, "it does not hold a JSON object")
+    return settings
+
+
+def _damaged(path: Path, why: str) -> UserError:
+    return UserError(
+        f"{path} cannot be read.", why=f"{why.rstrip('.')}.", do="get the file again from where the model is"
+    )
 
 
 def _token_text(entry: Any) -> str | None:
@@ -92,7 +109,10 @@ def _token_text(entry: Any) -> str | None:
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise _damaged(file, f"it is not text in UTF-8 ({error})") from error
     template = settings.get("chat_template")
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}

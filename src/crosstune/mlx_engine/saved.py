@@ -14,7 +14,7 @@ from crosstune.core.protocols import Array
 from crosstune.models.adapter_files import copy_tokenizer, write_json
 from crosstune.models.canonical import CONFIG
 from crosstune.models.config_spelling import spell_positions
-from crosstune.models.folder import INDEX, read_config
+from crosstune.models.folder import INDEXES, read_config
 
 SHARD_BYTES = 4 * 2**30
 _WORDS = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
@@ -51,7 +51,7 @@ def save_tensors(folder: Path, tensors: Mapping[str, mx.array]) -> None:
         mx.save_safetensors(str(folder / name), shard, metadata={"format": "pt"})
         index |= dict.fromkeys(shard, name)
     total = sum(array.nbytes for array in tensors.values())
-    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
+    write_json(folder / INDEXES[0], {"metadata": {"total_size": total}, "weight_map": index})
 
 
 def _shards(tensors: Mapping[str, mx.array]) -> Iterator[dict[str, mx.array]]:

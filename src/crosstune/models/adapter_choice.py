@@ -51,17 +51,20 @@ def choose_names(linears: Sequence[str], targets: str, *, model: str) -> list[st
         )
     if targets == "all":
         return list(linears)
-    wanted = DEFAULT_TARGETS if targets == "default" else tuple(word.strip() for word in targets.split(","))
-    chosen = [name for name in linears if any(name == word or name.endswith("." + word) for word in wanted)]
-    if not chosen and targets != "default":
-        chosen = [name for name in linears if _matches(targets, name)]
+    words = DEFAULT_TARGETS if targets == "default" else tuple(word.strip() for word in targets.split(","))
+    by_word = {word: {name for name in linears if _is_named(name, word)} for word in words}
+    idle = [word for word, names in by_word.items() if not names]
+    chosen = set[str]().union(*by_word.values())
+    if idle and targets != "default":
+        # A comma can also be part of one pattern.
+        chosen = {name for name in linears if _matches(targets, name)}
     if not chosen:
         kinds = sorted({name.rpartition(".")[2] for name in linears})
         raise UserError(
-            f"lora_target_modules '{targets}' matches no linear layer of this model.",
-            do=f"use all, or names among: {', '.join(kinds)}",
+            f"lora_target_modules '{', '.join(idle)}' matches no linear layer of this model.",
+            do=f"use all, names among: {', '.join(kinds)}, or a regex of whole names",
         )
-    return chosen
+    return [name for name in linears if name in chosen]
 
 
 def short_names(adapted: Iterable[str], bare: Iterable[str]) -> list[str]:
@@ -72,6 +75,16 @@ def short_names(adapted: Iterable[str], bare: Iterable[str]) -> list[str]:
     if any(name.rpartition(".")[2] in endings for name in bare):
         return whole
     return sorted(endings)
+
+
+def _is_named(name: str, word: str) -> bool:
+    """By its whole or last name, or by a pattern. A word that is no pattern may still be a part of one."""
+    if name == word or name.endswith("." + word):
+        return True
+    try:
+        return re.fullmatch(word, name) is not None
+    except re.error:
+        return False
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -14,7 +14,9 @@ from crosstune.core.memory import ModelShape
 from crosstune.models.canonical import CONFIG, Llama
 from crosstune.models.weights import read_header
 
-INDEX = "model.safetensors.index.json"
+PLAIN_STEM, QUANTIZED_STEM = "model", "quantized"
+"""What weight files are named after. transformers finds the first kind; what it would misread has the second."""
+INDEXES = tuple(f"{stem}.safetensors.index.json" for stem in (PLAIN_STEM, QUANTIZED_STEM))
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -40,7 +42,7 @@ def check_folder(folder: Path) -> None:
     if absent:
         raise UserError(
             f"The model folder {folder} is not complete.",
-            why=f"{INDEX} names weight files that are not there: {', '.join(absent)}.",
+            why=f"its index names weight files that are not there: {', '.join(absent)}.",
             do="download or copy the missing files",
         )
     for path in files:
@@ -164,10 +166,8 @@ def _no_weights(folder: Path) -> UserError:
 
 
 def _indexed_files(folder: Path) -> set[str]:
-    if not (folder / INDEX).is_file():
-        return set()
-    weight_map = _read_json(folder / INDEX).get("weight_map", {})
-    return set(weight_map.values())
+    found = [folder / name for name in INDEXES if (folder / name).is_file()]
+    return {file for path in found for file in _read_json(path).get("weight_map", {}).values()}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -14,16 +14,17 @@ from crosstune.config.load import cache_override
 from crosstune.config.schema import Config
 from crosstune.core.protocols import Batch, Evaluation, Observer, Observers, Sample, Session
 from crosstune.data.batches import split_packed, split_rows
-from crosstune.data.chat import encode_prompt
+from crosstune.data.chat import encode_prompt, plain_template
 from crosstune.data.corpus import Corpus, open_corpus
 from crosstune.data.dummy import dummy_corpus
-from crosstune.data.formats import to_conversation
+from crosstune.data.formats import to_conversation, tools_of
 from crosstune.data.known import BUNDLED, DUMMY
 from crosstune.data.order import rows_in_epochs, rows_of_step, steps_of_rows, total_steps
 from crosstune.data.packing import PackedOrder
-from crosstune.data.preflight import leave_out_unsupervised, num_shared, warnings_of
+from crosstune.data.preflight import format_warnings, leave_out_unsupervised, num_shared, warnings_of
 from crosstune.data.sources import Row, Source, open_source
 from crosstune.data.tokenizer import Tokenizer
+from crosstune.models.canonical import CHAT_TEMPLATE
 
 HELD_OUT_SHARE = 0.1
 # Keys the draw of held-out rows apart from the orders of epochs, which have the same seed.
@@ -147,6 +148,8 @@ class SftRecipe:
             "empty_answers": facts["empty"],
             "without_answer": self._without_answer,
             "unlocated_answers": facts["unlocated_answers"],
+            "unused_columns": facts["unused_columns"],
+            "ignored_by_template": facts["ignored_by_template"],
         }
         described: dict[str, Any] = {
             "dataset": self.config.dataset,
@@ -162,7 +165,11 @@ class SftRecipe:
         if self.held_out is not None:
             described["eval"] = self.held_out.stats
         shared = num_shared(self.train, self.held_out) if self.held_out is not None else 0
-        warnings = [*warnings_of(train, num_shared=shared), *self._missing_evaluation()]
+        warnings = [
+            *warnings_of(train, num_shared=shared),
+            *format_warnings(self.config, self.tokenizer, form=self.train.form),
+            *self._missing_evaluation(),
+        ]
         return described | ({"warnings": warnings} if warnings else {})
 
     def _missing_evaluation(self) -> list[str]:
@@ -192,6 +199,11 @@ class SftRecipe:
         if self.metric() == "exact_match" and samples:
             metrics["exact_match"] = sum(s.answer == s.reference for s in samples) / len(samples)
         return Evaluation(metrics=metrics, samples=samples[: self.config.num_samples])
+
+    def complete_result(self, folder: Path) -> None:
+        """A model without a chat template has learned turns as the plain one writes them."""
+        if self.train.form not in ("text", DUMMY) and not self.tokenizer.chat_template:
+            (folder / CHAT_TEMPLATE).write_text(plain_template(self.tokenizer), encoding="utf-8")
 
     def _answer(self, session: Session, questions: Sequence[Question], observer: Observer) -> list[Sample]:
         samples: list[Sample] = []
@@ -294,9 +306,10 @@ def _questions(rows: Sequence[Row], form: str, tokenizer: Tokenizer) -> list[Que
         conversation = to_conversation(row, form)
         if isinstance(conversation, str) or conversation[-1]["role"] != "assistant":
             continue
-        asked = conversation[:-1]
-        if not asked:
+        asked, reference = conversation[:-1], conversation[-1]["content"].strip()
+        if not asked or not reference:  # an answer that only calls a tool is no text to compare with
             continue
         text = "\n".join(message["content"] for message in asked)
-        questions.append(Question(text, encode_prompt(asked, tokenizer), conversation[-1]["content"].strip()))
+        tokens = encode_prompt(asked, tokenizer, tools=tools_of(row))
+        questions.append(Question(text, tokens, reference))
     return questions

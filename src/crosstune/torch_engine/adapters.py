@@ -11,6 +11,7 @@ from torch import nn
 from crosstune.core.initial import uniform_by_name
 from crosstune.models.adapter_choice import AdapterSettings, choose_names, short_names
 from crosstune.torch_engine.quantized import QuantLinear, dense_weight, weight_device
+from crosstune.torch_engine.reads import reads_weight
 
 
 class AdaptedLinear(nn.Module):
@@ -103,11 +104,13 @@ def choose_targets(model: nn.Module, targets: str) -> list[str]:
 
 
 def _linear_names(model: nn.Module) -> list[str]:
-    """Every linear layer, quantized or not, except the output head."""
+    """Every linear layer, quantized or not, except the output head and those that the model reads past."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, QuantLinear)) and module is not head
+        if isinstance(module, (nn.Linear, QuantLinear))
+        and module is not head
+        and not reads_weight(model, name)
     ]

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import nn
 
 from crosstune.core.errors import UserError
 
 _LAYER = re.compile(r"^(.*\blayers)\.(\d+)\.(.+)$")
-ZEROED = ("o_proj.weight", "down_proj.weight", "dense.weight", "fc2.weight", "o_proj.bias", "down_proj.bias")
-"""What writes a block's results into the stream: at zero, a new block changes nothing."""
+_BLOCK = re.compile(r"^.*\blayers\.(\d+)$")
+WRITERS = frozenset({"o_proj", "out_proj", "c_proj", "dense", "down_proj", "fc2", "dense_4h_to_h"})
+"""Layers that write a block's results into the stream: with weight and bias at zero, a new block changes nothing."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,11 @@ class Expansion:
     sources: tuple[int, ...]
     new: frozenset[int]
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the new blocks are made here, and so have learned nothing yet."""
+        return len(set(self.sources)) < len(self.sources)
+
     def names(self, base_name: str) -> list[tuple[str, bool]]:
         """The names that a base tensor has in the expanded model, each with whether its values are zeroed there."""
         match = _LAYER.match(base_name)
@@ -29,14 +38,24 @@ class Expansion:
             return [(base_name, False)]
         stem, number, rest = match.group(1), int(match.group(2)), match.group(3)
         return [
-            (f"{stem}.{place}.{rest}", place in self.new and rest.endswith(ZEROED))
+            (f"{stem}.{place}.{rest}", self.is_fresh and place in self.new and _writes(rest))
             for place, source in enumerate(self.sources)
             if source == number
         ]
 
     def is_new(self, name: str) -> bool:
-        match = _LAYER.match(name)
-        return match is not None and int(match.group(2)) in self.new
+        return in_blocks(name, self.new)
+
+
+def in_blocks(name: str, blocks: Collection[int]) -> bool:
+    """Whether a tensor belongs to one of these blocks."""
+    match = _LAYER.match(name)
+    return match is not None and int(match.group(2)) in blocks
+
+
+def _writes(name: str) -> bool:
+    layer, _, part = name.rpartition(".")
+    return part in ("weight", "bias") and layer.rpartition(".")[2] in WRITERS
 
 
 def expand_evenly(num_layers: int, num_new: int) -> Expansion:
@@ -68,6 +87,42 @@ def already_expanded(old: int, new: int) -> Expansion:
     """A folder whose blocks are there already: nothing is copied, and the added ones are where even spreading puts them."""
     spread = expand_evenly(old, new - old)
     return Expansion(tuple(range(new)), spread.new)
+
+
+@torch.no_grad()
+def check_passes_through(model: nn.Module, expansion: Expansion, *, device: torch.device) -> None:
+    """Raise unless every new block gives back what it is given: one short row through the model shows it.
+
+    A block whose results reach the stream by a layer of another name, or that normalises the stream itself, would
+    make another model of the base before the first step.
+    """
+    changed: list[str] = []
+
+    def compare(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            given = args[0] if args else kwargs["hidden_states"]
+            if not torch.equal(given, out[0] if isinstance(out, tuple) else out):
+                changed.append(name)
+
+        return hook
+
+    hooks = [
+        block.register_forward_hook(compare(name), with_kwargs=True)
+        for name, block in model.named_modules()
+        if (match := _BLOCK.match(name)) is not None and int(match.group(1)) in expansion.new
+    ]
+    was_training = model.training
+    model.eval()
+    model(input_ids=torch.arange(4, device=device)[None])
+    model.train(was_training)
+    for hook in hooks:
+        hook.remove()
+    if changed:
+        raise UserError(
+            f"llama_pro cannot add blocks to a model of the kind {type(model).__name__}.",
+            why=f"a copied block ({changed[0]}) does not pass through what it is given, so the model would start as another one.",
+            do="use --train_type lora or full",
+        )
 
 
 def expand_config(config: Any, expansion: Expansion) -> Any:

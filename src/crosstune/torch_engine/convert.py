@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from crosstune.models.config_spelling import respell_folder
+from crosstune.models.folder import PLAIN_STEM, QUANTIZED_STEM
 from crosstune.torch_engine import export
 from crosstune.torch_engine.load import quantizable_layers, read_config
 from crosstune.torch_engine.merge import Base, OnRead, base_tensors, stored_dtypes, weight_shapes
@@ -79,7 +80,8 @@ class Conversion:
         if self.spec is not None:
             self._check_shapes()
             config.quantization_config = own_config(self.spec)
-        export.save_model(folder, config, self._tensors(on_read), base=tokenizer)
+        stem = PLAIN_STEM if self.spec is None else QUANTIZED_STEM
+        export.save_model(folder, config, self._tensors(on_read), base=tokenizer, stem=stem)
         respell_folder(folder)
         if self.spec is not None:
             write_record(folder, spec=self.spec, dtype=self.dtype, layers=self.layers, original=original)

@@ -17,6 +17,7 @@ from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import copy_tokenizer, write_json
 from crosstune.models.adapter_files import load_adapter as read_adapter_files
 from crosstune.models.config_spelling import respell_folder
+from crosstune.models.folder import PLAIN_STEM
 from crosstune.torch_engine.adapters import AdaptedLinear
 
 SHARD_BYTES = 4 * 2**30
@@ -53,8 +54,18 @@ def load_adapter(folder: Path, adapters: Mapping[str, AdaptedLinear], *, setting
             parameter.copy_(torch.from_numpy(tensors[name]))
 
 
-def save_model(folder: Path, config: Any, tensors: Iterable[tuple[str, torch.Tensor]], *, base: Path) -> None:
-    """A whole model folder, in shards: never more than one shard of it is in memory beside the source."""
+def save_model(
+    folder: Path,
+    config: Any,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    base: Path,
+    stem: str = PLAIN_STEM,
+) -> None:
+    """A whole model folder, in shards: never more than one shard of it is in memory beside the source.
+
+    transformers looks for files named after `PLAIN_STEM`; another `stem` is for weights that it cannot read.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[list[str]] = []
     held: dict[str, torch.Tensor] = {}
@@ -65,7 +76,7 @@ def save_model(folder: Path, config: Any, tensors: Iterable[tuple[str, torch.Ten
             held = {}
     if held:
         shards.append(_write_shard(folder, held, len(shards)))
-    _name_shards(folder, shards)
+    _name_shards(folder, shards, stem)
     config.save_pretrained(folder)
     respell_folder(folder)
     copy_tokenizer(base, folder)
@@ -80,17 +91,17 @@ def _write_shard(folder: Path, tensors: dict[str, torch.Tensor], number: int) ->
     return list(tensors)
 
 
-def _name_shards(folder: Path, shards: list[list[str]]) -> None:
+def _name_shards(folder: Path, shards: list[list[str]], stem: str) -> None:
     """The names that transformers expects, which tell how many shards there are."""
     if len(shards) == 1:
-        (folder / "part-00000.safetensors").rename(folder / "model.safetensors")
+        (folder / "part-00000.safetensors").rename(folder / f"{stem}.safetensors")
         return
     index: dict[str, str] = {}
     for number, names in enumerate(shards):
-        final = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        final = f"{stem}-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         (folder / f"part-{number:05d}.safetensors").rename(folder / final)
         index |= dict.fromkeys(names, final)
-    total = sum(path.stat().st_size for path in folder.glob("model-*.safetensors"))
+    total = sum(path.stat().st_size for path in folder.glob(f"{stem}-*.safetensors"))
     write_json(
-        folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index}
+        folder / f"{stem}.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index}
     )

@@ -15,14 +15,16 @@ from crosstune.core.errors import UserError
 from crosstune.torch_engine.blocks import (
     Expansion,
     already_expanded,
+    check_passes_through,
     expand_config,
     expand_evenly,
     read_expanded_name,
 )
 from crosstune.torch_engine.device import give_back_freed
 from crosstune.torch_engine.precision import Precision
-from crosstune.torch_engine.prequantized import Prequantized, check_asked, read_prequantized
+from crosstune.torch_engine.prequantized import Prequantized, check_asked, check_plain, read_prequantized
 from crosstune.torch_engine.quantized import QuantLinear, QuantSpec, StoredWeight, open_quantizer
+from crosstune.torch_engine.reads import reads_weight
 from crosstune.torch_engine.stream import find_tensors, read_ahead
 
 OnLoad = Callable[[int, int], None]
@@ -37,7 +39,9 @@ def load_model(
     spec = quant_spec(plan)
     held = read_prequantized(folder)
     if held is not None:
-        check_asked(held, spec, method=plan.method)
+        check_asked(held, spec, train_type=plan.config.train_type)
+    elif spec is not None or plan.method == "llama_pro":
+        check_plain(folder)
     expansion = _plan_expansion(plan, folder, config)
     if expansion is not None:
         config = expand_config(config, expansion)
@@ -47,7 +51,11 @@ def load_model(
         model = _assemble(folder, config, plan, precision, device, spec, expansion, held, on_load)
     if precision.buffers is not None:
         _cast_buffers(model, precision.buffers)
-    return model.to(device), expansion
+    model = model.to(device)
+    if expansion is not None and expansion.is_fresh:
+        with precision.context(device):
+            check_passes_through(model, expansion, device=device)
+    return model, expansion
 
 
 def quant_spec(plan: Plan) -> QuantSpec | None:
@@ -189,6 +197,7 @@ def _layers_to_quantize(model: nn.Module, expansion: Expansion | None) -> set[st
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and module is not head
+        and not reads_weight(model, name)
         and not (expansion and expansion.is_new(name + "."))
     }
 
@@ -229,12 +238,22 @@ def _check_names(model: nn.Module, names: Set[str], expansion: Expansion | None,
     }
     missing, extra = sorted(wanted - given - tied), sorted(given - wanted)
     extra = [name for name in extra if not name.endswith("rotary_emb.inv_freq")]
-    if missing or extra:
-        example = (missing or extra)[0]
+    if expansion is not None and not any(expansion.is_new(name) for name in given):
         raise UserError(
-            f"The weights in {folder} cannot be quantized while they are read.",
-            why=f"{len(missing)} tensors of the model are not in its files and {len(extra)} are too many, such as {example}.",
-            do="train without a quantized base, or save the model once with transformers and use that folder",
+            f"llama_pro cannot add blocks to a model of the kind {type(model).__name__}.",
+            why="its blocks are not kept in a list named layers.",
+            do="use --train_type lora or full",
+        )
+    if extra:
+        raise UserError(
+            f"{type(model).__name__} is not supported with a quantized base or with new blocks.",
+            why=f"{folder} holds {len(extra)} tensors under other names than the model has in memory, such as {extra[0]}.",
+            do="use --train_type lora, dora or full, which leave the loading to transformers",
+        )
+    if missing:
+        raise UserError(
+            f"The files in {folder} lack {len(missing)} tensors of the model, such as {missing[0]}.",
+            do="fetch the model again",
         )
 
 
@@ -242,6 +261,12 @@ def _plan_expansion(plan: Plan, folder: Path, config: Any) -> Expansion | None:
     if plan.method != "llama_pro":
         return None
     named = read_expanded_name(folder.name)
+    if named is None and plan.config.llama_pro_path:
+        raise UserError(
+            f"The folder {folder.name} of --llama_pro_path does not say which of its blocks are new.",
+            why="its name must end in _blk_exp-OLD-NEW, with the number of blocks before and after.",
+            do="rename it, or leave --llama_pro_path out to add --num_new_blocks blocks to the model",
+        )
     if named is not None:
         if named[1] != config.num_hidden_layers:
             raise UserError(

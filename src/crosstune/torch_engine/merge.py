@@ -13,6 +13,7 @@ from crosstune.core.errors import UserError
 from crosstune.models.adapter_files import PEFT_PREFIX
 from crosstune.models.config_spelling import respell_folder
 from crosstune.torch_engine import export
+from crosstune.torch_engine.blocks import in_blocks
 from crosstune.torch_engine.load import quantizable_layers, read_config
 from crosstune.torch_engine.prequantized import Prequantized, read_prequantized
 from crosstune.torch_engine.quantized import QuantSpec, open_quantizer
@@ -46,6 +47,8 @@ class Base:
     spec: QuantSpec | None = None
     compute: torch.dtype = torch.float32
     """The type that dense weights had in training."""
+    new_blocks: frozenset[int] = frozenset()
+    """Blocks that training added: they were never quantized."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
@@ -93,7 +96,12 @@ def base_tensors(base: Base, *, on_read: OnRead | None = None) -> Iterator[tuple
     quantized = quantizable_layers(base.folder) if base.spec is not None else set()
     for name, tensor in _counted(places, on_read):
         layer = name.removesuffix(".weight")
-        if base.spec is not None and layer in quantized and name.endswith(".weight"):
+        if (
+            base.spec is not None
+            and layer in quantized
+            and name.endswith(".weight")
+            and not in_blocks(name, base.new_blocks)
+        ):
             stored = open_quantizer(base.spec).quantize(tensor.to(base.device), base.spec, base.compute)
             yield name, stored.dequantize(base.compute).float().cpu()
         else:

@@ -103,5 +103,7 @@ _OPTIMIZERS: Mapping[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "paged_adamw_8bit": _paged_adamw_8bit,
     "sgd": partial(torch.optim.SGD, lr=0.0),
     "adadelta": partial(torch.optim.Adadelta, lr=0.0),
-    "adafactor": partial(torch.optim.Adafactor, lr=0.0),
+    # By default a step is scaled by the size of what it changes, at least 1e-3: with that, B matrices, which start at
+    # zero, hardly move. A floor of 1 turns it off, and a rate means what it means for adamw.
+    "adafactor": partial(torch.optim.Adafactor, lr=0.0, eps=(None, 1.0)),
 }

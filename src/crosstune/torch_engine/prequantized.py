@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from crosstune.config.plan import TRAIN_TYPE_PARTS
 from crosstune.core.errors import UserError
 from crosstune.core.record import write_json
+from crosstune.models.folder import read_config
 from crosstune.models.quantized_folder import (
     FORMAT,
     OWN_METHOD,
@@ -114,9 +116,11 @@ def read_prequantized(folder: Path) -> Prequantized | None:
     return held
 
 
-def check_asked(held: Prequantized, asked: QuantSpec | None, *, method: str) -> None:
+def check_asked(held: Prequantized, asked: QuantSpec | None, *, train_type: str) -> None:
     """Raise unless a run asks for exactly the quantization that the folder holds: nothing is quantized twice."""
     spec = held.spec
+    method, library = TRAIN_TYPE_PARTS[train_type]
+    fitting = train_type if library in ("auto", spec.quantizer) else {"dora": "dora"}.get(method, "qlora")
     flags = f"--quantization_backend {spec.quantizer} --n_bits {spec.bits}"
     if _group_matters(spec):
         flags += f" --group_size {spec.group_size}"
@@ -137,8 +141,21 @@ def check_asked(held: Prequantized, asked: QuantSpec | None, *, method: str) -> 
         raise UserError(
             f"{held.folder} holds weights quantized otherwise than asked ({have}).",
             why=f"they are {spec.quantizer}, {spec.bits} bits, groups of {spec.group_size}, kind {_kind(spec)}.",
-            do=f"use --train_type qlora {flags}, or crosstune convert the folder",
+            do=f"use --train_type {fitting} {flags}, or crosstune convert the folder",
         )
+
+
+def check_plain(folder: Path) -> None:
+    """Raise when a folder says that its weights are quantized in a way that is not read here."""
+    settings = read_config(folder).get("quantization_config")
+    if not settings:
+        return
+    bits = next((f" with {n} bits" for n in (8, 4) if settings.get(f"load_in_{n}bit")), "")
+    raise UserError(
+        f"{folder} holds weights quantized by {settings.get('quant_method', 'another tool')}{bits}.",
+        why="crosstune quantizes plain weights, and reads bitsandbytes' 4 bits and what crosstune convert has written.",
+        do="name the folder or hub id of the model's original weights",
+    )
 
 
 def write_record(

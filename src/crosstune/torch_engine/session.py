@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from crosstune.config.plan import Plan
+from crosstune.core.agreement import compare
 from crosstune.core.errors import NonFiniteError
 from crosstune.core.protocols import Array, Batch, EvalResult, Memory, SessionState, StepResult
+from crosstune.core.record import write_json
 from crosstune.core.scaling import LossScale
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import save_adapter
@@ -23,12 +25,15 @@ from crosstune.torch_engine.adapters import AdaptedLinear, add_adapters, name_ta
 from crosstune.torch_engine.blame import bad_gradients, bad_weights, watch_outputs
 from crosstune.torch_engine.device import open_device, read_memory
 from crosstune.torch_engine.generate import OnToken, generate
+from crosstune.torch_engine.lent import original_weights
 from crosstune.torch_engine.load import load_model, quant_spec, shrink_frozen
 from crosstune.torch_engine.losses import causal_loss_sum
 from crosstune.torch_engine.optimizer import Masters, make_optimizer, set_learning_rate
 from crosstune.torch_engine.precision import PRECISIONS
 from crosstune.torch_engine.quantized import QuantLinear
 from crosstune.torch_engine.stream import find_tensors, read_tensor
+
+_PROBE_TOKENS = 32
 
 
 class TorchSession:
@@ -196,7 +201,24 @@ class TorchSession:
             return folder
         folder = run_dir / "model"
         export.save_model(folder, self.model.config, self._result_tensors(), base=self.model_folder)
+        write_json(folder / "crosstune.json", self._base_record() | self._expansion_record())
         return folder
+
+    def _expansion_record(self) -> dict[str, Any]:
+        """Which blocks are new and, where they learned over a quantized base, what the saved original one costs."""
+        if self.expansion is None:
+            return {}
+        record: dict[str, Any] = {"new_blocks": sorted(self.expansion.new)}
+        if quant_spec(self.plan) is None:
+            return record
+        from crosstune.torch_engine import verify  # which itself opens sessions
+
+        prompts = [list(range(start, start + _PROBE_TOKENS)) for start in (0, _PROBE_TOKENS)]
+        trained = verify.session_logits(self, prompts)
+        with original_weights(self.model, self.model_folder, self.expansion):
+            saved = verify.session_logits(self, prompts)
+        self.model.train()
+        return record | {"against_trained": {"original": compare(trained, saved).to_json()}}
 
     def _base_record(self) -> dict[str, Any]:
         """Which weights, quantized how, the adapter was trained over."""

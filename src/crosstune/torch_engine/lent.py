@@ -1,0 +1,48 @@
+"""A quantized model that computes with its original weights for a while, each read from its file when it is needed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from crosstune.torch_engine.blocks import Expansion
+from crosstune.torch_engine.quantized import QuantLinear
+from crosstune.torch_engine.stream import Place, find_tensors, read_tensor
+
+
+@dataclass
+class FileWeight:
+    """A weight on disk in the place of a quantized one: memory holds one of them at a time."""
+
+    shape: tuple[int, int]
+    place: Place
+    device: torch.device
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        return read_tensor(self.place).to(self.device, dtype)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+
+@contextlib.contextmanager
+def original_weights(model: nn.Module, folder: Path, expansion: Expansion) -> Iterator[None]:
+    """Lend the weights of the base's folder to the quantized layers of a model that was expanded from it."""
+    places = {
+        target: place for name, place in find_tensors(folder).items() for target, _ in expansion.names(name)
+    }
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
+    kept = {name: layer.stored for name, layer in layers.items()}
+    try:
+        for name, layer in layers.items():
+            device = next(iter(kept[name].tensors().values())).device
+            layer.stored = FileWeight(kept[name].shape, places[f"{name}.weight"], device)
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.stored = kept[name]
