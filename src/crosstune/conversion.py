@@ -27,6 +27,7 @@ from crosstune.models.locate import ModelFolder, identity
 from crosstune.models.quantized_folder import FolderQuantization, read_quantization
 from crosstune.models.staged import check_out, staged
 from crosstune.results import RECORD, Request, find_original, show_bytes, stored_word
+from crosstune.run import weights_identity
 from crosstune.trained import Trained
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def convert(request: ConvertRequest, *, observer: Observer) -> dict[str, Any]:
         conversion.write(stage.result, tokenizer=path, original=record, on_read=on_read)
         report = _measure(opened, conversion, stage.result, held, original)
         _check_original(request, report)
+        report["source_identity"] = weights_identity(start)
         report |= {"from": held.spec["quantizer"] if held else "none", "to": request.to, "dtype": dtype}
         write_json(stage.result / RECORD, {"converted": report})
     return report | {"path": str(out)}

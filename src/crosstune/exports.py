@@ -25,6 +25,7 @@ from crosstune.results import (
     show_bytes,
     stored_word,
 )
+from crosstune.run import weights_identity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,8 @@ def export(request: Request, form: Form, *, observer: Observer) -> dict[str, Any
     with staged(out, need_bytes=num_copies * dense_bytes(opened.model.path, request.dtype)) as stage:
         source, expected, report = _dense_source(stage, opened, request, observer)
         report |= write(stage, source, opened, expected, form, observer)
+        if opened.trained.adapter is None:
+            report["source_identity"] = weights_identity(opened.model.path)
         report |= {"to": form.to, "warnings": [*warnings, *report.get("warnings", ())]}
         problems = [
             *report.pop("problems", ()),

@@ -20,6 +20,7 @@ from crosstune.models.quantized_folder import read_quantization
 from crosstune.models.staged import Stage, Unverified, check_out, staged
 from crosstune.models.weights import read_arrays
 from crosstune.results import RECORD
+from crosstune.run import weights_identity
 
 _SPARE_BYTES = 50_000_000
 
@@ -97,7 +98,7 @@ def convert_by_mlx(
         report = (
             _write_mlx(stage, model, bits, group_size) if to == "mlx" else _write_plain(stage, model, dtype)
         )
-        report |= {"to": to, "model": name}
+        report |= {"to": to, "model": name, "source_identity": weights_identity(model.path)}
         write_json(stage.result / RECORD, {"converted": report})
         refuse_unverified(report, out)
     return report | {"path": str(out)}

@@ -195,9 +195,10 @@ def identity_now(plan: Plan, model: ModelFolder, recipe: Recipe) -> dict[str, An
 
 
 def weights_identity(folder: Path) -> str:
-    """A hash of the weights; of those it was made from, where a folder of ours says that it was converted."""
-    converted = read_json(folder / "crosstune.json").get("converted") or {}
-    return str(converted.get("source_identity") or identity(folder)["weights_sha256"])
+    """A hash of the weights; of those it was made from, where a folder of ours says that it holds them in other bits."""
+    record = read_json(folder / "crosstune.json")
+    made = record.get("converted") or record.get("exported") or {}
+    return str(made.get("source_identity") or identity(folder)["weights_sha256"])
 
 
 def open_session(plan: Plan, model: ModelFolder, **options: Any) -> Session:
