@@ -10,6 +10,7 @@ from typing import Any
 from crosstune.core.errors import UserError
 from crosstune.core.record import read_json
 from crosstune.models.quantized_folder import quantization_options
+from crosstune.models.weights import read_header
 
 _UNREAD = ("rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "layer_replication")
 
@@ -50,7 +51,6 @@ class Trained:
         """Options of the session that was trained; with `quantized=False`, over the base's own weights."""
         if self.adapter is None:
             return {"model_name": self.base, "train_type": "full"}
-        targets = self.settings["target_modules"]
         options = {
             "model_name": self.base,
             "train_type": "dora" if self.settings.get("use_dora") else "lora",
@@ -58,7 +58,7 @@ class Trained:
             "lora_rank": self.settings["r"],
             "lora_alpha": self.settings["lora_alpha"],
             "use_rslora": bool(self.settings.get("use_rslora")),
-            "lora_target_modules": targets if isinstance(targets, str) else ",".join(targets),
+            "lora_target_modules": _targets(self.adapter, self.settings["target_modules"]),
             "precision": self.precision,
         }
         spec = self.quantization if quantized else None
@@ -129,6 +129,15 @@ def _result_of_run(folder: Path) -> Path:
         f"The run {folder} has left no adapter and no model.",
         why="it did not finish a step, or ran with --save_model false.",
     )
+
+
+def _targets(adapter: Path, written: str | list[str]) -> str:
+    """The adapter's layers as an option. PEFT lets a list name layers that a model does not have; the option does not."""
+    file = adapter / "adapter_model.safetensors"
+    if isinstance(written, str) or not file.is_file():
+        return written if isinstance(written, str) else ",".join(written)
+    layers = {"." + name.partition(".lora_")[0] for name in read_header(file)[0]}
+    return ",".join(word for word in written if any(layer.endswith("." + word) for layer in layers))
 
 
 def _check_kind(folder: Path, settings: Mapping[str, Any]) -> None:

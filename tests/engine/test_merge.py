@@ -105,6 +105,17 @@ def test_peft_merges_to_the_same_weights(
         torch.testing.assert_close(ours.state_dict()[name], weight, rtol=0, atol=1e-5, msg=name)
 
 
+def test_an_adapter_may_name_layers_that_its_model_does_not_have(
+    tiny_model: Path, window: list[Batch], tmp_path: Path
+) -> None:
+    """As PEFT allows, where --lora_target_modules must match word by word."""
+    _, adapter = train(tiny_model, window, tmp_path, lora_target_modules="q_proj,v_proj")
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    settings["target_modules"].append("c_attn")
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    assert main(["merge", str(adapter), "--out", str(tmp_path / "out"), "--backend", "cpu"]) == 0
+
+
 def test_a_result_far_from_what_was_trained_is_said(
     tiny_model: Path, window: list[Batch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

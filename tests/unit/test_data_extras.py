@@ -64,6 +64,13 @@ def test_calls_tools_and_reasoning_reach_the_template(calling_model: Path, write
     assert [w for w in warnings if "leaves out name:" in w]
 
 
+def test_a_template_may_insist_on_them(calling_model: Path, write_jsonl: Any) -> None:
+    insists = "{% if messages | length > 2 and not messages[1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
+    (calling_model / "chat_template.jinja").write_text(insists + TEMPLATE)
+    warnings = read(calling_model, write_jsonl([ROW])).describe()["warnings"]
+    assert not [w for w in warnings if "tool_calls" in w]
+
+
 def test_a_template_that_leaves_them_out_is_said(tiny_model: Path, write_jsonl: Any) -> None:
     [words] = [w for w in read(tiny_model, write_jsonl([ROW])).describe()["warnings"] if "leaves out" in w]
     for word in ("tool_calls", "tools", "reasoning_content"):

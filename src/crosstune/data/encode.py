@@ -72,11 +72,13 @@ class Encoder:
         conversation, tools = to_conversation(row, self.form), tools_of(row)
         assert not isinstance(conversation, str)
         without = [{key: value for key, value in turn.items() if key != extra} for turn in conversation]
-        texts = [
-            render(turns, self.tokenizer, add_generation_prompt=False, tools=given)
-            for turns, given in ((conversation, tools), (without, None if extra == TOOLS_COLUMN else tools))
-        ]
-        return texts[0] != texts[1]
+        text = render(conversation, self.tokenizer, add_generation_prompt=False, tools=tools)
+        if extra == TOOLS_COLUMN:
+            tools = None
+        try:
+            return text != render(without, self.tokenizer, add_generation_prompt=False, tools=tools)
+        except UserError:  # the answer of a tool that nobody has called, say
+            return True
 
 
 @dataclass
