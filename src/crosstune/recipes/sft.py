@@ -102,8 +102,11 @@ class SftRecipe:
         return [self.train[place].index for row in self._places(step) for place in row]
 
     def identity(self) -> str:
-        sha = hashlib.sha256(self.train.identity.encode())
-        sha.update(self.train.rows().astype("<i8").tobytes())
+        """Of the token ids and how many of them are learned from: the same from a copy of the file, or from a
+        tokenizer that was written anew."""
+        sha = hashlib.sha256(self.train.hashes().astype("<u8").tobytes())
+        sha.update(self.train.num_supervised.astype("<i8").tobytes())
+        sha.update(self.train.lengths().astype("<i8").tobytes())
         return sha.hexdigest()
 
     def order(self) -> Mapping[str, Any]:
