@@ -158,7 +158,7 @@ def _identity(plan: Plan, model: ModelFolder, recipe: Recipe) -> dict[str, Any]:
 
 
 def open_session(plan: Plan, model: ModelFolder, **options: Any) -> Session:
-    add_environment(backend_specs()[plan.backend.name].environment)
+    add_environment(backend_specs()[plan.backend.name])
     hub_id = model.name if model.source == "hub" else None
     return _engine(plan).open_session(plan, model_folder=model.path, base_name=hub_id, **options)
 

@@ -44,6 +44,22 @@ def run(words: Sequence[str]) -> int:
     return EXIT_DONE
 
 
+def _settings(plan: Plan) -> list[str]:
+    """What the backend's file sets for a run, but for what is usual."""
+    from crosstune.config.load import environment_of
+    from crosstune.core.backend import backend_specs
+
+    spec = backend_specs()[plan.backend.name]
+    said = [f"{name}={value}" for name, value in environment_of(spec).items()]
+    if spec.clear_cache_every:
+        said.append(f"cache cleared every {spec.clear_cache_every} steps")
+    if said and not spec.pinned_memory:
+        said.append("no pinned memory")
+    if not spec.worker_processes:
+        said.append("no worker processes")
+    return said
+
+
 def _print_plan(plan: Plan, missing: Sequence[str]) -> None:
     config = plan.config
     device = plan.backend.devices[0].name if plan.backend.devices else plan.backend.device
@@ -63,6 +79,8 @@ def _print_plan(plan: Plan, missing: Sequence[str]) -> None:
     ]
     if plan.collective:
         rows.append(("devices talk", f"through {plan.collective}, {config.sharding_strategy}"))
+    if settings := _settings(plan):
+        rows.append(("sets", ", ".join(settings)))
     if plan.estimated_bytes is not None:
         have = size(plan.backend.memory_total_bytes)
         rows.append(
