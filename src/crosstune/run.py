@@ -73,6 +73,7 @@ def train(
     config: Config, *, observers: Sequence[Observer] = (), command: Sequence[str] | None = None
 ) -> RunResult:
     """Train as configured. Everything that can be wrong with the request is found before the run folder is made."""
+    assert config.emulate is None, "crosstune.emulation does that"
     started = time.monotonic()
     screen = Observers(list(observers))
     config = resume.complete_config(config)
