@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ from crosstune.config.unbuilt import unbuilt
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.names import load_plugin
-from crosstune.core.protocols import Observer, Observers, Recipe
+from crosstune.core.protocols import Evaluation, Observer, Observers, Recipe
 from crosstune.machines import load_machine
 from crosstune.models.locate import ModelFolder
 from crosstune.run import find_model, make_plan, open_recipe, open_session
@@ -34,6 +35,16 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tried:
+    """What was run of the run."""
+
+    losses: tuple[float, ...]
+    evaluated: bool
+    num_answers: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Verdict:
     """What the emulated device would say to a run."""
 
@@ -41,7 +52,8 @@ class Verdict:
     title: str
     plan: Plan
     """As the machine would have it; what was run here is a shorter one."""
-    losses: tuple[float, ...]
+    tried: Tried
+    torch_version: str
     num_operators: int
     num_calls: int
     refused: Sequence[Row]
@@ -71,8 +83,7 @@ class Verdict:
             "machine": self.plan.machine.name,
             "works": self.works,
             "verdict": self.sentence(),
-            "steps": len(self.losses),
-            "losses": list(self.losses),
+            **asdict(self.tried),
             "operators": self.num_operators,
             "calls": self.num_calls,
             "refused": list(self.refused),
@@ -81,15 +92,16 @@ class Verdict:
             "custom_operators": list(self.custom),
             "conditions": list(self.conditions),
             "not_checked": list(self.not_checked),
-            "torch": version("torch"),
+            "torch": self.torch_version,
         }
 
 
 def emulate(config: Config, *, machine: str | None = None, observers: Sequence[Observer] = ()) -> Verdict:
     """Load the model, evaluate, take a few steps and export the state, all on the CPU and all watched. Keeps nothing."""
-    assert config.emulate is not None, "ask for --emulate"
+    name = config.emulate
+    assert name is not None, "ask for --emulate"
     screen = Observers(list(observers))
-    device = _device(config.emulate)
+    device = _device(name)
     _check_backend(config, device.BACKEND)
     config = replace(resume.complete_config(config), backend=device.BACKEND)
     there = load_machine(machine or device.MACHINE)
@@ -104,32 +116,38 @@ def emulate(config: Config, *, machine: str | None = None, observers: Sequence[O
     recipe.configure(_shorten(plan).config)
     environment = environment_of(backend_specs()[device.BACKEND])
     watch = importlib.import_module("crosstune.torch_engine.emulate").Watch(
-        config.emulate, quantizer=plan.quantizer, environment=environment
+        name, quantizer=plan.quantizer, environment=environment
     )
-    losses = _run(_shorten(plan), model, recipe, watch, screen)
-    return _judge(config.emulate, device, plan, losses, watch)
+    tried = _run(_shorten(plan), model, recipe, watch, screen)
+    return _judge(name, device, plan, watch, tried)
 
 
-def _run(plan: Plan, model: ModelFolder, recipe: Recipe, watch: Any, screen: Observers) -> list[float]:
+def _run(plan: Plan, model: ModelFolder, recipe: Recipe, watch: Any, screen: Observers) -> Tried:
+    started = time.perf_counter()
     screen.on_event("loading", {"model": model.name})
-    with watch.during("loading"):
-        session: Any = open_session(plan, model)
-    watch.check_weights(session.model)
+    session: Any = open_session(plan, model)
+    watch.check_loaded(session)
     trained, everything = session.num_parameters()
     screen.on_event("loaded", {"trained_parameters": trained, "parameters": everything})
+    evaluation = Evaluation(metrics={})
     if not plan.config.skip_eval:
         with watch.during("evaluation"):
-            recipe.evaluate(session, observer=screen)
+            evaluation = recipe.evaluate(session, observer=screen)
     losses = []
     for step in range(recipe.num_steps()):
         with watch.during(f"step {step + 1}"):
             losses.append(session.step(recipe.window(step), lr=plan.config.lr).loss)
     with watch.during("checkpoint"):
         session.export_state()
-    return losses
+    return Tried(
+        losses=tuple(losses),
+        num_answers=len(evaluation.samples),
+        evaluated=bool(evaluation.metrics),
+        seconds=time.perf_counter() - started,
+    )
 
 
-def _judge(name: str, device: ModuleType, plan: Plan, losses: Sequence[float], watch: Any) -> Verdict:
+def _judge(name: str, device: ModuleType, plan: Plan, watch: Any, tried: Tried) -> Verdict:
     seen = watch.seen
     conditions = [words for dtype, words in device.CONDITIONS.items() if dtype in seen.dtypes]
     odd = sorted(str(dtype) for dtype in seen.dtypes - device.TESTED - device.REFUSED)
@@ -142,7 +160,8 @@ def _judge(name: str, device: ModuleType, plan: Plan, losses: Sequence[float], w
         emulated=name,
         title=device.TITLE,
         plan=plan,
-        losses=tuple(losses),
+        tried=tried,
+        torch_version=version("torch"),
         num_operators=len(seen.operators),
         num_calls=sum(seen.operators.values()),
         refused=[s.to_json() for s in seen.refused.values()],  # the first is the cause of those that follow

@@ -19,7 +19,10 @@ from torch.utils.module_tracker import ModuleTracker
 
 from crosstune.config.schema import EMULATED_PACKAGE
 from crosstune.core.names import load_plugin
+from crosstune.torch_engine.load import quant_spec
 from crosstune.torch_engine.operators import operator_table
+from crosstune.torch_engine.quantized import QuantLinear, dense_weight, open_quantizer
+from crosstune.torch_engine.session import TorchSession
 
 _COMPOSITE_KEYS = (
     "CompositeExplicitAutogradNonFunctional",
@@ -81,10 +84,19 @@ class Watch:
         ):
             yield
 
-    def check_weights(self, model: torch.nn.Module) -> None:
-        """Weights and buffers move to the device as they are, before any operator sees them."""
+    def check_loaded(self, session: TorchSession) -> None:
+        """A model is made on the host, which is nobody's concern, and moves to the device with the types it has.
+        Quantizing alone is the device's work: one layer is quantized once more."""
+        model = session.model
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._note_dtype("copy to the device", tensor.dtype, name)
+        spec = quant_spec(session.plan)
+        layer = next((module for module in model.modules() if isinstance(module, QuantLinear)), None)
+        if spec is not None and layer is not None:
+            precision = session.precision
+            weight = dense_weight(layer, precision.weights)
+            with self.during("quantizing"):
+                open_quantizer(spec).quantize(weight, spec, precision.autocast or precision.weights)
 
     def note_result(self, operator: str, result: Any, inputs: Any, where: Any) -> None:
         computed = any(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in tree_leaves(inputs))
@@ -130,6 +142,8 @@ class _Mode(TorchDispatchMode):
     def __init__(self, watch: Watch, phase: str, tracker: ModuleTracker) -> None:
         super().__init__()
         self.watch, self.phase, self.tracker = watch, phase, tracker
+        self.asked_for = ""
+        """The operator that the program called, while those it is made of run."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = _numbers_as_tensors(func, args), kwargs or {}
@@ -141,20 +155,27 @@ class _Mode(TorchDispatchMode):
         support, key = watch.support(func), None
         if support == "own":
             key = watch.device.KEY
-            count(watch.seen.custom, name, name, self._where, what=f"a kernel for {watch.device.TITLE}")
+            count(watch.seen.custom, name, name, self._where, what=watch.device.OWN_KERNEL)
         elif support == "composite":
             key = _composite_key(name)
             if not name.startswith("aten::"):
-                count(watch.seen.custom, name, name, self._where, what="written in torch's operators")
+                count(watch.seen.custom, name, name, self._where, what=watch.device.COMPOSITE)
         elif support == "none":
             watch.note_missing(func, self._where)
         if key is None:
             result = func(*args, **kwargs)
         else:
-            with self:
-                result = func._op_dk(torch._C._dispatch_key_parse(key), *args, **kwargs)
-        watch.note_result(name, result, (args, kwargs), self._where)
+            result = self._take_apart(func, key, args, kwargs)
+        watch.note_result(self.asked_for or name, result, (args, kwargs), self._where)
         return result
+
+    def _take_apart(self, func: Any, key: str, args: Any, kwargs: Any) -> Any:
+        before, self.asked_for = self.asked_for, self.asked_for or func.name()
+        try:
+            with self:
+                return func._op_dk(torch._C._dispatch_key_parse(key), *args, **kwargs)
+        finally:
+            self.asked_for = before
 
     def _where(self) -> str:
         """The innermost layer at work, and the line outside of torch that asked for it."""

@@ -45,6 +45,9 @@ PARTS = {
 }
 """Quantizer -> the module in which its library registers kernels for the device, and which it imports on a Mac only."""
 
+OWN_KERNEL = "is registered for MPS by its library; its torch operators were checked, Metal code that it may use was not"
+COMPOSITE = "is not registered for MPS by its library, but for every device; its torch operators were checked"
+
 NOT_CHECKED = (
     "memory: the plan's estimate is arithmetic, and no allocator was asked",
     "speed",
