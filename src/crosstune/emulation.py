@@ -62,8 +62,6 @@ class Verdict:
     custom: Sequence[Row]
     conditions: Sequence[str]
     not_checked: Sequence[str]
-    fallback: str
-    """The variable that lets operators without a kernel run on the CPU."""
 
     @property
     def works(self) -> bool:
@@ -170,7 +168,6 @@ def _judge(name: str, device: ModuleType, plan: Plan, watch: Any, tried: Tried) 
         custom=rows(seen.custom),
         conditions=conditions,
         not_checked=device.NOT_CHECKED,
-        fallback=device.FALLBACK,
     )
 
 

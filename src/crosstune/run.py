@@ -73,7 +73,10 @@ def train(
     config: Config, *, observers: Sequence[Observer] = (), command: Sequence[str] | None = None
 ) -> RunResult:
     """Train as configured. Everything that can be wrong with the request is found before the run folder is made."""
-    assert config.emulate is None, "crosstune.emulation does that"
+    if config.emulate is not None:
+        raise UserError(
+            "train does not emulate.", do="call crosstune.emulation.emulate, or leave out --emulate"
+        )
     started = time.monotonic()
     screen = Observers(list(observers))
     config = resume.complete_config(config)

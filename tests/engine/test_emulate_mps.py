@@ -74,7 +74,7 @@ class InDoubleBackward(InDouble):
 
 class WithoutKernel(InDouble):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) + 0 * torch.linalg.matrix_exp(torch.eye(2)).sum()
+        return self.inner(x + 0 * torch.linalg.matrix_exp(torch.eye(2)).sum())
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,17 @@ def test_float64_in_the_backward_pass_is_seen(tiny_model: Path, plant: Callable[
     plant(InDoubleBackward)
     verdict = judge(tiny_model, skip_eval=True, max_steps=1)
     assert [row["what"] for row in verdict.refused] == ["float64"]
-    assert verdict.refused[0]["where"].startswith("step 1, backward: model.layers.1")
+    assert verdict.refused[0]["where"].startswith("step 1, backward: near model.layers.1.mlp.")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_computed_again_for_the_backward_pass_is_seen(
+    tiny_model: Path, plant: Callable[[Wrap], None], reentrant: bool
+) -> None:
+    plant(WithoutKernel)
+    options = {"use_gradient_checkpointing": True, "reentrant_checkpointing": reentrant}
+    verdict = judge(tiny_model, skip_eval=True, max_steps=1, **options)
+    assert verdict.works and verdict.fallen_back[0]["calls"] == 2
 
 
 def test_a_float64_buffer_is_refused_though_nothing_computes_with_it(

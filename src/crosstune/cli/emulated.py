@@ -43,11 +43,7 @@ def print_verdict(verdict: Verdict) -> None:
     _row("verdict", verdict.sentence())
     _rows("refused", verdict.refused, "gives {what}, which " + verdict.title + " does not have")
     _rows("fails", verdict.failing, f"has no {verdict.title} kernel, and {{what}}")
-    _rows(
-        "slow",
-        verdict.fallen_back,
-        f"has no {verdict.title} kernel; {verdict.fallback}=1, which crosstune sets, runs it on the CPU",
-    )
+    _rows("slow", verdict.fallen_back, f"has no {verdict.title} kernel; {{what}}")
     _rows("custom", verdict.custom, "{what}")
     for sentence in verdict.conditions:
         _row("condition", sentence)

@@ -15,7 +15,6 @@ import torch
 from torch.nn.attention import sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.module_tracker import ModuleTracker
 
 from crosstune.config.schema import EMULATED_PACKAGE
 from crosstune.core.names import load_plugin
@@ -23,6 +22,7 @@ from crosstune.torch_engine.load import quant_spec
 from crosstune.torch_engine.operators import operator_table
 from crosstune.torch_engine.quantized import QuantLinear, dense_weight, open_quantizer
 from crosstune.torch_engine.session import TorchSession
+from crosstune.torch_engine.whereabouts import Whereabouts
 
 _COMPOSITE_KEYS = (
     "CompositeExplicitAutogradNonFunctional",
@@ -79,8 +79,8 @@ class Watch:
         with (
             torch.compiler.set_stance("force_eager"),
             sdpa_kernel(self.device.ATTENTION),
-            ModuleTracker() as tracker,
-            _Mode(self, phase, tracker),
+            Whereabouts() as whereabouts,
+            _Mode(self, phase, whereabouts),
         ):
             yield
 
@@ -130,7 +130,8 @@ class Watch:
         elif operator.is_view:
             why = "a view cannot share memory with the CPU"
         else:
-            count(self.seen.fallen_back, name, name, where)
+            words = f"{self.device.FALLBACK}=1 runs it on the CPU, which is slow"
+            count(self.seen.fallen_back, name, name, where, what=words)
             return
         count(self.seen.failing, name, name, where, what=why)
 
@@ -139,9 +140,9 @@ class _Mode(TorchDispatchMode):
     """Sees what autograd has taken apart. An operator that the device would take apart itself is run as it would
     be there, under this mode again, so that what it is made of is seen too."""
 
-    def __init__(self, watch: Watch, phase: str, tracker: ModuleTracker) -> None:
+    def __init__(self, watch: Watch, phase: str, whereabouts: Whereabouts) -> None:
         super().__init__()
-        self.watch, self.phase, self.tracker = watch, phase, tracker
+        self.watch, self.phase, self.whereabouts = watch, phase, whereabouts
         self.asked_for = ""
         """The operator that the program called, while those it is made of run."""
 
@@ -151,10 +152,11 @@ class _Mode(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if any(tensor.is_meta for tensor in tensors) or name.startswith("profiler::"):
             return func(*args, **kwargs)
+        self.whereabouts.follow()
         watch.seen.operators[name] = watch.seen.operators.get(name, 0) + 1
         support, key = watch.support(func), None
         if support == "own":
-            key = watch.device.KEY
+            key = None if watch.device.is_here() else watch.device.KEY
             count(watch.seen.custom, name, name, self._where, what=watch.device.OWN_KERNEL)
         elif support == "composite":
             key = _composite_key(name)
@@ -179,14 +181,13 @@ class _Mode(TorchDispatchMode):
 
     def _where(self) -> str:
         """The innermost layer at work, and the line outside of torch that asked for it."""
-        layers = [name.partition(".")[2] or name for name in self.tracker.parents if name != "Global"]
-        layer = max(layers, key=lambda name: name.count("."), default="outside of the model")
-        direction = ", backward" if self.tracker.is_bw else ""
-        return f"{self.phase}{direction}: {layer} ({_caller()})"
+        return f"{self.phase}{self.whereabouts.sentence()} ({_caller()})"
 
 
 def _numbers_as_tensors(func: Any, args: Any) -> Any:
     """A number that stands for a tensor reaches Python as a plain number, which not every operator takes back."""
+    if torch._C._should_allow_numbers_as_tensors(func._schema.name.partition("::")[2]):
+        return args
     return tuple(
         torch.tensor(value)
         if isinstance(value, (int, float, complex)) and isinstance(argument.type, torch.TensorType)

@@ -45,6 +45,12 @@ PARTS = {
 }
 """Quantizer -> the module in which its library registers kernels for the device, and which it imports on a Mac only."""
 
+
+def is_here() -> bool:
+    """Whether there is such a device after all: its own kernels must then not be given tensors of the CPU."""
+    return torch.backends.mps.is_available()
+
+
 OWN_KERNEL = "is registered for MPS by its library; its torch operators were checked, Metal code that it may use was not"
 COMPOSITE = "is not registered for MPS by its library, but for every device; its torch operators were checked"
 
