@@ -156,7 +156,7 @@ def test_float64_is_refused_and_named_with_its_place(tiny_model: Path, plant: Ca
 def test_float64_in_the_backward_pass_is_seen(tiny_model: Path, plant: Callable[[Wrap], None]) -> None:
     plant(InDoubleBackward)
     verdict = judge(tiny_model, skip_eval=True, max_steps=1)
-    assert [row["what"] for row in verdict.refused] == ["float64"]
+    assert [(row["what"], row["calls"]) for row in verdict.refused] == [("float64", 1)]
     assert verdict.refused[0]["where"].startswith("step 1, backward: near model.layers.1.mlp.")
 
 

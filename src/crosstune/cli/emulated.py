@@ -37,7 +37,7 @@ def print_verdict(verdict: Verdict) -> None:
     _row("emulated", f"{verdict.title} on this CPU, as {verdict.plan.machine.name} would run it")
     _row(
         "checked",
-        f"{len(tried.losses)} steps{answers} and a checkpoint in {duration(tried.seconds)}: {verdict.num_operators} operators, "
+        f"{len(tried.losses)} step{'s' * (len(tried.losses) != 1)}{answers} and a checkpoint in {duration(tried.seconds)}: {verdict.num_operators} operators, "
         f"{verdict.num_calls:,} calls, against the table of torch {verdict.torch_version}",
     )
     _row("verdict", verdict.sentence())

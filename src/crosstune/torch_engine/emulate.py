@@ -72,6 +72,8 @@ class Watch:
             importlib.import_module(part)
         self.falls_back = environment.get(self.device.FALLBACK, "0") != "0"
         self.seen = Sightings()
+        self.noted: set[torch.dtype] = set()
+        """Types of results of the call in progress: those of its parts are not counted again."""
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -100,10 +102,15 @@ class Watch:
 
     def note_result(self, operator: str, result: Any, inputs: Any, where: Any) -> None:
         computed = any(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in tree_leaves(inputs))
-        for leaf in tree_leaves(result):
-            # A scalar that no tensor went into lives on the host, where every type is fine.
-            if isinstance(leaf, torch.Tensor) and not leaf.is_meta and (leaf.ndim or computed):
-                self._note_dtype(operator, leaf.dtype, where)
+        # A scalar that no tensor went into lives on the host, where every type is fine.
+        dtypes = {
+            leaf.dtype
+            for leaf in tree_leaves(result)
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta and (leaf.ndim or computed)
+        }
+        for dtype in dtypes - self.noted:
+            self._note_dtype(operator, dtype, where)
+        self.noted |= dtypes
 
     def _note_dtype(self, operator: str, dtype: torch.dtype, where: Any) -> None:
         self.seen.dtypes.add(dtype)
@@ -153,6 +160,8 @@ class _Mode(TorchDispatchMode):
         if any(tensor.is_meta for tensor in tensors) or name.startswith("profiler::"):
             return func(*args, **kwargs)
         self.whereabouts.follow()
+        if not self.asked_for:
+            watch.noted = set()
         watch.seen.operators[name] = watch.seen.operators.get(name, 0) + 1
         support, key = watch.support(func), None
         if support == "own":
