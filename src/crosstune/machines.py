@@ -43,7 +43,7 @@ def probe_machine(*, backends: Sequence[str] | None = None, quantizers: Sequence
     chosen = [spec for spec in specs.values() if backends is None or spec.name in backends]
     # Before any engine is imported: torch reads these variables once, when it is loaded.
     for spec in chosen:
-        add_environment(spec.environment)
+        add_environment(spec)
     return Machine(
         name=platform.node() or "this machine",
         system=f"{platform.system()} {platform.release()} {platform.machine()}",

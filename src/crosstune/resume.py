@@ -27,7 +27,7 @@ _ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "use_rslora", "lora_target_modul
 _SETTINGS = {"lora": _ADAPTER_SETTINGS, "dora": _ADAPTER_SETTINGS, "llama_pro": ("num_new_blocks",)}
 _TITLES = {"data": "training data"}
 # Options that speak of one start of a run, not of the run.
-_FOR_ONE_START = frozenset({"resume", "overwrite", "allow_mismatch", "time_limit"})
+_FOR_ONE_START = frozenset({"resume", "overwrite", "allow_mismatch", "time_limit", "emulate"})
 # Options whose change leaves the training what it is: where it runs, what it prints, what it keeps.
 _HARMLESS = frozenset(
     {
@@ -57,6 +57,7 @@ _HARMLESS = frozenset(
         "strict",
         "low_memory",
         "loading_workers",
+        "emulate",
     }
 )
 

@@ -75,6 +75,10 @@ def train(
     config: Config, *, observers: Sequence[Observer] = (), command: Sequence[str] | None = None
 ) -> RunResult:
     """Train as configured. Everything that can be wrong with the request is found before the run folder is made."""
+    if config.emulate is not None:
+        raise UserError(
+            "train does not emulate.", do="call crosstune.emulation.emulate, or leave out --emulate"
+        )
     started = time.monotonic()
     screen = Observers(list(observers))
     config = resume.complete_config(config)
@@ -202,7 +206,7 @@ def weights_identity(folder: Path) -> str:
 
 
 def open_session(plan: Plan, model: ModelFolder, **options: Any) -> Session:
-    add_environment(backend_specs()[plan.backend.name].environment)
+    add_environment(backend_specs()[plan.backend.name])
     hub_id = model.name if model.source == "hub" else None
     return _engine(plan).open_session(plan, model_folder=model.path, base_name=hub_id, **options)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +55,60 @@ def test_mps_asks_for_its_fallback_and_watermarks() -> None:
         "PYTORCH_MPS_HIGH_WATERMARK_RATIO": "0.7",
         "PYTORCH_MPS_LOW_WATERMARK_RATIO": "0.5",
     }
+
+
+HIGH, LOW = "PYTORCH_MPS_HIGH_WATERMARK_RATIO", "PYTORCH_MPS_LOW_WATERMARK_RATIO"
+
+
+@pytest.mark.parametrize(
+    ("given", "high", "low"),
+    [
+        ({}, "0.7", "0.5"),
+        ({HIGH: "0.9"}, None, "0.5"),
+        ({HIGH: "0.3"}, None, "0.3"),
+        ({HIGH: "0.0"}, None, "0.5"),  # no limit at all
+        ({LOW: "0.2"}, "0.7", None),
+        ({LOW: "0.9"}, "0.9", None),
+        ({HIGH: "0.3", LOW: "0.9"}, None, None),  # the user's own words stay, wrong or not
+        ({HIGH: "much"}, None, "0.5"),
+    ],
+)
+def test_mps_watermarks_stay_in_order_when_the_user_sets_one(
+    given: dict[str, str], high: str | None, low: str | None
+) -> None:
+    missing = backend_specs()["mps"].missing_environment({**given, "HOME": "/"})
+    assert (missing.get(HIGH), missing.get(LOW)) == (high, low)
+    assert missing["PYTORCH_ENABLE_MPS_FALLBACK"] == "1"
+    assert not missing.keys() & given.keys()
+
+
+def test_mps_says_how_memory_and_data_are_handled() -> None:
+    specs = backend_specs()
+    mps = specs["mps"]
+    assert (mps.clear_cache_every, mps.pinned_memory, mps.worker_processes) == (100, False, False)
+    assert [name for name, spec in specs.items() if spec.clear_cache_every] == ["mps"]
+    assert [name for name, spec in specs.items() if spec.pinned_memory] == ["cuda", "rocm", "xpu"]
+
+
+def test_mps_variables_are_set_before_torch_is_loaded() -> None:
+    """torch reads them once, when it is loaded: what they are at that moment is what counts."""
+    code = """
+import os, sys
+class Look:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch" and "torch" not in sys.modules and not said:
+            said.append({key: value for key, value in os.environ.items() if "MPS" in key})
+said = []
+sys.meta_path.insert(0, Look())
+from crosstune.cli.main import main
+main(["train", "--backend", "mps", "--model_name", "tiny-random"])
+print(said[0])
+"""
+    environment = {key: value for key, value in os.environ.items() if "MPS" not in key} | {HIGH: "0.4"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert ast.literal_eval(run.stdout) == {"PYTORCH_ENABLE_MPS_FALLBACK": "1", HIGH: "0.4", LOW: "0.4"}
 
 
 @pytest.mark.parametrize(

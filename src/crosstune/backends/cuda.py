@@ -12,6 +12,7 @@ SPEC = BackendSpec(
     torch_build="cuda",
     preference=10,
     collective="nccl",
+    pinned_memory=True,
     install=(
         "It needs an NVIDIA GPU with its driver and a CUDA build of torch (https://pytorch.org/get-started); "
         "without one use --backend auto, or name a backend that is available here"

@@ -22,4 +22,12 @@ SPEC = BackendSpec(
         "PYTORCH_MPS_HIGH_WATERMARK_RATIO": "0.7",
         "PYTORCH_MPS_LOW_WATERMARK_RATIO": "0.5",
     },
+    # torch refuses to start its allocator otherwise.
+    at_most={"PYTORCH_MPS_LOW_WATERMARK_RATIO": "PYTORCH_MPS_HIGH_WATERMARK_RATIO"},
+    # Buffers are kept by size, and rows of ever new lengths leave ever more of them behind.
+    clear_cache_every=100,
+    # The GPU reads the system's own memory: there is no copy to speed up.
+    pinned_memory=False,
+    # A forked process must not touch Metal, and a spawned one loads torch again.
+    worker_processes=False,
 )

@@ -12,6 +12,7 @@ SPEC = BackendSpec(
     torch_build="hip",
     preference=20,
     collective="nccl",
+    pinned_memory=True,
     install=(
         "It needs an AMD GPU with its driver and a ROCm build of torch (https://pytorch.org/get-started); "
         "without one use --backend auto, or name a backend that is available here"

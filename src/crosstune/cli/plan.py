@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from crosstune.cli.words import Parser, print_json, read_config, size
+from crosstune.config.load import environment_of
 from crosstune.config.plan import Plan
+from crosstune.core.backend import backend_specs
 from crosstune.core.errors import EXIT_DONE
 
 EXAMPLES = """examples:
   crosstune plan --train_type qlora --model_name meta-llama/Llama-2-7b-hf
   crosstune plan --machine apple-m1-16gb --backend mps --precision bf16
   crosstune plan --machine their-doctor-report.json --json
+  crosstune plan --machine apple-m1-16gb --emulate mps       (and try a few steps here as that Mac would run them)
 
 machines: a report written by `crosstune doctor --json` on another computer, or one of the profiles that
 `crosstune plan --machine list` names."""
@@ -34,14 +38,50 @@ def run(words: Sequence[str]) -> int:
     if own.machine == "list":
         print("\n".join(profile_names()))
         return EXIT_DONE
+    if config.emulate is not None:
+        from crosstune.cli.emulated import exit_code, judge, print_verdict
+
+        verdict = judge(config, machine=own.machine)
+        if own.json:
+            print_json(_to_json(verdict.plan, []) | {"emulation": verdict.to_json()})
+        else:
+            _print_plan(verdict.plan, [])
+            print_verdict(verdict)
+        return exit_code(verdict)
     machine = load_machine(own.machine) if own.machine else None
     plan = make_plan(config, machine=machine, elsewhere=machine is not None)
     missing = [error.asked for error in unbuilt(plan)]
     if own.json:
-        print_json(plan.to_json() | {"not_built": missing})
+        print_json(_to_json(plan, missing))
     else:
         _print_plan(plan, missing)
     return EXIT_DONE
+
+
+def _to_json(plan: Plan, missing: Sequence[str]) -> dict[str, Any]:
+    return plan.to_json() | {"settings": _settings(plan), "not_built": list(missing)}
+
+
+def _settings(plan: Plan) -> dict[str, Any]:
+    """What the backend's file sets for a run."""
+    spec = backend_specs()[plan.backend.name]
+    return {
+        "environment": environment_of(spec),
+        "clear_cache_every": spec.clear_cache_every,
+        "pinned_memory": spec.pinned_memory,
+        "worker_processes": spec.worker_processes,
+    }
+
+
+def _settings_words(plan: Plan) -> list[str]:
+    """The same in words, but for what is usual."""
+    settings = _settings(plan)
+    said = [f"{name}={value}" for name, value in settings["environment"].items()]
+    if settings["clear_cache_every"]:
+        said.append(f"cache cleared every {settings['clear_cache_every']} steps")
+    if not settings["worker_processes"]:
+        said += ["no worker processes", "no pinned memory"]
+    return said
 
 
 def _print_plan(plan: Plan, missing: Sequence[str]) -> None:
@@ -63,6 +103,8 @@ def _print_plan(plan: Plan, missing: Sequence[str]) -> None:
     ]
     if plan.collective:
         rows.append(("devices talk", f"through {plan.collective}, {config.sharding_strategy}"))
+    if settings := _settings_words(plan):
+        rows.append(("sets", ", ".join(settings)))
     if plan.estimated_bytes is not None:
         have = size(plan.backend.memory_total_bytes)
         rows.append(

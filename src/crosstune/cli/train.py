@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.cli.words import Parser, duration, print_json, read_config, size
+from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, UserError
 
 EXAMPLES = """examples:
@@ -16,13 +17,22 @@ EXAMPLES = """examples:
   crosstune train --train_type full --lr 2e-5 --precision bf16 --use_gradient_checkpointing
   crosstune train --config run.yaml --max_steps 20        (a flag wins over the file)
   crosstune train --name long --num_epochs 3 --save_steps 100 --resume auto     (the same line again after a kill)
-  crosstune train --resume runs/long                      (continue a run with the options it has)"""
+  crosstune train --resume runs/long                      (continue a run with the options it has)
+  crosstune train --emulate mps --machine apple-m1-16gb   (would this run work on that Mac? nothing is kept)"""
 
 
 def run(words: Sequence[str]) -> int:
     parser = Parser("train", description="Fine-tune a model on this machine.", epilog=EXAMPLES)
     parser.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
+    parser.add_argument("--machine", metavar="NAME|FILE", help="with --emulate: the machine to stand in for")
     own, config = read_config(parser, words)
+    if config.emulate is not None:
+        return _emulate(config, machine=own.machine, as_json=own.json)
+    if own.machine is not None:
+        raise UserError(
+            "train runs on this machine; --machine has no meaning without --emulate.",
+            do="crosstune plan --machine shows what another machine would do",
+        )
 
     from crosstune.cli.screen import Screen
     from crosstune.report import write_report
@@ -50,6 +60,17 @@ def run(words: Sequence[str]) -> int:
     if result.failure is not None:
         raise result.failure
     return EXIT_DONE if summary["status"] == "finished" else EXIT_STOPPED
+
+
+def _emulate(config: Config, *, machine: str | None, as_json: bool) -> int:
+    from crosstune.cli.emulated import exit_code, judge, print_verdict
+
+    verdict = judge(config, machine=machine)
+    if as_json:
+        print_json(verdict.to_json())
+    else:
+        print_verdict(verdict)
+    return exit_code(verdict)
 
 
 def _print_ending(summary: dict[str, Any], folder: Path, report: Path | None, screen: Any) -> None:

@@ -12,6 +12,7 @@ import yaml
 
 from crosstune.config.mlx_settings import options_in
 from crosstune.config.schema import Config, Option, option_list, options_by_name
+from crosstune.core.backend import BackendSpec
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.names import nearest
 
@@ -52,10 +53,15 @@ def cache_override(environment: Mapping[str, str] | None = None) -> Path | None:
     return Path(value).expanduser() if value else None
 
 
-def add_environment(defaults: Mapping[str, str]) -> None:
-    """Set variables that an engine wants before it starts; what the user has set stays."""
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
+def add_environment(spec: BackendSpec) -> None:
+    """Set variables that a backend's engine wants before it starts; what the user has set stays."""
+    os.environ.update(spec.missing_environment(os.environ))
+
+
+def environment_of(spec: BackendSpec) -> dict[str, str]:
+    """The variables of a backend as a run from this shell would have them."""
+    full = {**os.environ, **spec.missing_environment(os.environ)}
+    return {name: full[name] for name in spec.environment}
 
 
 def to_yaml(config: Config) -> str:

@@ -41,6 +41,7 @@ TRAIN_TYPES = (
     "bnb_llama_pro",
     "hqq_llama_pro",
 )
+EMULATED_PACKAGE = "crosstune.torch_engine.emulated"
 MISMATCHES = ("model", "data", "order", "quantization", "trainable", "optimizer", "loss")
 
 Choices = Sequence[str] | Callable[[], Sequence[str]]
@@ -63,6 +64,10 @@ def _option(
 
 def _backend_names() -> Sequence[str]:
     return ("auto", *plugin_names(BACKENDS_PACKAGE))
+
+
+def _emulated_names() -> Sequence[str]:
+    return plugin_names(EMULATED_PACKAGE)
 
 
 def _recipe_names() -> Sequence[str]:
@@ -226,6 +231,12 @@ class Config:
     # hardware
     backend: str = _option(
         "auto", "Where to train", group="hardware", choices=_backend_names, env="FSDP_BACKEND"
+    )
+    emulate: str | None = _option(
+        None,
+        "Instead of training, try a few steps on this CPU and say whether the run would work on this backend",
+        group="hardware",
+        choices=_emulated_names,
     )
     precision: str = _option(
         "auto", "Number formats of weights and arithmetic", group="hardware", choices=PRECISIONS

@@ -29,6 +29,35 @@ class BackendSpec:
     """What to do when it is not available."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables its engine wants set before it starts; one the user has set already is kept."""
+    at_most: Mapping[str, str] = field(default_factory=dict)
+    """Variable -> the one it may not exceed. Of the two, the one the user has not set gives way."""
+    clear_cache_every: int = 0
+    """Steps after which the engine hands memory that it keeps for reuse back to the device; 0 for never."""
+    pinned_memory: bool = False
+    """Whether host memory may be pinned to speed up copies to the device."""
+    worker_processes: bool = True
+    """Whether data may be prepared in processes beside the one that trains."""
+
+    def missing_environment(self, given: Mapping[str, str]) -> dict[str, str]:
+        """The variables to set beside those that are given."""
+        missing = {name: value for name, value in self.environment.items() if name not in given}
+        for lower, upper in self.at_most.items():
+            together = {**missing, **given}
+            low, high = _number(together.get(lower)), _number(together.get(upper))
+            if low is None or not high or low <= high:  # an upper limit of 0 is none
+                continue
+            if lower in missing:
+                missing[lower] = together[upper]
+            elif upper in missing:
+                missing[upper] = together[lower]
+        return missing
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float(text) if text is not None else None
+    except ValueError:
+        return None
 
 
 def backend_specs() -> dict[str, BackendSpec]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -31,6 +32,22 @@ def read_memory(device: torch.device) -> Memory:
         used = torch.mps.driver_allocated_memory()
         return Memory(used_bytes=used, peak_bytes=used)
     return Memory(used_bytes=psutil.Process().memory_info().rss, peak_bytes=_peak_resident_bytes())
+
+
+@dataclass
+class CacheClearing:
+    """Hands memory that torch keeps for reuse back to the device every so many steps; never when `every` is 0."""
+
+    device: torch.device
+    every: int
+    num_steps: int = 0
+
+    def after_step(self) -> None:
+        self.num_steps += 1
+        if self.every and self.num_steps % self.every == 0:
+            module = torch.get_device_module(self.device)
+            if hasattr(module, "empty_cache"):  # torch.cpu keeps nothing
+                module.empty_cache()
 
 
 def give_back_freed() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from crosstune.config.plan import Plan
 from crosstune.core.agreement import compare
+from crosstune.core.backend import backend_specs
 from crosstune.core.errors import NonFiniteError
 from crosstune.core.protocols import Array, Batch, EvalResult, Memory, SessionState, StepResult
 from crosstune.core.record import write_json
@@ -23,7 +24,7 @@ from crosstune.torch_engine import export
 from crosstune.torch_engine import state as states
 from crosstune.torch_engine.adapters import AdaptedLinear, add_adapters, name_targets
 from crosstune.torch_engine.blame import bad_gradients, bad_weights, watch_outputs
-from crosstune.torch_engine.device import open_device, read_memory
+from crosstune.torch_engine.device import CacheClearing, open_device, read_memory
 from crosstune.torch_engine.generate import OnToken, generate
 from crosstune.torch_engine.lent import original_weights
 from crosstune.torch_engine.load import load_model, quant_spec, shrink_frozen
@@ -48,6 +49,7 @@ class TorchSession:
         self.base_name = base_name
         self.precision = PRECISIONS[plan.precision]
         self.device = open_device(plan.backend)
+        self.cache = CacheClearing(self.device, every=backend_specs()[plan.backend.name].clear_cache_every)
         torch.manual_seed(config.seed)
         self.model, self.expansion = load_model(
             model_folder, plan=plan, precision=self.precision, device=self.device
@@ -92,6 +94,7 @@ class TorchSession:
         self.masters.publish()
         self.masters.clear_gradients()
         self.scale.grow()
+        self.cache.after_step()
         return StepResult(
             loss=loss,
             grad_norm=grad_norm,

@@ -1,0 +1,302 @@
+"""A run watched on the CPU as if MPS ran it: what passes, what is refused and named, and what falls back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from crosstune.cli.main import main
+from crosstune.config.load import make_config
+from crosstune.core.errors import UserError
+from crosstune.emulation import Verdict, emulate
+from crosstune.run import find_model, make_plan, open_recipe, open_session
+from crosstune.torch_engine import session as torch_session
+from crosstune.torch_engine.device import CacheClearing
+from crosstune.torch_engine.emulate import Watch
+from crosstune.torch_engine.operators import operator_table
+
+WITHOUT_KERNEL = "aten::linalg_matrix_exp"
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def judge(model: Path, **options: Any) -> Verdict:
+    machine = options.pop("machine", None)
+    return emulate(make_config(**({"emulate": "mps", "model_name": str(model)} | options)), machine=machine)
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Wrap], None]:
+    """Put something around the second MLP of every model that is loaded."""
+
+    def put(wrap: Wrap) -> None:
+        load = torch_session.load_model
+
+        def load_and_wrap(*args: Any, **options: Any) -> Any:
+            model, expansion = load(*args, **options)
+            model.model.layers[1].mlp = wrap(model.model.layers[1].mlp)
+            return model, expansion
+
+        monkeypatch.setattr(torch_session, "load_model", load_and_wrap)
+
+    return put
+
+
+class InDouble(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.double().mul(2).div(2).to(x.dtype))
+
+
+class _DoubleBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0].double().to(gradients[0].dtype)
+
+
+class InDoubleBackward(InDouble):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(_DoubleBackward.apply(x))
+
+
+class WithoutKernel(InDouble):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x + 0 * torch.linalg.matrix_exp(torch.eye(2)).sum())
+
+
+@pytest.mark.parametrize(
+    ("operator", "support"),
+    [
+        ("aten::mm", "kernel"),  # by the kernel of mm.out
+        ("aten::mm.out", "kernel"),
+        ("aten::linear", "kernel"),  # composite elsewhere
+        ("aten::_fused_adamw_", "kernel"),
+        ("aten::_fused_adamw", "composite"),  # generated from the one above
+        ("aten::_foreach_add_.List", "composite"),
+        ("aten::dropout", "composite"),  # has no entry
+        ("aten::reshape", "view"),
+        ("aten::geqrf", "none"),
+        ("aten::_linalg_eigh", "none"),
+        (WITHOUT_KERNEL, "none"),
+    ],
+)
+def test_table_of_the_installed_torch(operator: str, support: str) -> None:
+    assert operator_table("MPS")[operator] == support
+
+
+def test_table_agrees_with_the_dispatcher_where_both_know() -> None:
+    """Of the CPU the dispatcher here has the truth: the reading of the table must be the same."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [name for name in operator_table("CPU") if torch._C._dispatch_has_kernel(name)]
+    wrong = [
+        name
+        for name in names
+        if operator_table("CPU")[name] in ("kernel", "none")
+        and (operator_table("CPU")[name] == "kernel") != has(name, "CPU")
+    ]
+    assert len(names) > 2000
+    assert not wrong
+
+
+@pytest.mark.parametrize("train_type", ["lora", "full"])
+def test_ordinary_training_passes(tiny_model: Path, tmp_path: Path, train_type: str) -> None:
+    verdict = judge(tiny_model, train_type=train_type, output_dir=str(tmp_path / "runs"))
+    assert verdict.works and verdict.sentence() == "this run should work on MPS"
+    assert len(verdict.tried.losses) == 3 and verdict.tried.num_answers == 2
+    assert verdict.plan.backend.name == "mps" and verdict.plan.backend.device == "mps"
+    assert verdict.plan.precision == "bf16"
+    assert verdict.conditions == ["bf16 needs macOS 14 or later"]
+    assert not verdict.custom and not verdict.fallen_back
+    assert not (tmp_path / "runs").exists()
+
+
+def test_backward_and_optimizer_are_seen_and_the_numbers_are_those_of_a_plain_run(tiny_model: Path) -> None:
+    options = {"model_name": str(tiny_model), "precision": "fp32", "batch_size": 2, "max_steps": 2}
+    config = make_config(backend="cpu", skip_eval=True, dataset_samples=4, **options)
+    plan, nobody = make_plan(config), SimpleNamespace(on_event=lambda kind, data: None)
+    model = find_model(plan.config, nobody)
+    recipe = open_recipe(plan.config, model, nobody)
+    plain, watched = open_session(plan, model), open_session(plan, model)
+    watch = Watch("mps", quantizer="none", environment={})
+    for step in range(2):
+        expected = plain.step(recipe.window(step), lr=1e-3)
+        with watch.during("step"):
+            result = watched.step(recipe.window(step), lr=1e-3)
+        assert result.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+    seen = watch.seen.operators
+    assert {"aten::silu_backward", "aten::_log_softmax_backward_data"} <= seen.keys()
+    assert "aten::addcdiv_" in seen
+    assert not any("flash" in name for name in seen), "MPS has no such kernel"
+    assert not watch.seen.failing and not watch.seen.refused
+
+
+def test_float64_is_refused_and_named_with_its_place(tiny_model: Path, plant: Callable[[Wrap], None]) -> None:
+    plant(InDouble)
+    verdict = judge(tiny_model, skip_eval=True, max_steps=1)
+    assert not verdict.works and len(verdict.tried.losses) == 1
+    first = verdict.refused[0]
+    assert first["what"] == "float64" and "model.layers.1.mlp (engine/test_emulate_mps.py:" in first["where"]
+    assert verdict.sentence().startswith("this run will not work on MPS: aten::_to_copy in float64 at step 1")
+
+
+def test_float64_in_the_backward_pass_is_seen(tiny_model: Path, plant: Callable[[Wrap], None]) -> None:
+    plant(InDoubleBackward)
+    verdict = judge(tiny_model, skip_eval=True, max_steps=1)
+    assert [(row["what"], row["calls"]) for row in verdict.refused] == [("float64", 1)]
+    assert verdict.refused[0]["where"].startswith("step 1, backward: near model.layers.1.mlp.")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_computed_again_for_the_backward_pass_is_seen(
+    tiny_model: Path, plant: Callable[[Wrap], None], reentrant: bool
+) -> None:
+    plant(WithoutKernel)
+    options = {"use_gradient_checkpointing": True, "reentrant_checkpointing": reentrant}
+    verdict = judge(tiny_model, skip_eval=True, max_steps=1, **options)
+    assert verdict.works and verdict.fallen_back[0]["calls"] == 2
+
+
+def test_a_float64_buffer_is_refused_though_nothing_computes_with_it(
+    tiny_model: Path, plant: Callable[[Wrap], None]
+) -> None:
+    def add_buffer(module: nn.Module) -> nn.Module:
+        module.register_buffer("unused", torch.ones(3, dtype=torch.float64))
+        return module
+
+    plant(add_buffer)
+    verdict = judge(tiny_model, skip_eval=True, max_steps=1)
+    assert [row["where"] for row in verdict.refused] == ["model.layers.1.mlp.unused"]
+
+
+def test_a_scalar_on_the_host_may_be_float64() -> None:
+    watch = Watch("mps", quantizer="none", environment={})
+    with watch.during("step"):
+        torch.ones(2) * torch.tensor(0.5, dtype=torch.float64)
+        assert not watch.seen.refused
+        torch.ones(2).sum(dtype=torch.float64)
+    assert [operator for operator, _ in watch.seen.refused] == ["aten::sum"]
+
+
+def test_an_operator_without_a_kernel_is_listed_as_falling_back(
+    tiny_model: Path, plant: Callable[[Wrap], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(WithoutKernel)
+    verdict = judge(tiny_model, skip_eval=True, max_steps=2)
+    [row] = verdict.fallen_back
+    assert (row["operator"], row["calls"]) == (WITHOUT_KERNEL, 2)
+    assert row["where"].startswith("step 1: model.layers.1.mlp")
+    assert verdict.works and "1 of its operators on the CPU" in verdict.sentence()
+
+    monkeypatch.setenv("PYTORCH_ENABLE_MPS_FALLBACK", "0")
+    verdict = judge(tiny_model, skip_eval=True, max_steps=1)
+    assert not verdict.works and not verdict.fallen_back
+    assert verdict.failing[0]["what"] == "PYTORCH_ENABLE_MPS_FALLBACK is 0"
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "own", "composite"),
+    [
+        ("bnb", {"quantize_4bit", "dequantize_4bit", "quantize_blockwise"}, {"dequantize_blockwise"}),
+        ("quanto", {"unpack"}, {"quantize_affine"}),
+    ],
+)
+def test_quantized_bases_say_whose_kernels_they_use(
+    tiny_model: Path, quantizer: str, own: set[str], composite: set[str]
+) -> None:
+    library = {"bnb": "bitsandbytes", "quanto": "optimum.quanto"}[quantizer]
+    pytest.importorskip(library)
+    options = {"quantization_backend": quantizer, "precision": "fp32"}
+    verdict = judge(tiny_model, train_type="qlora", max_steps=1, skip_eval=True, **options)
+    assert verdict.works and verdict.plan.quantizer == quantizer
+    said = {row["operator"].partition("::")[2]: row["what"] for row in verdict.custom}
+    assert {name for name, what in said.items() if what.startswith("is registered for MPS")} == own
+    assert {name for name, what in said.items() if what.startswith("is not registered for MPS")} == composite
+
+
+def test_cache_is_cleared_when_its_backend_says(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cleared: list[int] = []
+    fake = SimpleNamespace(empty_cache=lambda: cleared.append(clearing.num_steps))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    clearing = CacheClearing(torch.device("mps"), every=100)
+    for _ in range(250):
+        clearing.after_step()
+    assert cleared == [100, 200]
+    monkeypatch.undo()
+    CacheClearing(torch.device("cpu"), every=1).after_step()  # torch.cpu has no cache
+
+
+def test_as_a_user_types_it(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--emulate", "mps", "--model_name", str(tiny_model), "--max_steps", "1"]
+    assert main(["train", *words]) == 0
+    out = capsys.readouterr().out
+    assert "verdict      this run should work on MPS\n" in out
+    assert "not checked  speed" in out
+    assert main(["plan", *words, "--machine", "apple-m1-16gb", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["backend"] == "mps" and plan["precision"] == "fp32"
+    assert plan["settings"]["environment"]["PYTORCH_ENABLE_MPS_FALLBACK"] == "1"
+    assert plan["settings"] | {"environment": None} == {
+        "environment": None,
+        "clear_cache_every": 100,
+        "pinned_memory": False,
+        "worker_processes": False,
+    }
+    assert plan["emulation"]["works"] is True and plan["emulation"]["machine"] == "apple-m1-16gb"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_cannot_work_ends_with_code_2(
+    tiny_model: Path, plant: Callable[[Wrap], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(InDouble)
+    words = ["--emulate", "mps", "--model_name", str(tiny_model), "--max_steps", "1", "--skip_eval"]
+    assert main(["train", *words]) == 2
+    out = capsys.readouterr().out
+    assert "verdict      this run will not work on MPS: aten::_to_copy in float64" in out
+    assert "gives float64, which MPS does not have" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--emulate", "cuda"], "emulate cannot be 'cuda'"),
+        (["--emulate", "mps", "--backend", "cuda"], "--emulate mps and --backend cuda contradict each other"),
+        (["--machine", "apple-m1-16gb"], "--machine has no meaning without --emulate"),
+        (["--emulate", "mps", "--machine", "cpu-laptop"], "Backend 'mps' is not available"),
+    ],
+)
+def test_requests_that_make_no_sense(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_missing_library_is_named_before_anything_is_loaded(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from crosstune import emulation
+
+    find = emulation.importlib.util.find_spec
+    monkeypatch.setattr(
+        emulation.importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "hqq" else find(name, *rest),
+    )
+    with pytest.raises(UserError, match=r"pip install 'crosstune\[hqq\]'"):
+        judge(tiny_model, train_type="hqq_lora")
