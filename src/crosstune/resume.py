@@ -57,6 +57,7 @@ _HARMLESS = frozenset(
         "strict",
         "low_memory",
         "loading_workers",
+        "world_size",
     }
 )
 

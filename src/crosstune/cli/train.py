@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.cli.words import Parser, duration, print_json, read_config, size
-from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED
+from crosstune.config.load import read_ranks
+from crosstune.config.schema import Config
+from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, PeerLost
+from crosstune.core.ranks import Group
 
 EXAMPLES = """examples:
   crosstune train
@@ -24,20 +27,49 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
     own, config = read_config(parser, words)
 
+    ranks = read_ranks()
+    if ranks is None:
+        from crosstune.run import num_processes
+
+        if (size := num_processes(config)) > 1:
+            return _launch(words, size)
+    elif ranks.launcher is not None:
+        from crosstune.launch import follow
+
+        follow(ranks.launcher)
+    from crosstune.together import connect
+
+    return _train(config, ["crosstune", "train", *words], connect(ranks), as_json=own.json)
+
+
+def _launch(words: Sequence[str], size: int) -> int:
+    from crosstune.launch import launch, ring_environments
+
+    command = [sys.executable, "-m", "crosstune", "train", *words]
+    outcome = launch(command, size=size, environments=ring_environments)
+    for line in outcome.lines:
+        print(line if line.startswith("  ") else f"crosstune: {line}", file=sys.stderr)
+    return outcome.code
+
+
+def _train(config: Config, command: Sequence[str], group: Group, *, as_json: bool) -> int:
     from crosstune.cli.screen import Screen
     from crosstune.report import write_report
     from crosstune.run import train
 
     screen = Screen(live=config.log_to == "tqdm", every=config.log_every_n_steps, verbose=config.verbose)
     try:
-        result = train(config, observers=[screen], command=["crosstune", "train", *words])
+        result = train(config, observers=[screen], command=command, group=group)
     finally:
         screen.close()
-    report = write_report(result.folder)
     summary = result.summary
-    if own.json:
-        print_json(summary | {"folder": str(result.folder), "report": str(report)})
-    _print_ending(summary, result.folder, report, screen)
+    if group.ranks.first:
+        report = write_report(result.folder)
+        if as_json:
+            print_json(summary | {"folder": str(result.folder), "report": str(report)})
+        _print_ending(summary, result.folder, report, screen)
+    if not isinstance(result.failure, PeerLost):
+        group.meet()  # who ends earlier ends the others, where mlx.launch has started them
     if result.failure is not None:
         raise result.failure
     return EXIT_DONE if summary["status"] == "finished" else EXIT_STOPPED

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from crosstune.core.errors import UserError
 
@@ -118,6 +118,34 @@ def move_aside(folder: Path) -> Path:
         number += 1
     folder.rename(target)
     return target
+
+
+class Record(Protocol):
+    """Where a run leaves what it did."""
+
+    folder: Path
+
+    def on_step(self, metrics: Mapping[str, Any]) -> None: ...
+
+    def on_event(self, kind: str, data: Mapping[str, Any]) -> None: ...
+
+    def finish(self, summary: Mapping[str, Any]) -> None: ...
+
+
+class SilentRecord:
+    """Of a process whose run another one records."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step(self, metrics: Mapping[str, Any]) -> None:
+        return None
+
+    def on_event(self, kind: str, data: Mapping[str, Any]) -> None:
+        return None
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        return None
 
 
 class RunRecord:
