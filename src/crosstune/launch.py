@@ -19,6 +19,7 @@ from types import FrameType
 from crosstune.config.load import child_environment
 from crosstune.config.ranks import LAUNCHER
 from crosstune.core.errors import (
+    EXIT_AT_ONCE,
     EXIT_DONE,
     EXIT_PEER_LOST,
     EXIT_PORT_TAKEN,
@@ -105,21 +106,27 @@ class _Family:
                         start_new_session=True,  # a Ctrl-C reaches them once, through us
                     )
                 )
+        for number in list(self.signals):  # sent while they were started
+            self._send(number)
 
     def codes(self) -> list[int | None]:
         return [member.poll() for member in self.members]
 
     def wait(self) -> None:
-        """Until all have ended. When one fails the others are left a while, then told, then killed."""
-        failed_at: float | None = None
+        """Until all have ended. When one fails the others are left a while, then told, then killed; a second signal
+        of the user, or a port that was taken before anything was begun, makes that quicker."""
+        ending_at: float | None = None
         while None in self.codes():
             self._note_failures()
-            now = time.monotonic()
-            hurried = EXIT_PORT_TAKEN in self.codes() or len(self.signals) > 1
-            if (self.failures or len(self.signals) > 1) and failed_at is None:
-                failed_at = now - PATIENCE_S if hurried else now
-            if failed_at is not None and now - failed_at > PATIENCE_S:
-                self._end(signal.SIGKILL if now - failed_at > PATIENCE_S + GRACE_S else signal.SIGTERM)
+            again = len(self.signals) > 1
+            if ending_at is None and (self.failures or again):
+                quick = again or EXIT_PORT_TAKEN in self.codes()
+                ending_at = time.monotonic() + (0.0 if quick else PATIENCE_S)
+            late_s = time.monotonic() - ending_at if ending_at is not None else -1.0
+            if late_s > (PATIENCE_S if again else GRACE_S):
+                self._end(signal.SIGKILL)
+            elif late_s > 0:
+                self._end(signal.SIGTERM)
             time.sleep(POLL_S)
         self._note_failures()
 
@@ -130,9 +137,12 @@ class _Family:
         rank = self._culprit(codes)
         code = codes[rank]
         shell_code = code if code >= 0 else 128 - code
-        if self.signals and (code < 0 or len(self.signals) > 1):
-            word = signal.Signals(self.signals[-1]).name
-            return Outcome(code=shell_code, lines=(f"stopped at once by {word}.",) * (code < 0))
+        if len(self.signals) > 1:
+            return Outcome(code=EXIT_AT_ONCE, lines=("stopped at once.",))
+        if -code in self.signals:
+            return Outcome(
+                code=shell_code, lines=(f"stopped by {signal.Signals(-code).name} before it began.",)
+            )
         if rank == 0 and code == EXIT_USER_MUST_ACT:
             return Outcome(code=code)  # it has said why
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
@@ -152,8 +162,7 @@ class _Family:
 
         def pass_on(number: int, frame: FrameType | None) -> None:
             self.signals.append(number)
-            for member in self.members:
-                member.send_signal(number)
+            self._send(number)
 
         previous = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -162,6 +171,10 @@ class _Family:
             self._end(signal.SIGKILL)
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+    def _send(self, number: int) -> None:
+        for member in self.members:
+            member.send_signal(number)
 
     def _note_failures(self) -> None:
         codes = self.codes()
@@ -174,7 +187,7 @@ class _Family:
         """Who failed first by itself; the first process, where it failed in the same way and has told the user."""
         itself = [r for r in self.failures if r not in self.ended and codes[r] != EXIT_PEER_LOST]
         rank = (itself or self.failures)[0]
-        return 0 if codes[0] == codes[rank] else rank
+        return 0 if 0 not in self.ended and codes[0] == codes[rank] else rank
 
     def _end(self, number: int) -> None:
         for rank, member in enumerate(self.members):

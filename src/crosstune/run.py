@@ -105,7 +105,7 @@ def train(
     group = group if group is not None else Alone()
     ranks = group.ranks
     screen = Observers(list(observers) if ranks.first else [])
-    config = resume.complete_config(config)
+    config = together.with_world(resume.complete_config(config), ranks)
     machine = together.share_machine(group, lambda: _probe_for(_as_the_folder_is(config)))
     plan = make_plan(config, machine=machine, ranks=ranks)
     raise_all(unbuilt(plan))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from crosstune.config.plan import Plan
+from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.machine import Machine
 from crosstune.core.ranks import Alone, Group, Ranks
@@ -20,6 +22,14 @@ def connect(ranks: Ranks | None) -> Group:
         return Alone()
     group: Group = importlib.import_module(f"crosstune.{ranks.engine}_engine.ranks").connect(ranks)
     return group
+
+
+def with_world(config: Config, ranks: Ranks) -> Config:
+    """The number of processes as if it had been asked for: whoever goes on with the run needs to know it."""
+    if ranks.size == 1 or config.world_size != -1:
+        return config
+    asked = {**config.asked, "world_size": "the processes that were started"}
+    return dataclasses.replace(config, world_size=ranks.size, asked=asked)
 
 
 def share_machine(group: Group, probe: Callable[[], Machine]) -> Machine:

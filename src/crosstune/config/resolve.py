@@ -271,7 +271,7 @@ def _fit_ranks(draft: Draft, ranks: Ranks) -> int:
         draft.problems.append(
             UserError(
                 f"--world_size {asked} was asked for, and {ranks.size} processes were started.",
-                do="leave --world_size out, or start as many",
+                do=f"use --world_size {ranks.size}, or start {asked}",
             )
         )
     return ranks.size
