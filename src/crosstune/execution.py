@@ -23,9 +23,10 @@ from crosstune.checkpoint.rotate import Keep
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.config.plan import Plan
 from crosstune.config.schema import mismatches
-from crosstune.core.errors import NonFiniteError, UserError
+from crosstune.core.errors import NonFiniteError, PeerLost, UserError
 from crosstune.core.protocols import Observer, Recipe, Session
-from crosstune.core.record import RecordFailed, RunRecord, read_json
+from crosstune.core.ranks import Ranks
+from crosstune.core.record import Record, RecordFailed, read_json
 from crosstune.loop import crossing
 from crosstune.loop.crossing import Measured
 from crosstune.loop.progress import Progress
@@ -66,16 +67,20 @@ class Start:
 
 @dataclass(kw_only=True)
 class Execution:
-    """Load, train, save. Whatever ends it, what was done until then stays on record."""
+    """Load, train, save. Whatever ends it, what was done until then stays on record.
+
+    Of several processes all do this, and the first one writes.
+    """
 
     plan: Plan
     recipe: Recipe
     open_model: Callable[[], Session]
-    record: RunRecord
+    record: Record
     observer: Observer
     start: Start | None
     described: Mapping[str, Any]
     deadline: Deadline | None
+    ranks: Ranks
     failure: UserError | None = None
     """What ended the run early, with everything up to the step before it kept."""
 
@@ -83,7 +88,7 @@ class Execution:
         """Returns the summary."""
         plan, record, observer = self.plan, self.record, self.observer
         carried = self.start.checkpoint.manifest["progress"] if self.start else {}
-        self.progress, stop = Progress.from_manifest(carried), StopSignal()
+        self.progress, stop = Progress.from_manifest(carried), StopSignal(shared=self.ranks.size > 1)
         extra: dict[str, Any] = {"name": record.folder.name, "backend": plan.backend.name}
         extra |= {"engine": plan.engine, "checkpoint": None, "result": None}
         started = time.perf_counter()
@@ -100,7 +105,8 @@ class Execution:
                     extra["error"] = str(self.failure)
                     observer.on_event("failed", {"error": str(self.failure), "step": self.progress.steps})
                 extra["checkpoint"] = self._newest()
-                if plan.config.save_model and self.progress.steps and self._is_good(session):
+                wanted = plan.config.save_model and self.ranks.first and self.progress.steps
+                if wanted and self._is_good(session):
                     extra["result"] = str(self._save_result(session))
                     saved = {"path": extra["result"], "step": self.progress.steps}
                     observer.on_event("saved", saved | _cost_of_saving(Path(extra["result"])))
@@ -142,7 +148,7 @@ class Execution:
         self._rate = training.rate
         try:
             training.run()
-        except (NonFiniteError, SaveFailed) as error:
+        except (NonFiniteError, PeerLost, SaveFailed) as error:
             return error
         return None
 
@@ -186,12 +192,8 @@ class Execution:
 
     def _open_checkpoints(self) -> Checkpoints:
         config, root = self.plan.config, self.record.folder / CHECKPOINTS
-        clear_leftovers(root)
-        for path in self.record.folder.glob(f"{_RESULT_STAGING}*"):  # of a process that was killed
-            shutil.rmtree(path, ignore_errors=True)
-        if self.start is not None and resume.continues_in_place(self.record.folder, self.start.checkpoint):
-            for path in resume.settle_folder(self.record.folder, self.start.checkpoint):
-                self.observer.on_event("set_aside", {"path": str(path), "step": self.start.step})
+        if self.ranks.first:
+            self._tidy(root)
         checkpoints = Checkpoints(
             root,
             policy=SavePolicy(
@@ -202,9 +204,18 @@ class Execution:
             ),
             fields=self._fields,
             observer=self.observer,
+            writes=self.ranks.first,
         )
         checkpoints.last_step = self.start.step if self.start else 0
         return checkpoints
+
+    def _tidy(self, root: Path) -> None:
+        clear_leftovers(root)
+        for path in self.record.folder.glob(f"{_RESULT_STAGING}*"):  # of a process that was killed
+            shutil.rmtree(path, ignore_errors=True)
+        if self.start is not None and resume.continues_in_place(self.record.folder, self.start.checkpoint):
+            for path in resume.settle_folder(self.record.folder, self.start.checkpoint):
+                self.observer.on_event("set_aside", {"path": str(path), "step": self.start.step})
 
     def _newest(self) -> str | None:
         newest = self.checkpoints.newest

@@ -58,6 +58,7 @@ _HARMLESS = frozenset(
         "low_memory",
         "loading_workers",
         "emulate",
+        "world_size",
     }
 )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from crosstune import resume
+from crosstune import resume, together
 from crosstune.checkpoint.read import Checkpoint, find_run
 from crosstune.config.load import add_environment, cache_override, to_yaml
 from crosstune.config.plan import TRAIN_TYPE_PARTS, Plan
@@ -26,7 +26,16 @@ from crosstune.core.errors import UserError, raise_all
 from crosstune.core.machine import Machine
 from crosstune.core.names import load_plugin, plugin_names
 from crosstune.core.protocols import Observer, Observers, Recipe, Session
-from crosstune.core.record import RunRecord, check_free, holds_run, move_aside, read_json
+from crosstune.core.ranks import Alone, Group, Ranks
+from crosstune.core.record import (
+    Record,
+    RunRecord,
+    SilentRecord,
+    check_free,
+    holds_run,
+    move_aside,
+    read_json,
+)
 from crosstune.data.sources import check_name
 from crosstune.execution import Execution, Start
 from crosstune.loop.train import Deadline
@@ -52,6 +61,7 @@ def make_plan(
     machine: Machine | None = None,
     elsewhere: bool = False,
     longest_row: int | None = None,
+    ranks: Ranks | None = None,
 ) -> Plan:
     """What `train` would do with this configuration, here or (`elsewhere`) on another machine.
 
@@ -68,34 +78,57 @@ def make_plan(
         installs={name: spec.install for name, spec in specs.items()},
         shape=shape(_weights_name(config), cache=cache_override()),
         longest_row=longest_row,
+        ranks=ranks if ranks is not None and ranks.size > 1 else None,
     )
 
 
+def num_processes(config: Config) -> int:
+    """How many processes a run needs to be started as. Raises what stands in its way."""
+    config = resume.complete_config(config)
+    if config.world_size <= 1:
+        return 1
+    plan = make_plan(config)
+    raise_all(unbuilt(plan))
+    return plan.world_size
+
+
 def train(
-    config: Config, *, observers: Sequence[Observer] = (), command: Sequence[str] | None = None
+    config: Config,
+    *,
+    observers: Sequence[Observer] = (),
+    command: Sequence[str] | None = None,
+    group: Group | None = None,
 ) -> RunResult:
-    """Train as configured. Everything that can be wrong with the request is found before the run folder is made."""
+    """Train as configured. Everything that can be wrong with the request is found before the run folder is made.
+
+    Every process of a `group` does this. The first one shows and writes what happens, for all of them.
+    """
     if config.emulate is not None:
         raise UserError(
             "train does not emulate.", do="call crosstune.emulation.emulate, or leave out --emulate"
         )
     started = time.monotonic()
-    screen = Observers(list(observers))
-    config = resume.complete_config(config)
-    plan = make_plan(config)
+    group = group if group is not None else Alone()
+    ranks = group.ranks
+    screen = Observers(list(observers) if ranks.first else [])
+    config = together.with_world(resume.complete_config(config), ranks)
+    machine = together.share_machine(group, lambda: _probe_for(_as_the_folder_is(config)))
+    plan = make_plan(config, machine=machine, ranks=ranks)
     raise_all(unbuilt(plan))
+    together.check_started(plan, ranks)
     for name in filter(None, (config.dataset, config.eval_dataset)):
         check_name(name)
     folder = run_folder(config)
     checkpoint = resume.find_checkpoint(config, folder, screen)
     in_place = checkpoint is not None and resume.continues_in_place(folder, checkpoint)
-    if not config.overwrite and not in_place:
+    if ranks.first and not config.overwrite and not in_place:
         check_free(folder, resuming=resume.wants_checkpoint(config))
-    model = find_model(plan.config, screen)
-    plan = make_plan(config, machine=plan.machine)  # again: now the model's shape is known for certain
-    warnings = _check_base_adapter(plan, model)
-    recipe = open_recipe(plan.config, model, screen)
-    plan = make_plan(config, machine=plan.machine, longest_row=recipe.longest_row())
+    with together.in_turn(group):
+        model = find_model(plan.config, screen)
+        plan = make_plan(config, machine=machine, ranks=ranks)  # now the model's shape is known for certain
+        warnings = _check_base_adapter(plan, model)
+        recipe = open_recipe(plan.config, model, screen)
+    plan = make_plan(config, machine=machine, ranks=ranks, longest_row=recipe.longest_row())
     recipe.configure(plan.config)
     for adjustment in plan.adjustments:
         screen.on_event("adjustment", adjustment.to_event())
@@ -105,20 +138,18 @@ def train(
         )
     identified = identity_now(plan, model, recipe)
     start = _start(plan, checkpoint, identified)
-    if in_place and (done := _finished(folder, start, recipe)) is not None:
-        return done
-    if not in_place and holds_run(folder):
-        screen.on_event("moved_aside", {"path": str(move_aside(folder))})
+    step = start.step if start is not None else None
+    together.check_same(group, {"options": plan.config.options(), **identified, "checkpoint": step})
+    done = _finished(folder, start, recipe) if in_place and ranks.first else None
+    if group.any(done is not None):
+        return done or RunResult(folder=folder, summary={"status": "finished"})
     described = describe_run(plan, folder=folder, model=model, recipe=recipe, command=command)
     described |= {"identity": identified, "resumed_from": start.facts() if start else None}
-    kept_yaml = to_yaml(resume.lasting(config))
-    if in_place:
-        assert start is not None
-        record = RunRecord.reopen(folder, config_yaml=kept_yaml, plan=described, step=start.step)
-    else:
-        record = RunRecord.create(folder, config_yaml=kept_yaml, plan=described)
-        if start is not None:
-            record.carry_on(find_run(start.checkpoint.folder) / "metrics.jsonl", step=start.step)
+    record: Record = SilentRecord(folder)
+    if ranks.first:
+        if not in_place and holds_run(folder):
+            screen.on_event("moved_aside", {"path": str(move_aside(folder))})
+        record = _open_record(folder, described, start, config=config, in_place=in_place)
     observer = Observers([record, screen])
     for adjustment in plan.adjustments:
         record.on_event("adjustment", adjustment.to_event())
@@ -130,12 +161,13 @@ def train(
     execution = Execution(
         plan=plan,
         recipe=recipe,
-        open_model=lambda: open_session(plan, model),
+        open_model=lambda: open_session(plan, model, **({"group": group} if ranks.size > 1 else {})),
         record=record,
         observer=observer,
         start=start,
         described=described,
         deadline=_deadline(plan.config, started),
+        ranks=ranks,
     )
     return RunResult(folder=folder, summary=execution.run(), failure=execution.failure)
 
@@ -157,6 +189,19 @@ def _check_base_adapter(plan: Plan, model: ModelFolder) -> list[str]:
         identity=identity(model.path)["sha256"],
         quantization=asked if plan.quantizer != "none" else None,
     )
+
+
+def _open_record(
+    folder: Path, described: Mapping[str, Any], start: Start | None, *, config: Config, in_place: bool
+) -> RunRecord:
+    kept_yaml = to_yaml(resume.lasting(config))
+    if in_place:
+        assert start is not None
+        return RunRecord.reopen(folder, config_yaml=kept_yaml, plan=described, step=start.step)
+    record = RunRecord.create(folder, config_yaml=kept_yaml, plan=described)
+    if start is not None:
+        record.carry_on(find_run(start.checkpoint.folder) / "metrics.jsonl", step=start.step)
+    return record
 
 
 def _start(plan: Plan, checkpoint: Checkpoint | None, identified: Mapping[str, Any]) -> Start | None:

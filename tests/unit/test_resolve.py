@@ -15,10 +15,13 @@ from crosstune.core.backend import backend_specs
 from crosstune.core.errors import ConfigError, UserError
 from crosstune.core.machine import Machine
 from crosstune.core.memory import ModelShape, shape_for_size
+from crosstune.core.ranks import Ranks
 from crosstune.machines import load_machine
 
 
-def plan_on(machine: str | Machine, *, shape: ModelShape | None = None, **asked: Any) -> Plan:
+def plan_on(
+    machine: str | Machine, *, shape: ModelShape | None = None, ranks: Ranks | None = None, **asked: Any
+) -> Plan:
     specs = backend_specs()
     return resolve(
         make_config(**asked),
@@ -26,6 +29,7 @@ def plan_on(machine: str | Machine, *, shape: ModelShape | None = None, **asked:
         collectives={name: spec.collective for name, spec in specs.items()},
         preference=list(specs),
         shape=shape,
+        ranks=ranks,
     )
 
 
@@ -154,9 +158,32 @@ def test_contradictions_are_refused(asked: dict[str, Any]) -> None:
         plan_on("a100-80gb", **asked)
 
 
-def test_mlx_refuses_several_devices() -> None:
-    with pytest.raises(ConfigError, match="MLX backend doesn't support distributed training"):
-        plan_on("apple-m2-max-64gb", backend="mlx", world_size=2)
+def test_mlx_trains_in_several_processes_and_says_when_they_share_a_gpu() -> None:
+    plan = plan_on("apple-m2-max-64gb", backend="mlx", world_size=2, sharding_strategy="full_shard")
+    assert (plan.world_size, plan.collective) == (2, "ring")
+    assert "share its GPU" in adjustment(plan, "world_size", "warning").reason
+    assert "each process has the whole model" in adjustment(plan, "sharding_strategy", "warning").reason
+    assert plan_on("apple-m2-max-64gb", backend="mlx").world_size == 1
+
+
+def test_processes_that_were_started_are_the_world() -> None:
+    ranks = Ranks(engine="mlx", rank=1, size=3)
+    plan = plan_on("apple-m2-max-64gb", backend="mlx", ranks=ranks)
+    assert plan.world_size == plan.config.world_size == 3
+    assert adjustment(plan, "world_size", "choice").used == 3
+    assert not [a for a in plan.adjustments if a.option == "world_size" and a.kind == "warning"]
+    with pytest.raises(ConfigError, match="2 was asked for, and 3 processes were started"):
+        plan_on("apple-m2-max-64gb", backend="mlx", world_size=2, ranks=ranks)
+    with pytest.raises(ConfigError, match="--backend mps is not for them"):
+        plan_on("apple-m2-max-64gb", backend="mps", ranks=ranks)
+
+
+def test_processes_on_one_machine_share_its_memory() -> None:
+    asked = {"backend": "mlx", "shape": shape_for_size(7), "batch_size": 16, "context_length": 1024}
+    alone = plan_on("apple-m2-max-64gb", **asked).config
+    shared = plan_on("apple-m2-max-64gb", **asked, world_size=2).config
+    apart = plan_on("apple-m2-max-64gb", **asked, ranks=Ranks(engine="mlx", size=2)).config
+    assert shared.batch_size < alone.batch_size == apart.batch_size
 
 
 def test_world_size_is_cut_to_the_devices_there() -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.cli.words import Parser, duration, print_json, read_config, size
+from crosstune.config.load import read_ranks
 from crosstune.config.schema import Config
-from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, UserError
+from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, PeerLost, UserError
+from crosstune.core.ranks import Group
 
 EXAMPLES = """examples:
   crosstune train
@@ -34,8 +36,33 @@ def run(words: Sequence[str]) -> int:
             do="crosstune plan --machine shows what another machine would do",
         )
 
+    ranks = read_ranks()
+    if ranks is None:
+        from crosstune.run import num_processes
+
+        if (size := num_processes(config)) > 1:
+            return _launch(words, size)
+    elif ranks.launcher is not None:
+        from crosstune.launch import follow
+
+        follow(ranks.launcher)
+    from crosstune.together import connect
+
+    return _train(config, ["crosstune", "train", *words], connect(ranks), as_json=own.json)
+
+
+def _launch(words: Sequence[str], size: int) -> int:
+    from crosstune.launch import launch, ring_environments
+
+    command = [sys.executable, "-m", "crosstune", "train", *words]
+    outcome = launch(command, size=size, environments=ring_environments)
+    for line in outcome.lines:
+        print(line if line.startswith("  ") else f"crosstune: {line}", file=sys.stderr)
+    return outcome.code
+
+
+def _train(config: Config, command: Sequence[str], group: Group, *, as_json: bool) -> int:
     from crosstune.cli.screen import Screen
-    from crosstune.report import write_report
     from crosstune.run import train
 
     screen = Screen(
@@ -45,21 +72,30 @@ def run(words: Sequence[str]) -> int:
         lines=config.verbose or "log_every_n_steps" in config.asked,
     )
     try:
-        result = train(config, observers=[screen], command=["crosstune", "train", *words])
+        result = train(config, observers=[screen], command=command, group=group)
     finally:
         screen.close()
-    try:
-        report = write_report(result.folder)
-    except UserError as error:  # a page that cannot be written takes nothing away from the run
-        report = None
-        screen.console.print("\n".join(error.lines()), markup=False)
     summary = result.summary
-    if own.json:
-        print_json(summary | {"folder": str(result.folder), "report": str(report) if report else None})
-    _print_ending(summary, result.folder, report, screen)
+    if group.ranks.first:
+        report = _write_report(result.folder, screen)
+        if as_json:
+            print_json(summary | {"folder": str(result.folder), "report": str(report) if report else None})
+        _print_ending(summary, result.folder, report, screen)
+    if not isinstance(result.failure, PeerLost):
+        group.meet()  # who ends earlier ends the others, where mlx.launch has started them
     if result.failure is not None:
         raise result.failure
     return EXIT_DONE if summary["status"] == "finished" else EXIT_STOPPED
+
+
+def _write_report(folder: Path, screen: Any) -> Path | None:
+    from crosstune.report import write_report
+
+    try:
+        return write_report(folder)
+    except UserError as error:  # a page that cannot be written takes nothing away from the run
+        screen.console.print("\n".join(error.lines()), markup=False)
+        return None
 
 
 def _emulate(config: Config, *, machine: str | None, as_json: bool) -> int:

@@ -15,6 +15,7 @@ _NEEDS_SEVERAL_DEVICES = (
     "use_cpu_offload",
     "distributed_backend",
 )
+_ON_NO_RING = ("sharding_strategy", "no_sync", "master_addr", "master_port", "use_cpu_offload")
 _NEEDS_EVALUATION = (
     "eval_dataset",
     "eval_samples",
@@ -93,6 +94,8 @@ def warn_without_effect(draft: Draft, *, method: str, quantizer: str, n_bits: in
         idle["allow_mismatch"] = "has no effect without --resume"
     if draft.report.engine == "mlx":
         idle |= dict.fromkeys(_TORCH_ONLY, "has no effect on the MLX engine")
+        if world_size > 1:
+            idle |= dict.fromkeys(_ON_NO_RING, "has no effect on MLX: each process has the whole model")
     # A folder of quantized weights asks for all that its record has, which is no business of the user.
     folder = str(Path(draft["model_name"]).expanduser())
     for option, reason in idle.items():

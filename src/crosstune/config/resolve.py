@@ -13,6 +13,7 @@ from crosstune.core.durations import parse_duration
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.machine import BackendReport, Machine, choose_backend
 from crosstune.core.memory import GIB, ModelShape, step_bytes
+from crosstune.core.ranks import Ranks
 
 QUANTIZER_ORDER = ("bnb", "hqq", "quanto", "mlx")
 LIBRARY_BITS: Mapping[str, tuple[int, ...]] = {"bnb": (4, 8), "hqq": (8, 4, 3, 2, 1), "quanto": (8, 4, 2)}
@@ -34,24 +35,30 @@ def resolve(
     shape: ModelShape | None = None,
     longest_row: int | None = None,
     installs: Mapping[str, str] | None = None,
+    ranks: Ranks | None = None,
 ) -> Plan:
     """The plan for this machine, or one ConfigError with everything that stands in its way.
 
     `collectives`, `preference` and `installs` come from the backend files: what each backend's devices talk through,
     the order in which `auto` tries them, and how to get one that is not there. `longest_row` is the longest example of the data, once it is known:
-    memory is then estimated for it and not for the whole context.
+    memory is then estimated for it and not for the whole context. `ranks` is there when several processes were started.
     """
     draft = _choose_backend(config, machine, preference, installs or {})
     method, quantizer, n_bits = _choose_method(draft)
     if method == "llama_pro" and draft["llama_pro_path"]:
         draft.set("model_name", draft["llama_pro_path"], "llama_pro_path names it", kind="choice")
     _fit_precision(draft)
-    world_size, collective = _fit_world(draft, collectives)
+    world_size, collective = _fit_world(draft, collectives, ranks)
     _fit_attention(draft, shape)
     _fit_optimizer(draft)
     if draft["low_memory"] and not draft.is_asked("use_gradient_checkpointing"):
         draft.set("use_gradient_checkpointing", True, "low_memory recomputes activations")
-    estimate = _fit_memory(draft, shape, longest_row, method=method, quantizer=quantizer, n_bits=n_bits)
+    sharing = 1
+    if draft.report.engine == "mlx":
+        sharing = ranks.local_size if ranks is not None else world_size
+    estimate = _fit_memory(
+        draft, shape, longest_row, method=method, quantizer=quantizer, n_bits=n_bits, sharing=sharing
+    )
     _check_values(draft, method)
     warn_without_effect(draft, method=method, quantizer=quantizer, n_bits=n_bits, world_size=world_size)
     if config.strict:
@@ -230,31 +237,57 @@ def _best_precision(report: BackendReport) -> tuple[str, str]:
     )
 
 
-def _fit_world(draft: Draft, collectives: Mapping[str, str | None]) -> tuple[int, str | None]:
+def _fit_world(
+    draft: Draft, collectives: Mapping[str, str | None], ranks: Ranks | None
+) -> tuple[int, str | None]:
     report, asked = draft.report, draft["world_size"]
     num_devices = max(1, len(report.devices))
     world_size = 1 if asked == -1 else asked
-    if asked == -1 and num_devices > 1 and report.name != "cpu":
+    if ranks is not None:
+        world_size = _fit_ranks(draft, ranks)
+    elif asked == -1 and num_devices > 1 and report.name != "cpu" and report.engine != "mlx":
         draft.set("world_size", 1, f"one of {num_devices} devices; training on several is not built yet")
-    if report.engine == "mlx" and world_size > 1:
-        draft.problems.append(
-            UserError(
-                f"MLX backend doesn't support distributed training (--world_size {world_size}).",
-                why="crosstune trains on one MLX device.",
-                do="set --world_size 1",
+    if report.engine == "mlx":
+        if world_size > 1 and (ranks is None or ranks.local_size > 1):
+            draft.warn(
+                "world_size",
+                "MLX processes on one machine share its GPU: good for tests; to be faster, start one on each of "
+                "several machines with mlx.launch",
             )
-        )
     elif report.name != "cpu" and world_size > num_devices:
         plural = "device" if num_devices == 1 else "devices"
         draft.set("world_size", num_devices, f"{report.name} has {num_devices} {plural} here")
         world_size = num_devices
     collective = collectives.get(report.name)
     wanted = draft["distributed_backend"]
-    if wanted not in ("auto", collective) and wanted not in report.collectives:
+    offers = () if report.engine == "mlx" else report.collectives  # MLX has others; only its ring is built
+    if wanted not in ("auto", collective) and wanted not in offers:
         draft.set("distributed_backend", collective or "auto", f"{report.name} has no {wanted}")
     elif wanted != "auto":
         collective = wanted
     return world_size, collective if world_size > 1 else None
+
+
+def _fit_ranks(draft: Draft, ranks: Ranks) -> int:
+    """As many as were started."""
+    report, asked = draft.report, draft["world_size"]
+    if report.engine != ranks.engine:
+        draft.problems.append(
+            UserError(
+                f"{ranks.size} {ranks.engine} processes were started, and --backend {report.name} is not for them.",
+                do=f"use --backend {ranks.engine}, or start one process without mlx.launch",
+            )
+        )
+    if asked == -1:
+        draft.set("world_size", ranks.size, "so many processes were started", kind="choice")
+    elif asked != ranks.size:
+        draft.problems.append(
+            UserError(
+                f"--world_size {asked} was asked for, and {ranks.size} processes were started.",
+                do=f"use --world_size {ranks.size}, or start {asked}",
+            )
+        )
+    return ranks.size
 
 
 def _fit_attention(draft: Draft, shape: ModelShape | None) -> None:
@@ -292,12 +325,16 @@ def _fit_memory(
     method: str,
     quantizer: str,
     n_bits: int,
+    sharing: int,
 ) -> int | None:
-    """Make the step fit by changes that keep the maths: recompute activations, then smaller micro-batches."""
+    """Make the step fit by changes that keep the maths: recompute activations, then smaller micro-batches.
+
+    `sharing` is the number of processes that use the same memory.
+    """
     if shape is None:
         return None
     usable = USABLE_MEMORY_ON_MPS if draft.report.name == "mps" else USABLE_MEMORY
-    limit = int(draft.report.memory_total_bytes * usable)
+    limit = int(draft.report.memory_total_bytes * usable / sharing)
 
     def estimate() -> int:
         precision = draft["precision"]

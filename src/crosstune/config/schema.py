@@ -251,7 +251,9 @@ class Config:
         None, "Use flash attention; unset, wherever it runs", group="hardware"
     )
     low_memory: bool = _option(False, "Trade speed for memory wherever there is a choice", group="hardware")
-    world_size: int = _option(-1, "Number of devices; -1 for all", group="hardware", low=-1)
+    world_size: int = _option(
+        -1, "Number of devices; -1 for all. On MLX, of processes; -1 for one", group="hardware", low=-1
+    )
     sharding_strategy: str = _option(
         "full_shard", "How weights are divided over several devices", group="hardware", choices=SHARDING
     )

@@ -17,7 +17,11 @@ def unbuilt(plan: Plan) -> Sequence[UserError]:
             "llama_pro on MLX",
             "--train_type lora, or a torch backend",
         ),
-        (plan.world_size > 1, f"training on {plan.world_size} devices", "--world_size 1"),
+        (
+            plan.engine == "torch" and plan.world_size > 1,
+            f"training on {plan.world_size} devices",
+            "--world_size 1",
+        ),
         (config.log_to == "wandb", "--log_to wandb", "--log_to tqdm; metrics.jsonl holds every number"),
         (config.profile or config.profile_memory, "profiling", "leave it out"),
         (config.use_activation_cpu_offload, "--use_activation_cpu_offload", "--use_gradient_checkpointing"),

@@ -8,6 +8,8 @@ EXIT_DONE = 0
 EXIT_OUR_FAULT = 1
 EXIT_USER_MUST_ACT = 2
 EXIT_STOPPED = 3
+EXIT_PEER_LOST = 4
+EXIT_PORT_TAKEN = 5
 EXIT_AT_ONCE = 130
 
 
@@ -47,6 +49,18 @@ class NonFiniteError(UserError):
         """The same error, with where it began."""
         left_out = f" {num_skipped} such steps were left out before." if num_skipped else ""
         return NonFiniteError(self.asked, why=f"{blame}; {self.why}{left_out}", do=self.do)
+
+
+class PeerLost(UserError):
+    """Another process of the run went away; the state is that of the last whole step."""
+
+    exit_code = EXIT_PEER_LOST
+
+
+class PortTaken(UserError):
+    """A process cannot listen where the others look for it; said before anything is begun."""
+
+    exit_code = EXIT_PORT_TAKEN
 
 
 def raise_all(problems: Sequence[UserError]) -> None:

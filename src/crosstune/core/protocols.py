@@ -118,6 +118,10 @@ class Session(Protocol):
         on_token: Callable[[int], None] | None = None,
     ) -> list[list[int]]: ...
 
+    def agree(self, flag: bool) -> bool:
+        """Whether any process of the run says so; all of them ask at the same place."""
+        ...
+
     def memory(self) -> Memory: ...
 
     def num_parameters(self) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from crosstune.core.errors import UserError
 
@@ -178,6 +178,34 @@ class RecordFailed(UserError):
             why=f"the system said: {error.strerror or error}. The checkpoints are as they were.",
             do="free space or mend the disk, then continue with --resume auto",
         )
+
+
+class Record(Protocol):
+    """Where a run leaves what it did."""
+
+    folder: Path
+
+    def on_step(self, metrics: Mapping[str, Any]) -> None: ...
+
+    def on_event(self, kind: str, data: Mapping[str, Any]) -> None: ...
+
+    def finish(self, summary: Mapping[str, Any]) -> None: ...
+
+
+class SilentRecord:
+    """Of a process whose run another one records."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step(self, metrics: Mapping[str, Any]) -> None:
+        return None
+
+    def on_event(self, kind: str, data: Mapping[str, Any]) -> None:
+        return None
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        return None
 
 
 class RunRecord:

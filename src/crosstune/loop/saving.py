@@ -47,10 +47,16 @@ class _Writing:
 
 
 class Checkpoints:
-    """The checkpoints of one run. Everything but the writing itself happens in the thread of the loop."""
+    """The checkpoints of one run. Everything but the writing itself happens in the thread of the loop.
 
-    def __init__(self, root: Path, *, policy: SavePolicy, fields: Fields, observer: Observer) -> None:
+    Of several processes one writes; the others have the same state and leave it at that.
+    """
+
+    def __init__(
+        self, root: Path, *, policy: SavePolicy, fields: Fields, observer: Observer, writes: bool = True
+    ) -> None:
         self.root, self.policy, self.fields, self.observer = root, policy, fields, observer
+        self.writes = writes
         self.newest: Path | None = None
         self.last_step = 0
         self.longest_save_s = 0.0
@@ -71,6 +77,9 @@ class Checkpoints:
         self, session: Session, step: int, *, evaluations: Mapping[int, float], wait: bool = False
     ) -> None:
         """Take the state of a session and have it written. Blocks for the copy, and for a write still in progress."""
+        if not self.writes:
+            self.last_step = step
+            return
         started = time.perf_counter()
         self.finish()
         beside = not wait and _fits_in_memory(session.num_parameters()[0])

@@ -14,8 +14,11 @@ class StopRequested(Exception):
 
 
 class StopSignal:
-    def __init__(self) -> None:
+    """With several processes (`shared`) nothing is dropped at once: one alone would leave the others waiting for it."""
+
+    def __init__(self, *, shared: bool = False) -> None:
         self.reason = ""
+        self._shared = shared
         self._droppable = False
 
     @property
@@ -44,6 +47,9 @@ class StopSignal:
     @contextlib.contextmanager
     def droppable(self) -> Iterator[None]:
         """Inside, a signal raises StopRequested at once: nothing there changes the model."""
+        if self._shared:
+            yield
+            return
         if self.requested:
             raise StopRequested(self.reason)
         self._droppable = True

@@ -9,7 +9,7 @@ from typing import Any
 
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.config.schema import Config
-from crosstune.core.errors import NonFiniteError
+from crosstune.core.errors import NonFiniteError, PeerLost
 from crosstune.core.protocols import Batch, Observer, Recipe, Session, StepResult
 from crosstune.core.schedule import learning_rate, warmup_steps
 from crosstune.loop.progress import Progress
@@ -61,7 +61,7 @@ class Training:
             self.observer.on_event(
                 "stopped", {"reason": self.stop.reason, "step": progress.steps, "num_steps": num_steps}
             )
-        except NonFiniteError as error:
+        except (NonFiniteError, PeerLost) as error:
             try:
                 self._save(wait=True)  # the weights are those of the last good step
             except SaveFailed:  # reported as an event; what stopped the run comes first
@@ -91,7 +91,12 @@ class Training:
         reserve = self.progress.longest_step_s + self.checkpoints.longest_save_s
         if self.deadline is not None and self.deadline.too_close(reserve):
             self.stop.request("the time limit")
-        if self.stop.requested:
+        self._stop_together()
+
+    def _stop_together(self) -> None:
+        """Every process of the run stops here, or none."""
+        if self.session.agree(self.stop.requested):
+            self.stop.request("another process of the run")
             raise StopRequested(self.stop.reason)
 
     def _save_and_evaluate(self, num_steps: int) -> None:
@@ -140,6 +145,7 @@ class Training:
         if self.config.skip_eval:
             return {}
         step, started = self.progress.steps, time.perf_counter()
+        self._stop_together()
         self.observer.on_event("evaluation_start", {"step": step, "when": when})
         with self.stop.droppable():
             evaluation = self.recipe.evaluate(self.session, observer=self.observer)

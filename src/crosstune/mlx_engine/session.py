@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from crosstune.config.plan import Plan
-from crosstune.core.errors import NonFiniteError
+from crosstune.core.errors import NonFiniteError, PeerLost
 from crosstune.core.fit import check_fit
 from crosstune.core.protocols import Array, Batch, EvalResult, Memory, SessionState, StepResult
 from crosstune.core.scaling import LossScale
@@ -27,6 +27,7 @@ from crosstune.mlx_engine.losses import CausalLoss, make_feed
 from crosstune.mlx_engine.masters import Masters
 from crosstune.mlx_engine.optimizer import Optimizer
 from crosstune.mlx_engine.precision import PRECISIONS
+from crosstune.mlx_engine.ranks import RingGroup
 from crosstune.mlx_engine.saved import quantization_record, save_model, to_host
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import load_adapter, save_adapter
@@ -37,13 +38,23 @@ RANDOM = "mlx"
 
 
 class MlxSession:
-    """`trained=False` opens the model to evaluate and generate only: no masters, no optimizer."""
+    """`trained=False` opens the model to evaluate and generate only: no masters, no optimizer.
+
+    With a `group`, micro-batches are divided over its processes. Each has the whole model and does the same update.
+    """
 
     def __init__(
-        self, plan: Plan, *, model_folder: Path, base_name: str | None = None, trained: bool = True
+        self,
+        plan: Plan,
+        *,
+        model_folder: Path,
+        base_name: str | None = None,
+        trained: bool = True,
+        group: RingGroup | None = None,
     ) -> None:
         config = plan.config
         self.plan = plan
+        self.group = group
         self.model_folder = model_folder
         self.base_name = base_name
         self.limits = set_limits(config)
@@ -77,7 +88,11 @@ class MlxSession:
         weight = sum(batch.num_supervised for batch in window)
         before = self.key
         while True:
-            loss, norm, gradients = self._backward(window, weight)
+            try:
+                loss, norm, gradients = self._backward(window, weight)
+            except PeerLost:
+                self.key = before  # a checkpoint now is one of the step before
+                raise
             if math.isfinite(loss) and math.isfinite(norm):
                 break
             if not (math.isfinite(loss) and self.scale.shrink()):
@@ -102,10 +117,13 @@ class MlxSession:
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
         total, weight = 0.0, 0
-        for batch in batches:
-            self._check_packing([batch])
-            total += float(self.loss(make_feed(batch)))
+        for place, batch in enumerate(batches):
             weight += batch.num_supervised
+            if self._is_own(place):
+                self._check_packing([batch])
+                total += float(self.loss(make_feed(batch)))
+        if self.group is not None:
+            [total] = self.group.sum_numbers(total)
         return EvalResult(loss=total / weight if weight else math.nan, num_supervised=weight)
 
     def generate(
@@ -127,6 +145,9 @@ class MlxSession:
             seed=seed,
             on_token=on_token,
         )
+
+    def agree(self, flag: bool) -> bool:
+        return self.group.any(flag) if self.group is not None else flag
 
     def memory(self) -> Memory:
         return read_memory()
@@ -167,7 +188,7 @@ class MlxSession:
             for batch in window:
                 self.gradients.forward(make_feed(batch), self._next_key())
         self.key = now
-        _, _, gradients = self._backward(window, sum(batch.num_supervised for batch in window))
+        _, gradients = self._gradients_of(window, sum(batch.num_supervised for batch in window))
         self.key = now
         if layers:
             return f"the output of {layers[0]} was the first that is not finite"
@@ -204,13 +225,30 @@ class MlxSession:
 
     def _backward(self, window: Sequence[Batch], weight: int) -> tuple[float, float, dict[str, mx.array]]:
         """The loss of the window, the norm of its gradient, and the gradient itself, unscaled and in fp32."""
+        loss, gradients = self._gradients_of(window, weight, divided=self.group is not None)
+        if self.group is not None:
+            [loss] = self.group.sum_numbers(loss)
+            gradients = self.group.sum_arrays({name: gradients[name] for name in self.masters.arrays})
+        if self.scale.factor != 1.0:
+            gradients = {name: array / self.scale.factor for name, array in gradients.items()}
+        norm = mx.sqrt(mx.stack([(array * array).sum() for array in gradients.values()]).sum())
+        return loss, float(norm), gradients
+
+    def _gradients_of(
+        self, window: Sequence[Batch], weight: int, *, divided: bool = False
+    ) -> tuple[float, dict[str, mx.array]]:
+        """Summed over the micro-batches of this process, or of all. Each draws the random numbers of its place in the
+        window, whoever computes it."""
         self._check_packing(window)
         total, gradients = 0.0, dict[str, mx.array]()
-        for batch in window:
+        for place, batch in enumerate(window):
+            key = self._next_key()
+            if divided and not self._is_own(place):
+                continue
             loss, found = self.gradients(
                 self.masters.published,
                 make_feed(batch, few_shapes=self.limits.compiled),
-                self._next_key(),
+                key,
                 scale=self.scale.factor / weight,
             )
             found = {name: array.astype(mx.float32) for name, array in found.items()}
@@ -219,10 +257,12 @@ class MlxSession:
             )
             mx.eval(loss, gradients)
             total += float(loss) / self.scale.factor
-        if self.scale.factor != 1.0:
-            gradients = {name: array / self.scale.factor for name, array in gradients.items()}
-        norm = mx.sqrt(mx.stack([(array * array).sum() for array in gradients.values()]).sum())
-        return total, float(norm), gradients
+        if not gradients:  # the last window of a run may have fewer micro-batches than there are processes
+            gradients = {name: mx.zeros_like(array) for name, array in self.masters.arrays.items()}
+        return total, gradients
+
+    def _is_own(self, place: int) -> bool:
+        return self.group is None or place % self.group.ranks.size == self.group.ranks.rank
 
     def _clip(self, gradients: dict[str, mx.array], norm: float) -> dict[str, mx.array]:
         config = self.plan.config
@@ -261,6 +301,11 @@ class MlxSession:
 
 
 def open_session(
-    plan: Plan, *, model_folder: Path, base_name: str | None = None, trained: bool = True
+    plan: Plan,
+    *,
+    model_folder: Path,
+    base_name: str | None = None,
+    trained: bool = True,
+    group: RingGroup | None = None,
 ) -> MlxSession:
-    return MlxSession(plan, model_folder=model_folder, base_name=base_name, trained=trained)
+    return MlxSession(plan, model_folder=model_folder, base_name=base_name, trained=trained, group=group)

@@ -225,7 +225,8 @@ class SftRecipe:
         return samples
 
     def _rows_per_step(self) -> int:
-        return self.config.batch_size * self.config.gradient_accumulation_steps
+        config = self.config
+        return config.batch_size * config.gradient_accumulation_steps * max(1, config.world_size)
 
     def _most_rows(self) -> int | None:
         config = self.config

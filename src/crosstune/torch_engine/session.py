@@ -137,6 +137,9 @@ class TorchSession:
         self.model.train()
         return answers
 
+    def agree(self, flag: bool) -> bool:
+        return flag
+
     def memory(self) -> Memory:
         return read_memory(self.device)
 

@@ -1,0 +1,118 @@
+"""The processes of a run, connected through MLX's ring."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Iterator, Mapping
+
+import mlx.core as mx
+import numpy as np
+
+from crosstune.core.errors import PeerLost, PortTaken, UserError
+from crosstune.core.ranks import Ranks
+
+BUFFER_BYTES = 64 * 2**20
+"""Arrays are summed together up to this size: few messages, and little memory beside the arrays themselves."""
+PATIENCE_S = 120.0
+"""For the first of the others to start listening, beyond the 15 s that MLX itself has."""
+
+
+class RingGroup:
+    def __init__(self, ranks: Ranks, group: mx.distributed.Group) -> None:
+        self.ranks, self._group = ranks, group
+
+    def any(self, flag: bool) -> bool:
+        return any(part != b"\0" for part in self._gather(b"\1" if flag else b"\0"))
+
+    def same(self, text: str) -> bool:
+        return len(set(self._gather(hashlib.sha256(text.encode()).digest()))) == 1
+
+    def share(self, text: str) -> str:
+        data = text.encode() if self.ranks.first else b""
+        length = int(self.sum_numbers(len(data))[0])
+        return self._gather(data.ljust(length, b"\0"))[0].decode()
+
+    def meet(self) -> None:
+        self.any(False)
+
+    def sum_numbers(self, *numbers: float) -> list[float]:
+        """Each number summed over the processes, in double precision and to the same bits everywhere."""
+        parts = self._gather(np.array(numbers, "<f8").tobytes())
+        return [
+            math.fsum(column)
+            for column in zip(*(np.frombuffer(p, "<f8").tolist() for p in parts), strict=True)
+        ]
+
+    def sum_arrays(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """Each array summed over the processes. All of them have the same names, in the same order."""
+        summed: dict[str, mx.array] = {}
+        for names in _portions({name: array.nbytes for name, array in arrays.items()}):
+            flat = self._sum(mx.concatenate([arrays[name].flatten() for name in names]))
+            start = 0
+            for name in names:
+                size = arrays[name].size
+                summed[name] = flat[start : start + size].reshape(arrays[name].shape)
+                start += size
+        mx.eval(summed)
+        return summed
+
+    def _gather(self, own: bytes) -> list[bytes]:
+        """What each process brings, by rank; as many bytes from each."""
+        table = np.zeros((self.ranks.size, len(own)), np.uint8)
+        table[self.ranks.rank] = np.frombuffer(own, np.uint8)
+        return [row.tobytes() for row in np.array(self._sum(mx.array(table)))]
+
+    def _sum(self, array: mx.array) -> mx.array:
+        # Whole before it is sent and after: a ring that waits for a kernel of the GPU may wait for ever.
+        mx.eval(array)
+        try:
+            summed = mx.distributed.all_sum(array, group=self._group, stream=mx.cpu)
+            mx.eval(summed)
+        except RuntimeError as error:
+            raise PeerLost(
+                "The connection to another process of the run was lost.",
+                why=str(error),
+                do="see what that process said last; the run goes on from its newest checkpoint with --resume",
+            ) from error
+        return summed
+
+
+def connect(ranks: Ranks) -> RingGroup:
+    """Find the others, who are looking for us: called first of all, as they do not wait long."""
+    started = time.monotonic()
+    while True:
+        try:
+            group = mx.distributed.init(strict=True, backend="ring")
+        except RuntimeError as error:
+            if "bind" in str(error):
+                raise PortTaken(
+                    f"Process {ranks.rank} of {ranks.size} cannot listen on the port it was given.",
+                    why=str(error),
+                    do="start the processes again, with other ports (mlx.launch --starting-port)",
+                ) from error
+            # The last one begins by connecting, so trying again disturbs no ring that is half closed.
+            last = ranks.rank == ranks.size - 1
+            if "connect" in str(error) and last and time.monotonic() - started < PATIENCE_S:
+                continue
+            raise UserError(
+                f"Process {ranks.rank} of {ranks.size} does not reach the others.",
+                why=str(error),
+                do="start all of them within a few seconds, with addresses that they can reach each other by",
+            ) from error
+        assert (group.rank(), group.size()) == (ranks.rank, ranks.size)
+        return RingGroup(ranks, group)
+
+
+def _portions(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    names: list[str] = []
+    total = 0
+    for name, size in sizes.items():
+        if names and total + size > BUFFER_BYTES:
+            yield names
+            names, total = [], 0
+        names.append(name)
+        total += size
+    if names:
+        yield names
