@@ -191,7 +191,7 @@ def main() -> None:
             print(json.dumps(trial.to_json()))
             sys.exit(bool(trial.problems))
         rows = [_run_section(name, bench, own) for name in own.only.split(",")]
-    print("| faults | trials | kills | failures | seconds |\n|---|---|---|---|---|")
+    print("| faults | trials | kills, stops | failures | seconds |\n|---|---|---|---|---|")
     for row in rows:
         print("| " + " | ".join(str(cell) for cell in row) + " |")
     sys.exit(any(row[3] for row in rows))
