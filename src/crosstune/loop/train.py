@@ -62,6 +62,7 @@ class Training:
             )
         except NonFiniteError:
             self._save(wait=True)  # the weights are those of the last good step
+            self.checkpoints.finish()  # which may be on its way to the disk already
             raise
         self.checkpoints.finish()
 
