@@ -139,6 +139,7 @@ def early_ends(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
     for method in METHODS:
         yield signals.stop_by_time(bench, method)
         yield signals.diverge(bench, method)
+    for method in ("lora", "qlora"):  # over a base that is frozen
         yield signals.bad_example(bench, method, allowed=0)
         yield signals.bad_example(bench, method, allowed=1)
     for options in ({}, {"resume": "auto"}, {"overwrite": True}, {"resume": "auto", "overwrite": True}):
