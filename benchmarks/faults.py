@@ -139,6 +139,7 @@ def early_ends(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
     for method in METHODS:
         yield signals.stop_by_time(bench, method)
         yield signals.diverge(bench, method)
+    for method in ("lora", "qlora"):  # over a base that is frozen
         yield signals.bad_example(bench, method, allowed=0)
         yield signals.bad_example(bench, method, allowed=1)
     for options in ({}, {"resume": "auto"}, {"overwrite": True}, {"resume": "auto", "overwrite": True}):
@@ -191,7 +192,7 @@ def main() -> None:
             print(json.dumps(trial.to_json()))
             sys.exit(bool(trial.problems))
         rows = [_run_section(name, bench, own) for name in own.only.split(",")]
-    print("| faults | trials | kills | failures | seconds |\n|---|---|---|---|---|")
+    print("| faults | trials | kills, stops | failures | seconds |\n|---|---|---|---|---|")
     for row in rows:
         print("| " + " | ".join(str(cell) for cell in row) + " |")
     sys.exit(any(row[3] for row in rows))

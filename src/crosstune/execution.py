@@ -86,30 +86,36 @@ class Execution:
 
     def run(self) -> dict[str, Any]:
         """Returns the summary."""
-        plan, record, observer = self.plan, self.record, self.observer
+        plan, record = self.plan, self.record
         carried = self.start.checkpoint.manifest["progress"] if self.start else {}
         self.progress, stop = Progress.from_manifest(carried), StopSignal(shared=self.ranks.size > 1)
         extra: dict[str, Any] = {"name": record.folder.name, "backend": plan.backend.name}
         extra |= {"engine": plan.engine, "checkpoint": None, "result": None}
+        with stop.listening():
+            self._execute(stop, extra)
+        return self.progress.summary() | extra
+
+    def _execute(self, stop: StopSignal, extra: dict[str, Any]) -> None:
+        """The run, and its end on record. `extra` takes up what the summary says beside the progress."""
+        plan, record, observer = self.plan, self.record, self.observer
         started = time.perf_counter()
         try:
-            with stop.listening():
-                self.checkpoints = self._open_checkpoints()
-                session = self._load(stop)
-                extra["trained_parameters"], extra["parameters"] = session.num_parameters()
-                observer.on_event("loaded", dict(extra))
-                if self.start is not None:
-                    self._take_up(session, self.start)
-                self.failure = self._train(session, stop)
-                if self.failure is not None:
-                    extra["error"] = str(self.failure)
-                    observer.on_event("failed", {"error": str(self.failure), "step": self.progress.steps})
-                extra["checkpoint"] = self._newest()
-                wanted = plan.config.save_model and self.ranks.first and self.progress.steps
-                if wanted and self._is_good(session):
-                    extra["result"] = str(self._save_result(session))
-                    saved = {"path": extra["result"], "step": self.progress.steps}
-                    observer.on_event("saved", saved | _cost_of_saving(Path(extra["result"])))
+            self.checkpoints = self._open_checkpoints()
+            session = self._load(stop)
+            extra["trained_parameters"], extra["parameters"] = session.num_parameters()
+            observer.on_event("loaded", dict(extra))
+            if self.start is not None:
+                self._take_up(session, self.start)
+            self.failure = self._train(session, stop)
+            if self.failure is not None:
+                extra["error"] = str(self.failure)
+                observer.on_event("failed", {"error": str(self.failure), "step": self.progress.steps})
+            extra["checkpoint"] = self._newest()
+            wanted = plan.config.save_model and self.ranks.first and self.progress.steps
+            if wanted and self._is_good(session):
+                extra["result"] = str(self._save_result(session))
+                saved = {"path": extra["result"], "step": self.progress.steps}
+                observer.on_event("saved", saved | _cost_of_saving(Path(extra["result"])))
         except StopRequested:
             self.progress.status = "stopped"
             observer.on_event(
@@ -126,7 +132,6 @@ class Execution:
         finally:
             extra["seconds"] = time.perf_counter() - started
             record.finish(self.progress.summary() | extra)
-        return self.progress.summary() | extra
 
     def _load(self, stop: StopSignal) -> Session:
         self.observer.on_event("loading", {"model": self.described["model"]["name"]})

@@ -45,6 +45,7 @@ def import_checkpoint(
     moments = {} if without_optimizer else _match_moments(found, list(weights), weights, path)
     at = step if step is not None else _step(found.facts)
     state = SessionState(weights=weights, moments=moments, random={})
+    _make_folder(root.parent)
     committed = write_checkpoint(root, state, _fields(plan, model, state, found, at))
     return {
         "path": str(committed.folder),
@@ -53,6 +54,13 @@ def import_checkpoint(
         "moments": sorted(moments),
         "left_out": len(found.weights) - len(weights),
     }
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"Cannot write to {folder}.", why=str(error), do="choose another --out") from error
 
 
 def _match(found: Mapping[str, Array], own: Mapping[str, Array], path: Path) -> dict[str, Array]:

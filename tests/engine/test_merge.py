@@ -211,7 +211,7 @@ def test_a_stop_midway_leaves_nothing(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(engine, "fold", stop)
-    assert main(["merge", str(adapter), "--out", str(tmp_path / "out"), "--backend", "cpu"]) == 3
+    assert main(["merge", str(adapter), "--out", str(tmp_path / "out"), "--backend", "cpu"]) == 130
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 

@@ -86,13 +86,15 @@ def test_a_disk_without_room_is_noticed_before_writing(bench: Bench, mounts: Non
     assert disks.fill_disk(bench, "full", share=0.5, checked=True).problems == []
 
 
-@pytest.mark.parametrize("limit_bytes", [2_000, 30_000, 300_000])
+@pytest.mark.parametrize("limit_bytes", [2_000, 100_000])
 def test_a_limit_on_file_sizes(bench: Bench, limit_bytes: int) -> None:
     assert disks.limit_file_size(bench, "full", limit_bytes=limit_bytes).problems == []
 
 
-@pytest.mark.parametrize("on_save_error", ["stop", "continue"])
-@pytest.mark.parametrize("how", disks.BREAKS)
+@pytest.mark.parametrize(
+    ("how", "on_save_error"),
+    [("read-only", "stop"), ("permission lost", "continue"), ("mount vanishes", "stop")],
+)
 def test_a_folder_that_breaks_while_saving(bench: Bench, mounts: None, how: str, on_save_error: str) -> None:
     assert disks.break_while_saving(bench, "lora", how, on_save_error=on_save_error).problems == []
 

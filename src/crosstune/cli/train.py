@@ -63,6 +63,7 @@ def _launch(words: Sequence[str], size: int) -> int:
 
 def _train(config: Config, command: Sequence[str], group: Group, *, as_json: bool) -> int:
     from crosstune.cli.screen import Screen
+    from crosstune.loop.stop import StopSignal
     from crosstune.run import train
 
     screen = Screen(
@@ -77,7 +78,8 @@ def _train(config: Config, command: Sequence[str], group: Group, *, as_json: boo
         screen.close()
     summary = result.summary
     if group.ranks.first:
-        report = _write_report(result.folder, screen)
+        with StopSignal().listening():  # the run is over: a signal changes nothing any more
+            report = _write_report(result.folder, screen)
         if as_json:
             print_json(summary | {"folder": str(result.folder), "report": str(report) if report else None})
         _print_ending(summary, result.folder, report, screen)

@@ -64,6 +64,7 @@ class Training:
         except (NonFiniteError, PeerLost) as error:
             try:
                 self._save(wait=True)  # the weights are those of the last good step
+                self.checkpoints.finish()  # which may be on its way to the disk already
             except SaveFailed:  # reported as an event; what stopped the run comes first
                 raise error from None
             raise

@@ -11,7 +11,7 @@ import mlx.core as mx
 BETAS = (0.9, 0.999)
 EPSILON = 1e-8
 _ADADELTA_RHO, _ADADELTA_EPSILON = 0.9, 1e-6
-_ADAFACTOR_DECAY, _ADAFACTOR_FLOOR = -0.8, 1e-3
+_ADAFACTOR_DECAY, _ADAFACTOR_FLOOR = -0.8, 1.0
 _FP32_EPSILON = 2.0**-23
 
 Slots = dict[str, mx.array]

@@ -98,7 +98,8 @@ def edit_manifest(subject: Subject) -> None:
     """One value of the manifest changed, with the old seal."""
     manifest = _read(subject)
     key = subject.rng.choice(sorted(set(manifest) - {"format"}))
-    manifest[key] = subject.rng.choice([None, 7, "other", {}, []])
+    others = [value for value in (None, 7, "other", {}, []) if value != manifest[key]]
+    manifest[key] = subject.rng.choice(others)
     _write(subject, manifest, sealed=False)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import signal
@@ -12,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.checkpoint.read import newest_valid
-from crosstune.core.record import read_jsonl
-from injection.bench import Bench, differences, lost_or_torn, make_model, read_bits, write_chats
+from crosstune.core.record import read_json, read_jsonl
+from injection.bench import Bench, acknowledged, differences, lost_or_torn, make_model, read_bits, write_chats
 from injection.children import Child, Ended
 from injection.kills import Trial
 
@@ -33,13 +32,16 @@ def long_reference(bench: Bench, method: str) -> dict[str, Any]:
 def stop_by_signal(bench: Bench, method: str, number: int, seed: int) -> Trial:
     """One signal at a random moment of the training: it ends with its last step in a checkpoint, and goes on from it."""
     wanted = long_reference(bench, method)
-    folder = bench.home / f"signal-{method}-{seed}"
+    folder = bench.home / f"signal-{number}-{method}-{seed}"
     child = bench.start(method, folder, **LONG)
     _wait_for_steps(child, folder, num=1)
     _pause(child, random.Random(seed).uniform(0, 0.6))
     child.send(number)
     ended = child.wait()
-    problems = [] if ended.code == 0 else _judge_stop(folder, ended)
+    done = (folder / "summary.json").exists() and _status(
+        folder
+    ) == "finished"  # it came too late to stop anything
+    problems = [] if done else _judge_stop(folder, ended)
     again = bench.start(method, folder, resume="auto", **LONG).wait()
     if again.code != 0:
         problems.append(f"the resume ended with {again}")
@@ -49,7 +51,7 @@ def stop_by_signal(bench: Bench, method: str, number: int, seed: int) -> Trial:
 
 
 def stop_at_once(bench: Bench, method: str, seed: int) -> Trial:
-    """Ctrl-C twice: no wait for the step or its checkpoint, and nothing torn. Its exit code is 3 as well."""
+    """Ctrl-C twice: no wait for the step or its checkpoint, and nothing torn. Its exit code is 130, or 3 if it had stopped already."""
     rng = random.Random(seed)
     folder = bench.home / f"twice-{method}-{seed}"
     child = bench.start(method, folder, **LONG)
@@ -61,9 +63,9 @@ def stop_at_once(bench: Bench, method: str, seed: int) -> Trial:
         child.send(signal.SIGINT)
     ended = child.wait()
     problems = lost_or_torn(folder, keep=_keep())
-    if ended.code not in (0, 3) or "Traceback" in ended.said:
+    if ended.code not in (0, 3, 130) or "Traceback" in ended.said:
         problems.append(f"it ended with {ended}")
-    return _trial("SIGINT twice", method, seed, problems, folder, stopped=ended.code == 3)
+    return _trial("SIGINT twice", method, seed, problems, folder, stopped=ended.code in (3, 130))
 
 
 def stop_by_time(bench: Bench, method: str) -> Trial:
@@ -95,7 +97,7 @@ def diverge(bench: Bench, method: str) -> Trial:
 
 
 def bad_example(bench: Bench, method: str, *, allowed: int) -> Trial:
-    """One example meets a weight that is not finite; its step is left out, where that is allowed."""
+    """One example meets a frozen weight that is not finite; its step is left out, where that is allowed."""
     folder = bench.home / f"bad-{method}-{allowed}"
     model, data, row = _plant_bad_token(bench.home / "bad")
     options = {"model_name": model, "dataset": data, "num_epochs": 1, "max_steps": -1, "packing": False}
@@ -106,14 +108,14 @@ def bad_example(bench: Bench, method: str, *, allowed: int) -> Trial:
     rows = read_jsonl(folder / "metrics.jsonl")
     problems = [] if ended.code == (0 if allowed else 2) else [f"it ended with {ended}"]
     if len(events) != 1 or row not in events[0]["examples"] or "embed_tokens" not in events[0]["blame"]:
-        problems.append(f"the events are {events}")
+        return _trial("one bad example", method, allowed, [*problems, f"the events are {events}"], folder)
     skipped = [line["step"] for line in rows if line.get("skipped")]
     if skipped != ([events[0]["step"]] if allowed else []):
         problems.append(f"steps {skipped} were left out")
     newest = newest_valid(folder / "checkpoints")
-    if (newest.step if newest else 0) != len(rows):
+    if newest is None or newest.step != len(rows) or newest.step not in acknowledged(folder):
         problems.append("the last good step is not in a checkpoint")
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = read_json(folder / "summary.json")
     if summary["skipped_steps"] != len(skipped):
         problems.append(f"the summary counts {summary['skipped_steps']}")
     return _trial(f"one bad example, {allowed} allowed", method, allowed, problems, folder)
@@ -147,6 +149,10 @@ def _judge_stop(folder: Path, ended: Ended) -> list[str]:
     if newest is None or newest.step != len(rows):
         problems.append(f"{len(rows)} steps are done, the checkpoint is of {newest and newest.step}")
     return problems + lost_or_torn(folder, keep=_keep())
+
+
+def _status(folder: Path) -> str:
+    return str(read_json(folder / "summary.json")["status"])
 
 
 def _plant_bad_token(home: Path) -> tuple[Path, Path, int]:
