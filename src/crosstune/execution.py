@@ -83,6 +83,7 @@ class Execution:
     ranks: Ranks
     failure: UserError | None = None
     """What ended the run early, with everything up to the step before it kept."""
+    checkpoints: Checkpoints | None = None
 
     def run(self) -> dict[str, Any]:
         """Returns the summary."""
@@ -140,6 +141,7 @@ class Execution:
 
     def _train(self, session: Session, stop: StopSignal) -> UserError | None:
         """What ended the training early, if something did that leaves its weights good."""
+        assert self.checkpoints is not None
         training = Training(
             session=session,
             recipe=self.recipe,
@@ -223,7 +225,7 @@ class Execution:
                 self.observer.on_event("set_aside", {"path": str(path), "step": self.start.step})
 
     def _newest(self) -> str | None:
-        newest = self.checkpoints.newest
+        newest = self.checkpoints.newest if self.checkpoints is not None else None
         if newest is None and self.start is not None:
             newest = self.start.checkpoint.folder
         return str(newest) if newest is not None else None

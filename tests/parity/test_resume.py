@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from injection.bench import METHODS, Bench, Bits, read_bits, weights_file, write_chats
+from injection.bench import METHODS, Bench, read_bits, weights_file, write_chats
 from injection.kills import damage
 
 from crosstune.checkpoint.folders import checkpoint_folders
