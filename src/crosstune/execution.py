@@ -23,7 +23,7 @@ from crosstune.checkpoint.rotate import Keep
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.config.plan import Plan
 from crosstune.config.schema import mismatches
-from crosstune.core.errors import NonFiniteError, PeerLost, UserError
+from crosstune.core.errors import NonFiniteError, OutOfMemory, PeerLost, UserError
 from crosstune.core.protocols import Observer, Recipe, Session
 from crosstune.core.ranks import Ranks
 from crosstune.core.record import Record, RecordFailed, read_json
@@ -155,7 +155,7 @@ class Execution:
         self._rate = training.rate
         try:
             training.run()
-        except (NonFiniteError, PeerLost, SaveFailed) as error:
+        except (NonFiniteError, OutOfMemory, PeerLost, SaveFailed) as error:
             return error
         return None
 

@@ -124,7 +124,7 @@ def train(
     if ranks.first and not config.overwrite and not in_place:
         check_free(folder, resuming=resume.wants_checkpoint(config))
     with together.in_turn(group):
-        model = find_model(plan.config, screen)
+        model = _find_base(plan.config, checkpoint, screen)
         plan = make_plan(config, machine=machine, ranks=ranks)  # now the model's shape is known for certain
         warnings = _check_base_adapter(plan, model)
         recipe = open_recipe(plan.config, model, screen)
@@ -170,6 +170,21 @@ def train(
         ranks=ranks,
     )
     return RunResult(folder=folder, summary=execution.run(), failure=execution.failure)
+
+
+def _find_base(config: Config, checkpoint: Checkpoint | None, observer: Observer) -> ModelFolder:
+    """The model to train; one that a run was trained from elsewhere may have another name here."""
+    try:
+        return find_model(config, observer)
+    except UserError as error:
+        if checkpoint is None:
+            raise
+        base = checkpoint.manifest["identity"].get("model", {})
+        raise UserError(
+            f"The base model of the run, {config.model_name}, is not here.",
+            why=error.why or error.asked,
+            do=f"say where it is with --model_name; its weights have the hash {str(base.get('identity'))[:12]}",
+        ) from error
 
 
 def _check_base_adapter(plan: Plan, model: ModelFolder) -> list[str]:

@@ -284,3 +284,18 @@ def test_the_doctor_needs_no_torch_and_answers_without_it(tiny_model: Path, tmp_
     converted = run_without_torch("convert", str(tiny_model), "--to", "mlx", "--out", str(out), "--json")
     assert converted.returncode == 0, converted.stderr
     assert json.loads(converted.stdout)["checked_by"] == "mlx-lm"
+
+
+def test_too_little_memory_is_told_from_other_errors() -> None:
+    from crosstune.core.errors import OutOfMemory
+    from crosstune.mlx_engine.limits import raise_if_out_of_memory
+
+    for words in (
+        "[METAL] Command buffer execution failed: Insufficient Memory (00000008)",
+        "[malloc] Unable to allocate 99999999 bytes.",
+        "cudaMallocAsync failed: out of memory",
+        "[metal::malloc] Attempting to allocate 9 bytes which is greater than the maximum allowed buffer size",
+    ):
+        with pytest.raises(OutOfMemory, match="not enough memory"):
+            raise_if_out_of_memory(RuntimeError(words))
+    raise_if_out_of_memory(RuntimeError("[matmul] shapes (2, 3) and (4, 5) do not fit"))

@@ -159,3 +159,23 @@ def test_a_state_carries_on_on_a_gpu(
     second = open_session(tiny_model, **options)
     second.import_state(state)
     assert before + run(second, windows[3:]) == expected
+
+
+@pytest.mark.cuda
+def test_a_step_that_does_not_fit_leaves_everything_as_it_was(
+    tiny_model: Path, windows: list[list[Batch]]
+) -> None:
+    from crosstune.core.errors import OutOfMemory
+
+    options = {"backend": "cuda", "precision": "fp32", "lora_dropout": 0.3}
+    expected = run(open_session(tiny_model, **options), windows)
+    session = open_session(tiny_model, **options)
+    before = run(session, windows[:3])
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_allocated() / torch.cuda.mem_get_info()[1])
+    torch.cuda.empty_cache()
+    try:
+        with pytest.raises(OutOfMemory, match="not enough memory"):
+            session.step(windows[3] * 500, lr=1e-2)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert before + run(session, windows[3:]) == expected

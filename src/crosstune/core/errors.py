@@ -63,6 +63,18 @@ class PortTaken(UserError):
     exit_code = EXIT_PORT_TAKEN
 
 
+class OutOfMemory(UserError):
+    """A step does not fit; raised before the optimizer moves."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            "The device has not enough memory for a step.",
+            why=f"{why}; the weights are those of the step before.",
+            do="continue with a smaller --batch_size and more --gradient_accumulation_steps, --use_gradient_checkpointing, "
+            "a shorter --context_length, or --train_type qlora",
+        )
+
+
 def raise_all(problems: Sequence[UserError]) -> None:
     """Raise one ConfigError that carries all problems; do nothing when there are none."""
     if problems:

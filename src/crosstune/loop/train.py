@@ -9,7 +9,7 @@ from typing import Any
 
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.config.schema import Config
-from crosstune.core.errors import NonFiniteError, PeerLost
+from crosstune.core.errors import NonFiniteError, OutOfMemory, PeerLost
 from crosstune.core.protocols import Batch, Observer, Recipe, Session, StepResult
 from crosstune.core.schedule import learning_rate, warmup_steps
 from crosstune.loop.progress import Progress
@@ -61,7 +61,7 @@ class Training:
             self.observer.on_event(
                 "stopped", {"reason": self.stop.reason, "step": progress.steps, "num_steps": num_steps}
             )
-        except (NonFiniteError, PeerLost) as error:
+        except (NonFiniteError, OutOfMemory, PeerLost) as error:
             try:
                 self._save(wait=True)  # the weights are those of the last good step
                 self.checkpoints.finish()  # which may be on its way to the disk already

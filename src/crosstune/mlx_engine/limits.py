@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from crosstune.config.mlx_settings import MlxSettings, read_mlx_settings
 from crosstune.config.schema import Config
-from crosstune.core.errors import UserError
+from crosstune.core.errors import OutOfMemory, UserError
 from crosstune.core.protocols import Memory
 
 GIB = 1024**3
+_OUT_OF_MEMORY = re.compile(
+    r"insufficient memory|out ?of ?memory|unable to allocate|attempting to allocate", re.I
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,13 @@ def set_limits(config: Config) -> Limits:
 
 def read_memory() -> Memory:
     return Memory(used_bytes=mx.get_active_memory(), peak_bytes=mx.get_peak_memory())
+
+
+def raise_if_out_of_memory(error: RuntimeError) -> None:
+    """MLX has no error of its own for memory: what Metal, CUDA and its allocator say is told by the words."""
+    if _OUT_OF_MEMORY.search(str(error)):
+        mx.clear_cache()
+        raise OutOfMemory(str(error).strip().splitlines()[0]) from error
 
 
 def _apply(settings: MlxSettings) -> None:

@@ -21,7 +21,7 @@ from crosstune.mlx_engine.blame import bad_arrays, watch_outputs
 from crosstune.mlx_engine.calls import recompute_in_backward
 from crosstune.mlx_engine.generate import OnToken, generate
 from crosstune.mlx_engine.gradients import Gradients
-from crosstune.mlx_engine.limits import read_memory, set_limits
+from crosstune.mlx_engine.limits import raise_if_out_of_memory, read_memory, set_limits
 from crosstune.mlx_engine.load import check_names, load_model, num_parameters
 from crosstune.mlx_engine.losses import CausalLoss, make_feed
 from crosstune.mlx_engine.masters import Masters
@@ -92,6 +92,10 @@ class MlxSession:
                 loss, norm, gradients = self._backward(window, weight)
             except PeerLost:
                 self.key = before  # a checkpoint now is one of the step before
+                raise
+            except RuntimeError as error:
+                self.key = before
+                raise_if_out_of_memory(error)
                 raise
             if math.isfinite(loss) and math.isfinite(norm):
                 break

@@ -13,7 +13,7 @@ import torch
 from crosstune.config.plan import Plan
 from crosstune.core.agreement import compare
 from crosstune.core.backend import backend_specs
-from crosstune.core.errors import NonFiniteError
+from crosstune.core.errors import NonFiniteError, OutOfMemory
 from crosstune.core.protocols import Array, Batch, EvalResult, Memory, SessionState, StepResult
 from crosstune.core.record import write_json
 from crosstune.core.scaling import LossScale
@@ -77,12 +77,16 @@ class TorchSession:
         weight = sum(batch.num_supervised for batch in window)
         self._random_before = states.export_random(self.device)
         while True:
-            loss, grad_norm = self._backward(window, weight)
+            try:
+                loss, grad_norm = self._backward(window, weight)
+            except torch.OutOfMemoryError as error:
+                self._forget_step()
+                raise OutOfMemory(str(error).partition(". ")[0]) from error
             if math.isfinite(loss) and math.isfinite(grad_norm):
                 break
             self.masters.clear_gradients()
             if not (math.isfinite(loss) and self.scale.shrink()):
-                states.import_random(self.device, self._random_before)  # as if the step had not been tried
+                self._forget_step()
                 raise NonFiniteError(
                     f"The {'loss' if not math.isfinite(loss) else 'gradient'} is not a finite number.",
                     why="the step was stopped before the optimizer moved; the weights are those of the step before.",
@@ -101,6 +105,11 @@ class TorchSession:
             num_tokens=sum(batch.num_tokens for batch in window),
             num_supervised=weight,
         )
+
+    def _forget_step(self) -> None:
+        """Be as if the step had not been tried."""
+        self.masters.clear_gradients()
+        states.import_random(self.device, self._random_before)
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
         self.model.eval()
