@@ -10,7 +10,16 @@ from typing import Any
 from crosstune.report.files import RunFiles, is_adjustment, number
 from crosstune.report.quantity import Shown, label_of, read_time, show_named, show_seconds, show_time
 
-NOTABLE_KINDS = ("warning", "failed", "stopped", "error", "recovery")
+NOTABLE_KINDS = (
+    "warning",
+    "failed",
+    "stopped",
+    "error",
+    "recovery",
+    "nonfinite",
+    "checkpoint_failed",
+    "moved",
+)
 MOST_EVENTS = 400
 
 
@@ -51,6 +60,8 @@ def _event_text(event: Mapping[str, Any]) -> str:
     for name in ("message", "error", "reason"):
         if event.get(name) and not is_adjustment(event):
             return str(event[name])
+    if event.get("kind") == "moved":
+        return _move_text(event)
     words = []
     for name, value in event.items():
         if name in ("time", "kind"):
@@ -64,3 +75,13 @@ def _event_text(event: Mapping[str, Any]) -> str:
         else:
             words.append(f"{label_of(name)} {show_named(name, value).text}")
     return " · ".join(words)
+
+
+def _move_text(event: Mapping[str, Any]) -> str:
+    sides = [event.get(name) for name in ("from", "to")]
+    losses = [
+        f"{side.get('loss')} on {side.get('backend')} ({side.get('precision')}, {side.get('quantization') or 'not quantized'})"
+        for side in sides
+        if isinstance(side, Mapping)
+    ]
+    return f"loss of the same batches: {', '.join(losses)}; relative difference {event.get('difference')}"

@@ -69,12 +69,20 @@ def header_facts(run: RunFiles) -> list[Fact]:
         ("Method", " + ".join(map(str, method)) or run.asked.get("train_type")),
         ("Precision", plan.get("precision") or run.asked.get("precision")),
         ("Processes", f"{world:.0f} over {plan.get('collective')}" if world and world > 1 else None),
+        ("Continued", _continued(plan.get("resumed_from"))),
         ("Started", show_time(created) if created else plan.get("created")),
         ("Duration", duration(run)),
     ]
     return [
         (name, value if isinstance(value, Shown) else Shown(str(value))) for name, value in facts if value
     ]
+
+
+def _continued(start: Any) -> str | None:
+    """Where the last process of a run took it up."""
+    if not isinstance(start, Mapping) or "step" not in start:
+        return None
+    return f"from step {start['step']}, trained on {start.get('backend', '?')}"
 
 
 def option_rows(run: RunFiles) -> list[OptionRow]:
