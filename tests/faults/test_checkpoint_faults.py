@@ -21,8 +21,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 @pytest.mark.parametrize("method", METHODS)
 def test_kills_at_the_calls_of_a_save(bench: Bench, method: str) -> None:
     """A sample; each method gets other calls, so that together they meet every part of a resume and a save."""
-    first = 5 + 11 * list(METHODS).index(method)
-    for number in (first, first + 33, first + 66):
+    first = 5 + 17 * list(METHODS).index(method)
+    for number in (first, first + 50):
         assert kills.kill_at_point(bench, method, "save and rotate", number).problems == []
 
 
@@ -33,7 +33,7 @@ def test_kills_while_a_damaged_checkpoint_is_set_aside(bench: Bench) -> None:
         assert kills.kill_at_point(bench, "lora", "damaged newest", number).problems == []
 
 
-@pytest.mark.parametrize(("method", "seed"), [("lora", 1), ("full", 2)])
+@pytest.mark.parametrize(("method", "seed"), [("full", 2)])
 def test_kills_at_random_moments(bench: Bench, method: str, seed: int) -> None:
     trial = kills.kill_at_random(bench, method, seed, longest_s=0.8, num_kills=2)
     assert trial.problems == []
