@@ -206,6 +206,7 @@ class Execution:
             policy=SavePolicy(
                 every_steps=config.save_steps,
                 every_s=60 * config.save_minutes,
+                at_end=config.save_steps > 0 or config.resume != "none",
                 keep=Keep(last_n=config.keep_last_n, best=config.keep_best, every=config.keep_every),
                 stop_on_error=config.on_save_error == "stop",
             ),

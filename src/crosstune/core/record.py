@@ -110,14 +110,20 @@ def holds_run(folder: Path) -> bool:
 
 
 def check_free(folder: Path, *, resuming: bool = False) -> None:
-    if holds_run(folder):
-        raise _without_checkpoint(folder) if resuming else _taken(folder)
+    """Raise where a new run would meet an old one. One that ended before its first checkpoint is no hindrance to a
+    run that is to be continued: there is nothing in it to continue, and it is moved aside."""
+    if not holds_run(folder):
+        return
+    if not resuming:
+        raise _taken(folder)
+    if read_json(folder / "summary.json").get("status") == "finished":
+        raise _without_checkpoint(folder)
 
 
 def _without_checkpoint(folder: Path) -> UserError:
     return UserError(
-        f"{folder} holds a run without a checkpoint.",
-        why="it ended before the first one was written, so there is nothing to continue from.",
+        f"{folder} holds a finished run without a checkpoint.",
+        why="it was short and wrote none, so there is nothing to continue from.",
         do="pass --overwrite to move it aside and start anew, or choose another --name",
     )
 
@@ -247,7 +253,7 @@ class RunRecord:
         record._lock = hold(folder)
         try:
             _clear_staged(folder)
-            rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row["step"] <= step]
+            rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row.get("step", 0) <= step]
             lines = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
             write_text(folder / "metrics.jsonl", lines)
             _end_line(folder / "events.jsonl")
@@ -260,7 +266,7 @@ class RunRecord:
     def carry_on(self, metrics: Path, *, step: int) -> None:
         """Begin with the steps of another run that this one continues, so that its curve is whole."""
         for row in read_jsonl(metrics):
-            if row["step"] <= step:
+            if row.get("step", 0) <= step:
                 self.on_step(row)
 
     def _open_logs(self, plan: Mapping[str, Any]) -> None:

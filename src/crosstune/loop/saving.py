@@ -27,6 +27,7 @@ Fields = Callable[[int], Mapping[str, Any]]
 class SavePolicy:
     every_steps: int = 0
     every_s: float = 0.0
+    at_end: bool = False
     keep: Keep = field(default_factory=lambda: Keep(last_n=3))
     stop_on_error: bool = True
 
@@ -71,7 +72,7 @@ class Checkpoints:
 
     def wanted_at_end(self, step: int) -> bool:
         """A run that writes checkpoints ends with one, so that it can be made longer."""
-        return step > self.last_step and (self.policy.every_steps > 0 or self.newest is not None)
+        return step > self.last_step and (self.policy.at_end or self.newest is not None)
 
     def save(
         self, session: Session, step: int, *, evaluations: Mapping[int, float], wait: bool = False
