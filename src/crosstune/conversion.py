@@ -26,8 +26,8 @@ from crosstune.models.folder import check_folder
 from crosstune.models.locate import ModelFolder, identity
 from crosstune.models.quantized_folder import FolderQuantization, read_quantization
 from crosstune.models.staged import check_out, staged
+from crosstune.opening import weights_identity
 from crosstune.results import RECORD, Request, find_original, show_bytes, stored_word
-from crosstune.run import weights_identity
 from crosstune.trained import Trained
 
 if TYPE_CHECKING:

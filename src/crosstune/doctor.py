@@ -13,7 +13,7 @@ from typing import Any
 from crosstune.core.machine import Machine
 from crosstune.core.record import read_jsonl
 from crosstune.machines import probe_machine, recommend
-from crosstune.run import ALL_QUANTIZERS
+from crosstune.planning import ALL_QUANTIZERS
 
 NUM_STEPS = 3
 TOLERANCE = 1e-3

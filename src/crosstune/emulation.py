@@ -22,7 +22,8 @@ from crosstune.core.names import load_plugin
 from crosstune.core.protocols import Evaluation, Observer, Observers, Recipe
 from crosstune.machines import load_machine
 from crosstune.models.locate import ModelFolder
-from crosstune.run import find_model, make_plan, open_recipe, open_session
+from crosstune.opening import find_model, open_recipe, open_session
+from crosstune.planning import make_plan
 
 NUM_STEPS = 3
 # Which operators run does not depend on how many rows there are: two are enough to see a batch and an accumulation.

@@ -14,6 +14,7 @@ from crosstune.likeness import Opened, chat_problems, folder_logits, judge, refu
 from crosstune.models.quantized_folder import RECORD as QUANTIZATION_RECORD
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.models.staged import Stage, check_out, staged
+from crosstune.opening import weights_identity
 from crosstune.results import (
     RECORD,
     Request,
@@ -25,7 +26,6 @@ from crosstune.results import (
     show_bytes,
     stored_word,
 )
-from crosstune.run import weights_identity
 
 
 @dataclass(frozen=True, kw_only=True)

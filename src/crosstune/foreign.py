@@ -16,8 +16,9 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array, Observer, SessionState
 from crosstune.models.locate import ModelFolder, identity
+from crosstune.opening import find_model, open_session
+from crosstune.planning import make_plan
 from crosstune.resume import quantization_name, settings_of
-from crosstune.run import find_model, make_plan, open_session
 
 if TYPE_CHECKING:
     from crosstune.torch_engine.foreign import Foreign

@@ -13,7 +13,8 @@ from crosstune.data.tokenizer import Tokenizer
 from crosstune.likeness import plan_over_quantized
 from crosstune.machines import probe_machine
 from crosstune.models.quantized_folder import read_quantization
-from crosstune.run import find_model, make_plan, open_session
+from crosstune.opening import find_model, open_session
+from crosstune.planning import make_plan
 from crosstune.trained import Trained, find_trained
 
 

@@ -19,7 +19,8 @@ from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.locate import ModelFolder
 from crosstune.models.quantized_folder import quantization_options, read_quantization
 from crosstune.models.staged import Unverified, unverified_path
-from crosstune.run import find_model, make_plan, open_session
+from crosstune.opening import find_model, open_session
+from crosstune.planning import make_plan
 from crosstune.trained import Trained
 
 _PROMPTS = (

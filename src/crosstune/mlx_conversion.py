@@ -19,8 +19,8 @@ from crosstune.models.locate import ModelFolder, locate
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.models.staged import Stage, Unverified, check_out, staged
 from crosstune.models.weights import read_arrays
+from crosstune.opening import weights_identity
 from crosstune.results import RECORD
-from crosstune.run import weights_identity
 
 _SPARE_BYTES = 50_000_000
 

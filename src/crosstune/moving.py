@@ -20,9 +20,11 @@ from crosstune.core.protocols import Observer, Recipe
 from crosstune.loop import crossing
 from crosstune.machines import load_machine, probe_machine, profile_names
 from crosstune.models.locate import ModelFolder
+from crosstune.opening import find_model, open_recipe, open_session
+from crosstune.planning import make_plan
 from crosstune.restore import check_model, pick_checkpoint, restored_config
 from crosstune.resume import check_same, compare, quantization_name
-from crosstune.run import find_model, identity_now, make_plan, open_recipe, open_session
+from crosstune.run import identity_now
 
 _LOGS = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl")
 DATA_LIMIT = 1_000_000_000

@@ -13,7 +13,8 @@ from crosstune.core.errors import UserError
 from crosstune.core.protocols import Observer, Session
 from crosstune.models.locate import ModelFolder
 from crosstune.models.staged import check_out, staged
-from crosstune.run import find_model, make_plan, open_session, weights_identity
+from crosstune.opening import find_model, open_session, weights_identity
+from crosstune.planning import make_plan
 
 # Options of a training that only its own machine could keep.
 _NOT_RESTORED = frozenset({"backend", "precision", "resume", "overwrite", "allow_mismatch", "time_limit"})

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from crosstune import resume, together
 from crosstune.checkpoint.read import Checkpoint, find_run
-from crosstune.config.load import add_environment, cache_override, to_yaml
-from crosstune.config.plan import TRAIN_TYPE_PARTS, Plan
-from crosstune.config.resolve import resolve
+from crosstune.config.load import to_yaml
+from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.config.unbuilt import unbuilt
-from crosstune.core.backend import backend_specs
 from crosstune.core.durations import parse_duration
 from crosstune.core.errors import UserError, raise_all
-from crosstune.core.machine import Machine
-from crosstune.core.names import load_plugin, plugin_names
-from crosstune.core.protocols import Observer, Observers, Recipe, Session
-from crosstune.core.ranks import Alone, Group, Ranks
+from crosstune.core.protocols import Observer, Observers, Recipe
+from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import (
     Record,
     RunRecord,
@@ -39,12 +33,10 @@ from crosstune.core.record import (
 from crosstune.data.sources import check_name
 from crosstune.execution import Execution, Start
 from crosstune.loop.train import Deadline
-from crosstune.machines import probe_machine
-from crosstune.models.locate import ModelFolder, identity, locate, shape
-from crosstune.models.quantized_folder import quantization_options, read_quantization
+from crosstune.models.locate import ModelFolder, identity
+from crosstune.opening import find_model, open_recipe, open_session, weights_identity
+from crosstune.planning import as_the_folder_is, make_plan, probe_for
 from crosstune.trained import check_base
-
-ALL_QUANTIZERS = ("bnb", "hqq", "quanto", "mlx")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,33 +45,6 @@ class RunResult:
     summary: dict[str, Any]
     failure: UserError | None = None
     """What ended the run early, with everything up to the step before it kept."""
-
-
-def make_plan(
-    config: Config,
-    *,
-    machine: Machine | None = None,
-    elsewhere: bool = False,
-    longest_row: int | None = None,
-    ranks: Ranks | None = None,
-) -> Plan:
-    """What `train` would do with this configuration, here or (`elsewhere`) on another machine.
-
-    Here, `auto` takes what can train today; for another machine it shows what that one is best at.
-    """
-    specs = backend_specs()
-    config = _as_the_folder_is(config)
-    preference = [name for name in specs if elsewhere or _has_session(specs[name].engine)]
-    return resolve(
-        config,
-        machine=machine if machine is not None else _probe_for(config),
-        collectives={name: spec.collective for name, spec in specs.items()},
-        preference=preference,
-        installs={name: spec.install for name, spec in specs.items()},
-        shape=shape(_weights_name(config), cache=cache_override()),
-        longest_row=longest_row,
-        ranks=ranks if ranks is not None and ranks.size > 1 else None,
-    )
 
 
 def num_processes(config: Config) -> int:
@@ -112,7 +77,7 @@ def train(
     ranks = group.ranks
     screen = Observers(list(observers) if ranks.first else [])
     config = together.with_world(resume.complete_config(config), ranks)
-    machine = together.share_machine(group, lambda: _probe_for(_as_the_folder_is(config)))
+    machine = together.share_machine(group, lambda: probe_for(as_the_folder_is(config)))
     plan = make_plan(config, machine=machine, ranks=ranks)
     raise_all(unbuilt(plan))
     together.check_started(plan, ranks)
@@ -258,33 +223,6 @@ def identity_now(plan: Plan, model: ModelFolder, recipe: Recipe) -> dict[str, An
     )
 
 
-def weights_identity(folder: Path) -> str:
-    """A hash of the weights; of those it was made from, where a folder of ours says that it holds them in other bits."""
-    record = read_json(folder / "crosstune.json")
-    made = record.get("converted") or record.get("exported") or {}
-    return str(made.get("source_identity") or identity(folder)["weights_sha256"])
-
-
-def open_session(plan: Plan, model: ModelFolder, **options: Any) -> Session:
-    add_environment(backend_specs()[plan.backend.name])
-    hub_id = model.name if model.source == "hub" else None
-    return _engine(plan).open_session(plan, model_folder=model.path, base_name=hub_id, **options)
-
-
-def open_recipe(config: Config, model: ModelFolder, observer: Observer) -> Recipe:
-    module = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
-    return module.open_recipe(config, model_folder=model.path, observer=observer)
-
-
-def find_model(config: Config, observer: Observer) -> ModelFolder:
-    def show(stage: str, done: int, total: int | None) -> None:
-        observer.on_event(
-            "model_progress", {"stage": stage, "done": done, "total": total, "model": config.model_name}
-        )
-
-    return locate(config.model_name, cache=cache_override(), progress=show)
-
-
 def run_folder(config: Config) -> Path:
     parent = Path(config.output_dir).expanduser()
     if config.name is None:
@@ -311,55 +249,3 @@ def describe_run(
         "model": dataclasses.asdict(model) | {"path": str(model.path), "identity": identity(model.path)},
         "data": recipe.describe(),
     }
-
-
-def _engine(plan: Plan) -> ModuleType:
-    if not _has_session(plan.engine):
-        raise UserError(
-            f"Not built yet: the {plan.engine} engine.", do="use a torch backend, such as --backend cpu"
-        )
-    return importlib.import_module(f"crosstune.{plan.engine}_engine.session")
-
-
-def _has_session(engine: str) -> bool:
-    return "session" in plugin_names(f"crosstune.{engine}_engine")
-
-
-def _probe_for(config: Config) -> Machine:
-    """This machine, as far as the request needs it; all of it when the backend asked for is not there."""
-    quantizers = ALL_QUANTIZERS if _wants_quantizer(config) else ()
-    if config.backend != "auto":
-        machine = probe_machine(backends=[config.backend], quantizers=quantizers)
-        if machine.available():
-            return machine
-    return probe_machine(quantizers=quantizers)
-
-
-def _as_the_folder_is(config: Config) -> Config:
-    """A folder of quantized weights says itself how they are quantized; what the user asked for stays."""
-    folder = Path(config.model_name).expanduser()
-    library = TRAIN_TYPE_PARTS[config.train_type][1]
-    if library == "none" or not (folder / "config.json").is_file():
-        return config
-    found = read_quantization(folder)
-    if found is None or library not in ("auto", found.spec["quantizer"]):
-        return config
-    given = {name: v for name, v in quantization_options(found.spec).items() if name not in config.asked}
-    sources = {**config.asked, **dict.fromkeys(given, str(folder))}
-    return dataclasses.replace(config, **given, asked=sources)
-
-
-def _weights_name(config: Config) -> str:
-    """The model whose weights are loaded."""
-    takes_path = TRAIN_TYPE_PARTS[config.train_type][0] == "llama_pro"
-    return (config.llama_pro_path if takes_path else None) or config.model_name
-
-
-def _wants_quantizer(config: Config) -> bool:
-    """Whether quantizers are worth trying, which means importing their libraries."""
-    if config.optimizer.endswith("_8bit"):
-        return True
-    return TRAIN_TYPE_PARTS[config.train_type][1] != "none" or config.quantization_backend not in (
-        "auto",
-        "none",
-    )

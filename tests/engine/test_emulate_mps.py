@@ -16,7 +16,8 @@ from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.emulation import Verdict, emulate
-from crosstune.run import find_model, make_plan, open_recipe, open_session
+from crosstune.opening import find_model, open_recipe, open_session
+from crosstune.planning import make_plan
 from crosstune.torch_engine import session as torch_session
 from crosstune.torch_engine.device import CacheClearing
 from crosstune.torch_engine.emulate import Watch

@@ -38,8 +38,8 @@ def run(words: Sequence[str]) -> int:
         )
 
     from crosstune.cli.screen import Screen
+    from crosstune.opening import find_model
     from crosstune.recipes.sft import open_recipe
-    from crosstune.run import find_model
 
     screen = Screen(live=True)
     model = find_model(config, screen)

@@ -47,7 +47,7 @@ def _list(name: str | None, as_json: bool) -> int:
 def _get(name: str, as_json: bool) -> int:
     from crosstune.cli.screen import Screen
     from crosstune.config.load import make_config
-    from crosstune.run import find_model
+    from crosstune.opening import find_model
 
     found = find_model(make_config(model_name=name), Screen(live=True))
     if as_json:

@@ -33,7 +33,7 @@ def run(words: Sequence[str]) -> int:
 
     from crosstune.config.unbuilt import unbuilt
     from crosstune.machines import load_machine, profile_names
-    from crosstune.run import make_plan
+    from crosstune.planning import make_plan
 
     if own.machine == "list":
         print("\n".join(profile_names()))

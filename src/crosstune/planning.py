@@ -1,0 +1,87 @@
+"""What a run will be here: the machine is asked as far as the request needs it, and the options are resolved."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from crosstune.config.load import cache_override
+from crosstune.config.plan import TRAIN_TYPE_PARTS, Plan
+from crosstune.config.resolve import resolve
+from crosstune.config.schema import Config
+from crosstune.core.backend import backend_specs
+from crosstune.core.machine import Machine
+from crosstune.core.ranks import Ranks
+from crosstune.machines import probe_machine
+from crosstune.models.locate import shape
+from crosstune.models.quantized_folder import quantization_options, read_quantization
+from crosstune.opening import has_session
+
+ALL_QUANTIZERS = ("bnb", "hqq", "quanto", "mlx")
+
+
+def make_plan(
+    config: Config,
+    *,
+    machine: Machine | None = None,
+    elsewhere: bool = False,
+    longest_row: int | None = None,
+    ranks: Ranks | None = None,
+) -> Plan:
+    """What `train` would do with this configuration, here or (`elsewhere`) on another machine.
+
+    Here, `auto` takes what can train today; for another machine it shows what that one is best at.
+    """
+    specs = backend_specs()
+    config = as_the_folder_is(config)
+    preference = [name for name in specs if elsewhere or has_session(specs[name].engine)]
+    return resolve(
+        config,
+        machine=machine if machine is not None else probe_for(config),
+        collectives={name: spec.collective for name, spec in specs.items()},
+        preference=preference,
+        installs={name: spec.install for name, spec in specs.items()},
+        shape=shape(_weights_name(config), cache=cache_override()),
+        longest_row=longest_row,
+        ranks=ranks if ranks is not None and ranks.size > 1 else None,
+    )
+
+
+def probe_for(config: Config) -> Machine:
+    """This machine, as far as the request needs it; all of it when the backend asked for is not there."""
+    quantizers = ALL_QUANTIZERS if _wants_quantizer(config) else ()
+    if config.backend != "auto":
+        machine = probe_machine(backends=[config.backend], quantizers=quantizers)
+        if machine.available():
+            return machine
+    return probe_machine(quantizers=quantizers)
+
+
+def as_the_folder_is(config: Config) -> Config:
+    """A folder of quantized weights says itself how they are quantized; what the user asked for stays."""
+    folder = Path(config.model_name).expanduser()
+    library = TRAIN_TYPE_PARTS[config.train_type][1]
+    if library == "none" or not (folder / "config.json").is_file():
+        return config
+    found = read_quantization(folder)
+    if found is None or library not in ("auto", found.spec["quantizer"]):
+        return config
+    given = {name: v for name, v in quantization_options(found.spec).items() if name not in config.asked}
+    sources = {**config.asked, **dict.fromkeys(given, str(folder))}
+    return dataclasses.replace(config, **given, asked=sources)
+
+
+def _weights_name(config: Config) -> str:
+    """The model whose weights are loaded."""
+    takes_path = TRAIN_TYPE_PARTS[config.train_type][0] == "llama_pro"
+    return (config.llama_pro_path if takes_path else None) or config.model_name
+
+
+def _wants_quantizer(config: Config) -> bool:
+    """Whether quantizers are worth trying, which means importing their libraries."""
+    if config.optimizer.endswith("_8bit"):
+        return True
+    return TRAIN_TYPE_PARTS[config.train_type][1] != "none" or config.quantization_backend not in (
+        "auto",
+        "none",
+    )
