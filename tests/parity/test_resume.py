@@ -222,3 +222,23 @@ def test_a_finished_run_is_left_as_it_is_and_can_be_made_longer(bench: Bench, st
     result = run(bench, "lora", folder, resume="auto", max_steps=NUM_STEPS + 2)
     assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == list(range(1, NUM_STEPS + 3))
     assert result.summary["steps"] == NUM_STEPS + 2
+
+
+def test_the_same_line_begins_anew_what_was_killed_before_its_first_checkpoint(bench: Bench) -> None:
+    folder = bench.home / "early"
+    run(bench, "lora", folder, save_steps=0)
+    (folder / "summary.json").unlink()  # as a kill leaves it
+    run(bench, "lora", folder, resume="auto", save_steps=0)
+    assert (bench.home / "early~1" / "metrics.jsonl").is_file()
+    assert [step for step, _ in checkpoint_folders(folder / "checkpoints")] == [NUM_STEPS]
+    before = (folder / "metrics.jsonl").read_bytes()
+    run(bench, "lora", folder, resume="auto", save_steps=0)  # finished: nothing is done again
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    assert not (bench.home / "early~2").exists()
+
+
+def test_a_finished_run_without_a_checkpoint_is_not_moved_aside(bench: Bench) -> None:
+    folder = bench.home / "short"
+    run(bench, "lora", folder, save_steps=0)
+    with pytest.raises(UserError, match="finished run without a checkpoint"):
+        run(bench, "lora", folder, resume="auto")
