@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from crosstune.torch_engine.quantized import QuantSpec
 
 LIBRARY = "hqq.core.quantize"
 BITS = (8, 4, 3, 2, 1)
+PIECE = 2**21
+"""Numbers of a weight that are fitted at once."""
 
 
 def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
@@ -25,19 +28,33 @@ def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
 
 
 def quantize(weight: torch.Tensor, spec: QuantSpec, dtype: torch.dtype) -> HqqWeight:
+    """A large weight goes a few rows at a time: fitting holds about ten copies of what it fits in fp32."""
     from hqq.core.quantize import Quantizer
 
-    packed, meta = Quantizer.quantize(
-        weight.float(),
-        nbits=spec.bits,
-        group_size=spec.group_size,
-        axis=1,
-        compute_dtype=dtype,
-        device=str(weight.device),
-    )
-    meta["scale"], meta["zero"] = meta["scale"].to(dtype), meta["zero"].to(dtype)
     rows, columns = weight.shape
-    return HqqWeight(shape=(rows, columns), packed=packed, meta=meta)
+    codes, scales, zeros, meta = [], [], [], dict[str, Any]()
+    for piece in weight.split(_rows_at_once(rows, columns, spec.group_size)):
+        found, meta = Quantizer.quantize(
+            piece.float(),
+            nbits=spec.bits,
+            group_size=spec.group_size,
+            axis=1,
+            bitpack=False,
+            compute_dtype=dtype,
+            device=str(weight.device),
+        )
+        codes.append(found.to(torch.uint8))
+        scales.append(meta["scale"].to(dtype))
+        zeros.append(meta["zero"].to(dtype))
+    packing = Quantizer.bit_to_packing[spec.bits]
+    meta |= {"shape": weight.shape, "packing": packing, "scale": torch.cat(scales), "zero": torch.cat(zeros)}
+    return HqqWeight(shape=(rows, columns), packed=Quantizer.pack[packing](torch.cat(codes)), meta=meta)
+
+
+def _rows_at_once(rows: int, columns: int, group_size: int) -> int:
+    """As many rows as PIECE numbers make, in whole groups."""
+    whole = group_size // math.gcd(columns, group_size)
+    return min(rows, max(whole, PIECE // columns // whole * whole))
 
 
 @dataclass
