@@ -24,7 +24,7 @@ from crosstune.checkpoint.write import SaveFailed
 from crosstune.config.plan import Plan
 from crosstune.config.schema import mismatches
 from crosstune.core.errors import NonFiniteError, OutOfMemory, PeerLost, UserError
-from crosstune.core.protocols import Observer, Recipe, Session
+from crosstune.core.protocols import Observer, Recipe, Session, SessionState
 from crosstune.core.ranks import Ranks
 from crosstune.core.record import Record, RecordFailed, read_json
 from crosstune.loop import crossing
@@ -99,7 +99,7 @@ class Execution:
     def _execute(self, stop: StopSignal, extra: dict[str, Any]) -> None:
         """The run, and its end on record. `extra` takes up what the summary says beside the progress."""
         plan, record, observer = self.plan, self.record, self.observer
-        started = time.perf_counter()
+        self._started = time.perf_counter() - self.progress.wall_s
         try:
             self.checkpoints = self._open_checkpoints()
             session = self._load(stop)
@@ -131,7 +131,7 @@ class Execution:
                 record.on_event(self.progress.status, {"error": extra["error"], "step": self.progress.steps})
             raise
         finally:
-            extra["seconds"] = time.perf_counter() - started
+            extra["seconds"] = self.progress.wall_s = time.perf_counter() - self._started
             record.finish(self.progress.summary() | extra)
 
     def _load(self, stop: StopSignal) -> Session:
@@ -170,10 +170,18 @@ class Execution:
             moments=not any(difference.kind == "optimizer" for difference in start.differences),
         )
         session.import_state(state)
+        if "trainable" in allowed:
+            self._say_what_fits(start, state)
         manifest = start.checkpoint.manifest
         self.observer.on_event("resumed", start.facts() | {"engine": manifest["engine"]})
-        if manifest["backend"] != self.plan.backend.name:
+        if manifest["backend"] != self.plan.backend.name or start.measured is not None:
             self._compare_machines(session, start, allowed="loss" in allowed)
+
+    def _say_what_fits(self, start: Start, state: SessionState) -> None:
+        stored = start.checkpoint.manifest["trainable"]
+        fits = [n for n, a in state.weights.items() if stored.get(n, {}).get("shape") == list(a.shape)]
+        message = f"{len(fits)} of {len(state.weights)} trained arrays come from the checkpoint; the others start anew"
+        self.observer.on_event("warning", {"message": message})
 
     def _compare_machines(self, session: Session, start: Start, *, allowed: bool) -> None:
         """Before a run goes on elsewhere: the same batches, there and here."""
@@ -206,7 +214,7 @@ class Execution:
             policy=SavePolicy(
                 every_steps=config.save_steps,
                 every_s=60 * config.save_minutes,
-                at_end=config.save_steps > 0 or config.resume != "none",
+                at_end=config.save_steps > 0 or config.resume != "none" or self._is_small(),
                 keep=Keep(last_n=config.keep_last_n, best=config.keep_best, every=config.keep_every),
                 stop_on_error=config.on_save_error == "stop",
             ),
@@ -216,6 +224,10 @@ class Execution:
         )
         checkpoints.last_step = self.start.step if self.start else 0
         return checkpoints
+
+    def _is_small(self) -> bool:
+        """The state of adapters is always worth keeping; that of a whole model is three times its size."""
+        return self.plan.method in ("lora", "dora") and self.plan.config.save_minutes > 0
 
     def _tidy(self, root: Path) -> None:
         clear_leftovers(root)
@@ -252,7 +264,7 @@ class Execution:
                 "next_lr": self._rate(step) if left else None,
             },
             "data": dict(self.recipe.position(step)),
-            "progress": self.progress.to_manifest(),
+            "progress": self.progress.to_manifest() | {"wall_s": time.perf_counter() - self._started},
             "asked": self.described["asked"],
             "options": self.described["options"],
             "versions": self.described["machine"].get("versions", {}),

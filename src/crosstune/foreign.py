@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from crosstune.checkpoint.folders import name_of
 from crosstune.checkpoint.tensors import word_of
 from crosstune.checkpoint.write import write_checkpoint
 from crosstune.config.plan import Plan
@@ -47,6 +48,8 @@ def import_checkpoint(
     at = step if step is not None else _step(found.facts)
     state = SessionState(weights=weights, moments=moments, random={})
     _make_folder(root.parent)
+    if (root / name_of(at)).exists():
+        raise UserError(f"{root / name_of(at)} is there already.", do="choose another --out or --step")
     committed = write_checkpoint(root, state, _fields(plan, model, state, found, at))
     return {
         "path": str(committed.folder),

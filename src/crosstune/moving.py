@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -48,23 +48,25 @@ def move(
     machine: str | None = None,
     with_data: bool = True,
     force: bool = False,
+    model_name: str | None = None,
 ) -> dict[str, Any]:
     """Check a run, measure what the move changes as far as that can be seen here, and write the archive."""
     if to not in backend_specs():
         raise unknown_name("backend", to, backend_specs())
-    checkpoint = pick_checkpoint(run)
+    checkpoint = pick_checkpoint(run, observer)
     home = find_run(checkpoint.folder)
-    here = _open_side(checkpoint, _own_backend(checkpoint), observer)
+    here = _open_side(checkpoint, _own_backend(checkpoint), observer, model_name)
     _check_training(checkpoint, here)
     measured = _measure(checkpoint, here)
     observer.on_event("measured", measured.to_json())
-    there = _plan_there(checkpoint, to, machine)
+    there = _plan_there(checkpoint, to, machine, model_name)
     for adjustment in there.adjustments:
         observer.on_event("adjustment", adjustment.to_event())
-    compared = _compare_here(checkpoint, measured, to, observer)
+    compared = _compare_here(checkpoint, measured, to, observer, model_name)
     if compared is not None:
         crossing.check(compared, allowed=force)
-    data = _data_files(here.plan.config) if with_data else {}
+    options = ("dataset", "eval_dataset", "mlx_config") if with_data else ("mlx_config",)
+    data = _data_files(here.plan.config, options)
     note = {
         "version": 1,
         "run": home.name,
@@ -91,8 +93,8 @@ def move(
     }
 
 
-def _open_side(checkpoint: Checkpoint, backend: str, observer: Observer) -> Side:
-    plan = make_plan(restored_config(checkpoint, backend=backend))
+def _open_side(checkpoint: Checkpoint, backend: str, observer: Observer, model_name: str | None) -> Side:
+    plan = make_plan(restored_config(checkpoint, backend=backend, model_name=model_name))
     model = find_model(plan.config, observer)
     check_model(checkpoint, model)
     plan = make_plan(plan.config, machine=plan.machine)
@@ -127,9 +129,9 @@ def _measure(checkpoint: Checkpoint, side: Side) -> crossing.Measured:
     )
 
 
-def _plan_there(checkpoint: Checkpoint, to: str, machine: str | None) -> Plan:
+def _plan_there(checkpoint: Checkpoint, to: str, machine: str | None, model_name: str | None) -> Plan:
     """What the run becomes on the other machine, or on the first one known that has the backend."""
-    config = restored_config(checkpoint, backend=to)
+    config = restored_config(checkpoint, backend=to, model_name=model_name)
     names = [machine] if machine is not None else profile_names()
     fitting = [found for found in map(load_machine, names) if to in found.available()]
     if not fitting:
@@ -140,14 +142,18 @@ def _plan_there(checkpoint: Checkpoint, to: str, machine: str | None) -> Plan:
 
 
 def _compare_here(
-    checkpoint: Checkpoint, measured: crossing.Measured, to: str, observer: Observer
+    checkpoint: Checkpoint,
+    measured: crossing.Measured,
+    to: str,
+    observer: Observer,
+    model_name: str | None,
 ) -> dict[str, Any] | None:
     """The same batches on the other backend, when this machine happens to have it."""
     if to == measured.backend:
         return None
     if to not in probe_machine(backends=[to]).available():
         return None
-    found = crossing.compare(measured, _measure(checkpoint, _open_side(checkpoint, to, observer)))
+    found = crossing.compare(measured, _measure(checkpoint, _open_side(checkpoint, to, observer, model_name)))
     observer.on_event("compared", found)
     return found
 
@@ -161,10 +167,10 @@ def _members(checkpoint: Checkpoint, home: Path, data: Mapping[str, Mapping[str,
     return members
 
 
-def _data_files(config: Config) -> dict[str, dict[str, Path]]:
+def _data_files(config: Config, options: Sequence[str]) -> dict[str, dict[str, Path]]:
     """Option -> the local files behind it, by the name they get in the archive; hub and bundled data stay where they are."""
     found: dict[str, dict[str, Path]] = {}
-    for option in ("dataset", "eval_dataset"):
+    for option in options:
         path = Path(getattr(config, option) or "").expanduser()
         if not getattr(config, option) or not path.exists():
             continue

@@ -15,18 +15,19 @@ from crosstune.models.locate import ModelFolder
 from crosstune.models.staged import check_out, staged
 from crosstune.opening import find_model, open_session, weights_identity
 from crosstune.planning import make_plan
+from crosstune.resume import passed_over
 
 # Options of a training that only its own machine could keep.
 _NOT_RESTORED = frozenset({"backend", "precision", "resume", "overwrite", "allow_mismatch", "time_limit"})
 _SPARE_BYTES = 50_000_000
 
 
-def pick_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint, or the newest valid one of a run."""
+def pick_checkpoint(path: Path, observer: Observer) -> Checkpoint:
+    """A checkpoint, or the newest valid one of a run; a damaged one that is passed over is named."""
     root = path / FOLDER
     if not root.is_dir():
         return open_checkpoint(path.resolve())
-    found = newest_valid(root)
+    found = newest_valid(root, on_damaged=lambda error: observer.on_event("warning", passed_over(error)))
     if found is None:
         raise UserError(
             f"{path} has no checkpoint that is whole.", do=f"see: crosstune checkpoint verify {path}"
@@ -34,12 +35,17 @@ def pick_checkpoint(path: Path) -> Checkpoint:
     return found
 
 
-def restored_config(checkpoint: Checkpoint, *, backend: str, precision: str = "auto") -> Config:
-    """The options of the training a checkpoint is from, for a backend of this machine."""
+def restored_config(
+    checkpoint: Checkpoint, *, backend: str, precision: str = "auto", model_name: str | None = None
+) -> Config:
+    """The options of the training a checkpoint is from, for a backend of this machine; `model_name` says where its
+    base is now."""
     asked, known = checkpoint.manifest.get("asked") or {}, make_config().options()
     kept = {name: value for name, value in asked.items() if name in known and name not in _NOT_RESTORED}
     if precision == "auto":
         precision = asked.get("precision", checkpoint.manifest["precision"])
+    if model_name is not None:
+        kept["model_name"] = model_name
     return make_config(**kept, backend=backend, precision=precision)
 
 
@@ -53,9 +59,11 @@ def check_model(checkpoint: Checkpoint, model: ModelFolder) -> None:
         )
 
 
-def open_restored(checkpoint: Checkpoint, *, observer: Observer, backend: str = "auto") -> Session:
+def open_restored(
+    checkpoint: Checkpoint, *, observer: Observer, backend: str = "auto", model_name: str | None = None
+) -> Session:
     """The model of a checkpoint on a backend of this machine."""
-    plan = make_plan(restored_config(checkpoint, backend=backend))
+    plan = make_plan(restored_config(checkpoint, backend=backend, model_name=model_name))
     model = find_model(plan.config, observer)
     check_model(checkpoint, model)
     session = open_session(plan, model)
@@ -64,11 +72,16 @@ def open_restored(checkpoint: Checkpoint, *, observer: Observer, backend: str = 
 
 
 def export_checkpoint(
-    checkpoint: Checkpoint, out: Path, *, observer: Observer, backend: str = "auto"
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    observer: Observer,
+    backend: str = "auto",
+    model_name: str | None = None,
 ) -> dict[str, Any]:
     """Write what a checkpoint has learned as PEFT or transformers load it."""
     check_out(out)
-    session = open_restored(checkpoint, observer=observer, backend=backend)
+    session = open_restored(checkpoint, observer=observer, backend=backend, model_name=model_name)
     trained, everything = session.num_parameters()
     whole = checkpoint.manifest.get("method") not in ("lora", "dora")
     need = 4 * (everything if whole else trained) + _SPARE_BYTES

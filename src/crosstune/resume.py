@@ -14,11 +14,12 @@ from crosstune.checkpoint.folders import FOLDER, checkpoint_folders, set_aside
 from crosstune.checkpoint.manifest import DamagedCheckpoint
 from crosstune.checkpoint.read import Checkpoint, find_run, newest_valid, open_checkpoint
 from crosstune.config.load import make_config
+from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.plan import Plan
 from crosstune.config.schema import MISMATCHES, Config, mismatches
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array, Observer, SessionState
-from crosstune.core.record import read_json
+from crosstune.core.record import holds_run, read_json
 from crosstune.loop.crossing import Measured
 
 # Optimizers that keep the same moments.
@@ -26,6 +27,19 @@ _FAMILIES = {"fused_adamw": "adamw", "fused_adam": "adam", "paged_adamw_8bit": "
 _ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "use_rslora", "lora_target_modules")
 _SETTINGS = {"lora": _ADAPTER_SETTINGS, "dora": _ADAPTER_SETTINGS, "llama_pro": ("num_new_blocks",)}
 _TITLES = {"data": "training data"}
+# Options that decide which rows of a data set are trained on.
+_DIVIDING = (
+    "dataset",
+    "dataset_samples",
+    "dataset_format",
+    "eval_dataset",
+    "eval_samples",
+    "skip_eval",
+    "seed",
+    "context_length",
+    "truncation",
+    "train_on_prompt",
+)
 # Options that speak of one start of a run, not of the run.
 _FOR_ONE_START = frozenset({"resume", "overwrite", "allow_mismatch", "time_limit", "emulate"})
 # Options whose change leaves the training what it is: where it runs, what it prints, what it keeps.
@@ -93,6 +107,7 @@ def complete_config(config: Config) -> Config:
     known = set(config.options()) - _FOR_ONE_START
     stored = {name: value for name, value in asked.items() if name in known}
     values = stored | packed | config.options_asked() | {"resume": str(path)}
+    values["base_adapter"] = None  # what it began with is in the checkpoint
     if "name" not in config.asked and "output_dir" not in config.asked:
         values |= {"name": run.name, "output_dir": str(run.parent)}
     complete = make_config(**values)
@@ -172,7 +187,9 @@ def identity_of(
 def settings_of(plan: Plan) -> dict[str, Any]:
     """The options that decide what the trained weights mean."""
     names = _SETTINGS.get(plan.method, ())
-    return {"method": plan.method, **{name: getattr(plan.config, name) for name in names}}
+    settings = {"method": plan.method, **{name: getattr(plan.config, name) for name in names}}
+    layers = read_mlx_settings(plan.config.mlx_config).num_layers if plan.engine == "mlx" else None
+    return settings | ({"num_layers": layers} if layers not in (None, -1) else {})
 
 
 def quantization_of(plan: Plan) -> dict[str, Any] | None:
@@ -238,6 +255,18 @@ def _leaves_eight_bits(difference: Difference) -> bool:
     )
 
 
+def explain_data(
+    differences: Sequence[Difference], manifest: Mapping[str, Any], config: Config
+) -> list[Difference]:
+    """Other training data than before may be the same file, divided otherwise: name the options that do so."""
+    was, now = manifest.get("options") or {}, config.options()
+    moved = [name for name in _DIVIDING if name in was and was[name] != now[name]]
+    if not moved or not any(difference.kind == "data" for difference in differences):
+        return list(differences)
+    found = [d for d in differences if d.kind != "data"]
+    return found + [Difference(kind="data", what=name, was=was[name], now=now[name]) for name in moved]
+
+
 def check_same(differences: Sequence[Difference], config: Config) -> None:
     """Raise unless every difference was allowed."""
     allowed = set(mismatches(config.allow_mismatch))
@@ -274,16 +303,27 @@ def fitting_state(
     if not partial:
         return dataclasses.replace(state, moments=kept)
     fits = {n for n, a in state.weights.items() if n in own.weights and own.weights[n].shape == a.shape}
+    if not fits:
+        raise UserError(
+            "Nothing that the checkpoint has learned fits this run.",
+            why="not one of its arrays has the name and shape of one that is trained now.",
+            do="continue with its own method, rank and targets, or start a new run",
+        )
     weights = {name: state.weights[name] if name in fits else array for name, array in own.weights.items()}
     kept = {slot: {n: a for n, a in arrays.items() if n in fits} for slot, arrays in kept.items()}
     return dataclasses.replace(state, weights=weights, moments=kept)
+
+
+def passed_over(error: DamagedCheckpoint) -> dict[str, str]:
+    """The event of a damaged checkpoint that is not used."""
+    return {"message": f"passed over: {error.asked} {error.why}"}
 
 
 def _newest(root: Path, observer: Observer) -> Checkpoint | None:
     damaged: list[DamagedCheckpoint] = []
     found = newest_valid(root, on_damaged=damaged.append)
     for error in damaged:
-        observer.on_event("warning", {"message": f"passed over: {error.asked} {error.why}"})
+        observer.on_event("warning", passed_over(error))
     if found is None and damaged:
         raise UserError(
             f"None of the {len(damaged)} checkpoints in {root} is whole.",
@@ -294,13 +334,13 @@ def _newest(root: Path, observer: Observer) -> Checkpoint | None:
 
 
 def _checkpoint_at(path: Path) -> Checkpoint:
-    if not (path / FOLDER).is_dir():
+    if not (path / FOLDER).is_dir() and not holds_run(path):
         return open_checkpoint(path.resolve())
     found = newest_valid(path / FOLDER)
     if found is None:
         raise UserError(
             f"{path} has no checkpoint to continue from.",
-            do="start a new run, or name a checkpoint; `crosstune checkpoint list RUN` says what is there",
+            do="start a new run, with --save_steps N to keep some; `crosstune checkpoint verify RUN` says what is there",
         )
     return found
 

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,21 @@ class RunResult:
     """What ended the run early, with everything up to the step before it kept."""
 
 
+@dataclass
+class _Early:
+    """Hears what happens before there is a record, so that it can be put into it."""
+
+    screen: Observer
+    heard: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    def on_event(self, kind: str, data: Mapping[str, Any]) -> None:
+        self.heard.append((kind, dict(data)))
+        self.screen.on_event(kind, data)
+
+    def on_step(self, metrics: Mapping[str, Any]) -> None:
+        self.screen.on_step(metrics)
+
+
 def num_processes(config: Config) -> int:
     """How many processes a run needs to be started as. Raises what stands in its way."""
     config = resume.complete_config(config)
@@ -84,7 +99,13 @@ def train(
     for name in filter(None, (config.dataset, config.eval_dataset)):
         check_name(name)
     folder = run_folder(config)
-    checkpoint = resume.find_checkpoint(config, folder, screen)
+    early = _Early(screen)
+    checkpoint = resume.find_checkpoint(config, folder, early)
+    if checkpoint is not None and config.base_adapter:
+        config = dataclasses.replace(
+            config, base_adapter=None
+        )  # what the run began with is in the checkpoint
+        plan = make_plan(config, machine=machine, ranks=ranks)
     in_place = checkpoint is not None and resume.continues_in_place(folder, checkpoint)
     if ranks.first and not config.overwrite and not in_place:
         check_free(folder, resuming=resume.wants_checkpoint(config))
@@ -110,6 +131,8 @@ def train(
         return done or RunResult(folder=folder, summary={"status": "finished"})
     described = describe_run(plan, folder=folder, model=model, recipe=recipe, command=command)
     described |= {"identity": identified, "resumed_from": start.facts() if start else None}
+    if in_place:  # the run is as old as its first process
+        described["created"] = read_json(folder / "plan.json").get("created", described["created"])
     record: Record = SilentRecord(folder)
     if ranks.first:
         if not in_place and holds_run(folder):
@@ -121,6 +144,8 @@ def train(
     observer.on_event(
         "start", {"folder": str(folder), "data": recipe.describe(), "num_steps": recipe.num_steps()}
     )
+    for kind, data in early.heard:
+        record.on_event(kind, data)
     for sentence in warnings:
         observer.on_event("warning", {"message": sentence})
     execution = Execution(
@@ -192,6 +217,7 @@ def _start(plan: Plan, checkpoint: Checkpoint | None, identified: Mapping[str, A
     differences = resume.compare(manifest["identity"], identified)
     adapted = [d for d in differences if resume.is_adapted(d, manifest, plan, measured=measured is not None)]
     differences = [difference for difference in differences if difference not in adapted]
+    differences = resume.explain_data(differences, manifest, plan.config)
     resume.check_same(differences, plan.config)
     return Start(
         checkpoint=checkpoint,

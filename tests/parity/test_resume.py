@@ -153,7 +153,7 @@ def test_the_dropout_of_full_training_is_real(bench: Bench, straight: Any) -> No
 @pytest.mark.parametrize(
     ("kind", "change", "words"),
     [
-        ("data", {"dataset": "{home}/other.jsonl"}, "training data"),
+        ("data", {"dataset": "{home}/other.jsonl"}, "dataset"),
         ("model", {"model_name": "{home}/other-model"}, "other-model"),
         ("trainable", {"lora_rank": 3}, "lora_rank: 2 in the checkpoint, 3 now"),
         ("trainable", {"lora_target_modules": "all"}, "lora_target_modules"),
@@ -188,6 +188,10 @@ def test_another_training_is_refused_unless_allowed(
     assert f"--allow_mismatch {kind}" in error.value.do
     assert not folder.exists()
     observer = Listener()
+    if "lora_rank" in change or change.get("train_type") == "full":
+        with pytest.raises(UserError, match="Nothing that the checkpoint has learned fits"):
+            run(bench, "lora", folder, **asked, allow_mismatch=kind, observer=observer)
+        return
     result = run(bench, "lora", folder, **asked, allow_mismatch=kind, observer=observer)
     assert result.summary["status"] == "finished"
     (resumed,) = [data for name, data in observer.events if name == "resumed"]
@@ -226,7 +230,7 @@ def test_a_finished_run_is_left_as_it_is_and_can_be_made_longer(bench: Bench, st
 
 def test_the_same_line_begins_anew_what_was_killed_before_its_first_checkpoint(bench: Bench) -> None:
     folder = bench.home / "early"
-    run(bench, "lora", folder, save_steps=0)
+    run(bench, "lora", folder, save_steps=0, save_minutes=0)
     (folder / "summary.json").unlink()  # as a kill leaves it
     run(bench, "lora", folder, resume="auto", save_steps=0)
     assert (bench.home / "early~1" / "metrics.jsonl").is_file()
@@ -239,6 +243,6 @@ def test_the_same_line_begins_anew_what_was_killed_before_its_first_checkpoint(b
 
 def test_a_finished_run_without_a_checkpoint_is_not_moved_aside(bench: Bench) -> None:
     folder = bench.home / "short"
-    run(bench, "lora", folder, save_steps=0)
+    run(bench, "lora", folder, save_steps=0, save_minutes=0)
     with pytest.raises(UserError, match="finished run without a checkpoint"):
         run(bench, "lora", folder, resume="auto")

@@ -41,7 +41,7 @@ class DamagedCheckpoint(UserError):
         super().__init__(
             f"The checkpoint {folder} is damaged.",
             why=why,
-            do="use an older one (`crosstune checkpoint list RUN` shows them), or --resume auto, which does so itself",
+            do="use an older one (`crosstune checkpoint verify RUN` says which are whole), or --resume auto, which does so",
         )
 
 

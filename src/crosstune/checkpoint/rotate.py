@@ -37,8 +37,9 @@ def superfluous(steps: Sequence[int], keep: Keep, evaluations: Mapping[int, floa
     return sorted(set(steps) - kept)
 
 
-def rotate(root: Path, keep: Keep, evaluations: Mapping[int, float]) -> list[Path]:
-    """Remove what may go, but only once the newest has been read back and found whole. Returns what was removed."""
+def rotate(root: Path, keep: Keep, evaluations: Mapping[int, float], *, only_say: bool = False) -> list[Path]:
+    """Remove what may go, but only once the newest has been read back and found whole. Returns what was removed, or
+    (`only_say`) would be."""
     folders = checkpoint_folders(root)
     going = superfluous([step for step, _ in folders], keep, evaluations)
     if not going:
@@ -52,6 +53,6 @@ def rotate(root: Path, keep: Keep, evaluations: Mapping[int, float]) -> list[Pat
             do="check the disk; the older checkpoints are all kept",
         ) from error
     removed = [path for step, path in folders if step in set(going)]
-    for path in reversed(removed):
+    for path in reversed(removed if not only_say else []):
         remove(path)
     return removed

@@ -60,10 +60,9 @@ def run(words: Sequence[str]) -> int:
 def _folders(target: Path) -> list[tuple[int, Path]]:
     from crosstune.checkpoint.folders import FOLDER, checkpoint_folders, step_of
 
-    if (target / FOLDER).is_dir():
-        return checkpoint_folders(target / FOLDER)
-    if checkpoint_folders(target):
-        return checkpoint_folders(target)
+    for root in (target / FOLDER, target):
+        if found := checkpoint_folders(root):
+            return found
     folder = target.resolve()
     step = step_of(folder)
     if step is not None and folder.is_dir():
@@ -140,9 +139,10 @@ def _verify(own: Any) -> int:
 
 
 def _show(own: Any) -> int:
+    from crosstune.cli.screen import Screen
     from crosstune.restore import pick_checkpoint
 
-    found = pick_checkpoint(own.target)
+    found = pick_checkpoint(own.target, Screen(live=False))
     if own.json:
         print_json(dict(found.manifest))
         return EXIT_DONE
@@ -167,17 +167,18 @@ def _show(own: Any) -> int:
 
 
 def _prune(own: Any) -> int:
-    from crosstune.checkpoint.rotate import Keep, rotate, superfluous
+    from crosstune.checkpoint.folders import step_of
+    from crosstune.checkpoint.rotate import Keep, rotate
 
+    if step_of(own.target.resolve()) is not None:
+        raise UserError(
+            f"{own.target} is one checkpoint.", do="name the run whose checkpoints are to be thinned out"
+        )
     rows = _rows(own.target, hashes=False)
     evaluations = {row["step"]: row["eval_loss"] for row in rows if row["eval_loss"] is not None}
     keep = Keep(last_n=own.keep_last_n, best=not own.drop_best, every=own.keep_every)
     root = Path(rows[0]["path"]).parent
-    if own.dry_run:
-        steps = superfluous([row["step"] for row in rows], keep, evaluations)
-        going = [row["path"] for row in rows if row["step"] in steps]
-    else:
-        going = [str(path) for path in rotate(root, keep, evaluations)]
+    going = [str(path) for path in rotate(root, keep, evaluations, only_say=own.dry_run)]
     if own.json:
         print_json({"removed": going, "dry_run": own.dry_run})
         return EXIT_DONE
@@ -193,10 +194,18 @@ def _export(own: Any, flags: Sequence[str]) -> int:
     from crosstune.config.load import load_config
     from crosstune.restore import export_checkpoint, pick_checkpoint
 
-    backend = load_config(flags).backend
-    out = own.out.expanduser().absolute()
+    config = load_config(flags)
+    idle = sorted(set(config.asked) - {"backend", "model_name"})
+    if idle:
+        raise UserError(f"export takes no --{idle[0]}.", do="the options of the run are in the checkpoint")
     screen = Screen(live=not own.json)
-    report = export_checkpoint(pick_checkpoint(own.target), out, observer=screen, backend=backend)
+    report = export_checkpoint(
+        pick_checkpoint(own.target, screen),
+        own.out.expanduser().absolute(),
+        observer=screen,
+        backend=config.backend,
+        model_name=config.model_name if "model_name" in config.asked else None,
+    )
     if own.json:
         print_json(report)
     else:

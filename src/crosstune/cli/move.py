@@ -29,6 +29,7 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument(
         "--machine", help="the machine it goes to: a profile or a file of `crosstune doctor --save`"
     )
+    parser.add_argument("--model_name", help="where the base model is here, if not under its recorded name")
     parser.add_argument("--without_data", action="store_true", help="leave local data files out")
     parser.add_argument("--force", action="store_true", help="go on when the losses are too far apart")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -45,6 +46,7 @@ def run(words: Sequence[str]) -> int:
         machine=own.machine,
         with_data=not own.without_data,
         force=own.force,
+        model_name=own.model_name,
     )
     if own.json:
         print_json(report)
@@ -55,9 +57,9 @@ def run(words: Sequence[str]) -> int:
 
 def _print(report: Mapping[str, Any]) -> None:
     if report["compared"] is None:
-        print(
-            f"note     this machine has no {report['to']}: the loss is compared there, before training goes on"
-        )
+        here = report["to"] == report["measured"]["backend"]
+        why = "it stays on its backend" if here else f"this machine has no {report['to']}"
+        print(f"note     {why}: the loss is compared there, before training goes on")
     print(f"written  {report['path']} ({size(report['bytes'])}, step {report['step']})")
     if report["model"]:
         print(f"base     {report['model']['name']}, not in the archive: have it there, or give --model_name")

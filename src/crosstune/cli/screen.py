@@ -200,7 +200,9 @@ class Screen:
 
     def _on_resumed(self, data: Mapping[str, Any]) -> None:
         self._print(f"resumed  step {data['step']} of {data['checkpoint']}", style="bold")
-        for sentence in (*data["adapted"], *data["allowed_differences"], *data["changed_options"]):
+        for sentence in dict.fromkeys(
+            (*data["adapted"], *data["allowed_differences"], *data["changed_options"])
+        ):
             self._print(f"changed  {sentence}", style="yellow")
 
     def _on_measured(self, data: Mapping[str, Any]) -> None:

@@ -122,7 +122,10 @@ def _print_ending(summary: dict[str, Any], folder: Path, report: Path | None, sc
         f"{duration(summary['seconds'])} ({rate}, peak {size(summary['peak_memory_bytes'])})"
     ]
     for name, after in summary["eval_after"].items():
-        lines.append(f"{name}: {summary['eval_before'][name]:.4f} before, {after:.4f} after")
+        before = summary["eval_before"].get(name)
+        lines.append(
+            f"{name}: " + (f"{before:.4f} before, " if before is not None else "") + f"{after:.4f} after"
+        )
     if report is not None:
         lines.append(f"report   {report}")
     if summary["status"] != "finished":

@@ -65,6 +65,10 @@ def read_mlx_settings(file: str | None) -> MlxSettings:
                 f"{key} cannot be {value!r} ({file}).",
                 do="it takes true or false" if wants_bool else "it takes a number",
             )
+        if key == "num_layers" and value is not None and (value != int(value) or value < -1 or value == 0):
+            raise UserError(
+                f"num_layers cannot be {value} ({file}).", do="it takes a count from 1 up, or -1 for all"
+            )
         if not wants_bool and value is not None and value < 0 and key != "num_layers":
             raise UserError(f"{key} cannot be {value} ({file}).", do="it takes 0 or more gigabytes")
     return MlxSettings(**values)

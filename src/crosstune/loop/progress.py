@@ -8,8 +8,18 @@ from typing import Any
 
 from crosstune.core.protocols import Memory, StepResult
 
-# What a checkpoint holds of it. Times and memory belong to the process that measured them.
-_CARRIED = ("steps", "tokens", "supervised_tokens", "first_loss", "final_loss", "skipped", "seconds")
+# What a checkpoint holds of it. The rate belongs to the process that measured it.
+_CARRIED = (
+    "steps",
+    "tokens",
+    "supervised_tokens",
+    "first_loss",
+    "final_loss",
+    "skipped",
+    "seconds",
+    "peak_memory_bytes",
+    "wall_s",
+)
 
 
 @dataclass
@@ -27,6 +37,8 @@ class Progress:
     peak_memory_bytes: int = 0
     seconds: float = 0.0
     """Spent in steps, over all processes of the run."""
+    wall_s: float = 0.0
+    """Since the run was started, over all its processes, up to the last checkpoint or the end."""
     warm_s: float = 0.0
     warm_tokens: int = 0
     longest_step_s: float = 0.0
