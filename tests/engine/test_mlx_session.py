@@ -299,17 +299,3 @@ def test_too_little_memory_is_told_from_other_errors() -> None:
         with pytest.raises(OutOfMemory, match="not enough memory"):
             raise_if_out_of_memory(RuntimeError(words))
     raise_if_out_of_memory(RuntimeError("[matmul] shapes (2, 3) and (4, 5) do not fit"))
-
-
-def test_a_loss_in_parts_is_the_same_loss(
-    tiny_model: Path, window: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from crosstune.mlx_engine import losses
-
-    whole, parts = open_session(tiny_model), open_session(tiny_model)
-    expected = [whole.step(window, lr=1e-2) for _ in range(3)]
-    monkeypatch.setattr(losses, "PART", 5000)
-    found = [parts.step(window, lr=1e-2) for _ in range(3)]
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
-        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)

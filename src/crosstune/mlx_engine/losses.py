@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -17,8 +16,6 @@ from crosstune.mlx_engine.calls import wrap_call
 from crosstune.mlx_engine.documents import document_caches
 
 SMALLEST_MULTIPLE = 32
-PART = 2**26
-"""Logits whose loss is computed at once."""
 _TRIAL = (AttributeError, TypeError, ValueError, IndexError, KeyError)
 """What a model raises that was not written for a cache of our own."""
 _ROUNDING = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 1e-1}
@@ -99,7 +96,7 @@ class CausalLoss:
             self._places = None
         if self._selects is None:
             logits = logits.reshape(-1, logits.shape[-1])[feed.places]
-        return _sum_of_losses(logits.reshape(-1, logits.shape[-1]), feed.targets, feed.counted)
+        return _cross_entropy(logits.reshape(-1, logits.shape[-1]), feed.targets, feed.counted)
 
     def ensure_separates_documents(self) -> None:
         """Raise unless a document in a packed row is what it is alone. Tried once per model: not every kind of model
@@ -133,20 +130,6 @@ class CausalLoss:
         if self._places is None:
             return hidden
         return hidden.reshape(1, -1, hidden.shape[-1])[:, self._places]
-
-
-def _sum_of_losses(logits: mx.array, targets: mx.array, counted: mx.array) -> mx.array:
-    """In fp32, a part at a time where there are many: each part's long copy is made again in the backward pass, and
-    none of them outlives its part."""
-    rows = max(1, PART // logits.shape[-1])
-    if len(logits) <= rows:
-        return _cross_entropy(logits, targets, counted)
-    sums = []
-    for at in range(0, len(logits), rows):
-        part = slice(at, at + rows)
-        again = mx.checkpoint(partial(_cross_entropy, targets=targets[part], counted=counted[part]))
-        sums.append(again(logits[part]))
-    return mx.stack(sums).sum()
 
 
 def _cross_entropy(logits: mx.array, targets: mx.array, counted: mx.array) -> mx.array:
