@@ -8,8 +8,8 @@ from dataclasses import replace
 from crosstune.config.draft import Draft
 from crosstune.config.effects import warn_without_effect
 from crosstune.config.plan import TRAIN_TYPE_PARTS, Adjustment, Plan
-from crosstune.config.schema import MISMATCHES, Config, mismatches
-from crosstune.core.durations import parse_duration
+from crosstune.config.schema import Config
+from crosstune.config.values import check_values
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.machine import BackendReport, Machine, choose_backend
 from crosstune.core.memory import GIB, ModelShape, step_bytes
@@ -59,7 +59,7 @@ def resolve(
     estimate = _fit_memory(
         draft, shape, longest_row, method=method, quantizer=quantizer, n_bits=n_bits, sharing=sharing
     )
-    _check_values(draft, method)
+    check_values(draft, method)
     warn_without_effect(draft, method=method, quantizer=quantizer, n_bits=n_bits, world_size=world_size)
     if config.strict:
         draft.problems += [_forbidden(a) for a in draft.adjustments if a.kind == "change"]
@@ -371,54 +371,3 @@ def _fit_memory(
             "use --train_type qlora, a shorter --context_length or a smaller model",
         )
     return need
-
-
-def _check_values(draft: Draft, method: str) -> None:
-    if draft["max_steps"] != -1 and not draft.is_asked("num_epochs"):
-        draft.set("num_epochs", 0, "max_steps alone says when to stop")
-    if draft["num_epochs"] == 0 and draft["max_steps"] == -1:
-        draft.problems.append(
-            UserError("num_epochs is 0 and max_steps is not set.", do="ask for one of the two")
-        )
-    if draft.is_asked("warmup_steps") and draft.is_asked("warmup_ratio"):
-        draft.problems.append(
-            UserError("warmup_steps and warmup_ratio are both set.", do="keep one of the two")
-        )
-    for option in ("lora_dropout", "warmup_ratio", "cosine_min_lr_ratio"):
-        value = draft[option]
-        if value is not None and value > 1:
-            draft.problems.append(UserError(f"{option} cannot be {value}.", do="it is a share, from 0 to 1"))
-    stuck = [
-        ("lr", True),
-        ("lora_alpha", method in ("lora", "dora")),
-        ("loraplus_lr_ratio", method in ("lora", "dora")),
-        ("grad_norm", draft["apply_gradient_clipping"]),
-    ]
-    for option, matters in stuck:
-        if matters and draft[option] == 0:
-            draft.problems.append(
-                UserError(f"{option} is 0.", why="nothing would ever be learned.", do="ask for more")
-            )
-    if draft["lora_dropout"] == 1:
-        draft.problems.append(UserError("lora_dropout is 1.", why="the adapters would never see an input."))
-    if (
-        draft["warmup_steps"] is not None
-        and draft["max_steps"] != -1
-        and draft["warmup_steps"] > draft["max_steps"]
-    ):
-        draft.warn("warmup_steps", "is longer than the run: the learning rate never reaches its peak")
-    if draft["time_limit"] is not None:
-        try:
-            parse_duration(draft["time_limit"])
-        except UserError as error:
-            draft.problems.append(error)
-    if unknown := sorted(set(mismatches(draft["allow_mismatch"])) - set(MISMATCHES)):
-        draft.problems.append(
-            UserError(
-                f"allow_mismatch cannot be '{unknown[0]}'.", do=f"it takes some of {', '.join(MISMATCHES)}"
-            )
-        )
-    if method == "llama_pro" and draft["base_adapter"]:
-        draft.problems.append(
-            UserError("base_adapter does not fit llama_pro.", why="llama_pro trains blocks, not adapters.")
-        )

@@ -1,0 +1,60 @@
+"""Values that make no sense on any machine, or not beside each other."""
+
+from __future__ import annotations
+
+from crosstune.config.draft import Draft
+from crosstune.config.schema import MISMATCHES, mismatches
+from crosstune.core.durations import parse_duration
+from crosstune.core.errors import UserError
+
+
+def check_values(draft: Draft, method: str) -> None:
+    """Add a problem to the draft for each of them; some are only worth a warning."""
+    if draft["max_steps"] != -1 and not draft.is_asked("num_epochs"):
+        draft.set("num_epochs", 0, "max_steps alone says when to stop")
+    if draft["num_epochs"] == 0 and draft["max_steps"] == -1:
+        draft.problems.append(
+            UserError("num_epochs is 0 and max_steps is not set.", do="ask for one of the two")
+        )
+    if draft.is_asked("warmup_steps") and draft.is_asked("warmup_ratio"):
+        draft.problems.append(
+            UserError("warmup_steps and warmup_ratio are both set.", do="keep one of the two")
+        )
+    for option in ("lora_dropout", "warmup_ratio", "cosine_min_lr_ratio"):
+        value = draft[option]
+        if value is not None and value > 1:
+            draft.problems.append(UserError(f"{option} cannot be {value}.", do="it is a share, from 0 to 1"))
+    stuck = [
+        ("lr", True),
+        ("lora_alpha", method in ("lora", "dora")),
+        ("loraplus_lr_ratio", method in ("lora", "dora")),
+        ("grad_norm", draft["apply_gradient_clipping"]),
+    ]
+    for option, matters in stuck:
+        if matters and draft[option] == 0:
+            draft.problems.append(
+                UserError(f"{option} is 0.", why="nothing would ever be learned.", do="ask for more")
+            )
+    if draft["lora_dropout"] == 1:
+        draft.problems.append(UserError("lora_dropout is 1.", why="the adapters would never see an input."))
+    if (
+        draft["warmup_steps"] is not None
+        and draft["max_steps"] != -1
+        and draft["warmup_steps"] > draft["max_steps"]
+    ):
+        draft.warn("warmup_steps", "is longer than the run: the learning rate never reaches its peak")
+    if draft["time_limit"] is not None:
+        try:
+            parse_duration(draft["time_limit"])
+        except UserError as error:
+            draft.problems.append(error)
+    if unknown := sorted(set(mismatches(draft["allow_mismatch"])) - set(MISMATCHES)):
+        draft.problems.append(
+            UserError(
+                f"allow_mismatch cannot be '{unknown[0]}'.", do=f"it takes some of {', '.join(MISMATCHES)}"
+            )
+        )
+    if method == "llama_pro" and draft["base_adapter"]:
+        draft.problems.append(
+            UserError("base_adapter does not fit llama_pro.", why="llama_pro trains blocks, not adapters.")
+        )
