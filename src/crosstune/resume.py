@@ -10,7 +10,7 @@ from typing import Any
 
 from crosstune.checkpoint.archive import NOTE, read_note, unpack_archive
 from crosstune.checkpoint.eight_bit import holds_eight_bit, plain_moments
-from crosstune.checkpoint.folders import FOLDER, checkpoint_folders, set_aside
+from crosstune.checkpoint.folders import FOLDER, checkpoint_folders, set_aside, step_of
 from crosstune.checkpoint.manifest import DamagedCheckpoint
 from crosstune.checkpoint.read import Checkpoint, find_run, newest_valid, open_checkpoint
 from crosstune.config.load import make_config
@@ -324,6 +324,13 @@ def _newest(root: Path, observer: Observer) -> Checkpoint | None:
     found = newest_valid(root, on_damaged=damaged.append)
     for error in damaged:
         observer.on_event("warning", passed_over(error))
+    strange = [path for path in root.iterdir() if step_of(path) is not None] if root.is_dir() else []
+    if found is None and not damaged and strange:
+        raise UserError(
+            f"{strange[0]} is not a folder of this run.",
+            why="a link or a file in the place of a checkpoint is not followed.",
+            do="put the folder itself there, or name where it is with --resume PATH",
+        )
     if found is None and damaged:
         raise UserError(
             f"None of the {len(damaged)} checkpoints in {root} is whole.",
