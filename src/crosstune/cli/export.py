@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from crosstune.cli.merge import add_result_words, print_report
+from crosstune.cli.merge import add_result_words, print_report, read_request
 from crosstune.cli.words import Parser, at_least, print_json
 from crosstune.core.errors import EXIT_DONE
 
@@ -38,21 +38,11 @@ def run(words: Sequence[str]) -> int:
 
     from crosstune.cli.screen import Screen
     from crosstune.exports import Form, export
-    from crosstune.results import Request
 
-    request = Request(
-        target=own.target,
-        out=own.out,
-        into=own.into,
-        dtype=own.dtype,
-        base=own.base,
-        force=own.force,
-        backend=own.backend,
-    )
     form = Form(
         to=own.to, bits=own.n_bits or 16, group_size=own.group_size or 64, kind=own.gguf_type or "auto"
     )
-    report = export(request, form, observer=Screen(live=not own.json))
+    report = export(read_request(own), form, observer=Screen(live=not own.json))
     report["warnings"] = [*report["warnings"], *_without_effect(own)]
     if own.json:
         print_json(report)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.words import Parser, print_json
 from crosstune.core.errors import EXIT_DONE
+
+if TYPE_CHECKING:
+    from crosstune.results import Request
 
 EXAMPLES = """examples:
   crosstune merge runs/demo
@@ -27,18 +30,9 @@ def run(words: Sequence[str]) -> int:
     own = parser.parse_args(list(words))
 
     from crosstune.cli.screen import Screen
-    from crosstune.results import Request, merge
+    from crosstune.results import merge
 
-    request = Request(
-        target=own.target,
-        out=own.out,
-        into=own.into,
-        dtype=own.dtype,
-        base=own.base,
-        force=own.force,
-        backend=own.backend,
-    )
-    report = merge(request, observer=Screen(live=not own.json))
+    report = merge(read_request(own), observer=Screen(live=not own.json))
     if own.json:
         print_json(report)
     else:
@@ -65,6 +59,21 @@ def add_result_words(parser: Parser) -> None:
     parser.add_argument("--force", action="store_true", help="go on with a base that is not the recorded one")
     parser.add_argument("--backend", default="auto", help="where to run (default auto)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def read_request(own: Any) -> Request:
+    """What `add_result_words` asked for."""
+    from crosstune.results import Request
+
+    return Request(
+        target=own.target,
+        out=own.out,
+        into=own.into,
+        dtype=own.dtype,
+        base=own.base,
+        force=own.force,
+        backend=own.backend,
+    )
 
 
 def print_report(report: Mapping[str, Any]) -> None:
