@@ -49,6 +49,16 @@ def open_session(model: Path, *, trained: bool = True, **options: Any) -> MlxSes
     return MlxSession(make_plan(make_config(**asked)), model_folder=model, trained=trained)
 
 
+def _put_head(folder: Path, *, wanted: bool) -> None:
+    """An output head of its own, or none."""
+    path = folder / "model.safetensors"
+    weights = {name: array for name, array in mx.load(str(path)).items() if name != "lm_head.weight"}
+    if wanted:
+        weights["lm_head.weight"] = 0.5 * weights["model.embed_tokens.weight"]
+    mx.eval(weights)
+    mx.save_safetensors(str(path), weights, metadata={"format": "pt"})
+
+
 @pytest.fixture(scope="module")
 def window(tiny_model: Path) -> list[Any]:
     tokenizer = Tokenizer.from_folder(tiny_model)
@@ -187,6 +197,56 @@ def test_a_step_meets_few_shapes_and_pays_nothing_for_it(tiny_model: Path, windo
         assert rounded.input_ids.shape[1] % 32 == 0 and rounded.places.shape[0] % 32 == 0
         assert rounded.places.shape != exact.places.shape
         assert float(session.loss(rounded)) == pytest.approx(float(session.loss(exact)), rel=1e-6)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_by_parts_give_the_step_of_logits_at_once(
+    tiny_model: Path, tmp_path: Path, window: list[Any], method: str, tied: bool
+) -> None:
+    folder = with_config(tiny_model, tmp_path / "model", tie_word_embeddings=tied)
+    _put_head(folder, wanted=not tied)
+    found: list[tuple[float, float, dict[str, Any], float]] = []
+    for most in (None, 3, 1):
+        session = open_session(folder, train_type=method)
+        session.loss.places_at_a_time = most
+        result = session.step(window, lr=1e-3)
+        moments = session.export_state().moments["first_moment"]
+        found.append((result.loss, result.grad_norm, dict(moments), session.evaluate(window).loss))
+    heads = {"model.embed_tokens.weight", "lm_head.weight"} & found[0][2].keys()
+    assert len(heads) == {"lora": 0, "full": 1 if tied else 2}[method]
+    for loss, norm, moments, after in found[1:]:
+        assert loss == pytest.approx(found[0][0], rel=1e-6)
+        assert norm == pytest.approx(found[0][1], rel=1e-5)
+        assert after == pytest.approx(found[0][3], rel=1e-5)
+        for name, array in moments.items():
+            np.testing.assert_allclose(array, found[0][2][name], rtol=1e-3, atol=1e-7, err_msg=name)
+
+
+def test_logits_by_parts_take_less_memory(tiny_model: Path, window: list[Any]) -> None:
+    """The loss alone, on many more places than the window has."""
+    from dataclasses import replace
+
+    from crosstune.mlx_engine.losses import make_feed
+
+    session = open_session(tiny_model)
+    feed = make_feed(window[0])
+    many = replace(
+        feed,
+        places=mx.tile(feed.places, 200),
+        targets=mx.tile(feed.targets, 200),
+        counted=mx.tile(feed.counted, 200),
+    )
+    peaks = []
+    for most in (len(many.places.tolist()), 64):
+        session.loss.places_at_a_time = most
+        mx.eval(session.gradients(session.masters.published, many, session.key, scale=1.0))
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        mx.eval(session.gradients(session.masters.published, many, session.key, scale=1.0))
+        peaks.append(mx.get_peak_memory() - before)
+    assert peaks[1] < peaks[0] / 2, peaks
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -47,7 +48,8 @@ class Gradients:
         self._set_keys(
             key
         )  # and no end to it here: layers that are computed again, after this, need it still
-        return self.loss(Feed.of(arrays)) * scale
+        feed = Feed.of(arrays)
+        return self.loss.differentiable(replace(feed, counted=feed.counted * scale), weights)
 
     def _set_keys(self, key: mx.array | None) -> None:
         """A stream of its own for each adapter that drops."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,13 @@ import numpy as np
 
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import IGNORED, Batch
-from crosstune.mlx_engine.calls import wrap_call
 from crosstune.mlx_engine.documents import document_caches
+from crosstune.mlx_engine.halves import TRIAL_ERRORS, cut, weights_of_the_rest
+from crosstune.mlx_engine.masters import put
 
 SMALLEST_MULTIPLE = 32
-_TRIAL = (AttributeError, TypeError, ValueError, IndexError, KeyError)
-"""What a model raises that was not written for a cache of our own."""
+LOGITS_AT_A_TIME, PLACES_AT_LEAST = 2**24, 512
+"""Parts of fewer places would leave a GPU idle."""
 _ROUNDING = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 1e-1}
 """How far two ways to compute the same logits may be apart, relative to the largest."""
 
@@ -74,29 +75,92 @@ class CausalLoss:
     """Cross entropy in fp32, summed over the supervised tokens of a batch.
 
     Rows are padded on the right and attention is causal, so no token sees padding and no mask is needed. Only
-    supervised positions reach the head, in every model where the last hidden states can be had; elsewhere all do.
+    supervised positions reach the head, and only so many at a time, in every model that can be cut before it;
+    elsewhere all of them do.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, places_at_a_time: int | None = None) -> None:
         self.model = model
-        self._places: mx.array | None = None
-        self._selects = _find_body(model)
+        self.places_at_a_time = places_at_a_time
+        self._halves = cut(model)
+        self._trained = weights_of_the_rest(self._halves) if self._halves is not None else []
         self._separates = False
-        if self._selects is not None:
-            wrap_call(self._selects, self._select)
 
     def __call__(self, feed: Feed) -> mx.array:
-        caches = None
-        if feed.segments is not None:
-            caches = document_caches(self.model, feed.segments)
-        self._places = feed.places if self._selects is not None else None
-        try:
-            logits = self.model(feed.input_ids, cache=caches) if caches else self.model(feed.input_ids)
-        finally:
-            self._places = None
-        if self._selects is None:
-            logits = logits.reshape(-1, logits.shape[-1])[feed.places]
-        return _cross_entropy(logits.reshape(-1, logits.shape[-1]), feed.targets, feed.counted)
+        """The loss alone."""
+        if self._halves is None:
+            return self._whole(feed)
+        return self._by_parts(self._hidden(feed), {}, feed, gradients=False)[0]
+
+    def differentiable(self, feed: Feed, weights: Mapping[str, mx.array]) -> mx.array:
+        """The loss, to take the gradient of by `weights`, which lie in the model.
+
+        A part of the logits is made, used for its share of loss and gradient, and gone before the next: all of them
+        are the largest thing of a step. So the gradient of the head is there with the loss, and is only handed back.
+        """
+        if self._halves is None:
+            return self._whole(feed)
+
+        @mx.custom_function
+        def total(hidden: mx.array, head: dict[str, mx.array]) -> Any:
+            return self._by_parts(hidden, head, feed, gradients=True)
+
+        @total.vjp
+        def total_vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
+            def times(gradient: mx.array) -> mx.array:
+                return gradient * cotangents[0].astype(gradient.dtype)
+
+            return times(outputs[1]), {name: times(array) for name, array in outputs[2].items()}
+
+        head = {name: weights[name] for name in self._trained}
+        found: Any = total(self._hidden(feed), head)
+        return found[0]
+
+    def _hidden(self, feed: Feed) -> mx.array:
+        assert self._halves is not None
+        return self._halves.hidden(feed.input_ids, **self._caches(feed))[feed.places]
+
+    def _whole(self, feed: Feed) -> mx.array:
+        logits = self.model(feed.input_ids, **self._caches(feed))
+        return _cross_entropy(logits.reshape(-1, logits.shape[-1])[feed.places], feed.targets, feed.counted)
+
+    def _by_parts(
+        self, hidden: mx.array, weights: dict[str, mx.array], feed: Feed, *, gradients: bool
+    ) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
+        """The loss, and its gradients by hidden states and by the trained weights behind them."""
+        halves = self._halves
+        assert halves is not None
+
+        def loss_of(by: tuple[mx.array, dict[str, mx.array]], targets: mx.array, counted: mx.array) -> Any:
+            put(self.model, by[1])
+            return _cross_entropy(halves.logits(by[0]), targets, counted)
+
+        compute: Any = mx.value_and_grad(loss_of) if gradients else loss_of
+        most = self.places_at_a_time
+        if most is None:
+            most = max(LOGITS_AT_A_TIME // halves.logits(hidden[:1]).shape[-1], PLACES_AT_LEAST)
+        size = -(-hidden.shape[0] // -(-hidden.shape[0] // most))
+        total, by_hidden, by_weight = mx.array(0.0), list[mx.array](), dict[str, mx.array]()
+        for start in range(0, hidden.shape[0], size):
+            part = slice(start, start + size)
+            one = mx.depends(hidden[part], [total, *by_hidden[-1:], *by_weight.values()])
+            found = compute((one, weights), feed.targets[part], feed.counted[part])
+            if gradients:
+                found, (slope, slopes) = found
+                by_hidden.append(slope)
+                for name, array in slopes.items():
+                    array = array.astype(mx.float32)
+                    by_weight[name] = by_weight[name] + array if name in by_weight else array
+            total = total + found
+        put(self.model, weights)
+        return (
+            total,
+            mx.concatenate(by_hidden) if by_hidden else mx.zeros_like(hidden),
+            {name: array.astype(weights[name].dtype) for name, array in by_weight.items()},
+        )
+
+    def _caches(self, feed: Feed) -> dict[str, Any]:
+        return {} if feed.segments is None else {"cache": document_caches(self.model, feed.segments)}
 
     def ensure_separates_documents(self) -> None:
         """Raise unless a document in a packed row is what it is alone. Tried once per model: not every kind of model
@@ -111,7 +175,7 @@ class CausalLoss:
             logits = self.model(rows, cache=document_caches(self.model, segments))
             alone = [self.model(rows[row : row + 1, start:])[0] for row, start in enumerate(starts)]
             mx.eval(logits, alone)
-        except _TRIAL as error:
+        except TRIAL_ERRORS as error:
             raise self._cannot_pack(f"mlx-lm's code for it takes no mask of ours ({error}).") from error
         for row, start in enumerate(starts):
             size = float(mx.abs(alone[row]).max())
@@ -125,44 +189,11 @@ class CausalLoss:
             f"--packing cannot be used with a {kind} model on MLX.", why=why, do="leave out --packing"
         )
 
-    def _select(self, call: Callable[..., Any], body: Any, *args: Any, **kwargs: Any) -> Any:
-        hidden = call(*args, **kwargs)
-        if self._places is None:
-            return hidden
-        return hidden.reshape(1, -1, hidden.shape[-1])[:, self._places]
-
 
 def _cross_entropy(logits: mx.array, targets: mx.array, counted: mx.array) -> mx.array:
     logits = logits.astype(mx.float32)
     picked = mx.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
     return ((mx.logsumexp(logits, axis=-1) - picked) * counted).sum()
-
-
-def _find_body(model: Any) -> nn.Module | None:
-    """The part of a model that ends in its last hidden states: the one that holds its layers. None where a trial
-    shows that what follows is more than a head for each position."""
-    bodies = [m for name, m in model.named_modules() if name and m.get("layers") is model.layers]
-    if len(bodies) != 1:
-        return None
-    body, ids = bodies[0], mx.array([[1, 2, 3, 4], [5, 6, 7, 8]])
-    places = mx.array([1, 6])
-
-    def select(call: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
-        hidden = call(*args, **kwargs)
-        return hidden.reshape(1, -1, hidden.shape[-1])[:, places]
-
-    expected = model(ids).reshape(8, -1)[places]
-    undo = wrap_call(body, select)
-    try:
-        found = model(ids)
-        same = found.shape == (1, *expected.shape) and bool(
-            mx.allclose(found[0].astype(mx.float32), expected.astype(mx.float32), rtol=1e-2, atol=1e-3)
-        )
-    except _TRIAL:
-        same = False
-    finally:
-        undo()
-    return body if same else None
 
 
 def _round_up(number: int) -> int:
