@@ -109,3 +109,18 @@ def test_mlx_gets_what_it_has() -> None:
     with pytest.raises(UserError) as caught:
         plan_on(mac, train_type="qlora", n_bits=7)
     assert "7 bits" in "\n".join(caught.value.lines())
+
+
+def test_everything_wrong_with_a_file_is_told_at_once(tmp_path: Path) -> None:
+    wrong = {
+        "itres": 3,
+        "memory_limit_gb": -1,
+        "compile": 3,
+        "batch_size": 0,
+        "lora_parameters": {"scale": 2.0},
+    }
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--mlx_config", str(write(tmp_path, **wrong))])
+    assert len(caught.value.problems) == 5
+    for words in ("itres", "memory_limit_gb", "compile", "batch_size", "scale"):
+        assert words in "\n".join(caught.value.lines())

@@ -99,10 +99,12 @@ def _add_mlx_settings(given: Given, problems: list[UserError]) -> Given:
     if file is None:
         return given
     try:
-        return {name: (value, str(file)) for name, value in options_in(str(file)).items()} | given
+        options, wrong = options_in(str(file))
     except UserError as error:
         problems.append(error)
         return given
+    problems += wrong
+    return {name: (value, str(file)) for name, value in options.items()} | given
 
 
 def _read_file(path: Path, problems: list[UserError]) -> Given:

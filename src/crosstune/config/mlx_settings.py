@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from crosstune.config.schema import options_by_name
-from crosstune.core.errors import UserError
+from crosstune.core.errors import UserError, raise_all
 from crosstune.core.names import nearest
 
 _OPTION_OF = {
@@ -55,28 +55,33 @@ _OWN = {item.name for item in fields(MlxSettings)}
 def read_mlx_settings(file: str | None) -> MlxSettings:
     if file is None:
         return MlxSettings()
-    values = {key: value for key, value in _read(Path(file).expanduser()).items() if key in _OWN}
-    for key, value in values.items():
-        wants_bool = key == "compile"
-        if value is not None and (
-            isinstance(value, bool) != wants_bool or not isinstance(value, (bool, int, float))
-        ):
-            raise UserError(
-                f"{key} cannot be {value!r} ({file}).",
-                do="it takes true or false" if wants_bool else "it takes a number",
-            )
-        if key == "num_layers" and value is not None and (value != int(value) or value < -1 or value == 0):
-            raise UserError(
-                f"num_layers cannot be {value} ({file}).", do="it takes a count from 1 up, or -1 for all"
-            )
-        if not wants_bool and value is not None and value < 0 and key != "num_layers":
-            raise UserError(f"{key} cannot be {value} ({file}).", do="it takes 0 or more gigabytes")
+    data, problems = _read(Path(file).expanduser())
+    values = {key: value for key, value in data.items() if key in _OWN}
+    raise_all(problems + _wrong_values(values, file))
     return MlxSettings(**values)
 
 
-def options_in(file: str) -> dict[str, Any]:
-    """The ordinary options that the file sets, by their own names."""
-    data = _read(Path(file).expanduser())
+def _wrong_values(values: Mapping[str, Any], file: str) -> list[UserError]:
+    found: list[UserError] = []
+    for key, value in values.items():
+        wants_bool = key == "compile"
+        takes = ""
+        if value is None:
+            continue
+        if isinstance(value, bool) != wants_bool or not isinstance(value, (bool, int, float)):
+            takes = "true or false" if wants_bool else "a number"
+        elif key == "num_layers" and (value != int(value) or value < -1 or value == 0):
+            takes = "a count from 1 up, or -1 for all"
+        elif value < 0 and key != "num_layers":
+            takes = "0 or more gigabytes"
+        if takes:
+            found.append(UserError(f"{key} cannot be {value!r} ({file}).", do=f"it takes {takes}"))
+    return found
+
+
+def options_in(file: str) -> tuple[dict[str, Any], list[UserError]]:
+    """The ordinary options that the file sets, by their own names, and everything that is wrong with the file."""
+    data, problems = _read(Path(file).expanduser())
     options: dict[str, Any] = {}
     for key, value in data.items():
         name = _OPTION_OF.get(key, key)
@@ -84,11 +89,13 @@ def options_in(file: str) -> dict[str, Any]:
         if known is not None:
             options[known.name] = value
     if "scale" in data:
-        options["lora_alpha"] = _alpha(file, data)
+        try:
+            options["lora_alpha"] = _alpha(file, data)
+        except UserError as error:
+            problems.append(error)
     if "mask_prompt" in data:
         options["train_on_prompt"] = not data["mask_prompt"]
-    read_mlx_settings(file)
-    return options
+    return options, problems + _wrong_values({key: data[key] for key in data if key in _OWN}, file)
 
 
 def _alpha(file: str, data: Mapping[str, Any]) -> float:
@@ -104,8 +111,8 @@ def _alpha(file: str, data: Mapping[str, Any]) -> float:
     return float(scale) * float(rank or 0)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The file as one flat list of keys; JSON is YAML too."""
+def _read(path: Path) -> tuple[dict[str, Any], list[UserError]]:
+    """The file as one flat list of keys, and what is wrong with those; JSON is YAML too."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -116,18 +123,13 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict) or not isinstance(inner, dict):
         raise UserError(f"{path} holds no settings.", why="it must be a list of `key: value` lines.")
     flat = {str(key): value for key, value in data.items() if key != _LORA} | inner
-    for key in flat:
-        _check_known(key, path)
-    return flat
-
-
-def _check_known(key: str, path: Path) -> None:
     known = {*_OPTION_OF, *_OWN, *options_by_name(), "scale", "mask_prompt", _LORA} - {"mlx_config"}
-    if key not in known:
-        close = nearest(key, known)
-        do = (
-            f"did you mean {' or '.join(close)}?"
-            if close
-            else f"it has: {', '.join(sorted(_OWN))}, and options"
-        )
-        raise UserError(f"Unknown setting '{key}' in {path}.", do=do)
+    return flat, [_unknown(key, known, path) for key in flat if key not in known]
+
+
+def _unknown(key: str, known: set[str], path: Path) -> UserError:
+    close = nearest(key, known)
+    has = f"it has: {', '.join(sorted(_OWN))}, and options"
+    return UserError(
+        f"Unknown setting '{key}' in {path}.", do=f"did you mean {' or '.join(close)}?" if close else has
+    )
