@@ -106,13 +106,25 @@ def complete_config(config: Config) -> Config:
     asked = checkpoint.manifest.get("asked") or {}
     known = set(config.options()) - _FOR_ONE_START
     stored = {name: value for name, value in asked.items() if name in known}
-    values = stored | packed | config.options_asked() | {"resume": str(path)}
+    values = stored | packed | _same_rows(checkpoint, config) | config.options_asked()
+    values["resume"] = str(path)
     values["base_adapter"] = None  # what it began with is in the checkpoint
     if "name" not in config.asked and "output_dir" not in config.asked:
         values |= {"name": run.name, "output_dir": str(run.parent)}
     complete = make_config(**values)
     sources = {name: config.asked.get(name, f"the run {run.name}") for name in complete.asked}
     return dataclasses.replace(complete, asked=sources)
+
+
+def _same_rows(checkpoint: Checkpoint, config: Config) -> dict[str, int]:
+    """On another number of processes a step keeps its rows: each process gets more micro-batches of it, or fewer."""
+    rows = (checkpoint.manifest["identity"].get("order") or {}).get("rows_per_step")
+    batch_size = config.batch_size if "batch_size" in config.asked else None
+    batch_size = batch_size or (checkpoint.manifest.get("options") or {}).get("batch_size")
+    if not rows or not batch_size or "world_size" not in config.asked or config.world_size < 1:
+        return {}
+    at_once = batch_size * config.world_size
+    return {"gradient_accumulation_steps": rows // at_once} if rows % at_once == 0 else {}
 
 
 def _unpacked(config: Config) -> tuple[Path, dict[str, Any]]:
