@@ -23,6 +23,7 @@ from crosstune.checkpoint.rotate import Keep
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.config.plan import Plan
 from crosstune.config.schema import mismatches
+from crosstune.core.disk import put_in_place
 from crosstune.core.errors import NonFiniteError, OutOfMemory, PeerLost, UserError
 from crosstune.core.protocols import Observer, Recipe, Session, SessionState
 from crosstune.core.ranks import Ranks
@@ -283,16 +284,14 @@ class Execution:
         return bad is None
 
     def _save_result(self, session: Session) -> Path:
-        """Write the result beside its place and rename it there, so that an older one is replaced in one step."""
+        """Write the result beside its place and put it there, so that an older one is replaced in one step."""
         folder = self.record.folder
         try:
             with tempfile.TemporaryDirectory(prefix=_RESULT_STAGING, dir=folder) as staging:
                 written = session.save_result(Path(staging))
                 self.recipe.complete_result(written)
                 target = folder / written.name
-                if target.exists():
-                    target.rename(Path(staging) / "old")
-                written.rename(target)
+                put_in_place(written, target, aside=Path(staging) / "old")
         except (OSError, SafetensorError) as error:
             said = error.strerror if isinstance(error, OSError) else None
             raise SaveFailed(
