@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crosstune import mlx_results, results
 from crosstune.core.agreement import Logits, compare
 from crosstune.core.protocols import Observer
 from crosstune.core.record import write_json
@@ -38,6 +39,12 @@ class Form:
     kind: str = "auto"
 
 
+def merge(request: Request, *, observer: Observer) -> dict[str, Any]:
+    """Fold an adapter into its base, by the engine that can, and compare."""
+    by = mlx_results if mlx_results.made_by_mlx(request) else results
+    return by.merge(request, observer=observer)
+
+
 def export(request: Request, form: Form, *, observer: Observer) -> dict[str, Any]:
     """Write what was trained, or any model, for another tool; reload it and compare."""
     write = {"hf": _write_hf, "mlx": _write_mlx, "gguf": _write_gguf}[form.to]
@@ -45,6 +52,11 @@ def export(request: Request, form: Form, *, observer: Observer) -> dict[str, Any
         from crosstune.mlx_engine.export import check_form
 
         check_form(bits=form.bits, group_size=form.group_size)
+    if form.to != "gguf" and mlx_results.made_by_mlx(request):
+        bits = form.bits if form.to == "mlx" else 16
+        return mlx_results.merge(
+            request, observer=observer, word=form.to, bits=bits, group_size=form.group_size
+        )
     opened, warnings = open_request(request, observer)
     out = request.out or default_out(opened.trained, form.to)
     check_out(out)

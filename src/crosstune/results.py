@@ -21,6 +21,7 @@ from crosstune.likeness import (
     refuse_unverified,
     trained_logits,
 )
+from crosstune.models.adapter_files import copy_template
 from crosstune.models.locate import ModelFolder, identity
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.models.staged import check_out, staged
@@ -33,7 +34,7 @@ RECORD = "crosstune.json"
 INTO = ("original", "dequantized")
 _FAR_FROM_TRAINED = 0.1
 """Relative difference of logits that rounding to 16 bits does not explain."""
-_SPARE_BYTES = 50_000_000
+SPARE_BYTES = 50_000_000
 _DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -55,7 +56,7 @@ def merge(request: Request, *, observer: Observer) -> dict[str, Any]:
     """Fold an adapter into full-precision weights, and compare the folder with what was trained."""
     opened, warnings = open_request(request, observer)
     if opened.trained.adapter is None:
-        raise _nothing_to_merge(opened.trained)
+        raise nothing_to_merge(opened.trained)
     out = request.out or default_out(opened.trained, "merged")
     check_out(out)
     with staged(out, need_bytes=dense_bytes(opened.model.path, request.dtype)) as stage:
@@ -85,11 +86,7 @@ def base_candidates(opened: Opened, into: str | None) -> dict[str, Base]:
     if original is not None:
         return {"original": Base(folder=original, device=device), "dequantized": seen}
     if into != "dequantized":
-        raise UserError(
-            f"The original weights of {path} are not on this machine.",
-            why="the adapter was trained over weights that had been quantized before.",
-            do="use --into dequantized, or put the original weights where the folder's record names them",
-        )
+        raise no_original(path)
     return {"dequantized": seen}
 
 
@@ -126,7 +123,7 @@ def dense_bytes(folder: Path, dtype: str) -> int:
         math.prod(shape) * _DTYPE_BYTES.get(dtype, dtypes[name].itemsize)
         for name, shape in weight_shapes(folder).items()
     )
-    return sum(sizes) + _SPARE_BYTES
+    return sum(sizes) + SPARE_BYTES
 
 
 def stored_word(folder: Path) -> str:
@@ -158,6 +155,7 @@ def merge_into(
         expected = trained_logits(opened, quantized=False, folder=bases[into].folder)
     on_read = show_bytes(observer, "merge", trained.base)
     engine.write_merged(folder, bases[into], adapter, dtype=dtype, on_read=on_read)
+    copy_template(trained.adapter, folder)
     kept = stored_word(folder)
     report: dict[str, Any] = {
         "adapter": str(trained.adapter),
@@ -228,15 +226,11 @@ def open_request(request: Request, observer: Observer) -> tuple[Opened, list[str
     """Find the base, and refuse another one than the adapter was trained over."""
     trained, warnings = _over_original(find_trained(request.target, base=request.base), request)
     if request.into == "dequantized" and trained.quantization is None:
-        raise UserError(
-            "--into dequantized is for what was trained over a quantized base.",
-            why=f"{request.target} was not.",
-            do="leave --into out",
-        )
+        raise not_quantized(request.target)
     opened = open_trained(trained, backend=request.backend, observer=observer)
     if trained.quantization is not None:
         opened = find_quantizer(opened, trained.quantization)
-    return opened, [*warnings, *_check_base(trained, opened.model, force=request.force)]
+    return opened, [*warnings, *check_base(trained, opened.model, force=request.force)]
 
 
 def _over_original(trained: Trained, request: Request) -> tuple[Trained, list[str]]:
@@ -273,7 +267,7 @@ def _candidate_logits(
     return found
 
 
-def _check_base(trained: Trained, model: ModelFolder, *, force: bool) -> list[str]:
+def check_base(trained: Trained, model: ModelFolder, *, force: bool) -> list[str]:
     if trained.adapter is None:
         return []
     recorded = trained.base_identity
@@ -292,10 +286,26 @@ def _check_base(trained: Trained, model: ModelFolder, *, force: bool) -> list[st
     )
 
 
-def _nothing_to_merge(trained: Trained) -> UserError:
+def nothing_to_merge(trained: Trained) -> UserError:
     how = f" (it was trained with {trained.method})" if trained.method else ""
     return UserError(
         f"There is nothing to merge in {trained.home or trained.base}.",
         why=f"it holds a whole model{how}, not an adapter.",
         do="use the model folder as it is, or crosstune export",
+    )
+
+
+def no_original(folder: Path) -> UserError:
+    return UserError(
+        f"The original weights of {folder} are not on this machine.",
+        why="the adapter was trained over weights that had been quantized before.",
+        do="use --into dequantized, or put the original weights where the folder's record names them",
+    )
+
+
+def not_quantized(target: str) -> UserError:
+    return UserError(
+        "--into dequantized is for what was trained over a quantized base.",
+        why=f"{target} was not.",
+        do="leave --into out",
     )

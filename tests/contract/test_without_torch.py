@@ -45,7 +45,7 @@ def call(environment: Path, folder: Path, words: str) -> subprocess.CompletedPro
     )
 
 
-def test_a_run_is_trained_continued_and_reported(environment: Path, tmp_path: Path) -> None:
+def test_a_run_is_trained_continued_reported_and_merged(environment: Path, tmp_path: Path) -> None:
     look = "import importlib.util as u; print(u.find_spec('torch'), u.find_spec('mlx') is not None)"
     found = subprocess.run(
         [environment / "bin" / "python", "-c", look], capture_output=True, text=True, check=True
@@ -65,6 +65,9 @@ def test_a_run_is_trained_continued_and_reported(environment: Path, tmp_path: Pa
         f"report {run}",
         f"checkpoint verify {run}",
         f"generate {run} --prompt hello --max_new_tokens 4",
+        f"merge {run}",
+        f"export {run} --to mlx --n_bits 8 --group_size 32",
+        f"generate {run / 'merged'} --prompt hello --max_new_tokens 4",
     ):
         done = call(environment, tmp_path, words)
         assert done.returncode == 0, done.stderr

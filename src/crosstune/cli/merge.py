@@ -30,7 +30,7 @@ def run(words: Sequence[str]) -> int:
     own = parser.parse_args(list(words))
 
     from crosstune.cli.screen import Screen
-    from crosstune.results import merge
+    from crosstune.exports import merge
 
     report = merge(read_request(own), observer=Screen(live=not own.json))
     if own.json:

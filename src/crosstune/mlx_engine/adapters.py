@@ -35,9 +35,12 @@ class AdaptedLinear(nn.Module):
         low = self._drop(x).astype(dtype) @ self.lora_A.astype(dtype).T
         return low @ (self.lora_B * self._scale).astype(dtype).T
 
-    def merged(self) -> mx.array:
-        """The weight of one linear layer that does the same, in fp32."""
-        return dense_weight(self.base, mx.float32) + self._scale * (self.lora_B @ self.lora_A)
+    def fold(self, weight: mx.array) -> mx.array:
+        """The weight of one linear layer that does what a frozen weight and this adapter do together, in fp32."""
+        return self._added_to(weight)
+
+    def _added_to(self, weight: mx.array) -> mx.array:
+        return weight.astype(mx.float32) + self._scale * (self.lora_B @ self.lora_A)
 
     @property
     def drops(self) -> bool:
@@ -73,8 +76,13 @@ class DoraLinear(AdaptedLinear):
         scaled = ratio * (plain + self.low_rank(x, out.dtype))
         return scaled if bias is None else scaled + bias
 
+    def fold(self, weight: mx.array) -> mx.array:
+        added = self._added_to(weight)
+        return (self.lora_magnitude_vector / mx.linalg.norm(added, axis=1))[:, None] * added
+
     def _row_lengths(self) -> mx.array:
-        return mx.stop_gradient(mx.linalg.norm(self.merged(), axis=1))
+        added = self._added_to(dense_weight(self.base, mx.float32))
+        return mx.stop_gradient(mx.linalg.norm(added, axis=1))
 
 
 def add_adapters(

@@ -31,35 +31,43 @@ def to_host(arrays: Mapping[str, mx.array]) -> dict[str, Array]:
 
 def save_model(folder: Path, model: Any, *, base: Path) -> None:
     """A whole model folder, in shards, that transformers and mlx-lm load."""
+    save_arrays(folder, dict(tree_flatten(model.parameters())), base=base)
+
+
+def save_arrays(folder: Path, tensors: dict[str, mx.array], *, base: Path) -> None:
+    """The same from arrays by name, which are taken out of the dictionary as they are written: those that are yet to be
+    computed never lie in memory together."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = dict(tree_flatten(model.parameters()))
-    save_tensors(folder, tensors)
+    types = [tensor.dtype for tensor in tensors.values()]
+    word = _WORDS[max(types, key=types.count)]
+    _save_shards(folder, tensors)
     config = {key: value for key, value in read_config(base).items() if not key.startswith("quantization")}
-    word = _WORDS[max((t.dtype for t in tensors.values()), key=[t.dtype for t in tensors.values()].count)]
     write_json(folder / CONFIG, spell_positions(config) | {"dtype": word, "torch_dtype": word})
     copy_tokenizer(base, folder)
 
 
-def save_tensors(folder: Path, tensors: Mapping[str, mx.array]) -> None:
-    shards = list(_shards(tensors))
+def _save_shards(folder: Path, tensors: dict[str, mx.array]) -> None:
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    shards = list(_divide(sizes))
     if len(shards) == 1:
-        mx.save_safetensors(str(folder / "model.safetensors"), shards[0], metadata={"format": "pt"})
+        mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "pt"})
+        tensors.clear()
         return
     index: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        mx.save_safetensors(str(folder / name), shard, metadata={"format": "pt"})
-        index |= dict.fromkeys(shard, name)
-    total = sum(array.nbytes for array in tensors.values())
-    write_json(folder / INDEXES[0], {"metadata": {"total_size": total}, "weight_map": index})
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        shard = {name: tensors.pop(name) for name in names}
+        mx.save_safetensors(str(folder / file), shard, metadata={"format": "pt"})
+        index |= dict.fromkeys(names, file)
+    write_json(folder / INDEXES[0], {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index})
 
 
-def _shards(tensors: Mapping[str, mx.array]) -> Iterator[dict[str, mx.array]]:
-    held: dict[str, mx.array] = {}
-    for name, array in tensors.items():
-        held[name] = array
-        if sum(other.nbytes for other in held.values()) >= SHARD_BYTES:
+def _divide(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    held: list[str] = []
+    for name in sizes:
+        held.append(name)
+        if sum(sizes[other] for other in held) >= SHARD_BYTES:
             yield held
-            held = {}
+            held = []
     if held:
         yield held

@@ -11,6 +11,7 @@ from typing import Any
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array
 from crosstune.models.adapter_choice import AdapterSettings
+from crosstune.models.canonical import CHAT_TEMPLATE
 from crosstune.models.weights import Tensor, read_arrays, to_float32, write_safetensors
 
 PEFT_PREFIX = "base_model.model."
@@ -149,6 +150,14 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).exists():
             shutil.copy2(source / name, target / name)
+
+
+def copy_template(adapter: Path, model: Path) -> None:
+    """How an adapter's turns were written goes along where the model beneath it does not say."""
+    settings = model / "tokenizer_config.json"
+    known = settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))
+    if not known and not (model / CHAT_TEMPLATE).exists() and (adapter / CHAT_TEMPLATE).exists():
+        shutil.copy2(adapter / CHAT_TEMPLATE, model / CHAT_TEMPLATE)
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -1,0 +1,77 @@
+"""An adapter folded into the weights beneath it, by MLX alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from crosstune.core.agreement import Logits, Prompts
+from crosstune.core.errors import UserError
+from crosstune.mlx_engine.adapters import AdaptedLinear
+from crosstune.mlx_engine.precision import PRECISIONS
+from crosstune.mlx_engine.quantized import dense_weight
+from crosstune.mlx_engine.saved import save_arrays
+from crosstune.mlx_engine.session import MlxSession
+from crosstune.models.folder import weight_files
+
+
+def session_logits(session: MlxSession, prompts: Prompts) -> Logits:
+    """Of the model as it is opened for training."""
+    return [np.array(session.model(mx.array([list(prompt)]))[0].astype(mx.float32)) for prompt in prompts]
+
+
+def write_merged(target: Path, source: Path, session: MlxSession, *, dequantized: bool, dtype: str) -> None:
+    """`source` with the session's adapters folded in, every weight dense: those of few bits as training saw them where
+    `dequantized`. Names and number formats are those of the files, unless `dtype` names one format for all."""
+    modules = _quantized(session) if dequantized else {}
+    wanted = None if dtype == "auto" else PRECISIONS[dtype].weights
+    arrays = _dense(source, adapters=session.adapters, modules=modules, dtype=wanted)
+    missing = [layer for layer in {*modules, *session.adapters} if f"{layer}.weight" not in arrays]
+    if missing:
+        raise UserError(
+            f"{source} cannot be merged by MLX.",
+            why=f"mlx-lm keeps {len(missing)} of its layers under names of its own, such as {missing[0]}.",
+            do="merge it on a machine with torch, or use mlx_lm.fuse",
+        )
+    save_arrays(target, arrays, base=source)
+
+
+def _dense(
+    folder: Path,
+    *,
+    adapters: Mapping[str, AdaptedLinear],
+    modules: Mapping[str, Any],
+    dtype: mx.Dtype | None,
+) -> dict[str, mx.array]:
+    """Not one of them is computed yet."""
+    found: dict[str, mx.array] = {}
+    for path in weight_files(folder):
+        arrays: Any = mx.load(str(path))
+        for name, array in arrays.items():
+            layer, _, part = name.rpartition(".")
+            module, is_weight = modules.get(layer), part == "weight"
+            if module is not None and part in ("scales", "biases"):
+                continue
+            kept = array.dtype
+            if module is not None and is_weight:
+                kept = kept if mx.issubdtype(kept, mx.floating) else module.scales.dtype
+                array = dense_weight(module, mx.float32)
+            if layer in adapters and is_weight:
+                array = adapters[layer].fold(array)
+            floating = mx.issubdtype(array.dtype, mx.floating)
+            found[name] = array.astype(dtype or kept) if floating else array
+    return found
+
+
+def _quantized(session: MlxSession) -> dict[str, Any]:
+    """Layers of few bits, by the names that their dense ones have."""
+    return {
+        name.removesuffix(".base"): module
+        for name, module in session.model.named_modules()
+        if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding))
+    }

@@ -1,0 +1,142 @@
+"""Adapters that MLX folds into their base: as PEFT does it, and over MLX's own bits, which nobody else reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
+
+from crosstune.cli.main import main
+from crosstune.models.adapter_files import copy_template
+from crosstune.models.tiny import tiny_model as make_tiny
+from crosstune.models.weights import read_arrays, to_float32
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "turns.jsonl"
+    turns = [
+        [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": f"{n} " * 4}]
+        for n in range(12)
+    ]
+    path.write_text("".join(json.dumps({"messages": pair}) + "\n" for pair in turns))
+    return path
+
+
+def train(model: Path, data: Path, folder: Path, *words: str) -> Path:
+    options = ["--backend", "mlx", "--model_name", str(model), "--dataset", str(data), "--skip_eval"]
+    options += ["--max_steps", "3", "--lr", "1e-2", "--output_dir", str(folder), "--name", "run"]
+    assert main(["train", *options, *words]) == 0
+    return folder / "run"
+
+
+def report_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main([*words, "--json"]) == 0
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    return {
+        name: to_float32(kind, array)
+        for name, (kind, array) in read_arrays(folder / "model.safetensors").items()
+    }
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_peft_merges_to_the_same_weights(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str], method: str, tied: bool
+) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    base = make_tiny(tmp_path / "base", tied=tied)
+    run = train(base, data, tmp_path, "--train_type", method, "--precision", "fp32")
+    report = report_of(capsys, "merge", str(run), "--backend", "mlx")
+    assert report["verified"] and report["checked_by"] == "mlx-lm" and report["agreement"]["relative"] < 1e-5
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    expected = peft.PeftModel.from_pretrained(plain, str(run / "adapter")).merge_and_unload().state_dict()
+    found = weights(run / "merged")
+    assert found.keys() == weights(base).keys()
+    for name, array in found.items():
+        np.testing.assert_allclose(array, expected[name].float().numpy(), rtol=1e-4, atol=1e-6, err_msg=name)
+    changed = [name for name, array in weights(base).items() if not np.array_equal(array, found[name])]
+    assert changed and all("_proj" in name for name in changed)
+
+
+def test_what_was_trained_over_bits_is_kept_as_it_was_seen(
+    tiny_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(
+        tiny_model, data, tmp_path, "--train_type", "qlora", "--group_size", "32", "--precision", "fp32"
+    )
+    costs = {}
+    for into in ("original", "dequantized"):
+        out = tmp_path / into
+        report = report_of(capsys, "merge", str(run), "--into", into, "--out", str(out))
+        assert report["verified"] and report["agreement"]["relative"] < 1e-4
+        assert not (json.loads((out / "config.json").read_text())).get("quantization")
+        costs[into] = report["against_trained"][into]["relative"]
+    assert costs["dequantized"] < 1e-4 < costs["original"]
+    report = report_of(
+        capsys,
+        "export",
+        str(run),
+        "--to",
+        "mlx",
+        "--n_bits",
+        "8",
+        "--group_size",
+        "32",
+        "--out",
+        str(tmp_path / "eight"),
+    )
+    assert report["verified"] and report["unquantized"]["verified"] and report["n_bits"] == 8
+    assert (
+        main(
+            [
+                "generate",
+                str(tmp_path / "eight"),
+                "--backend",
+                "mlx",
+                "--prompt",
+                "Say 3",
+                "--max_new_tokens",
+                "3",
+            ]
+        )
+        == 0
+    )
+
+
+def test_a_folder_of_bits_alone_has_no_original(
+    tiny_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    four = tmp_path / "four"
+    words = ["--n_bits", "4", "--group_size", "32", "--out", str(four)]
+    assert main(["convert", str(tiny_model), "--to", "mlx", *words]) == 0
+    run = train(four, data, tmp_path, "--train_type", "qlora", "--group_size", "32")
+    capsys.readouterr()
+    assert main(["merge", str(run)]) == 2
+    assert "--into dequantized" in capsys.readouterr().err
+    report = report_of(capsys, "merge", str(run), "--into", "dequantized")
+    assert report["verified"]
+    assert set(weights(run / "merged")) == set(weights(tiny_model))
+
+
+def test_a_template_goes_along_where_there_is_none(tmp_path: Path) -> None:
+    adapter, bare, own = tmp_path / "adapter", tmp_path / "bare", tmp_path / "own"
+    for folder in (adapter, bare, own):
+        folder.mkdir()
+    (adapter / "chat_template.jinja").write_text("trained")
+    (own / "tokenizer_config.json").write_text(json.dumps({"chat_template": "own"}))
+    copy_template(adapter, bare)
+    copy_template(adapter, own)
+    assert (bare / "chat_template.jinja").read_text() == "trained"
+    assert not (own / "chat_template.jinja").exists()
