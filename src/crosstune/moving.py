@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -54,6 +55,7 @@ def move(
     if to not in backend_specs():
         raise unknown_name("backend", to, backend_specs())
     checkpoint = pick_checkpoint(run, observer)
+    _check_movable(checkpoint, to)
     home = find_run(checkpoint.folder)
     here = _open_side(checkpoint, _own_backend(checkpoint), observer, model_name)
     _check_training(checkpoint, here)
@@ -85,6 +87,7 @@ def move(
         "bytes": num_bytes,
         "step": checkpoint.step,
         "to": to,
+        "processes": int((checkpoint.manifest.get("options") or {}).get("world_size", 1)),
         "measured": measured.to_json(),
         "compared": compared,
         "changes": [a.sentence() for a in there.adjustments if a.kind == "change"],
@@ -119,7 +122,7 @@ def _check_training(checkpoint: Checkpoint, side: Side) -> None:
 def _measure(checkpoint: Checkpoint, side: Side) -> crossing.Measured:
     session = open_session(side.plan, side.model)
     session.import_weights(checkpoint.load().weights)
-    return crossing.measure(
+    measured = crossing.measure(
         session,
         side.recipe,
         step=checkpoint.step,
@@ -127,6 +130,19 @@ def _measure(checkpoint: Checkpoint, side: Side) -> crossing.Measured:
         precision=side.plan.precision,
         quantization=quantization_name(side.plan),
     )
+    del session
+    gc.collect()  # a model holds on to itself in circles, and the next one needs its memory
+    return measured
+
+
+def _check_movable(checkpoint: Checkpoint, to: str) -> None:
+    few = checkpoint.manifest["identity"].get("trainable", {}).get("num_layers")
+    if few is not None and backend_specs()[to].engine != "mlx":
+        raise UserError(
+            f"The run cannot move to {to}.",
+            why=f"its --mlx_config has adapters on {few} of the layers alone, which no option says on torch.",
+            do="train with --lora_target_modules and a pattern of whole names instead, which every backend reads",
+        )
 
 
 def _plan_there(checkpoint: Checkpoint, to: str, machine: str | None, model_name: str | None) -> Plan:

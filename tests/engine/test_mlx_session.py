@@ -173,6 +173,38 @@ def test_blame_names_the_layer_whose_output_went_bad(tiny_model: Path, window: l
     assert "model.layers.1.mlp.down_proj" in session.blame(window)
 
 
+def test_more_last_layers_than_there_are_mean_all(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mlx.json"
+    for asked, expected in ((1, 7), (2.0, 14), (3, 14), (-1, 14)):
+        path.write_text(json.dumps({"num_layers": asked}))
+        assert len(open_session(tiny_model, mlx_config=str(path)).adapters) == expected
+
+
+@pytest.mark.parametrize("bits", [0, 2, 3, 4, 8])
+def test_weights_that_are_not_those_of_the_files_are_not_trained(tiny_model: Path, bits: int) -> None:
+    """As mlx-lm multiplies, turns or moves those of some models while it reads them."""
+    import mlx.nn as nn
+
+    from crosstune.mlx_engine.load import check_stored
+
+    name = "model.layers.1.mlp.down_proj.weight"
+    stored = mx.load(str(tiny_model / "model.safetensors"))[name]
+
+    def layer(weight: mx.array) -> Any:
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        linear.weight = weight
+        return linear if not bits else nn.QuantizedLinear.from_linear(linear, group_size=32, bits=bits)
+
+    check_stored(tiny_model, {name: layer(stored)}, kind="some")
+    if not bits:
+        check_stored(tiny_model, {name: stored.astype(mx.bfloat16)}, kind="some")
+    for other in (1.4 * stored, stored[::-1], stored.T):
+        with pytest.raises(UserError, match="cannot be trained on MLX in this way"):
+            check_stored(tiny_model, {name: layer(other)}, kind="some")
+    with pytest.raises(UserError, match=r"such as model\.other\.weight"):
+        check_stored(tiny_model, {"model.other.weight": stored}, kind="some")
+
+
 def test_limits_are_set_and_memory_is_counted(tiny_model: Path, tmp_path: Path, window: list[Any]) -> None:
     path = tmp_path / "mlx.json"
     path.write_text(json.dumps({"memory_limit_gb": 3, "cache_limit_gb": 0.25, "num_layers": 1}))
@@ -330,8 +362,10 @@ def test_a_run_needs_no_torch(tiny_model: Path, tmp_path: Path) -> None:
     planned = run_without_torch("plan", "--model_name", str(tiny_model), "--train_type", "qlora", "--json")
     assert json.loads(planned.stdout)["quantizer"] == "mlx"
     merged = run_without_torch("merge", str(folder))
-    assert merged.returncode == 2
-    assert "crosstune[torch]" in merged.stderr
+    assert merged.returncode == 0, merged.stderr
+    written = run_without_torch("export", str(folder), "--to", "gguf")
+    assert written.returncode == 2
+    assert "crosstune[torch]" in written.stderr
 
 
 def test_the_doctor_needs_no_torch_and_answers_without_it(tiny_model: Path, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ CLOSE = 1e-5
 # Each process does all the trainings of a list, as one that was started by mlx.launch would.
 RANK = """
 import json, pathlib, sys
+from crosstune.cli.main import main
 from crosstune.config.load import make_config, read_ranks
 from crosstune.core.errors import UserError
 from crosstune.run import train
@@ -165,6 +166,17 @@ def test_one_goes_on_where_two_were(runs: Path, tiny_model: Path, data: Path) ->
         train(make_config(**asked, name="refused", gradient_accumulation_steps=2, world_size=1))
     train(make_config(**asked, name="one-on", world_size=1))
     check_equal(runs / "one-lora", runs / "one-on")
+
+
+def test_a_run_of_two_moves_to_one(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    archive = tmp_path / "two.tar"
+    assert main(["move", str(runs / "two-lora"), "--to", "cpu", "--out", str(archive)]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("go on")]
+    words = line.split()[3:]
+    assert words[-2:] == ["--world_size", "1"]
+    words[words.index("two.tar")] = str(archive)
+    assert main([*words, "--output_dir", str(tmp_path), "--max_steps", "7"]) == 0
+    assert read_jsonl(tmp_path / "two-lora" / "metrics.jsonl")[-1]["step"] == 7
 
 
 def test_processes_that_mean_different_trainings_do_not_start(runs: Path) -> None:

@@ -176,6 +176,18 @@ def test_a_move_that_changes_the_loss_too_much_stops(
     assert main([*words, "--allow_mismatch", "loss"]) == 0
 
 
+def test_adapters_on_the_last_layers_alone_stay_on_mlx(
+    tiny_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = tmp_path / "few.json"
+    few.write_text('{"num_layers": 1}')
+    asked = options(tiny_model, data, tmp_path, max_steps=2, save_steps=2, mlx_config=str(few))
+    folder = train(make_config(**asked, backend="mlx", name="run")).folder
+    assert main(["move", str(folder), "--to", "cuda"]) == 2
+    assert "1 of the layers alone" in capsys.readouterr().err
+    assert main(["move", str(folder), "--to", "mlx"]) == 0
+
+
 def test_another_base_and_an_unknown_backend_are_refused(
     tiny_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,6 +89,21 @@ def test_an_adapter_of_mlx_lm_itself_becomes_peft(tmp_path: Path) -> None:
         np.testing.assert_array_equal(values, tensors[name])
 
 
+def test_matrices_of_several_experts_have_no_other_form(tmp_path: Path) -> None:
+    folder = tmp_path / "mlx"
+    folder.mkdir()
+    stacked = np.zeros((4, 8, 64), np.float32)
+    names = [f"model.layers.0.mlp.switch_mlp.up_proj.lora_{part}" for part in "ab"]
+    write_safetensors(
+        folder / MLX_WEIGHTS,
+        [Tensor(name=n, dtype="F32", shape=stacked.shape, rows=[stacked]) for n in names],
+    )
+    config = {"fine_tune_type": "lora", "lora_parameters": {"rank": 8, "scale": 20.0}}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="several experts"):
+        to_peft(folder, tmp_path / "peft", base="org/model")
+
+
 def test_what_is_no_lora_is_refused(tmp_path: Path) -> None:
     make(tmp_path / "peft", rank=2, dora=False)
     path = tmp_path / "peft" / "adapter_config.json"

@@ -124,3 +124,19 @@ def test_everything_wrong_with_a_file_is_told_at_once(tmp_path: Path) -> None:
     assert len(caught.value.problems) == 5
     for words in ("itres", "memory_limit_gb", "compile", "batch_size", "scale"):
         assert words in "\n".join(caught.value.lines())
+
+
+@pytest.mark.parametrize(
+    ("flags", "alpha"), [([], 160.0), (["--lora_rank", "4"], 40.0), (["--use_rslora", "true"], 40.0)]
+)
+def test_scale_is_what_is_applied_whatever_the_rank(tmp_path: Path, flags: list[str], alpha: float) -> None:
+    path = write(tmp_path, lora_parameters={"rank": 16, "scale": 10.0})
+    assert load_config(["--mlx_config", str(path), *flags]).lora_alpha == alpha
+
+
+@pytest.mark.parametrize("text", ["num_layers: .inf", "cache_limit_gb: .nan", "memory_limit_gb: .inf"])
+def test_numbers_are_finite(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mlx.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="a number that is finite"):
+        load_config(["--mlx_config", str(path)])

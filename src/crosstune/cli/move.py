@@ -63,4 +63,5 @@ def _print(report: Mapping[str, Any]) -> None:
     print(f"written  {report['path']} ({size(report['bytes'])}, step {report['step']})")
     if report["model"]:
         print(f"base     {report['model']['name']}, not in the archive: have it there, or give --model_name")
-    print(f"go on    crosstune train --resume {Path(report['path']).name} --backend {report['to']}")
+    alone = " --world_size 1" if report["processes"] > 1 else ""
+    print(f"go on    crosstune train --resume {Path(report['path']).name} --backend {report['to']}{alone}")

@@ -99,7 +99,7 @@ def _add_mlx_settings(given: Given, problems: list[UserError]) -> Given:
     if file is None:
         return given
     try:
-        options, wrong = options_in(str(file))
+        options, wrong = options_in(str(file), {name: raw for name, (raw, _) in given.items()})
     except UserError as error:
         problems.append(error)
         return given

@@ -3,6 +3,7 @@ one, and the few settings that only the MLX engine has."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -58,6 +59,8 @@ def read_mlx_settings(file: str | None) -> MlxSettings:
     data, problems = _read(Path(file).expanduser())
     values = {key: value for key, value in data.items() if key in _OWN}
     raise_all(problems + _wrong_values(values, file))
+    if values.get("num_layers") is not None:
+        values["num_layers"] = int(values["num_layers"])
     return MlxSettings(**values)
 
 
@@ -70,6 +73,8 @@ def _wrong_values(values: Mapping[str, Any], file: str) -> list[UserError]:
             continue
         if isinstance(value, bool) != wants_bool or not isinstance(value, (bool, int, float)):
             takes = "true or false" if wants_bool else "a number"
+        elif not math.isfinite(value):
+            takes = "a number that is finite"
         elif key == "num_layers" and (value != int(value) or value < -1 or value == 0):
             takes = "a count from 1 up, or -1 for all"
         elif value < 0 and key != "num_layers":
@@ -79,8 +84,9 @@ def _wrong_values(values: Mapping[str, Any], file: str) -> list[UserError]:
     return found
 
 
-def options_in(file: str) -> tuple[dict[str, Any], list[UserError]]:
-    """The ordinary options that the file sets, by their own names, and everything that is wrong with the file."""
+def options_in(file: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[UserError]]:
+    """The ordinary options that the file sets, by their own names, and everything that is wrong with the file. What is
+    `given` elsewhere comes before it."""
     data, problems = _read(Path(file).expanduser())
     options: dict[str, Any] = {}
     for key, value in data.items():
@@ -90,7 +96,7 @@ def options_in(file: str) -> tuple[dict[str, Any], list[UserError]]:
             options[known.name] = value
     if "scale" in data:
         try:
-            options["lora_alpha"] = _alpha(file, data)
+            options["lora_alpha"] = _alpha(file, data, {**options, **given})
         except UserError as error:
             problems.append(error)
     if "mask_prompt" in data:
@@ -98,17 +104,24 @@ def options_in(file: str) -> tuple[dict[str, Any], list[UserError]]:
     return options, problems + _wrong_values({key: data[key] for key in data if key in _OWN}, file)
 
 
-def _alpha(file: str, data: Mapping[str, Any]) -> float:
-    """mlx-lm multiplies by `scale`, everyone else by alpha / rank."""
-    rank, scale = data.get("rank"), data["scale"]
-    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (rank, scale))
-    if not numbers or "alpha" in data:
+def _alpha(file: str, data: Mapping[str, Any], options: Mapping[str, Any]) -> float:
+    """mlx-lm multiplies by `scale`, everyone else by alpha / rank, or by alpha / the root of rank."""
+    rank, scale = _number(options.get("lora_rank")), _number(data["scale"])
+    if rank is None or scale is None or "alpha" in data:
         raise UserError(
             f"scale cannot be read from {file}.",
             why="it stands for alpha / rank, so it needs a rank beside it and no alpha.",
             do="give rank and scale, or rank and alpha, as numbers",
         )
-    return float(scale) * float(rank or 0)
+    return scale * (math.sqrt(rank) if str(options.get("use_rslora", False)).lower() == "true" else rank)
+
+
+def _number(value: Any) -> float | None:
+    """Flags are still words here."""
+    try:
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[UserError]]:

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from crosstune.core.errors import UserError
+
 IGNORED = -100
 """The target of a position that carries no loss."""
 
@@ -44,6 +46,16 @@ class Batch:
     @property
     def num_supervised(self) -> int:
         return int((self.targets != IGNORED).sum())
+
+
+def weight_of(window: Sequence[Batch]) -> int:
+    """What the losses of a window are divided by."""
+    weight = sum(batch.num_supervised for batch in window)
+    if not weight:
+        raise UserError(
+            "There is nothing to learn in this step.", why="not one token of its rows carries loss."
+        )
+    return weight
 
 
 @dataclass(frozen=True, kw_only=True)

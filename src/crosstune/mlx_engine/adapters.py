@@ -94,7 +94,8 @@ def add_adapters(
     """
     linears = linear_layers(model)
     if last_layers is not None and last_layers >= 0:
-        inside = {id(m) for layer in model.layers[len(model.layers) - last_layers :] for m in layer.modules()}
+        last = model.layers[max(0, len(model.layers) - last_layers) :]
+        inside = {id(module) for layer in last for module in layer.modules()}
         linears = {name: layer for name, layer in linears.items() if id(layer) in inside}
     kind = DoraLinear if settings.magnitudes else AdaptedLinear
     adapters = {

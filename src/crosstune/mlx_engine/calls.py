@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map
 
 Around = Callable[..., Any]
 """Called with the module's own call, the module, and then what the call was given."""
@@ -29,17 +30,21 @@ def recompute_in_backward(layer: nn.Module) -> None:
 
 
 def _checkpointed(call: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Every array that comes in is an input of the recomputation, as gradients reach nothing else.
+    """Every array that comes in, however deep in a tuple, is an input of the recomputation, as gradients reach nothing
+    else.
 
     Caches are neither arrays nor trained, and stay as they are.
     """
-    arrays = [value for value in (*args, *kwargs.values()) if isinstance(value, mx.array)]
+    whole = [list(args), kwargs]
+    arrays: list[mx.array] = []
+    tree_map(lambda value: arrays.append(value) if isinstance(value, mx.array) else None, whole)
 
     def inner(params: Any, given: list[Any]) -> Any:
         layer.update(params)
         left = iter(given)
-        positional = [next(left) if isinstance(value, mx.array) else value for value in args]
-        named = {key: next(left) if isinstance(value, mx.array) else value for key, value in kwargs.items()}
+        positional, named = tree_map(
+            lambda value: next(left) if isinstance(value, mx.array) else value, whole
+        )
         return call(*positional, **named)
 
     return mx.checkpoint(inner)(layer.trainable_parameters(), arrays)

@@ -27,9 +27,11 @@ class Gradients:
         self, weights: Mapping[str, mx.array], feed: Feed, key: mx.array, *, scale: float
     ) -> tuple[mx.array, dict[str, mx.array]]:
         """The sum of losses times `scale`, and its gradient."""
+        self.model.train()  # some models take kernels that have no gradient unless they know
         try:
             return self._both(dict(weights), feed.arrays(), key, mx.array(scale, dtype=mx.float32))
         finally:  # tracing leaves its own things in the model
+            self.model.eval()
             put(self.model, weights)
             self._set_keys(None)
 

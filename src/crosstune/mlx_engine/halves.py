@@ -60,7 +60,7 @@ class Halves:
 def cut(model: Any) -> Halves | None:
     """The body is the part that holds the layers. None where a trial shows that what follows it is more than a head
     for each position."""
-    bodies = [m for name, m in model.named_modules() if name and m.get("layers") is model.layers]
+    bodies = [module for name, module in model.named_modules() if name and _holds_layers(module, model)]
     if len(bodies) != 1:
         return None
     ids = mx.array([[1, 2, 3, 4], [5, 6, 7, 8]])
@@ -79,18 +79,33 @@ def cut(model: Any) -> Halves | None:
     return None
 
 
+def _holds_layers(module: Any, model: Any) -> bool:
+    own = module.get("layers", module.get("h"))
+    return isinstance(own, list) and bool(own) and own[-1] is model.layers[-1]
+
+
 def weights_of_the_rest(halves: Halves) -> list[str]:
-    """Canonical names of the trained weights behind the cut: those that a gradient from there reaches."""
-    found = {canonical_name(name): array for name, array in tree_flatten(halves.model.trainable_parameters())}
+    """Canonical names of the trained weights behind the cut: those that make its logits nonsense when they are."""
+    model = halves.model
+    found = {canonical_name(name): array for name, array in tree_flatten(model.trainable_parameters())}
     hidden = halves.hidden(mx.array([[1, 2]]))
+    mx.eval(hidden)
 
-    def rest(weights: dict[str, mx.array]) -> mx.array:
-        put(halves.model, weights)
-        return mx.square(halves.logits(hidden).astype(mx.float32)).sum()
+    def reach(names: list[str]) -> bool:
+        put(
+            model,
+            {name: mx.broadcast_to(mx.array(mx.nan, found[name].dtype), found[name].shape) for name in names},
+        )
+        try:
+            return bool(mx.isnan(halves.logits(hidden)).any())
+        finally:
+            put(model, {name: found[name] for name in names})
 
-    try:
-        gradients = mx.grad(rest)(found) if found else {}
-    finally:
-        put(halves.model, found)
-    # One at a time: each is as large as its weight.
-    return [name for name in list(gradients) if bool(mx.any(gradients.pop(name) != 0))]
+    def search(names: list[str]) -> list[str]:
+        """By halves, as most of them reach nothing."""
+        if not names or not reach(names):
+            return []
+        middle = len(names) // 2
+        return search(names[:middle]) + search(names[middle:]) if middle else names
+
+    return search(list(found))

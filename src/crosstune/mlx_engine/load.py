@@ -11,20 +11,24 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
 from crosstune.config.plan import Plan
 from crosstune.core.errors import UserError
 from crosstune.mlx_engine.adapters import linear_layers
 from crosstune.mlx_engine.forms import check_form
-from crosstune.mlx_engine.quantized import quantize_layers
+from crosstune.mlx_engine.quantized import dense_weight, linear_shape, quantize_layers
 from crosstune.models.config_spelling import spell_positions
 from crosstune.models.folder import read_config, weight_files
 from crosstune.models.quantized_folder import FolderQuantization, read_quantization
-from crosstune.models.weights import read_header
+from crosstune.models.weights import read_header, read_rows
 
 READ_BY_MLX_LM = ("bitnet", "mxfp4", "mxfp8", "fp8", "compressed-tensors", "modelopt", "awq", "gptq")
 """Quantizations of others that mlx-lm turns into its own while it reads them."""
+_ROWS_COMPARED = 8
+_LOST_TO_BITS = {2: 0.25, 3: 0.1}
+"""Of the square of a weight: what rounding to so many bits may take from it or add. With more it is less than 0.05."""
 
 
 def load_model(folder: Path, *, plan: Plan, dtype: mx.Dtype, trained: bool = True) -> nn.Module:
@@ -126,21 +130,48 @@ def check_asked(folder: Path, held: FolderQuantization | None, plan: Plan) -> No
         )
 
 
-def stored_names(folder: Path) -> set[str]:
-    return {name for path in weight_files(folder) for name in read_header(path)[0]}
-
-
-def check_names(folder: Path, names: list[str], *, kind: str) -> None:
-    """Raise unless what is trained has the name and place that it has in the folder's files: mlx-lm renames or
-    restacks the weights of some models, and other tools would not find them again."""
-    stored = stored_names(folder)
-    changed = [name for name in names if name not in stored]
+def check_stored(folder: Path, trained: Mapping[str, Any], *, kind: str) -> None:
+    """Raise unless what is trained, or has an adapter, is what the folder's files hold under its name: mlx-lm renames,
+    restacks, turns or scales the weights of some models while it reads them, and what is learned over those would be
+    something else to everyone. `trained` has arrays, and layers for adapters. A few rows of each are compared."""
+    places = {
+        name: (path, entry) for path in weight_files(folder) for name, entry in read_header(path)[0].items()
+    }
+    changed = [name for name, what in trained.items() if not _is_stored(name, what, places)]
     if changed:
         raise UserError(
             f"A model of the type '{kind}' cannot be trained on MLX in this way.",
-            why=f"mlx-lm keeps {len(changed)} of its weights under names or in shapes of its own, such as {changed[0]}.",
+            why=f"mlx-lm keeps {len(changed)} of its weights otherwise than its files do, such as {changed[0]}.",
             do="use a torch backend, or adapters on other layers (--lora_target_modules)",
         )
+
+
+def _is_stored(name: str, what: Any, places: Mapping[str, tuple[Path, Mapping[str, Any]]]) -> bool:
+    array = what if isinstance(what, mx.array) else what.weight
+    if name not in places:
+        return False
+    path, entry = places[name]
+    if not entry["shape"]:
+        return array.size == 1
+    rows = np.unique(np.linspace(0, entry["shape"][0] - 1, _ROWS_COMPARED).astype(np.int64))
+    stored = read_rows(path, name, rows)
+    if stored.dtype.kind != "f":  # bits as MLX packs them, which it takes as they are
+        return list(array.shape) == entry["shape"] and bool((np.array(array[mx.array(rows)]) == stored).all())
+    if isinstance(what, mx.array):
+        found = (
+            np.array(array[mx.array(rows)].astype(mx.float32))
+            if list(array.shape) == entry["shape"]
+            else None
+        )
+    else:
+        same = list(linear_shape(what)) == entry["shape"]
+        found = np.array(dense_weight(what, mx.float32, mx.array(rows))) if same else None
+    if found is None:
+        return False
+    size = float((stored * stored).sum())
+    if array.dtype == mx.uint32:  # rounded to few bits: on the whole it must be the same
+        return abs(float((found * stored).sum()) - size) <= _LOST_TO_BITS.get(what.bits, 0.05) * size
+    return bool(np.allclose(found, stored, rtol=1e-2, atol=1e-2 * float(np.abs(stored).max(initial=0.0))))
 
 
 def num_parameters(model: nn.Module) -> int:

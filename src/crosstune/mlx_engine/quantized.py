@@ -31,14 +31,18 @@ def linear_shape(layer: Any) -> tuple[int, int]:
     return (rows, columns * 32 // layer.bits) if isinstance(layer, nn.QuantizedLinear) else (rows, columns)
 
 
-def dense_weight(layer: Any, dtype: mx.Dtype) -> mx.array:
-    """The weight of a linear layer or an embedding, quantized or not, as a dense matrix."""
+def dense_weight(layer: Any, dtype: mx.Dtype, rows: mx.array | None = None) -> mx.array:
+    """The weight of a linear layer or an embedding, quantized or not, as a dense matrix; or some rows of it."""
+
+    def part(array: Any) -> Any:
+        return array if rows is None or array is None else array[rows]
+
     if not isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
-        return layer.weight.astype(dtype)
+        return part(layer.weight).astype(dtype)
     dense = mx.dequantize(
-        layer.weight,
-        layer.scales,
-        layer.get("biases"),
+        part(layer.weight),
+        part(layer.scales),
+        part(layer.get("biases")),
         group_size=layer.group_size,
         bits=layer.bits,
         mode=layer.mode,

@@ -13,7 +13,7 @@ import numpy as np
 from crosstune.config.plan import Plan
 from crosstune.core.errors import NonFiniteError, PeerLost
 from crosstune.core.fit import check_fit
-from crosstune.core.protocols import Array, Batch, EvalResult, Memory, SessionState, StepResult
+from crosstune.core.protocols import Array, Batch, EvalResult, Memory, SessionState, StepResult, weight_of
 from crosstune.core.scaling import LossScale
 from crosstune.mlx_engine import state as states
 from crosstune.mlx_engine.adapters import add_adapters, name_targets
@@ -22,7 +22,7 @@ from crosstune.mlx_engine.calls import recompute_in_backward
 from crosstune.mlx_engine.generate import OnToken, generate
 from crosstune.mlx_engine.gradients import Gradients
 from crosstune.mlx_engine.limits import raise_if_out_of_memory, read_memory, set_limits
-from crosstune.mlx_engine.load import check_names, load_model, num_parameters
+from crosstune.mlx_engine.load import check_stored, load_model, num_parameters
 from crosstune.mlx_engine.losses import CausalLoss, make_feed
 from crosstune.mlx_engine.masters import Masters
 from crosstune.mlx_engine.optimizer import Optimizer
@@ -79,13 +79,13 @@ class MlxSession:
         )
         self.scale = LossScale(enabled=self.precision.scaled)
         if trained:
-            self._check_names()
+            self._check_stored()
 
     def step(self, window: Sequence[Batch], *, lr: float) -> StepResult:
         """One optimizer step. The gradient is that of one large batch: each micro-batch's sum of losses is divided
         by the supervised tokens of the whole window."""
         assert self.masters.arrays, "this session was opened without training"
-        weight = sum(batch.num_supervised for batch in window)
+        weight = weight_of(window)
         before = self.key
         while True:
             try:
@@ -123,8 +123,8 @@ class MlxSession:
         total, weight = 0.0, 0
         for place, batch in enumerate(batches):
             weight += batch.num_supervised
+            self._check_packing([batch])  # by every process, so that none waits for one that refuses
             if self._is_own(place):
-                self._check_packing([batch])
                 total += float(self.loss(make_feed(batch)))
         if self.group is not None:
             [total] = self.group.sum_numbers(total)
@@ -283,9 +283,10 @@ class MlxSession:
         if any(batch.segments.max() > 1 for batch in batches):
             self.loss.ensure_separates_documents()
 
-    def _check_names(self) -> None:
-        names = [f"{name}.weight" for name in self.adapters] or list(self.masters.arrays)
-        check_names(self.model_folder, names, kind=str(getattr(self.model, "model_type", "?")))
+    def _check_stored(self) -> None:
+        layers = {f"{name}.weight": adapter.base for name, adapter in self.adapters.items()}
+        kind = str(getattr(self.model, "model_type", "?"))
+        check_stored(self.model_folder, layers or self.masters.published, kind=kind)
 
     def _add_adapters(self) -> None:
         config = self.plan.config

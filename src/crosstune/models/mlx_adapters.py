@@ -139,7 +139,15 @@ def _rename(name: str, parts: Mapping[str, str], source: Path) -> str:
 def _read(folder: Path, name: str) -> dict[str, Stored]:
     if not (folder / name).is_file():
         raise UserError(f"{folder} is not such an adapter folder.", why=f"it has no {name}.")
-    return read_arrays(folder / name)
+    arrays = read_arrays(folder / name)
+    stacked = [own for own, (_, values) in arrays.items() if values.ndim > 2]
+    if stacked:
+        raise UserError(
+            f"The adapter {folder} has no other form.",
+            why=f"{stacked[0]} holds the matrices of several experts in one array, and PEFT has no such layer.",
+            do="use it where it was made",
+        )
+    return arrays
 
 
 def _write(path: Path, tensors: Mapping[str, Stored]) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 _NUMPY = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}
+_PACKED = {"U32": "<u4", "U8": "u1", "I32": "<i4", "I8": "i1"}
 _ALIGNMENT = 8
 _MOST_HEADER_BYTES = 100_000_000
 
@@ -110,6 +111,19 @@ def read_arrays(path: Path) -> dict[str, tuple[str, NDArray[Any]]]:
         values = np.array(data[start:end]).view(_NUMPY[entry["dtype"]]).reshape(entry["shape"])
         found[name] = (entry["dtype"], values)
     return found
+
+
+def read_rows(path: Path, name: str, rows: NDArray[np.int64]) -> NDArray[Any]:
+    """Some rows of one tensor, without the others: numbers as fp32, packed bits as they are."""
+    import numpy as np
+
+    header, raw = read_header(path)
+    entry = header[name]
+    kind = _NUMPY.get(entry["dtype"]) or _PACKED[entry["dtype"]]
+    offset = len(raw) + entry["data_offsets"][0]
+    values = np.memmap(path, dtype=kind, mode="r", offset=offset, shape=tuple(entry["shape"]) or (1,))
+    found = np.array(values[rows])
+    return to_float32(entry["dtype"], found) if entry["dtype"] in _NUMPY else found
 
 
 def to_float32(dtype: str, values: NDArray[Any]) -> NDArray[np.float32]:

@@ -14,7 +14,7 @@ from crosstune.config.plan import Plan
 from crosstune.core.agreement import compare
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import NonFiniteError, OutOfMemory
-from crosstune.core.protocols import Array, Batch, EvalResult, Memory, SessionState, StepResult
+from crosstune.core.protocols import Array, Batch, EvalResult, Memory, SessionState, StepResult, weight_of
 from crosstune.core.record import write_json
 from crosstune.core.scaling import LossScale
 from crosstune.models.adapter_choice import AdapterSettings
@@ -74,7 +74,7 @@ class TorchSession:
     def step(self, window: Sequence[Batch], *, lr: float) -> StepResult:
         """One optimizer step. The gradient is that of one large batch: each micro-batch's sum of losses is divided
         by the supervised tokens of the whole window."""
-        weight = sum(batch.num_supervised for batch in window)
+        weight = weight_of(window)
         self._random_before = states.export_random(self.device)
         while True:
             try:

@@ -1,0 +1,151 @@
+"""The loss of the MLX engine on models of many kinds: cut before their heads, and computed again in the backward pass,
+they have the gradients of the plain way."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
+
+from crosstune.mlx_engine.adapters import canonical_name
+from crosstune.mlx_engine.calls import recompute_in_backward
+from crosstune.mlx_engine.losses import CausalLoss, Feed
+from crosstune.mlx_engine.masters import put
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+}
+OLD = {"n_ctx": 256, "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 256, "layer_norm_epsilon": 1e-5}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"rope_theta": 1e4},
+    "qwen3": {},
+    "qwen3_moe": EXPERTS,
+    "gemma2": {
+        "query_pre_attn_scalar": 16.0,
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+    },
+    "cohere": {"logit_scale": 0.25, "layer_norm_eps": 1e-5},
+    "phi": {"partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5},
+    "gpt2": OLD,
+}
+TIED = {"gemma2", "cohere", "gpt2"}
+
+
+def make_model(kind: str, **more: Any) -> Any:
+    module = importlib.import_module(f"mlx_lm.models.{kind}")
+    model = module.Model(
+        module.ModelArgs.from_dict(SHAPE | {"model_type": kind} | KINDS.get(kind, {}) | more)
+    )
+    mx.random.seed(0)
+    model.update(tree_map(lambda array: array + 0.05 * mx.random.normal(array.shape), model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+def make_feed() -> Feed:
+    draw = np.random.default_rng(0)
+    return Feed(
+        input_ids=mx.array(draw.integers(1, 100, (2, 12)).astype(np.int32)),
+        places=mx.array(np.sort(draw.choice(24, 9, replace=False)).astype(np.int32)),
+        targets=mx.array(draw.integers(1, 100, 9).astype(np.int32)),
+        counted=mx.array(np.full(9, 0.37, np.float32)),
+        segments=None,
+    )
+
+
+def trained(model: Any) -> dict[str, mx.array]:
+    return {canonical_name(name): array for name, array in tree_flatten(model.trainable_parameters())}
+
+
+def gradients(model: Any, loss: Callable[[dict[str, mx.array]], mx.array]) -> tuple[float, dict[str, Any]]:
+    weights = trained(model)
+
+    def of(weights: dict[str, mx.array]) -> mx.array:
+        put(model, weights)
+        return loss(weights)
+
+    try:
+        value, found = mx.value_and_grad(of)(weights)
+        return float(value), {name: np.array(array) for name, array in found.items()}
+    finally:
+        put(model, weights)
+
+
+def plain(model: Any, feed: Feed) -> tuple[float, dict[str, Any]]:
+    def loss(weights: dict[str, mx.array]) -> mx.array:
+        logits = model(feed.input_ids).reshape(-1, 128)[feed.places]
+        picked = mx.take_along_axis(logits, feed.targets[:, None], axis=-1)[:, 0]
+        return ((mx.logsumexp(logits, axis=-1) - picked) * feed.counted).sum()
+
+    return gradients(model, loss)
+
+
+def check_same(found: tuple[float, dict[str, Any]], expected: tuple[float, dict[str, Any]]) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    assert found[1].keys() == expected[1].keys()
+    for name, array in expected[1].items():
+        scale = float(np.abs(array).max())
+        np.testing.assert_allclose(found[1][name], array, atol=2e-5 * scale, rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_is_cut_has_the_gradients_of_a_whole_one(kind: str) -> None:
+    model, feed = make_model(kind), make_feed()
+    expected = plain(model, feed)
+    loss = CausalLoss(model, places_at_a_time=4)
+    assert loss._halves is not None
+    assert len(loss._trained) == (2 if kind == "phi" else 1)
+    assert any("embed" in name or "wte" in name for name in loss._trained) == (kind in TIED)
+    check_same(gradients(model, lambda weights: loss.differentiable(feed, weights)), expected)
+    assert float(loss(feed)) == pytest.approx(expected[0], rel=1e-5)
+
+
+def test_a_head_that_is_zero_still_learns() -> None:
+    model, feed = make_model("llama"), make_feed()
+    model.lm_head.weight = mx.zeros_like(model.lm_head.weight)
+    expected = plain(model, feed)
+    loss = CausalLoss(model)
+    found = gradients(model, lambda weights: loss.differentiable(feed, weights))
+    check_same(found, expected)
+    assert np.abs(found[1]["lm_head.weight"]).max() > 0
+    assert not mx.isnan(model.lm_head.weight).any()
+
+
+def test_arrays_inside_a_tuple_are_recomputed_with_their_gradients() -> None:
+    """Layers of Gemma 4 hand keys and values on to later ones."""
+    shared = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 16, "sliding_window": 64}
+    more = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
+    kinds = ["sliding_attention", "full_attention"] * 2
+    model, feed = make_model("gemma4_text", **shared, **more, layer_types=kinds), make_feed()
+    loss = CausalLoss(model)
+    expected = gradients(model, lambda weights: loss.differentiable(feed, weights))
+    for layer in model.layers:
+        recompute_in_backward(layer)
+    check_same(gradients(model, lambda weights: loss.differentiable(feed, weights)), expected)
