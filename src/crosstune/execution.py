@@ -197,7 +197,7 @@ class Execution:
             session,
             self.recipe,
             step=start.step,
-            first_step=start.measured.first_step,
+            like=start.measured,
             backend=self.plan.backend.name,
             precision=self.plan.precision,
             quantization=resume.quantization_name(self.plan),

@@ -21,7 +21,7 @@ from crosstune.core.protocols import Observer, Recipe
 from crosstune.loop import crossing
 from crosstune.machines import load_machine, probe_machine, profile_names
 from crosstune.models.locate import ModelFolder
-from crosstune.opening import find_model, open_recipe, open_session
+from crosstune.opening import find_base, open_recipe, open_session
 from crosstune.planning import make_plan
 from crosstune.restore import check_model, pick_checkpoint, restored_config
 from crosstune.resume import check_same, compare, quantization_name
@@ -55,9 +55,9 @@ def move(
     if to not in backend_specs():
         raise unknown_name("backend", to, backend_specs())
     checkpoint = pick_checkpoint(run, observer)
-    _check_movable(checkpoint, to)
     home = find_run(checkpoint.folder)
-    here = _open_side(checkpoint, _own_backend(checkpoint), observer, model_name)
+    own = str(checkpoint.manifest["backend"])
+    here = _open_side(checkpoint, _own_backend(own, observer), observer, model_name)
     _check_training(checkpoint, here)
     measured = _measure(checkpoint, here)
     observer.on_event("measured", measured.to_json())
@@ -86,7 +86,9 @@ def move(
         "path": str(out),
         "bytes": num_bytes,
         "step": checkpoint.step,
+        "from": own,
         "to": to,
+        "model_name": model_name,
         "processes": int((checkpoint.manifest.get("options") or {}).get("world_size", 1)),
         "measured": measured.to_json(),
         "compared": compared,
@@ -98,16 +100,21 @@ def move(
 
 def _open_side(checkpoint: Checkpoint, backend: str, observer: Observer, model_name: str | None) -> Side:
     plan = make_plan(restored_config(checkpoint, backend=backend, model_name=model_name))
-    model = find_model(plan.config, observer)
+    model = find_base(plan.config, checkpoint, observer)
     check_model(checkpoint, model)
     plan = make_plan(plan.config, machine=plan.machine)
     return Side(plan=plan, model=model, recipe=open_recipe(plan.config, model, observer))
 
 
-def _own_backend(checkpoint: Checkpoint) -> str:
+def _own_backend(own: str, observer: Observer) -> str:
     """The backend it was trained on, where that is here; otherwise whatever is."""
-    own = str(checkpoint.manifest["backend"])
-    return own if own in probe_machine(backends=[own]).available() else "auto"
+    if own in probe_machine(backends=[own]).available():
+        return own
+    message = (
+        f"{own}, on which the run was trained, is not here: what the move from there changes is not measured"
+    )
+    observer.on_event("warning", {"message": message})
+    return "auto"
 
 
 def _check_training(checkpoint: Checkpoint, side: Side) -> None:
@@ -119,7 +126,9 @@ def _check_training(checkpoint: Checkpoint, side: Side) -> None:
     check_same([d for d in differences if d.kind not in on_other_terms], side.plan.config)
 
 
-def _measure(checkpoint: Checkpoint, side: Side) -> crossing.Measured:
+def _measure(
+    checkpoint: Checkpoint, side: Side, *, like: crossing.Measured | None = None
+) -> crossing.Measured:
     session = open_session(side.plan, side.model)
     session.import_weights(checkpoint.load().weights)
     measured = crossing.measure(
@@ -129,20 +138,11 @@ def _measure(checkpoint: Checkpoint, side: Side) -> crossing.Measured:
         backend=side.plan.backend.name,
         precision=side.plan.precision,
         quantization=quantization_name(side.plan),
+        like=like,
     )
     del session
     gc.collect()  # a model holds on to itself in circles, and the next one needs its memory
     return measured
-
-
-def _check_movable(checkpoint: Checkpoint, to: str) -> None:
-    few = checkpoint.manifest["identity"].get("trainable", {}).get("num_layers")
-    if few is not None and backend_specs()[to].engine != "mlx":
-        raise UserError(
-            f"The run cannot move to {to}.",
-            why=f"its --mlx_config has adapters on {few} of the layers alone, which no option says on torch.",
-            do="train with --lora_target_modules and a pattern of whole names instead, which every backend reads",
-        )
 
 
 def _plan_there(checkpoint: Checkpoint, to: str, machine: str | None, model_name: str | None) -> Plan:
@@ -169,7 +169,8 @@ def _compare_here(
         return None
     if to not in probe_machine(backends=[to]).available():
         return None
-    found = crossing.compare(measured, _measure(checkpoint, _open_side(checkpoint, to, observer, model_name)))
+    side = _open_side(checkpoint, to, observer, model_name)
+    found = crossing.compare(measured, _measure(checkpoint, side, like=measured))
     observer.on_event("compared", found)
     return found
 

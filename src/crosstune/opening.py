@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from crosstune.checkpoint.read import Checkpoint
 from crosstune.config.load import add_environment, cache_override
 from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
@@ -25,6 +26,21 @@ def find_model(config: Config, observer: Observer) -> ModelFolder:
         )
 
     return locate(config.model_name, cache=cache_override(), progress=show)
+
+
+def find_base(config: Config, checkpoint: Checkpoint | None, observer: Observer) -> ModelFolder:
+    """The model of a run; one that was trained from elsewhere may have another name here."""
+    try:
+        return find_model(config, observer)
+    except UserError as error:
+        if checkpoint is None:
+            raise
+        base = checkpoint.manifest["identity"].get("model", {})
+        raise UserError(
+            f"The base model of the run, {config.model_name}, is not here.",
+            why=error.why or error.asked,
+            do=f"say where it is with --model_name; its weights have the hash {str(base.get('identity'))[:12]}",
+        ) from error
 
 
 def open_recipe(config: Config, model: ModelFolder, observer: Observer) -> Recipe:

@@ -11,11 +11,12 @@ from crosstune.config.load import make_config
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Observer, Session
+from crosstune.core.record import holds_run
 from crosstune.models.locate import ModelFolder
 from crosstune.models.staged import check_out, staged
-from crosstune.opening import find_model, open_session, weights_identity
+from crosstune.opening import find_base, open_session, weights_identity
 from crosstune.planning import make_plan
-from crosstune.resume import passed_over
+from crosstune.resume import as_it_was, passed_over
 
 # Options of a training that only its own machine could keep.
 _NOT_RESTORED = frozenset({"backend", "precision", "resume", "overwrite", "allow_mismatch", "time_limit"})
@@ -25,8 +26,15 @@ _SPARE_BYTES = 50_000_000
 def pick_checkpoint(path: Path, observer: Observer) -> Checkpoint:
     """A checkpoint, or the newest valid one of a run; a damaged one that is passed over is named."""
     root = path / FOLDER
-    if not root.is_dir():
+    if not root.is_dir() and not holds_run(path):
         return open_checkpoint(path.resolve())
+    if not root.is_dir():
+        learned = f" --base_adapter {path / 'adapter'}" if (path / "adapter").is_dir() else ""
+        raise UserError(
+            f"{path} has no checkpoint.",
+            why="it ran without --save_steps and --save_minutes, and was not stopped.",
+            do=f"start a new run with --save_steps N{learned}",
+        )
     found = newest_valid(root, on_damaged=lambda error: observer.on_event("warning", passed_over(error)))
     if found is None:
         raise UserError(
@@ -42,8 +50,11 @@ def restored_config(
     base is now."""
     asked, known = checkpoint.manifest.get("asked") or {}, make_config().options()
     kept = {name: value for name, value in asked.items() if name in known and name not in _NOT_RESTORED}
+    was = as_it_was(checkpoint, asked, backend=backend)
+    used = was.pop("precision", asked.get("precision", "auto"))
+    kept |= was
     if precision == "auto":
-        precision = asked.get("precision", checkpoint.manifest["precision"])
+        precision = used
     if model_name is not None:
         kept["model_name"] = model_name
     return make_config(**kept, backend=backend, precision=precision)
@@ -64,7 +75,7 @@ def open_restored(
 ) -> Session:
     """The model of a checkpoint on a backend of this machine."""
     plan = make_plan(restored_config(checkpoint, backend=backend, model_name=model_name))
-    model = find_model(plan.config, observer)
+    model = find_base(plan.config, checkpoint, observer)
     check_model(checkpoint, model)
     session = open_session(plan, model)
     session.import_weights(checkpoint.load().weights)

@@ -26,6 +26,7 @@ from crosstune.loop.crossing import Measured
 _FAMILIES = {"fused_adamw": "adamw", "fused_adam": "adam", "paged_adamw_8bit": "adamw_8bit"}
 _ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "use_rslora", "lora_target_modules")
 _SETTINGS = {"lora": _ADAPTER_SETTINGS, "dora": _ADAPTER_SETTINGS, "llama_pro": ("num_new_blocks",)}
+MLX_CONFIG_COPY = "mlx_config.yaml"
 _TITLES = {"data": "training data"}
 # Options that decide which rows of a data set are trained on.
 _DIVIDING = (
@@ -105,15 +106,43 @@ def complete_config(config: Config) -> Config:
     run = path if (path / FOLDER).is_dir() else find_run(path)
     asked = checkpoint.manifest.get("asked") or {}
     known = set(config.options()) - _FOR_ONE_START
-    stored = {name: value for name, value in asked.items() if name in known}
-    values = stored | packed | _same_rows(checkpoint, config) | config.options_asked()
-    values["resume"] = str(path)
+    stored = {name: value for name, value in asked.items() if name in known} | packed
+    backend = str((stored | config.options_asked()).get("backend", "auto"))
+    stored |= as_it_was(checkpoint, stored, backend=backend) | _same_rows(checkpoint, config)
+    values = stored | config.options_asked() | {"resume": str(path)}
     values["base_adapter"] = None  # what it began with is in the checkpoint
     if "name" not in config.asked and "output_dir" not in config.asked:
         values |= {"name": run.name, "output_dir": str(run.parent)}
     complete = make_config(**values)
     sources = {name: config.asked.get(name, f"the run {run.name}") for name in complete.asked}
     return dataclasses.replace(complete, asked=sources)
+
+
+def settled(config: Config, checkpoint: Checkpoint) -> Config:
+    """The configuration of a run that goes on, without the adapter it began with: that is in the checkpoint."""
+    values = config.options_asked() | {"base_adapter": None}
+    if config.resume == "auto":  # --resume PATH has it from the run already
+        values = as_it_was(checkpoint, values, backend=config.backend) | values
+    found = make_config(**values)
+    sources = {name: config.asked.get(name, "the checkpoint") for name in found.asked}
+    return dataclasses.replace(found, asked=sources)
+
+
+def as_it_was(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: str) -> dict[str, Any]:
+    """What the earlier part of a run used where it asked for something else or left it open. A choice that a machine
+    made by measuring itself is not made again on it, moments stay what they have become, and a file of settings that is
+    gone is in the run."""
+    manifest, kept = checkpoint.manifest, dict[str, Any]()
+    if backend in ("auto", manifest["backend"]) and asked.get("precision", "auto") == "auto":
+        kept["precision"] = manifest["precision"]
+    used = manifest["identity"].get("optimizer")
+    if used and asked.get("optimizer", used) != used:
+        kept["optimizer"] = used
+    file = asked.get("mlx_config")
+    copy = find_run(checkpoint.folder) / MLX_CONFIG_COPY
+    if file and not Path(file).expanduser().is_file() and copy.is_file():
+        kept["mlx_config"] = str(copy)
+    return kept
 
 
 def _same_rows(checkpoint: Checkpoint, config: Config) -> dict[str, int]:
@@ -130,6 +159,7 @@ def _same_rows(checkpoint: Checkpoint, config: Config) -> dict[str, int]:
 def _unpacked(config: Config) -> tuple[Path, dict[str, Any]]:
     """Where a run that was taken along is now, and the options that name what came with it."""
     path = Path(config.resume).expanduser()
+    there: dict[str, Any] = {}
     if path.is_file():
         note = read_note(path)
         folder = Path(config.output_dir).expanduser() / (config.name or PurePosixPath(str(note["run"])).name)
@@ -140,10 +170,24 @@ def _unpacked(config: Config) -> tuple[Path, dict[str, Any]]:
                 f"{folder} is there already and is not what {path} holds.",
                 do="choose another --name for the run that is taken along",
             )
-        path = folder
+        path, there = folder, {"backend": str(note["to"])}
     note = read_json(path / NOTE) if path.is_dir() else {}
     named = {option: str(path / place) for option, place in (note.get("options") or {}).items()}
-    return path, named
+    return path, named | there
+
+
+def passed_archive(asked: Config, checkpoint: Checkpoint) -> str | None:
+    """What to say where an archive was given and its run has gone on since it was unpacked."""
+    path = Path(asked.resume).expanduser()
+    if not names_path(asked) or not path.is_file():
+        return None
+    step = int(read_note(path)["step"])
+    if step == checkpoint.step:
+        return None
+    return (
+        f"{path} was unpacked before, as {find_run(checkpoint.folder)}: the run goes on from there, at step "
+        f"{checkpoint.step}, and not from step {step} of the archive; another --name starts from that"
+    )
 
 
 def lasting(config: Config) -> Config:
@@ -200,7 +244,7 @@ def settings_of(plan: Plan) -> dict[str, Any]:
     """The options that decide what the trained weights mean."""
     names = _SETTINGS.get(plan.method, ())
     settings = {"method": plan.method, **{name: getattr(plan.config, name) for name in names}}
-    layers = read_mlx_settings(plan.config.mlx_config).num_layers if plan.engine == "mlx" else None
+    layers = read_mlx_settings(plan.config.mlx_config).num_layers if plan.method in ("lora", "dora") else None
     return settings | ({"num_layers": layers} if layers not in (None, -1) else {})
 
 

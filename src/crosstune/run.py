@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from crosstune.data.sources import check_name
 from crosstune.execution import Execution, Start
 from crosstune.loop.train import Deadline
 from crosstune.models.locate import ModelFolder, identity
-from crosstune.opening import find_model, open_recipe, open_session, weights_identity
+from crosstune.opening import find_base, open_recipe, open_session, weights_identity
 from crosstune.planning import as_the_folder_is, make_plan, probe_for
 from crosstune.trained import check_base
 
@@ -91,7 +92,7 @@ def train(
     group = group if group is not None else Alone()
     ranks = group.ranks
     screen = Observers(list(observers) if ranks.first else [])
-    config = together.with_world(resume.complete_config(config), ranks)
+    given, config = config, together.with_world(resume.complete_config(config), ranks)
     machine = together.share_machine(group, lambda: probe_for(as_the_folder_is(config)))
     plan = make_plan(config, machine=machine, ranks=ranks)
     raise_all(unbuilt(plan))
@@ -101,16 +102,16 @@ def train(
     folder = run_folder(config)
     early = _Early(screen)
     checkpoint = resume.find_checkpoint(config, folder, early)
-    if checkpoint is not None and config.base_adapter:
-        config = dataclasses.replace(
-            config, base_adapter=None
-        )  # what the run began with is in the checkpoint
+    if checkpoint is not None and (passed := resume.passed_archive(given, checkpoint)):
+        early.on_event("warning", {"message": passed})
+    if checkpoint is not None:
+        config = resume.settled(config, checkpoint)
         plan = make_plan(config, machine=machine, ranks=ranks)
     in_place = checkpoint is not None and resume.continues_in_place(folder, checkpoint)
     if ranks.first and not config.overwrite and not in_place:
         check_free(folder, resuming=resume.wants_checkpoint(config))
     with together.in_turn(group):
-        model = _find_base(plan.config, checkpoint, screen)
+        model = find_base(plan.config, checkpoint, screen)
         plan = make_plan(config, machine=machine, ranks=ranks)  # now the model's shape is known for certain
         warnings = _check_base_adapter(plan, model)
         recipe = open_recipe(plan.config, model, screen)
@@ -138,6 +139,7 @@ def train(
         if not in_place and holds_run(folder):
             screen.on_event("moved_aside", {"path": str(move_aside(folder))})
         record = _open_record(folder, described, start, config=config, in_place=in_place)
+        _keep_mlx_config(folder, plan.config)
     observer = Observers([record, screen])
     for adjustment in plan.adjustments:
         record.on_event("adjustment", adjustment.to_event())
@@ -160,21 +162,6 @@ def train(
         ranks=ranks,
     )
     return RunResult(folder=folder, summary=execution.run(), failure=execution.failure)
-
-
-def _find_base(config: Config, checkpoint: Checkpoint | None, observer: Observer) -> ModelFolder:
-    """The model to train; one that a run was trained from elsewhere may have another name here."""
-    try:
-        return find_model(config, observer)
-    except UserError as error:
-        if checkpoint is None:
-            raise
-        base = checkpoint.manifest["identity"].get("model", {})
-        raise UserError(
-            f"The base model of the run, {config.model_name}, is not here.",
-            why=error.why or error.asked,
-            do=f"say where it is with --model_name; its weights have the hash {str(base.get('identity'))[:12]}",
-        ) from error
 
 
 def _check_base_adapter(plan: Plan, model: ModelFolder) -> list[str]:
@@ -207,6 +194,14 @@ def _open_record(
     if start is not None:
         record.carry_on(find_run(start.checkpoint.folder) / "metrics.jsonl", step=start.step)
     return record
+
+
+def _keep_mlx_config(folder: Path, config: Config) -> None:
+    """So that the run can go on where the file has moved."""
+    copy = folder / resume.MLX_CONFIG_COPY
+    source = Path(config.mlx_config).expanduser() if config.mlx_config else copy
+    if source.resolve() != copy.resolve():
+        shutil.copyfile(source, copy)
 
 
 def _start(plan: Plan, checkpoint: Checkpoint | None, identified: Mapping[str, Any]) -> Start | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import shutil
@@ -19,7 +20,8 @@ from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Observers
-from crosstune.core.record import read_jsonl
+from crosstune.core.record import read_json, read_jsonl
+from crosstune.models.weights import read_arrays
 from crosstune.moving import move
 from crosstune.run import train
 
@@ -176,16 +178,22 @@ def test_a_move_that_changes_the_loss_too_much_stops(
     assert main([*words, "--allow_mismatch", "loss"]) == 0
 
 
-def test_adapters_on_the_last_layers_alone_stay_on_mlx(
+def test_adapters_on_the_last_layers_alone_move_too(
     tiny_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = tmp_path / "few.json"
     few.write_text('{"num_layers": 1}')
     asked = options(tiny_model, data, tmp_path, max_steps=2, save_steps=2, mlx_config=str(few))
     folder = train(make_config(**asked, backend="mlx", name="run")).folder
-    assert main(["move", str(folder), "--to", "cuda"]) == 2
-    assert "1 of the layers alone" in capsys.readouterr().err
-    assert main(["move", str(folder), "--to", "mlx"]) == 0
+    few.unlink()  # the run has a copy
+    report = move(folder, to="cpu", observer=Observers(), out=tmp_path / "few.tar")
+    assert report["compared"]["difference"] < 1e-5
+    there = tmp_path / "there"
+    words = ["--resume", str(tmp_path / "few.tar"), "--output_dir", str(there), "--max_steps", "4"]
+    assert main(["train", *words]) == 0
+    assert read_json(there / "run" / "plan.json")["backend"] == "cpu"  # where it was moved to
+    names = read_arrays(there / "run" / "adapter" / "adapter_model.safetensors")
+    assert names and all(".layers.1." in name for name in names)
 
 
 def test_another_base_and_an_unknown_backend_are_refused(
@@ -205,8 +213,11 @@ def test_another_base_and_an_unknown_backend_are_refused(
 
 
 def plant(path: Path, name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> Path:
+    """An archive whose hashes are all right, as whoever wants to do harm would make it."""
+    said = {"run": "x", "step": 1, "to": "mlx", "files": {name: hashlib.sha256(b"evil").hexdigest()}}
+    said["sha256"] = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
     with tarfile.open(path, "w") as tar:
-        note = json.dumps({"run": "x", "step": 1, "to": "mlx"}).encode()
+        note = json.dumps(said).encode()
         first = tarfile.TarInfo("move.json")
         first.size = len(note)
         tar.addfile(first, io.BytesIO(note))
@@ -236,6 +247,84 @@ def test_an_archive_writes_nothing_outside(name: str, kind: bytes, link: str, tm
         unpack_archive(path, tmp_path / "there" / "run")
     assert not Path("/tmp/crosstune-outside").exists()
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["bad.tar", "there"]
+
+
+def test_a_damaged_archive_is_refused_and_leaves_nothing(
+    tiny_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = options(tiny_model, data, tmp_path, max_steps=2, save_steps=2, backend="cpu", name="run")
+    whole = tmp_path / "whole.tar"
+    move(train(make_config(**asked)).folder, to="mlx", observer=Observers(), out=whole)
+    raw, draw = whole.read_bytes(), np.random.default_rng(0)
+    damaged = [raw[:size] for size in (100, 600, len(raw) // 3, len(raw) // 2, len(raw) - 20_000)]
+    used = len(raw.rstrip(b"\0"))
+    for place in draw.integers(0, used, 60):
+        flipped = bytearray(raw)
+        flipped[place] ^= 1 << int(draw.integers(8))
+        damaged.append(bytes(flipped))
+    path, there = tmp_path / "damaged.tar", tmp_path / "there"
+    refused = 0
+    for content in damaged:
+        path.write_bytes(content)
+        try:
+            unpack_archive(path, there / "run")
+        except UserError:
+            refused += 1
+            assert not list(there.glob("*"))
+        else:  # a bit of the archive that carries nothing: a date, padding
+            unpacked = sorted(p for p in (there / "run").rglob("*") if p.is_file())
+            with tarfile.open(whole) as tar:
+                assert [tar.extractfile(str(p.relative_to(there / "run"))).read() for p in unpacked] == [
+                    p.read_bytes() for p in unpacked
+                ]
+            shutil.rmtree(there / "run")
+    assert refused > 50
+    words = ["--output_dir", str(there), "--max_steps", "3"]
+    assert main(["train", "--resume", str(path), *words]) == 2
+    assert "damaged" in capsys.readouterr().err
+    assert main(["train", "--resume", str(whole), *words]) == 0
+
+
+def test_how_a_step_divides_may_change_with_a_move(
+    tiny_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another batch size, the same rows a step; near the end of the run; and a run that was unpacked before."""
+    asked = options(tiny_model, data, tmp_path, max_steps=4, save_steps=3, backend="cpu", name="run")
+    folder = train(make_config(**asked)).folder
+    archive = tmp_path / "run.tar"
+    for step in ("step-00000003", "step-00000004"):
+        move(folder / "checkpoints" / step, to="mlx", observer=Observers(), out=archive)
+        words = ["--resume", str(archive), "--output_dir", str(tmp_path / step), "--max_steps", "6"]
+        words += ["--batch_size", "1", "--gradient_accumulation_steps", "4"]
+        assert main(["train", *words]) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    assert main(["train", *words[:4], "--max_steps", "7"]) == 0
+    assert "was unpacked before" in capsys.readouterr().err
+
+
+def test_moments_that_left_their_8_bits_go_back_without_them(
+    tiny_model: Path, data: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    asked = options(tiny_model, data, tmp_path, max_steps=4, save_steps=2, optimizer="adamw_8bit")
+    folder = train(make_config(**asked, backend="cpu", name="run")).folder
+    for to, steps in (("mlx", "6"), ("cpu", "8")):
+        archive, there = tmp_path / f"{to}.tar", tmp_path / to
+        move(folder, to=to, observer=Observers(), out=archive)
+        assert (
+            main(["train", "--resume", str(archive), "--output_dir", str(there), "--max_steps", steps]) == 0
+        )
+        folder = there / "run"
+    assert read_json(folder / "plan.json")["options"]["optimizer"] == "adamw"
+
+
+def test_a_run_without_checkpoints_is_not_called_damaged(
+    tiny_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = options(tiny_model, data, tmp_path, max_steps=1, backend="cpu", name="run", train_type="full")
+    folder = train(make_config(**asked)).folder
+    assert main(["move", str(folder), "--to", "mlx"]) == 2
+    assert "has no checkpoint" in capsys.readouterr().err
 
 
 def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:

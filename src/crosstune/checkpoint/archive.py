@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import io
 import json
 import os
 import shutil
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from crosstune.checkpoint.folders import staging_path
-from crosstune.core.disk import free_space, readable_bytes, sync_folder
+from crosstune.core.disk import file_sha256, free_space, readable_bytes, sync_folder
 from crosstune.core.errors import UserError
 
 SUFFIX = ".crosstune.tar"
@@ -29,7 +31,9 @@ def write_archive(path: Path, members: Mapping[str, Path], note: Mapping[str, An
             staged.open("xb") as file,
             tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar,
         ):
-            raw = (json.dumps(note, indent=1) + "\n").encode()
+            files = {name: file_sha256(source) for name, source in members.items()}
+            whole = {**note, "files": files}
+            raw = (json.dumps({**whole, "sha256": _hash_of(whole)}, indent=1) + "\n").encode()
             _add(tar, NOTE, io.BytesIO(raw), len(raw))
             for name, source in members.items():
                 with source.open("rb") as content:
@@ -47,7 +51,7 @@ def write_archive(path: Path, members: Mapping[str, Path], note: Mapping[str, An
 
 def read_note(path: Path) -> dict[str, Any]:
     """The note of an archive, which is its first member."""
-    with _opened(path) as tar:
+    with _opened(path) as tar, _readable(path):
         first = tar.next()
         content = tar.extractfile(first) if first is not None and first.isfile() else None
         if first is None or first.name != NOTE or first.size > 2**20 or content is None:
@@ -56,17 +60,24 @@ def read_note(path: Path) -> dict[str, Any]:
             note = json.loads(content.read())
         except ValueError as error:
             raise _not_ours(path, f"{NOTE} is not JSON: {error}") from error
-    if not isinstance(note, dict):
-        raise _not_ours(path, f"{NOTE} is not an object")
+    if not isinstance(note, dict) or not isinstance(note.get("files"), dict):
+        raise _not_ours(path, f"{NOTE} does not say what the archive holds")
+    if note.get("sha256") != _hash_of({key: value for key, value in note.items() if key != "sha256"}):
+        raise _damaged(path, f"{NOTE} is not as it was written")
     return note
 
 
 def unpack_archive(path: Path, folder: Path) -> None:
-    """Make `folder` from an archive. It appears when everything is in it; nothing is written elsewhere."""
+    """Make `folder` from an archive. It appears when everything is in it, byte for byte; nothing is written elsewhere."""
+    files = read_note(path)["files"]
     staged = staging_path(folder.parent, "trash")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _opened(path) as tar:
+    with _opened(path) as tar, _readable(path):
         members = _checked(path, tar)
+        held = {member.name for member in members} - {NOTE}
+        if held != files.keys():
+            missing = sorted(files.keys() - held)
+            raise _damaged(path, f"it lacks {missing[0]}" if missing else "it holds more than it says")
         need = sum(member.size for member in members)
         if need > (free := free_space(folder.parent)):
             raise UserError(
@@ -83,6 +94,8 @@ def unpack_archive(path: Path, folder: Path) -> None:
                     shutil.copyfileobj(content, file)
                     os.fsync(file.fileno())
                 target.chmod(0o600)
+                if member.name != NOTE and file_sha256(target) != files[member.name]:
+                    raise _damaged(path, f"{member.name} is not as it was written")
             staged.rename(folder)
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
@@ -110,11 +123,31 @@ def _add(tar: tarfile.TarFile, name: str, content: Any, size: int) -> None:
     tar.addfile(member, content)
 
 
+def _hash_of(note: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(note, sort_keys=True).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (tarfile.TarError, EOFError) as error:
+        raise _damaged(path, str(error)) from error
+
+
 def _opened(path: Path) -> tarfile.TarFile:
     try:
         return tarfile.open(path, mode="r:")
     except (tarfile.TarError, OSError, EOFError) as error:
         raise _not_ours(path, str(error)) from error
+
+
+def _damaged(path: Path, why: str) -> UserError:
+    return UserError(
+        f"The archive {path} is damaged, and nothing was unpacked.",
+        why=f"{why}.",
+        do="copy it again from where it was made",
+    )
 
 
 def _not_ours(path: Path, why: str) -> UserError:

@@ -57,11 +57,15 @@ def run(words: Sequence[str]) -> int:
 
 def _print(report: Mapping[str, Any]) -> None:
     if report["compared"] is None:
-        here = report["to"] == report["measured"]["backend"]
-        why = "it stays on its backend" if here else f"this machine has no {report['to']}"
+        why = f"this machine has no {report['to']}"
+        if report["to"] == report["from"]:
+            why = "it stays on its backend"
+        elif report["to"] == report["measured"]["backend"]:
+            why = f"this machine has no {report['from']}"
         print(f"note     {why}: the loss is compared there, before training goes on")
     print(f"written  {report['path']} ({size(report['bytes'])}, step {report['step']})")
     if report["model"]:
         print(f"base     {report['model']['name']}, not in the archive: have it there, or give --model_name")
-    alone = " --world_size 1" if report["processes"] > 1 else ""
-    print(f"go on    crosstune train --resume {Path(report['path']).name} --backend {report['to']}{alone}")
+    more = f" --model_name {report['model_name']}" if report["model_name"] else ""
+    more += " --world_size 1" if report["processes"] > 1 else ""
+    print(f"go on    crosstune train --resume {Path(report['path']).name} --backend {report['to']}{more}")

@@ -70,7 +70,7 @@ def warn_without_effect(draft: Draft, *, method: str, quantizer: str, n_bits: in
         idle |= dict.fromkeys(_NEEDS_WANDB, "has no effect without --log_to wandb")
     if draft.report.engine != "mlx":
         idle["mlx_config"] = (
-            "its memory limits, compile and num_layers have no effect outside the MLX engine; its training options do"
+            "its memory limits and compile have no effect outside the MLX engine; everything else in it does"
         )
     if method != "llama_pro":
         idle["llama_pro_path"] = idle["num_new_blocks"] = "has no effect without a llama_pro train type"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import os
 import shutil
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 # A quota or a limit on the size of one file stops a write just as a full disk does.
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CANNOT_SWAP = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
+_BLOCK_BYTES = 2**20
 _SWAP = 2
 """RENAME_EXCHANGE of Linux and RENAME_SWAP of macOS."""
 
@@ -28,6 +30,14 @@ def readable_bytes(count: int) -> str:
     if count >= 10e9:
         return f"{count / 1e9:,.1f} GB"
     return f"{count / 1e6:,.0f} MB" if count >= 1e6 else f"{count / 1e3:,.1f} kB"
+
+
+def file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def sync_folder(folder: Path) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,9 @@ class Measured:
 
     step: int
     first_step: int
-    """The step whose batches these begin with."""
+    """The step whose rows these begin with."""
+    num_steps: int
+    """As many steps' rows as are compared: how a step divides into batches may be another matter elsewhere."""
     loss: float
     num_supervised: int
     backend: str
@@ -36,6 +37,7 @@ class Measured:
         return cls(
             step=int(data["step"]),
             first_step=int(data["first_step"]),
+            num_steps=int(data["num_steps"]),
             loss=float(data["loss"]),
             num_supervised=int(data["num_supervised"]),
             backend=str(data["backend"]),
@@ -44,10 +46,17 @@ class Measured:
         )
 
 
-def fixed_batches(recipe: Recipe, first_step: int) -> list[Batch]:
-    """A few batches from a step on, the same wherever a run is."""
-    windows = (recipe.window(step) for step in range(first_step, recipe.num_steps()))
-    return list(itertools.islice(itertools.chain.from_iterable(windows), NUM_BATCHES))
+def _windows(recipe: Recipe, *, step: int, like: Measured | None) -> tuple[int, list[Sequence[Batch]]]:
+    """The rows of a few whole steps, the same wherever a run is: those that come next, or the first ones where it is
+    at its end; or those that were measured before."""
+    if like is not None:
+        last = min(like.first_step + like.num_steps, recipe.num_steps())
+        return like.first_step, [recipe.window(number) for number in range(like.first_step, last)]
+    first = step if step < recipe.num_steps() else 0
+    windows: list[Sequence[Batch]] = []
+    while sum(map(len, windows)) < NUM_BATCHES and first + len(windows) < recipe.num_steps():
+        windows.append(recipe.window(first + len(windows)))
+    return first, windows
 
 
 def measure(
@@ -58,15 +67,15 @@ def measure(
     backend: str,
     precision: str,
     quantization: str | None,
-    first_step: int | None = None,
+    like: Measured | None = None,
 ) -> Measured:
-    """On the batches that come next, or from the start where a run is at its end; or on those of `first_step`."""
-    if first_step is None:
-        first_step = step if step < recipe.num_steps() else 0
-    result = session.evaluate(fixed_batches(recipe, first_step))
+    """On the rows of a few steps; on the same as `like` was."""
+    first_step, windows = _windows(recipe, step=step, like=like)
+    result = session.evaluate([batch for window in windows for batch in window])
     return Measured(
         step=step,
         first_step=first_step,
+        num_steps=len(windows),
         loss=result.loss,
         num_supervised=result.num_supervised,
         backend=backend,
@@ -85,6 +94,7 @@ def compare(there: Measured, here: Measured) -> dict[str, Any]:
         "difference": difference,
         "bound": bound,
         "within": difference <= bound and there.num_supervised == here.num_supervised,
+        "same_rows": there.num_supervised == here.num_supervised,
     }
 
 
@@ -92,6 +102,13 @@ def check(compared: Mapping[str, Any], *, allowed: bool) -> None:
     if compared["within"] or allowed:
         return
     there, here = compared["from"], compared["to"]
+    if not compared["same_rows"]:
+        raise UserError(
+            "What the move changes cannot be told.",
+            why=f"the rows that were measured on {there['backend']} have {there['num_supervised']:,} tokens that carry "
+            f"loss, and those of the same steps here {here['num_supervised']:,}.",
+            do="continue with as many steps as the run has, its data and its rows per step, or add --allow_mismatch loss",
+        )
     raise UserError(
         "The run would not go on as it was.",
         why=f"the same batches have the loss {there['loss']:.6f} on {there['backend']} ({_words(there)}) and "

@@ -88,19 +88,12 @@ class DoraLinear(AdaptedLinear):
 def add_adapters(
     model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int, last_layers: int | None = None
 ) -> dict[str, AdaptedLinear]:
-    """Freeze the model and put an adapter on each chosen linear layer. Returns them by canonical name.
-
-    `last_layers` leaves out what is not in so many of the last layers; None and -1 are all of them.
-    """
-    linears = linear_layers(model)
-    if last_layers is not None and last_layers >= 0:
-        last = model.layers[max(0, len(model.layers) - last_layers) :]
-        inside = {id(module) for layer in last for module in layer.modules()}
-        linears = {name: layer for name, layer in linears.items() if id(layer) in inside}
+    """Freeze the model and put an adapter on each chosen linear layer. Returns them by canonical name."""
+    linears, word = linear_layers(model), str(getattr(model, "model_type", "the model"))
     kind = DoraLinear if settings.magnitudes else AdaptedLinear
     adapters = {
         name: kind(linears[name], name=name, settings=settings, seed=seed)
-        for name in choose_names(list(linears), targets, model=str(getattr(model, "model_type", "the model")))
+        for name in choose_names(list(linears), targets, model=word, last_layers=last_layers)
     }
     model.freeze()
     model.update_modules(tree_unflatten(list(adapters.items())))

@@ -38,11 +38,17 @@ class AdapterSettings:
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
 
-def choose_names(linears: Sequence[str], targets: str, *, model: str) -> list[str]:
+def choose_names(
+    linears: Sequence[str], targets: str, *, model: str, last_layers: int | None = None
+) -> list[str]:
     """Those of the linear layers that `targets` selects: all, default, names with commas, or a regex.
 
-    `linears` leaves out the output head; `model` is the word for the model in an error.
+    `linears` leaves out the output head; `model` is the word for the model in an error. `last_layers` leaves out what is
+    not in so many of the last blocks; None and -1 are all of them.
     """
+    if last_layers is not None and last_layers >= 0:
+        first = max((_block(name) for name in linears), default=-1) + 1 - last_layers
+        linears = [name for name in linears if _block(name) >= max(first, 0)]
     if not linears:
         raise UserError(
             "This model has no linear layers that adapters can stand beside.",
@@ -75,6 +81,11 @@ def short_names(adapted: Iterable[str], bare: Iterable[str]) -> list[str]:
     if any(name.rpartition(".")[2] in endings for name in bare):
         return whole
     return sorted(endings)
+
+
+def _block(name: str) -> int:
+    """The number in a name such as model.layers.3.mlp.up_proj; -1 where there is none."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), -1)
 
 
 def _is_named(name: str, word: str) -> bool:

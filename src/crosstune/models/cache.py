@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune import __version__
+from crosstune.core.disk import file_sha256
 from crosstune.core.errors import UserError
 from crosstune.core.names import unknown_name
 from crosstune.core.record import write_json
@@ -30,7 +30,6 @@ Build = Callable[[Path, Path], Mapping[str, Any]]
 """Fills an empty folder with a model, using a scratch folder, and returns a record of where it came from."""
 
 _LOCKS, _STAGING = ".locks", ".staging"
-_BLOCK_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -140,14 +139,6 @@ def remove_model(name: str, *, cache: Path | None = None) -> int:
         if (root / name).exists():
             (root / name).rename(stage / "removed")
     return models[name].size_bytes
-
-
-def file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 @contextmanager

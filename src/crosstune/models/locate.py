@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from crosstune.core.disk import file_sha256
 from crosstune.core.errors import UserError
 from crosstune.core.memory import ModelShape, shape_from_name
 from crosstune.core.names import nearest
 from crosstune.models.bundled import BUNDLED, install_bundled
-from crosstune.models.cache import cache_root, check, file_sha256, install
+from crosstune.models.cache import cache_root, check, install
 from crosstune.models.canonical import CONFIG
 from crosstune.models.folder import check_folder, folder_shape, identity, weight_files
 from crosstune.models.progress import Progress, silent

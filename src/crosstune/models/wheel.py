@@ -12,8 +12,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from crosstune.core.disk import file_sha256
 from crosstune.core.errors import UserError
-from crosstune.models.cache import file_sha256
 from crosstune.models.disk import disk_full
 from crosstune.models.progress import Progress, silent
 

@@ -80,13 +80,13 @@ class DoraLinear(AdaptedLinear):
 
 
 def add_adapters(
-    model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int
+    model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int, last_layers: int | None = None
 ) -> dict[str, AdaptedLinear]:
     """Freeze the model and put an adapter on each chosen linear layer. Returns them by canonical name."""
     model.requires_grad_(False)
     kind = DoraLinear if settings.magnitudes else AdaptedLinear
     adapters: dict[str, AdaptedLinear] = {}
-    for name in choose_targets(model, targets):
+    for name in choose_targets(model, targets, last_layers=last_layers):
         parent_name, _, child = name.rpartition(".")
         parent = model.get_submodule(parent_name)
         adapters[name] = kind(getattr(parent, child), name=name, settings=settings, seed=seed)
@@ -99,8 +99,9 @@ def name_targets(model: nn.Module, adapters: Mapping[str, AdaptedLinear]) -> lis
     return short_names(adapters, bare)
 
 
-def choose_targets(model: nn.Module, targets: str) -> list[str]:
-    return choose_names(_linear_names(model), targets, model=type(model).__name__)
+def choose_targets(model: nn.Module, targets: str, *, last_layers: int | None = None) -> list[str]:
+    names = _linear_names(model)
+    return choose_names(names, targets, model=type(model).__name__, last_layers=last_layers)
 
 
 def _linear_names(model: nn.Module) -> list[str]:

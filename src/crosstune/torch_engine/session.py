@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.plan import Plan
 from crosstune.core.agreement import compare
 from crosstune.core.backend import backend_specs
@@ -269,7 +270,11 @@ class TorchSession:
     def _add_adapters(self) -> None:
         config = self.plan.config
         self.adapters = add_adapters(
-            self.model, targets=config.lora_target_modules, settings=self.settings, seed=config.seed
+            self.model,
+            targets=config.lora_target_modules,
+            settings=self.settings,
+            seed=config.seed,
+            last_layers=read_mlx_settings(config.mlx_config).num_layers,
         )
         if self.precision.autocast is not None:
             shrink_frozen(self.model, dtype=self.precision.autocast)
