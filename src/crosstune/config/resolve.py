@@ -223,8 +223,7 @@ def _fit_precision(draft: Draft) -> None:
 def _best_precision(report: BackendReport) -> tuple[str, str]:
     if report.device == "cpu":
         if "bf16" in report.dtypes and report.bf16_speedup >= BF16_WORTH_IT:
-            short = "bf16" if report.engine == "mlx" else "bf16_autocast"
-            return short, f"bf16 products ran {report.bf16_speedup:.1f}x as fast as fp32 here"
+            return "bf16_autocast", f"bf16 products ran {report.bf16_speedup:.1f}x as fast as fp32 here"
         return "fp32", "bf16 is not faster on this CPU"
     if "bf16" in report.dtypes:
         return "bf16", "bf16 works here; what is trained is kept in fp32"
