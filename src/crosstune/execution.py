@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
-from crosstune import resume
+from crosstune import resume, sameness
 from crosstune.checkpoint.folders import FOLDER as CHECKPOINTS
 from crosstune.checkpoint.folders import clear_leftovers
 from crosstune.checkpoint.read import Checkpoint
@@ -43,11 +43,11 @@ class Start:
     """Where a run that continues takes up."""
 
     checkpoint: Checkpoint
-    differences: Sequence[resume.Difference]
+    differences: Sequence[sameness.Difference]
     """Allowed by --allow_mismatch."""
-    adapted: Sequence[resume.Difference]
+    adapted: Sequence[sameness.Difference]
     """What another backend does in its own way."""
-    changes: Sequence[resume.Difference]
+    changes: Sequence[sameness.Difference]
     measured: Measured | None
     """The loss of the batches that come next, on the machine the checkpoint is from."""
 
@@ -200,7 +200,7 @@ class Execution:
             like=start.measured,
             backend=self.plan.backend.name,
             precision=self.plan.precision,
-            quantization=resume.quantization_name(self.plan),
+            quantization=sameness.quantization_name(self.plan),
         )
         compared = crossing.compare(start.measured, here)
         self.observer.on_event("moved", compared)
@@ -254,7 +254,7 @@ class Execution:
             "engine": plan.engine,
             "backend": plan.backend.name,
             "precision": plan.precision,
-            "quantization": resume.quantization_name(plan),
+            "quantization": sameness.quantization_name(plan),
             "method": plan.method,
             "recipe": config.recipe,
             "identity": self.described["identity"],

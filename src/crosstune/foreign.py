@@ -19,7 +19,7 @@ from crosstune.core.protocols import Array, Observer, SessionState
 from crosstune.models.locate import ModelFolder, identity
 from crosstune.opening import find_model, open_session
 from crosstune.planning import make_plan
-from crosstune.resume import quantization_name, settings_of
+from crosstune.sameness import quantization_name, settings_of
 
 if TYPE_CHECKING:
     from crosstune.torch_engine.foreign import Foreign

@@ -83,12 +83,10 @@ def make_prompts(folder: Path) -> list[list[int]]:
 
 def trained_logits(opened: Opened, *, quantized: bool = True, folder: Path | None = None) -> Logits:
     """Logits of the adapter over its base, opened as for training; `folder` takes the place of the base's."""
-    from crosstune.torch_engine.verify import session_logits
-
     options = opened.trained.options(quantized=quantized) | {"precision": opened.precision}
     model = opened.model if folder is None else replace(opened.model, path=folder)
     session: Any = open_session(_plan_like(opened.plan, options), model, trained=False)
-    return session_logits(session, opened.prompts)
+    return session.logits(opened.prompts)
 
 
 def folder_logits(folder: Path, opened: Opened, *, gguf: str | None = None) -> Logits:
@@ -105,7 +103,7 @@ def folder_logits(folder: Path, opened: Opened, *, gguf: str | None = None) -> L
     plan = quantized_plan(opened, held.spec, folder=folder)
     model = ModelFolder(name=str(folder), path=folder, source="folder")
     session: Any = open_session(plan, model, trained=False)
-    return verify.session_logits(session, opened.prompts)
+    return session.logits(opened.prompts)
 
 
 def find_quantizer(opened: Opened, spec: Mapping[str, Any]) -> Opened:

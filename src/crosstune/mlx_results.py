@@ -81,16 +81,16 @@ class _Merging:
 
     def write(self, stage: Stage, *, bits: int, group_size: int) -> dict[str, Any]:
         from crosstune.mlx_engine import export
-        from crosstune.mlx_engine.merge import session_logits, write_merged
+        from crosstune.mlx_engine.merge import write_merged
 
         into = self.request.into or "original"
         session, precision = self._open(quantized=True)
-        wanted = expected = session_logits(session, self.prompts)
+        wanted = expected = session.logits(self.prompts)
         source, dequantized = self.model.path, into == "dequantized"
         if self.trained.quantization is not None and not dequantized:
             assert self.original is not None
             session, precision = self._open(quantized=False)
-            expected, source = session_logits(session, self.prompts), self.original
+            expected, source = session.logits(self.prompts), self.original
         folder = stage.scratch / "merged"
         write_merged(folder, source, session, dequantized=dequantized, dtype=self.request.dtype)
         del session

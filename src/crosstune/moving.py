@@ -24,8 +24,8 @@ from crosstune.models.locate import ModelFolder
 from crosstune.opening import find_base, open_recipe, open_session
 from crosstune.planning import make_plan
 from crosstune.restore import check_model, pick_checkpoint, restored_config
-from crosstune.resume import check_same, compare, quantization_name
 from crosstune.run import identity_now
+from crosstune.sameness import check_same, compare, quantization_name
 
 _LOGS = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl")
 DATA_LIMIT = 1_000_000_000

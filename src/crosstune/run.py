@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from crosstune import resume, together
+from crosstune import resume, sameness, together
 from crosstune.checkpoint.read import Checkpoint, find_run
 from crosstune.config.load import to_yaml
 from crosstune.config.plan import Plan
@@ -209,16 +209,18 @@ def _start(plan: Plan, checkpoint: Checkpoint | None, identified: Mapping[str, A
         return None
     manifest = checkpoint.manifest
     measured = resume.measured_before(checkpoint)
-    differences = resume.compare(manifest["identity"], identified)
-    adapted = [d for d in differences if resume.is_adapted(d, manifest, plan, measured=measured is not None)]
+    differences = sameness.compare(manifest["identity"], identified)
+    adapted = [
+        d for d in differences if sameness.is_adapted(d, manifest, plan, measured=measured is not None)
+    ]
     differences = [difference for difference in differences if difference not in adapted]
-    differences = resume.explain_data(differences, manifest, plan.config)
-    resume.check_same(differences, plan.config)
+    differences = sameness.explain_data(differences, manifest, plan.config)
+    sameness.check_same(differences, plan.config)
     return Start(
         checkpoint=checkpoint,
         differences=differences,
         adapted=adapted,
-        changes=resume.changed_options(manifest, plan.config),
+        changes=sameness.changed_options(manifest, plan.config),
         measured=measured,
     )
 
@@ -236,7 +238,7 @@ def _deadline(config: Config, started: float) -> Deadline | None:
 
 
 def identity_now(plan: Plan, model: ModelFolder, recipe: Recipe) -> dict[str, Any]:
-    return resume.identity_of(
+    return sameness.identity_of(
         plan,
         model={"name": plan.config.model_name, "identity": weights_identity(model.path)},
         data=recipe.identity(),

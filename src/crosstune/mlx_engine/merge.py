@@ -8,9 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
-from crosstune.core.agreement import Logits, Prompts
 from crosstune.core.errors import UserError
 from crosstune.mlx_engine.adapters import AdaptedLinear
 from crosstune.mlx_engine.precision import PRECISIONS
@@ -18,11 +16,6 @@ from crosstune.mlx_engine.quantized import dense_weight
 from crosstune.mlx_engine.saved import save_arrays
 from crosstune.mlx_engine.session import MlxSession
 from crosstune.models.folder import weight_files
-
-
-def session_logits(session: MlxSession, prompts: Prompts) -> Logits:
-    """Of the model as it is opened for training."""
-    return [np.array(session.model(mx.array([list(prompt)]))[0].astype(mx.float32)) for prompt in prompts]
 
 
 def write_merged(target: Path, source: Path, session: MlxSession, *, dequantized: bool, dtype: str) -> None:

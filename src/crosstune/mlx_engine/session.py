@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from crosstune.config.plan import Plan
+from crosstune.core.agreement import Logits, Prompts
 from crosstune.core.errors import NonFiniteError, PeerLost
 from crosstune.core.fit import check_fit
 from crosstune.core.protocols import Array, Batch, EvalResult, Memory, SessionState, StepResult, weight_of
@@ -129,6 +130,10 @@ class MlxSession:
         if self.group is not None:
             [total] = self.group.sum_numbers(total)
         return EvalResult(loss=total / weight if weight else math.nan, num_supervised=weight)
+
+    def logits(self, prompts: Prompts) -> Logits:
+        """Of the model as it is trained, without dropout."""
+        return [np.array(self.model(mx.array([list(prompt)]))[0].astype(mx.float32)) for prompt in prompts]
 
     def generate(
         self,

@@ -12,7 +12,7 @@ import torch
 
 from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.plan import Plan
-from crosstune.core.agreement import compare
+from crosstune.core.agreement import Logits, Prompts, compare
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import NonFiniteError, OutOfMemory
 from crosstune.core.protocols import Array, Batch, EvalResult, Memory, SessionState, StepResult, weight_of
@@ -34,6 +34,7 @@ from crosstune.torch_engine.optimizer import Masters, make_optimizer, set_learni
 from crosstune.torch_engine.precision import PRECISIONS
 from crosstune.torch_engine.quantized import QuantLinear
 from crosstune.torch_engine.stream import find_tensors, read_tensor
+from crosstune.torch_engine.verify import model_logits
 
 _PROBE_TOKENS = 32
 
@@ -121,6 +122,14 @@ class TorchSession:
                 weight += batch.num_supervised
         self.model.train()
         return EvalResult(loss=total / weight if weight else math.nan, num_supervised=weight)
+
+    def logits(self, prompts: Prompts) -> Logits:
+        """Of the model as it is trained, in the number formats of its training, without dropout."""
+        self.model.eval()
+        try:
+            return model_logits(self.model, prompts, precision=self.precision, device=self.device)
+        finally:
+            self.model.train()
 
     def generate(
         self,
@@ -227,13 +236,11 @@ class TorchSession:
         record: dict[str, Any] = {"new_blocks": sorted(self.expansion.new)}
         if quant_spec(self.plan) is None:
             return record
-        from crosstune.torch_engine import verify  # which itself opens sessions
 
         prompts = [list(range(start, start + _PROBE_TOKENS)) for start in (0, _PROBE_TOKENS)]
-        trained = verify.session_logits(self, prompts)
+        trained = self.logits(prompts)
         with original_weights(self.model, self.model_folder, self.expansion):
-            saved = verify.session_logits(self, prompts)
-        self.model.train()
+            saved = self.logits(prompts)
         return record | {"against_trained": {"original": compare(trained, saved).to_json()}}
 
     def _base_record(self) -> dict[str, Any]:

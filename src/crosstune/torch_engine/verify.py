@@ -11,13 +11,6 @@ import torch
 from crosstune.core.agreement import Logits, Prompts
 from crosstune.torch_engine.load import readable_errors
 from crosstune.torch_engine.precision import PRECISIONS, Precision
-from crosstune.torch_engine.session import TorchSession
-
-
-def session_logits(session: TorchSession, prompts: Prompts) -> Logits:
-    """Logits of a model as it was trained, in the number formats of its training."""
-    session.model.eval()
-    return model_logits(session.model, prompts, precision=session.precision, device=session.device)
 
 
 def folder_logits(
