@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 from markupsafe import Markup
 
 from crosstune.report.axis import step_axis, tick_label, value_axis
-from crosstune.report.chart import Chart, Scale, Series, byte_scale, draw
+from crosstune.report.chart import Chart, Mark, Scale, Series, byte_scale, draw
+from crosstune.report.files import RunFiles
 from crosstune.report.quantity import show_bytes
+from crosstune.report.run_charts import run_moves
 from crosstune.report.series import Point, kept_indices, smooth, smoothing_window
 
 
@@ -133,3 +136,27 @@ def test_labels_are_escaped() -> None:
         Chart(title=hostile, series=[Series(label=hostile, points=[(0.0, 1.0)])], scale=Scale(unit=hostile))
     )
     assert "<script" not in svg
+
+
+def test_a_move_is_a_line_with_its_words_where_there_is_room() -> None:
+    points: list[Point] = [(1.0, 3.0), (2.0, 2.0), (4.0, 1.0)]
+    chart = Chart(title="Loss", series=[Series(label="each step", points=points)], steps=(0.0, 4.0))
+    marked = Chart(**{**vars(chart), "marks": [Mark(step=2.0, label="mlx → <cpu>")]})
+    assert "<line x1" not in draw(chart).partition('class="marks"')[2].partition("</g>")[0]
+    drawn = draw(marked).partition('class="marks"')[2].partition("</g>")[0]
+    assert 'x1="50.00%"' in drawn and "<text" not in drawn and "mlx → &lt;cpu&gt;" in drawn
+    assert (
+        "<text"
+        in draw(Chart(**{**vars(marked), "wide": True})).partition('class="marks"')[2].partition("</g>")[0]
+    )
+    assert "mlx → &lt;cpu&gt; after step 2" in draw(marked)
+
+
+def test_a_run_that_went_on_on_another_backend_is_marked_there() -> None:
+    def part(backend: str, step: int, before: str) -> list[dict[str, object]]:
+        return [{"kind": "loaded", "backend": backend}, {"kind": "resumed", "step": step, "backend": before}]
+
+    first = [{"kind": "loaded", "backend": "mlx"}, {"kind": "checkpoint", "step": 4}]
+    events = [*first, *part("cpu", 4, "mlx"), *part("cpu", 6, "cpu"), *part("mlx", 8, "cpu")]
+    run = RunFiles(folder=Path(), events=events)
+    assert [(mark.step, mark.label) for mark in run_moves(run)] == [(4.0, "mlx → cpu"), (8.0, "cpu → mlx")]

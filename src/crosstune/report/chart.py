@@ -41,9 +41,18 @@ class Scale:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mark:
+    """Something that happened after a step, as a line through the plot."""
+
+    step: float
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Chart:
     title: str
     series: Sequence[Series]
+    marks: Sequence[Mark] = ()
     scale: Scale = Scale()
     from_zero: bool = False
     steps: tuple[float, float] | None = None
@@ -98,6 +107,7 @@ def draw(chart: Chart) -> Markup:
     drawn = _thinned([series for series in chart.series if finite_values(series.points)])
     parts = [
         _grid(across, down),
+        _marks(chart, across),
         *(_curve(series, across, down, chart.scale) for series in drawn),
         *(_dots(series, across, down, chart.scale) for series in drawn),
         Markup('<g class="guide" visibility="hidden"><line y1="0" y2="100%"/></g>'),
@@ -113,6 +123,7 @@ def describe(chart: Chart) -> str:
     span = f"at step {first:,.0f}" if first == last else f"from step {first:,.0f} to {last:,.0f}"
     numbers = ", ".join(f"{name} {shown.text}" for name, shown in chart.figures)
     gaps = f"; {chart.num_gaps} steps without a finite value" if chart.num_gaps else ""
+    gaps += "".join(f"; {mark.label} after step {mark.step:,.0f}" for mark in chart.marks)
     unit = f" in {chart.scale.unit}" if chart.scale.unit else ""
     return f"{chart.title}{unit} {span}: {numbers or 'nothing finite'}{gaps}."
 
@@ -150,6 +161,22 @@ def _grid(across: Axis, down: Axis) -> Markup:
         )
     lines.append(Markup('<text class="down" x="0" dx="-8" y="100%" dy="18">step</text>'))
     return Markup('<g class="grid" aria-hidden="true">{}</g>').format(Markup("").join(lines))
+
+
+def _marks(chart: Chart, across: Axis) -> Markup:
+    """Their words stand where there is room for them: in a wide chart."""
+    lines = []
+    for mark in chart.marks:
+        place = across.fraction(mark.step)
+        word = Markup('<text x="{0}" dx="{1}" y="0" dy="12" text-anchor="{2}">{3}</text>').format(
+            _percent(place), *((-6, "end") if place > 0.5 else (6, "start")), mark.label
+        )
+        lines.append(
+            Markup('<line x1="{0}" x2="{0}" y1="0" y2="100%"><title>{1}</title></line>{2}').format(
+                _percent(place), mark.label, word if chart.wide else ""
+            )
+        )
+    return Markup('<g class="marks" aria-hidden="true">{}</g>').format(Markup("").join(lines))
 
 
 def _curve(series: Series, across: Axis, down: Axis, scale: Scale) -> Markup:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from crosstune.report.chart import Chart, Scale, Series, byte_scale
-from crosstune.report.files import RunFiles
+from crosstune.report.chart import Chart, Mark, Scale, Series, byte_scale
+from crosstune.report.files import RunFiles, number
 from crosstune.report.metric import display_of, ordered
 from crosstune.report.quantity import show_bytes, show_rate, show_setting
 from crosstune.report.series import (
@@ -32,10 +32,24 @@ def run_charts(run: RunFiles) -> RunCharts:
     candidates = [_loss_chart(run, evaluated.get("loss", []), steps), *_evaluation_charts(evaluated, steps)]
     candidates += [_learning_rate_chart(run, steps), _throughput_chart(run, steps)]
     candidates += [_memory_chart(run, steps), _gradient_chart(run, steps)]
+    moves = run_moves(run)
+    candidates = [replace(chart, marks=moves) for chart in candidates]
     return RunCharts(
         charts=[chart for chart in candidates if finite_values(chart.series[0].points)],
         absent=[chart.title for chart in candidates if not finite_values(chart.series[0].points)],
     )
+
+
+def run_moves(run: RunFiles) -> list[Mark]:
+    """Where a run went on on another backend than before."""
+    found, backend = list[Mark](), ""
+    for event in run.events:
+        if event.get("kind") == "loaded":
+            backend = str(event.get("backend", ""))
+        step, before = number(event.get("step")), event.get("backend")
+        if event.get("kind") == "resumed" and step is not None and before and backend not in ("", before):
+            found.append(Mark(step=step, label=f"{before} → {backend}"))
+    return found
 
 
 def _step_range(run: RunFiles, evaluated: dict[str, list[Point]]) -> tuple[float, float]:
