@@ -128,6 +128,11 @@ def test_the_environment_chooses_a_backend(
     assert json.loads(capsys.readouterr().out)["backend"] == "mps"
 
 
+def test_a_plan_sets_what_the_other_machine_would_set(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--machine", "apple-m1-16gb", "--backend", "mlx", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["environment"] == {}
+
+
 PROMISED_OPTIONS = """world_size train_type llama_pro_path batch_size context_length gradient_accumulation_steps num_epochs
         dataset dataset_samples sharding_strategy use_gradient_checkpointing reentrant_checkpointing use_cpu_offload
         use_activation_cpu_offload low_memory no_sync precision model_name save_model output_dir lora_rank lora_alpha

@@ -66,7 +66,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
     """What the backend's file sets for a run."""
     spec = backend_specs()[plan.backend.name]
     return {
-        "environment": environment_of(spec),
+        "environment": environment_of(spec, system=plan.machine.system),
         "clear_cache_every": spec.clear_cache_every,
         "pinned_memory": spec.pinned_memory,
         "worker_processes": spec.worker_processes,
