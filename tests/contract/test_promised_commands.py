@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -179,6 +180,26 @@ heavy = {"torch", "mlx", "transformers", "numpy", "rich", "datasets", "peft"} & 
 print("heavy:", sorted(heavy))
 """
     assert run_python(code).stdout.strip().endswith("heavy: []")
+
+
+def test_help_names_only_options_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    from crosstune.cli.main import COMMANDS
+
+    pages = {}
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        pages[command] = capsys.readouterr().out
+    named = [
+        (command, flag)
+        for page in pages.values()
+        for command, rest in re.findall(r"crosstune (\w+)([^`\n(>]*)", page)
+        for flag in re.findall(r"--\w+", rest)
+        if command in pages
+    ]
+    assert named
+    assert [(command, flag) for command, flag in named if flag not in pages[command]] == []
+    assert "crosstune move" in pages["train"]
 
 
 def test_train_py_is_crosstune_train() -> None:
