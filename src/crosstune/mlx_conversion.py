@@ -14,6 +14,8 @@ from crosstune.core.protocols import Observer
 from crosstune.core.record import write_json
 from crosstune.likeness import judge, make_prompts, refuse_unverified
 from crosstune.models import mlx_adapters
+from crosstune.models.adapter_fit import check_fit
+from crosstune.models.canonical import CONFIG
 from crosstune.models.folder import weight_files
 from crosstune.models.locate import ModelFolder, locate
 from crosstune.models.quantized_folder import read_quantization
@@ -40,11 +42,13 @@ def convert_adapter(target: str, *, to: str, out: Path | None, base: str | None)
             why=f"it is an adapter in the form of {form}.",
             do=f"use --to {'peft' if form == 'mlx' else 'mlx'}, or crosstune merge to fold it into its base",
         )
+    if base is not None and (Path(base).expanduser() / CONFIG).is_file():
+        check_fit(source, Path(base).expanduser())
     out = out or source.with_name(f"{source.name}-{to}")
     with staged(out, need_bytes=_SPARE_BYTES) as stage:
         back = stage.scratch / "back"
         if to == "mlx":
-            mlx_adapters.to_mlx(source, stage.result)
+            mlx_adapters.to_mlx(source, stage.result, base=base)
             mlx_adapters.to_peft(stage.result, back)
         else:
             mlx_adapters.to_peft(source, stage.result, base=base)
