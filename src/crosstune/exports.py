@@ -63,10 +63,11 @@ def export(request: Request, form: Form, *, observer: Observer) -> dict[str, Any
     num_copies = 1 if form.to == "hf" else 2
     with staged(out, need_bytes=num_copies * dense_bytes(opened.model.path, request.dtype)) as stage:
         source, expected, report = _dense_source(stage, opened, request, observer)
+        warnings += report.get("warnings", ())
         report |= write(stage, source, opened, expected, form, observer)
         if opened.trained.adapter is None:
             report["source_identity"] = weights_identity(opened.model.path)
-        report |= {"to": form.to, "warnings": [*warnings, *report.get("warnings", ())]}
+        report |= {"to": form.to, "warnings": [*warnings, *report.pop("said", ())]}
         problems = [
             *report.pop("problems", ()),
             *chat_problems(opened.model.path, report.pop("reread", stage.result)),
@@ -115,7 +116,7 @@ def _write_mlx(
     from crosstune.mlx_engine.export import convert_folder, folder_logits, make_view
 
     view = make_view(source, stage.scratch / "view")
-    convert_folder(view, stage.result, bits=form.bits, group_size=form.group_size)
+    said = convert_folder(view, stage.result, bits=form.bits, group_size=form.group_size)
     found = folder_logits(stage.result, opened.prompts)
     plain = stored_word(source)
     if form.bits == 16:
@@ -126,7 +127,7 @@ def _write_mlx(
         [] if unquantized["verified"] else ["mlx-lm computes another model even before it is quantized"]
     )
     report = judge(compare(expected, found), opened.precision, str(form.bits))
-    return report | {"n_bits": form.bits, "unquantized": unquantized, "problems": problems}
+    return report | {"n_bits": form.bits, "unquantized": unquantized, "problems": problems, "said": said}
 
 
 def _write_gguf(

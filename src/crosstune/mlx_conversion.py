@@ -128,11 +128,12 @@ def _write_mlx(stage: Stage, model: ModelFolder, bits: int, group_size: int) -> 
         source = stage.scratch / "plain"
         export.write_plain(model.path, source, dtype="auto")
     view = export.make_view(source, stage.scratch / "view")
-    export.convert_folder(view, stage.result, bits=bits, group_size=group_size)
+    said = export.convert_folder(view, stage.result, bits=bits, group_size=group_size)
     prompts = make_prompts(model.path)
     expected = export.folder_logits(model.path, prompts)
     agreement = compare(expected, export.folder_logits(stage.result, prompts))
-    return {"n_bits": bits, "checked_by": "mlx-lm"} | judge(agreement, str(bits) if bits != 16 else "bf16")
+    report = {"n_bits": bits, "checked_by": "mlx-lm", "warnings": said}
+    return report | judge(agreement, str(bits) if bits != 16 else "bf16")
 
 
 def _transformers_logits(folder: Path, prompts: list[list[int]]) -> Logits | None:

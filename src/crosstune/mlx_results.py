@@ -115,8 +115,9 @@ class _Merging:
         problems = (
             [] if plain["verified"] else ["the merged model is another one even before it is quantized"]
         )
-        export.convert_folder(folder, stage.result, bits=bits, group_size=group_size)
+        said = export.convert_folder(folder, stage.result, bits=bits, group_size=group_size)
         report |= judge(compare(expected, export.folder_logits(stage.result, self.prompts)), str(bits))
+        report["warnings"] = [*report.get("warnings", ()), *said]
         return report | {"n_bits": bits, "unquantized": plain, "problems": problems}
 
     def _costs(self, wanted: Logits, found: Logits, into: str) -> dict[str, Any]:
