@@ -19,6 +19,7 @@ from crosstune.models.quantized_folder import read_quantization
 from crosstune.models.staged import Stage, check_out, staged
 from crosstune.models.weights import read_header
 from crosstune.opening import find_model, open_session
+from crosstune.originals import find_original
 from crosstune.planning import make_plan
 from crosstune.results import (
     RECORD,
@@ -27,7 +28,6 @@ from crosstune.results import (
     check_base,
     cost_warnings,
     default_out,
-    find_original,
     no_original,
     not_quantized,
     nothing_to_merge,

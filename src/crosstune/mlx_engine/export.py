@@ -109,6 +109,25 @@ def write_plain(source: Path, target: Path, *, dtype: str) -> str:
     return dtype if dtype != "auto" else words[next(iter(_norms(model))).weight.dtype]
 
 
+def weights_error(folder: Path, original: Path) -> float:
+    """How far the few bits of a folder are from the weights of another, over all of them (relative)."""
+    import mlx.core as mx
+    import mlx.nn as nn
+
+    from crosstune.mlx_engine.load import read_model
+    from crosstune.mlx_engine.quantized import dense_weight
+    from crosstune.models.folder import read_config
+
+    plain = dict(read_model(original, read_config(original)).named_modules())
+    error = whole = 0.0
+    for name, layer in read_model(folder, read_config(folder)).named_modules():
+        if isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding)) and name in plain:
+            weight = dense_weight(plain[name], mx.float32)
+            error += float(mx.square(dense_weight(layer, mx.float32) - weight).sum())
+            whole += float(mx.square(weight).sum())
+    return (error / whole) ** 0.5 if whole else 0.0
+
+
 def _norms(model: Any) -> Any:
     """Layers that are never quantized, whose type is that of everything dense."""
     return (module for _, module in model.named_modules() if "Norm" in type(module).__name__)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.core.record import read_json
 from crosstune.models.folder import read_config, weight_files
 from crosstune.models.weights import read_header
 
@@ -119,7 +120,15 @@ def _read_mlx(folder: Path, config: Mapping[str, Any]) -> FolderQuantization:
         own=False,
         dtype=config.get("dtype") or config.get("torch_dtype") or "bfloat16",
         layers={layer: {"shape": _mlx_shape(shape, layer, form)} for layer, shape in scales.items()},
+        original=_made_from(folder),
     )
+
+
+def _made_from(folder: Path) -> dict[str, Any] | None:
+    """What crosstune wrote beside the words of mlx-lm, where it made the folder."""
+    record = read_json(folder / "crosstune.json")
+    made = record.get("converted") or record.get("exported") or {}
+    return made.get("original")
 
 
 def _mlx_shape(scales: Sequence[int], layer: str, form: Mapping[str, Any]) -> list[int]:
