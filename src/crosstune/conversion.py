@@ -16,27 +16,26 @@ from crosstune.core.record import write_json
 from crosstune.exports import Form, export
 from crosstune.likeness import Opened, find_quantizer, folder_logits, open_trained
 from crosstune.mlx_conversion import (
+    MlxForm,
     check_held,
     convert_adapter,
     convert_by_mlx,
+    default_out,
+    facts_of,
     from_or_to_mlx,
     holds_adapter,
 )
-from crosstune.models.folder import check_folder
-from crosstune.models.locate import ModelFolder, identity
+from crosstune.models.locate import ModelFolder
 from crosstune.models.quantized_folder import FolderQuantization, read_quantization
 from crosstune.models.staged import check_out, staged
 from crosstune.opening import weights_identity
-from crosstune.results import RECORD, Request, find_original, show_bytes, stored_word
+from crosstune.originals import NOT_THE_ORIGINAL, choose_original, not_the_original, original_record
+from crosstune.results import RECORD, Request, show_bytes, stored_word
 from crosstune.trained import Trained
 
 if TYPE_CHECKING:
     from crosstune.torch_engine.convert import Conversion
     from crosstune.torch_engine.quantized import QuantSpec
-
-NO_ORIGINAL = "none"
-_NOT_THE_ORIGINAL = 1.0
-"""Relative error at which weights have nothing to do with each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +65,9 @@ def convert(request: ConvertRequest, *, observer: Observer) -> dict[str, Any]:
         check_held(request.model, request.held)
         return convert_by_mlx(
             request.model,
-            to=request.to,
-            bits=request.bits,
-            group_size=request.group_size,
-            dtype=request.dtype,
+            MlxForm(to=request.to, bits=request.bits, group_size=request.group_size, dtype=request.dtype),
+            original=request.original,
+            force=request.force,
             out=request.out,
             observer=observer,
         )
@@ -78,18 +76,18 @@ def convert(request: ConvertRequest, *, observer: Observer) -> dict[str, Any]:
     held = read_quantization(path)
     _check_held(request, path, held)
     if request.to == "mlx":
-        return _to_mlx(request, observer)
+        return _to_mlx(request, opened, held, observer)
     spec = _target_spec(request, held, path)
     if spec is not None:
         opened = find_quantizer(opened, dataclasses.asdict(spec))
-    original = _find_original(request, opened.model, held)
+    original = choose_original(request.original, opened.model, held, force=request.force)
     start = original or path
     dtype = request.dtype if request.dtype != "auto" else stored_word(start)
     out = request.out or _default_out(opened.model, request)
     check_out(out)
     conversion = _make(opened, start, spec, dtype, replaces=held is not None and original is not None)
     with staged(out, need_bytes=conversion.result_bytes()) as stage:
-        record = _original_record(opened.model, held, original)
+        record = original_record(opened.model, held, original)
         on_read = show_bytes(observer, "convert", request.model)
         conversion.write(stage.result, tokenizer=path, original=record, on_read=on_read)
         report = _measure(opened, conversion, stage.result, held, original)
@@ -167,63 +165,41 @@ def _target_spec(request: ConvertRequest, held: FolderQuantization | None, path:
     return spec
 
 
-def _find_original(
-    request: ConvertRequest, model: ModelFolder, held: FolderQuantization | None
-) -> Path | None:
-    """The weights before they were quantized; None for a plain folder, which is its own original."""
-    if held is None or request.original == NO_ORIGINAL:
-        return None
-    if request.original is None:
-        return find_original(held.original)
-    folder = Path(request.original).expanduser().absolute()
-    check_folder(folder)
-    from crosstune.torch_engine.merge import weight_shapes
-
-    ours, theirs = weight_shapes(model.path), weight_shapes(folder)
-    wrong = sorted(name for name in ours if theirs.get(name) != ours[name])
-    known = (held.original or {}).get("identity")
-    reason = ""
-    if wrong:
-        reason = f"{wrong[0]} is {theirs.get(wrong[0])} there and {ours[wrong[0]]} here."
-    elif known not in (None, identity(folder)["sha256"]) and not request.force:
-        reason = f"the record names weights with the identity {known[:12]}, these have {identity(folder)['sha256'][:12]}."
-    if reason:
-        raise UserError(
-            f"{folder} does not hold the original weights of {model.path}.",
-            why=reason,
-            do="name the right folder, or leave --original out",
-        )
-    return folder
-
-
 def _check_original(request: ConvertRequest, report: Mapping[str, Any]) -> None:
     before = report["weights"].get("before")
-    if before is not None and before["relative"] >= _NOT_THE_ORIGINAL and not request.force:
-        raise UserError(
-            f"{request.original or report['reference']} does not hold the original weights of {request.model}.",
-            why=f"the quantized weights are {before['relative']:.2f} away from them (relative).",
-            do="name the right folder with --original, or leave it out",
-        )
+    if before is not None and before["relative"] >= NOT_THE_ORIGINAL and not request.force:
+        why = f"the quantized weights are {before['relative']:.2f} away from them (relative)."
+        raise not_the_original(request.original or report["reference"], request.model, why=why)
 
 
-def _original_record(
-    model: ModelFolder, held: FolderQuantization | None, original: Path | None
-) -> Mapping[str, Any] | None:
-    """Name, path and identity of the weights behind the result; what the folder before knew is passed on."""
-    folder = model.path if held is None else original
-    if folder is None:
-        return held.original if held is not None else None
-    name = model.name if held is None else str(folder)
-    return {"name": name, "path": str(folder), "identity": identity(folder)["sha256"]}
+def _to_mlx(
+    request: ConvertRequest, opened: Opened, held: FolderQuantization | None, observer: Observer
+) -> dict[str, Any]:
+    from crosstune.torch_engine.convert import errors_of
+    from crosstune.torch_engine.device import open_device
+    from crosstune.torch_engine.merge import Base
+    from crosstune.torch_engine.prequantized import read_prequantized
 
-
-def _to_mlx(request: ConvertRequest, observer: Observer) -> dict[str, Any]:
-    asked = Request(target=request.model, out=request.out, dtype=request.dtype, backend=request.backend)
-    return export(asked, Form(to="mlx", bits=request.bits, group_size=request.group_size), observer=observer)
+    model = opened.model
+    original = choose_original(request.original, model, held, force=request.force)
+    facts = facts_of(request.model, held, original, reference=original or model.path)
+    if original is not None:
+        before = read_prequantized(model.path)
+        assert before is not None
+        errors = errors_of(before, Base(folder=original, device=open_device(opened.plan.backend)))
+        _check_original(request, facts | {"weights": {"before": errors.to_json()}})
+        agreement = compare(folder_logits(original, opened), folder_logits(model.path, opened))
+        facts["before"] = {"weights": errors.relative, "agreement": agreement.to_json()}
+    form = Form(to="mlx", bits=request.bits, group_size=request.group_size)
+    asked = Request(
+        target=str(original or request.model),
+        out=request.out or default_out(model, form.word),
+        dtype=request.dtype,
+        backend=request.backend,
+    )
+    return export(asked, form, observer=observer, facts=facts)
 
 
 def _default_out(model: ModelFolder, request: ConvertRequest) -> Path:
     word = "plain" if request.to in ("none", "hf") else f"{request.to}-{request.bits}bit"
-    if model.source == "folder":
-        return model.path.with_name(f"{model.path.name}-{word}")
-    return Path(f"{Path(model.name).stem}-{word}").absolute()
+    return default_out(model, word)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from crosstune.models.quantized_folder import RECORD as QUANTIZATION_RECORD
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.models.staged import Stage, check_out, staged
 from crosstune.opening import weights_identity
+from crosstune.originals import original_record
 from crosstune.results import (
     RECORD,
     Request,
@@ -23,6 +25,7 @@ from crosstune.results import (
     dense_bytes,
     expanded_into,
     merge_into,
+    mlx_word,
     open_request,
     show_bytes,
     stored_word,
@@ -38,6 +41,11 @@ class Form:
     group_size: int = 64
     kind: str = "auto"
 
+    @property
+    def word(self) -> str:
+        """What a folder of this form is named after."""
+        return mlx_word(self.bits) if self.to == "mlx" else self.to
+
 
 def merge(request: Request, *, observer: Observer) -> dict[str, Any]:
     """Fold an adapter into its base, by the engine that can, and compare."""
@@ -45,8 +53,10 @@ def merge(request: Request, *, observer: Observer) -> dict[str, Any]:
     return by.merge(request, observer=observer)
 
 
-def export(request: Request, form: Form, *, observer: Observer) -> dict[str, Any]:
-    """Write what was trained, or any model, for another tool; reload it and compare."""
+def export(
+    request: Request, form: Form, *, observer: Observer, facts: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Write what was trained, or any model, for another tool; reload it and compare. `facts` go into the report."""
     write = {"hf": _write_hf, "mlx": _write_mlx, "gguf": _write_gguf}[form.to]
     if form.to == "mlx":
         from crosstune.mlx_engine.export import check_form
@@ -55,18 +65,22 @@ def export(request: Request, form: Form, *, observer: Observer) -> dict[str, Any
     if form.to != "gguf" and mlx_results.made_by_mlx(request):
         bits = form.bits if form.to == "mlx" else 16
         return mlx_results.merge(
-            request, observer=observer, word=form.to, bits=bits, group_size=form.group_size
+            request, observer=observer, word=form.word, bits=bits, group_size=form.group_size
         )
     opened, warnings = open_request(request, observer)
-    out = request.out or default_out(opened.trained, form.to)
+    out = request.out or default_out(opened.trained, form.word)
     check_out(out)
     num_copies = 1 if form.to == "hf" else 2
     with staged(out, need_bytes=num_copies * dense_bytes(opened.model.path, request.dtype)) as stage:
         source, expected, report = _dense_source(stage, opened, request, observer)
+        warnings += report.get("warnings", ())
         report |= write(stage, source, opened, expected, form, observer)
         if opened.trained.adapter is None:
             report["source_identity"] = weights_identity(opened.model.path)
-        report |= {"to": form.to, "warnings": [*warnings, *report.get("warnings", ())]}
+        if form.to == "mlx" and opened.trained.adapter is None and opened.trained.quantization is None:
+            held = read_quantization(opened.model.path)
+            report["original"] = original_record(opened.model, held, None)
+        report |= {"to": form.to, "warnings": [*warnings, *report.pop("said", ())], **(facts or {})}
         problems = [
             *report.pop("problems", ()),
             *chat_problems(opened.model.path, report.pop("reread", stage.result)),
@@ -115,7 +129,7 @@ def _write_mlx(
     from crosstune.mlx_engine.export import convert_folder, folder_logits, make_view
 
     view = make_view(source, stage.scratch / "view")
-    convert_folder(view, stage.result, bits=form.bits, group_size=form.group_size)
+    said = convert_folder(view, stage.result, bits=form.bits, group_size=form.group_size)
     found = folder_logits(stage.result, opened.prompts)
     plain = stored_word(source)
     if form.bits == 16:
@@ -126,7 +140,7 @@ def _write_mlx(
         [] if unquantized["verified"] else ["mlx-lm computes another model even before it is quantized"]
     )
     report = judge(compare(expected, found), opened.precision, str(form.bits))
-    return report | {"n_bits": form.bits, "unquantized": unquantized, "problems": problems}
+    return report | {"n_bits": form.bits, "unquantized": unquantized, "problems": problems, "said": said}
 
 
 def _write_gguf(

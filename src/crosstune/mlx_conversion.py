@@ -4,6 +4,7 @@ directions, MLX's quantized folders made plain, and plain ones quantized on a ma
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,17 @@ from crosstune.core.protocols import Observer
 from crosstune.core.record import write_json
 from crosstune.likeness import judge, make_prompts, refuse_unverified
 from crosstune.models import mlx_adapters
+from crosstune.models.adapter_files import copy_tokenizer
+from crosstune.models.adapter_fit import check_fit
+from crosstune.models.canonical import CONFIG
 from crosstune.models.folder import weight_files
 from crosstune.models.locate import ModelFolder, locate
-from crosstune.models.quantized_folder import read_quantization
+from crosstune.models.quantized_folder import FolderQuantization, read_quantization
 from crosstune.models.staged import Stage, Unverified, check_out, staged
 from crosstune.models.weights import read_arrays
 from crosstune.opening import weights_identity
-from crosstune.results import RECORD
+from crosstune.originals import NOT_THE_ORIGINAL, choose_original, not_the_original, original_record
+from crosstune.results import RECORD, mlx_word
 
 _SPARE_BYTES = 50_000_000
 
@@ -40,11 +45,13 @@ def convert_adapter(target: str, *, to: str, out: Path | None, base: str | None)
             why=f"it is an adapter in the form of {form}.",
             do=f"use --to {'peft' if form == 'mlx' else 'mlx'}, or crosstune merge to fold it into its base",
         )
+    if base is not None and (Path(base).expanduser() / CONFIG).is_file():
+        check_fit(source, Path(base).expanduser())
     out = out or source.with_name(f"{source.name}-{to}")
     with staged(out, need_bytes=_SPARE_BYTES) as stage:
         back = stage.scratch / "back"
         if to == "mlx":
-            mlx_adapters.to_mlx(source, stage.result)
+            mlx_adapters.to_mlx(source, stage.result, base=base)
             mlx_adapters.to_peft(stage.result, back)
         else:
             mlx_adapters.to_peft(source, stage.result, base=base)
@@ -77,58 +84,133 @@ def check_held(model: str, said: str | None) -> None:
         raise UserError(f"{model} does not hold what --from {said} says.", do=f"use --from {found}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class MlxForm:
+    """What MLX is asked to write: `to` is mlx, or none and hf for plain weights. 16 bits are dense."""
+
+    to: str
+    bits: int
+    group_size: int
+    dtype: str
+
+    @property
+    def word(self) -> str:
+        return mlx_word(self.bits) if self.to == "mlx" else "plain"
+
+
 def convert_by_mlx(
-    name: str, *, to: str, bits: int, group_size: int, dtype: str, out: Path | None, observer: Observer
+    name: str,
+    form: MlxForm,
+    *,
+    original: str | None = None,
+    force: bool = False,
+    out: Path | None,
+    observer: Observer,
 ) -> dict[str, Any]:
-    if to not in ("none", "hf", "mlx"):
+    """Start from the original weights where they are found, as `original` says, and compare with those."""
+    if form.to not in ("none", "hf", "mlx"):
         raise UserError(
-            f"{name} cannot be converted to {to} in one step.",
+            f"{name} cannot be converted to {form.to} in one step.",
             why="it holds MLX's own bits, which only MLX reads.",
             do=f"make it plain first: crosstune convert {name} --to hf",
         )
     from crosstune.mlx_engine import export
 
-    export.check_form(bits=bits if to == "mlx" else export.PLAIN_BITS, group_size=group_size)
+    export.check_form(bits=form.bits if form.to == "mlx" else export.PLAIN_BITS, group_size=form.group_size)
     model = _find(name, observer)
-    word = f"mlx-{bits}bit" if to == "mlx" else "plain"
-    out = out or model.path.with_name(f"{model.path.name}-{word}")
+    held = read_quantization(model.path)
+    _check_other(model, held, form)
+    found = choose_original(original, model, held, force=force)
+    start = found or model.path
+    out = out or default_out(model, form.word)
     check_out(out)
-    size = sum(path.stat().st_size for path in weight_files(model.path))
-    with staged(out, need_bytes=8 * size + _SPARE_BYTES) as stage:
-        report = (
-            _write_mlx(stage, model, bits, group_size) if to == "mlx" else _write_plain(stage, model, dtype)
-        )
-        report |= {"to": to, "model": name, "source_identity": weights_identity(model.path)}
+    size = sum(path.stat().st_size for path in weight_files(start))
+    growth = 2 if held is None or found is not None else 8  # 16 bits to 32, or 4
+    with staged(out, need_bytes=growth * size + _SPARE_BYTES) as stage:
+        report = _before(model, held, found, force=force)
+        report |= (_write_mlx if form.to == "mlx" else _write_plain)(stage, start, model.path, form)
+        report |= facts_of(name, held, found, reference=start) | {"to": form.to}
+        report["source_identity"] = weights_identity(start)
+        report["original"] = original_record(model, held, found)
         write_json(stage.result / RECORD, {"converted": report})
         refuse_unverified(report, out)
     return report | {"path": str(out)}
 
 
-def _write_plain(stage: Stage, model: ModelFolder, dtype: str) -> dict[str, Any]:
+def facts_of(
+    name: str, held: FolderQuantization | None, original: Path | None, *, reference: Path
+) -> dict[str, Any]:
+    """What was converted, and from which weights."""
+    return {
+        "model": name,
+        "from": held.spec["quantizer"] if held is not None else "none",
+        "started_from": "original" if held is None or original is not None else "dequantized",
+        "reference": str(reference),
+    }
+
+
+def default_out(model: ModelFolder, word: str) -> Path:
+    """Beside a model folder; else here, under the model's name."""
+    if model.source == "folder":
+        return model.path.with_name(f"{model.path.name}-{word}")
+    return Path(f"{Path(model.name).name.removesuffix('.gguf')}-{word}").absolute()
+
+
+def _check_other(model: ModelFolder, held: FolderQuantization | None, form: MlxForm) -> None:
+    asked = {"quantizer": form.to, "bits": form.bits, "group_size": form.group_size}
+    if held is not None and held.spec | asked == held.spec:
+        raise UserError(
+            f"{model.path} is quantized in exactly that way already.", do="ask for other bits or groups"
+        )
+
+
+def _before(
+    model: ModelFolder, held: FolderQuantization | None, original: Path | None, *, force: bool
+) -> dict[str, Any]:
+    """How far the bits that are replaced are from the original weights, where MLX can read them."""
+    if original is None or held is None or held.spec["quantizer"] != "mlx":
+        return {}
     from crosstune.mlx_engine import export
 
-    word = export.write_plain(model.path, stage.result, dtype=dtype)
+    relative = export.weights_error(model.path, original)
+    if relative >= NOT_THE_ORIGINAL and not force:
+        why = f"the quantized weights are {relative:.2f} away from them (relative)."
+        raise not_the_original(original, model.name, why=why)
     prompts = make_prompts(model.path)
-    expected = export.folder_logits(model.path, prompts)
+    agreement = compare(export.folder_logits(original, prompts), export.folder_logits(model.path, prompts))
+    return {"before": {"weights": relative, "agreement": agreement.to_json()}}
+
+
+def _write_plain(stage: Stage, start: Path, tokenizer: Path, form: MlxForm) -> dict[str, Any]:
+    from crosstune.mlx_engine import export
+
+    word = export.write_plain(start, stage.result, dtype=form.dtype)
+    if tokenizer != start:
+        copy_tokenizer(tokenizer, stage.result)
+    prompts = make_prompts(tokenizer)
+    expected = export.folder_logits(start, prompts)
     found = _transformers_logits(stage.result, prompts)
     by = "transformers" if found is not None else "mlx-lm"
     agreement = compare(expected, found if found is not None else export.folder_logits(stage.result, prompts))
     return {"dtype": word, "checked_by": by} | judge(agreement, word, "fp32")
 
 
-def _write_mlx(stage: Stage, model: ModelFolder, bits: int, group_size: int) -> dict[str, Any]:
+def _write_mlx(stage: Stage, start: Path, tokenizer: Path, form: MlxForm) -> dict[str, Any]:
     from crosstune.mlx_engine import export
 
-    source = model.path
-    if read_quantization(source) is not None:
+    source = start
+    if read_quantization(start) is not None:
         source = stage.scratch / "plain"
-        export.write_plain(model.path, source, dtype="auto")
+        export.write_plain(start, source, dtype="auto")
     view = export.make_view(source, stage.scratch / "view")
-    export.convert_folder(view, stage.result, bits=bits, group_size=group_size)
-    prompts = make_prompts(model.path)
-    expected = export.folder_logits(model.path, prompts)
+    said = export.convert_folder(view, stage.result, bits=form.bits, group_size=form.group_size)
+    if tokenizer != start:
+        copy_tokenizer(tokenizer, stage.result)
+    prompts = make_prompts(tokenizer)
+    expected = export.folder_logits(start, prompts)
     agreement = compare(expected, export.folder_logits(stage.result, prompts))
-    return {"n_bits": bits, "checked_by": "mlx-lm"} | judge(agreement, str(bits) if bits != 16 else "bf16")
+    report = {"n_bits": form.bits, "checked_by": "mlx-lm", "warnings": said}
+    return report | judge(agreement, str(form.bits) if form.bits != export.PLAIN_BITS else "bf16")
 
 
 def _transformers_logits(folder: Path, prompts: list[list[int]]) -> Logits | None:

@@ -19,6 +19,7 @@ from crosstune.models.quantized_folder import read_quantization
 from crosstune.models.staged import Stage, check_out, staged
 from crosstune.models.weights import read_header
 from crosstune.opening import find_model, open_session
+from crosstune.originals import find_original
 from crosstune.planning import make_plan
 from crosstune.results import (
     RECORD,
@@ -27,7 +28,6 @@ from crosstune.results import (
     check_base,
     cost_warnings,
     default_out,
-    find_original,
     no_original,
     not_quantized,
     nothing_to_merge,
@@ -115,8 +115,9 @@ class _Merging:
         problems = (
             [] if plain["verified"] else ["the merged model is another one even before it is quantized"]
         )
-        export.convert_folder(folder, stage.result, bits=bits, group_size=group_size)
+        said = export.convert_folder(folder, stage.result, bits=bits, group_size=group_size)
         report |= judge(compare(expected, export.folder_logits(stage.result, self.prompts)), str(bits))
+        report["warnings"] = [*report.get("warnings", ()), *said]
         return report | {"n_bits": bits, "unquantized": plain, "problems": problems}
 
     def _costs(self, wanted: Logits, found: Logits, into: str) -> dict[str, Any]:

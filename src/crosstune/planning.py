@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from pathlib import Path
 
 from crosstune.config.load import cache_override
@@ -10,9 +11,11 @@ from crosstune.config.plan import TRAIN_TYPE_PARTS, Plan
 from crosstune.config.resolve import resolve
 from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
+from crosstune.core.errors import UserError
 from crosstune.core.machine import Machine
 from crosstune.core.ranks import Ranks
 from crosstune.machines import probe_machine
+from crosstune.models.folder import read_config
 from crosstune.models.locate import shape
 from crosstune.models.quantized_folder import quantization_options, read_quantization
 from crosstune.opening import has_session
@@ -55,6 +58,21 @@ def probe_for(config: Config) -> Machine:
         if machine.available():
             return machine
     return probe_machine(quantizers=quantizers)
+
+
+def unreadable(plan: Plan) -> list[UserError]:
+    """Why mlx-lm would not read the model, as `train` says it; as far as that can be known here without loading it."""
+    folder = Path(plan.config.model_name).expanduser()
+    knowable = plan.engine == "mlx" and importlib.util.find_spec("mlx_lm") is not None
+    if not knowable or not (folder / "config.json").is_file():
+        return []
+    from crosstune.mlx_engine.load import check_readable
+
+    try:
+        check_readable(folder, read_config(folder))
+    except UserError as error:
+        return [error]
+    return []
 
 
 def as_the_folder_is(config: Config) -> Config:

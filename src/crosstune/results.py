@@ -25,6 +25,7 @@ from crosstune.models.adapter_files import copy_template
 from crosstune.models.locate import ModelFolder, identity
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.models.staged import check_out, staged
+from crosstune.originals import find_original
 from crosstune.trained import Trained, find_trained
 
 if TYPE_CHECKING:
@@ -90,16 +91,6 @@ def base_candidates(opened: Opened, into: str | None) -> dict[str, Base]:
     return {"dequantized": seen}
 
 
-def find_original(recorded: Mapping[str, Any] | None) -> Path | None:
-    """The folder of the weights that a quantized one was made from, when it is still here and still the same."""
-    if recorded is None:
-        return None
-    path = Path(recorded["path"])
-    if not (path / "config.json").is_file() or identity(path)["sha256"] != recorded["identity"]:
-        return None
-    return path
-
-
 def show_bytes(observer: Observer, stage: str, name: str) -> Callable[[int, int], None]:
     def show(done: int, total: int) -> None:
         observer.on_event("model_progress", {"stage": stage, "done": done, "total": total, "model": name})
@@ -112,6 +103,11 @@ def default_out(trained: Trained, word: str) -> Path:
     if trained.home is None:
         return Path(f"{Path(trained.base).name}-{word}").absolute()
     return trained.home / word if trained.is_run else trained.home.with_name(f"{trained.home.name}-{word}")
+
+
+def mlx_word(bits: int) -> str:
+    """What a folder for MLX is named after; 16 bits are dense."""
+    return "mlx" if bits == 16 else f"mlx-{bits}bit"
 
 
 def dense_bytes(folder: Path, dtype: str) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -76,7 +78,11 @@ ACCEPTED: list[tuple[str, str, dict[str, Any]]] = [
         "--train_type qlora --quantization_backend hqq --n_bits 4 --group_size 128",
         {"quantizer": "hqq", "n_bits": 4},
     ),
-    ("h200", "--profile true --profiling_output ./profile_results", {"backend": "cuda"}),
+    (
+        "h200",
+        "--profile true --profiling_output ./profile_results",
+        {"backend": "cuda", "cannot_train": ["Not built yet: profiling."]},
+    ),
     ("apple-m1-16gb", "--backend mps --use_gradient_checkpointing --low_memory", {"backend": "mps"}),
     ("cpu-laptop", "--backend cpu --precision fp32 --world_size 1", {"world_size": 1}),
     # The guides call this impossible; MLX has learned it since.
@@ -104,8 +110,10 @@ def test_a_promised_command_is_planned_as_promised(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text('{"lora_parameters": {"rank": 8, "scale": 20.0, "dropout": 0.0}}')
-    assert main(["plan", "--machine", machine, "--json", *flags.split()]) == 0
+    code = main(["plan", "--machine", machine, "--json", *flags.split()])
     plan = json.loads(capsys.readouterr().out)
+    assert code == (2 if plan["cannot_train"] else 0)
+    assert plan["cannot_train"] == expected.pop("cannot_train", [])
     changes = expected.pop("changes", None)
     assert {key: plan[key] for key in expected} == expected
     if changes is not None:
@@ -126,6 +134,37 @@ def test_the_environment_chooses_a_backend(
     monkeypatch.setenv("FSDP_BACKEND", "mps")
     assert main(["plan", "--machine", "apple-m1-16gb", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["backend"] == "mps"
+
+
+def test_a_plan_sets_what_the_other_machine_would_set(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--machine", "apple-m1-16gb", "--backend", "mlx", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["environment"] == {}
+
+
+def test_a_plan_that_cannot_be_trained_ends_as_training_would(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--machine", "apple-m1-16gb", "--backend", "mlx", "--train_type", "llama_pro"]
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert "cannot train Not built yet: llama_pro on MLX." in said.out
+    assert "do:  --train_type lora" in said.err
+    assert main([*words, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["cannot_train"] == ["Not built yet: llama_pro on MLX."]
+
+
+def test_a_plan_says_what_mlx_lm_cannot_read(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
+    model = shutil.copytree(tiny_model, tmp_path / "strange")
+    config = json.loads((model / "config.json").read_text()) | {"model_type": "unheard_of"}
+    (model / "config.json").write_text(json.dumps(config))
+    words = ["--backend", "mlx", "--model_name", str(model)]
+    assert main(["plan", "--machine", "apple-m1-16gb", *words]) == 2
+    said = capsys.readouterr()
+    assert "cannot train MLX cannot train a model of the type 'unheard_of'." in said.out
+    folder = ["--output_dir", str(tmp_path / "runs"), "--max_steps", "1", "--dataset_samples", "8"]
+    assert main(["train", *words, *folder]) == 2
+    assert said.err in capsys.readouterr().err
 
 
 PROMISED_OPTIONS = """world_size train_type llama_pro_path batch_size context_length gradient_accumulation_steps num_epochs
@@ -174,6 +213,26 @@ heavy = {"torch", "mlx", "transformers", "numpy", "rich", "datasets", "peft"} & 
 print("heavy:", sorted(heavy))
 """
     assert run_python(code).stdout.strip().endswith("heavy: []")
+
+
+def test_help_names_only_options_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    from crosstune.cli.main import COMMANDS
+
+    pages = {}
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        pages[command] = capsys.readouterr().out
+    named = [
+        (command, flag)
+        for page in pages.values()
+        for command, rest in re.findall(r"crosstune (\w+)([^`\n(>]*)", page)
+        for flag in re.findall(r"--\w+", rest)
+        if command in pages
+    ]
+    assert named
+    assert [(command, flag) for command, flag in named if flag not in pages[command]] == []
+    assert "crosstune move" in pages["train"]
 
 
 def test_train_py_is_crosstune_train() -> None:

@@ -122,6 +122,9 @@ def test_a_folder_of_bits_alone_has_no_original(
     words = ["--n_bits", "4", "--group_size", "32", "--out", str(four)]
     assert main(["convert", str(tiny_model), "--to", "mlx", *words]) == 0
     run = train(four, data, tmp_path, "--train_type", "qlora", "--group_size", "32")
+    report = report_of(capsys, "merge", str(run), "--out", str(tmp_path / "recorded"))
+    assert report["verified"] and report["into"] == "original"
+    (four / "crosstune.json").unlink()  # as mlx-lm itself makes one
     capsys.readouterr()
     assert main(["merge", str(run)]) == 2
     assert "--into dequantized" in capsys.readouterr().err

@@ -306,7 +306,8 @@ def test_mlx_folders_go_there_and_back(
     from transformers import AutoModelForCausalLM
 
     plain = tmp_path / "plain"
-    assert main(["convert", str(four_bits), "--to", "hf", "--out", str(plain), "--json"]) == 0
+    words = ["--original", "none", "--out", str(plain), "--json"]
+    assert main(["convert", str(four_bits), "--to", "hf", *words]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["checked_by"] == "transformers"
     assert report["agreement"]["relative"] < 1e-3

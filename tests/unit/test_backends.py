@@ -82,6 +82,14 @@ def test_mps_watermarks_stay_in_order_when_the_user_sets_one(
     assert not missing.keys() & given.keys()
 
 
+@pytest.mark.parametrize(
+    ("system", "wanted"),
+    [("Linux 6.1 x86_64", {"MLX_MAX_MB_PER_BUFFER": "100"}), ("Darwin 22.6.0 arm64", {}), ("", {})],
+)
+def test_mlx_cuts_its_buffers_on_linux_alone(system: str, wanted: dict[str, str]) -> None:
+    assert backend_specs()["mlx"].missing_environment({}, system=system) == wanted
+
+
 def test_mps_says_how_memory_and_data_are_handled() -> None:
     specs = backend_specs()
     mps = specs["mps"]

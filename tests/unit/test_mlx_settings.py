@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,12 @@ def test_yaml_and_alpha_are_read_too(tmp_path: Path) -> None:
         ({"memory_limit_gb": -1}, "0 or more"),
         ({"compile": 3}, "true or false"),
         ({"batch_size": 0}, "batch_size cannot be 0"),
-        ({"lora_parameters": 3}, "no settings"),
+        ({"lora_parameters": 3}, "lora_parameters cannot be 3"),
+        ({"lora_parameters": [1]}, "it takes `key: value` lines"),
+        ({"optimizer": "muon"}, "It is one of: adamw"),
+        ({"resume_adapter_file": "adapters.safetensors"}, "--base_adapter"),
+        ({"lr_schedule": {"name": "cosine_decay"}}, "--lr_scheduler"),
+        ({"optimizer": "adamw", "optimizer_config": {"adamw": {"weight_decay": 0.1}}}, "--wd"),
     ],
 )
 def test_what_cannot_be_read_is_told(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
@@ -140,3 +146,69 @@ def test_numbers_are_finite(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match="a number that is finite"):
         load_config(["--mlx_config", str(path)])
+
+
+OF_MLX_LM = """
+model: org/model
+train: true
+fine_tune_type: dora
+optimizer: adamw
+optimizer_config:
+  adam: {}
+  adamw: {}
+data: org/rows
+seed: 0
+batch_size: 4
+iters: 1000
+val_batches: 25
+learning_rate: 1e-5
+steps_per_report: 10
+steps_per_eval: 200
+resume_adapter_file: null
+adapter_path: adapters
+save_every: 100
+test: false
+test_batches: 500
+max_seq_length: 2048
+grad_checkpoint: false
+lr_schedule: null
+clear_cache_threshold: 0
+report_to: null
+project_name: null
+lora_parameters:
+  rank: 8
+  dropout: 0.0
+  scale: 20.0
+"""
+
+
+def warnings(plan: Any) -> list[str]:
+    return [a.reason for a in plan.adjustments if a.option == "mlx_config" and a.kind == "warning"]
+
+
+def test_a_whole_file_of_mlx_lm_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "lora.yaml"
+    path.write_text(OF_MLX_LM)
+    config = load_config(["--mlx_config", str(path)])
+    assert (config.log_every_n_steps, config.eval_steps, config.save_steps) == (10, 200, 100)
+    assert (config.train_type, config.optimizer, config.lora_alpha) == ("dora", "adamw", 160.0)
+    assert config.project_name == "crosstune"
+    [said] = warnings(plan_on(load_machine("apple-m2-max-64gb"), mlx_config=str(path)))
+    for key in ("train", "test", "adapter_path", "val_batches", "test_batches", "clear_cache_threshold"):
+        assert f"{key} (" in said
+    assert "report_to" not in said and "--output_dir and --name" in said
+
+
+def test_every_key_of_the_installed_mlx_lm_is_known(tmp_path: Path) -> None:
+    lora = pytest.importorskip("mlx_lm.lora", reason="the mlx extra is not installed")
+    load_config(["--mlx_config", str(write(tmp_path, **lora.CONFIG_DEFAULTS))])
+
+
+def test_wired_memory_is_for_metal(tmp_path: Path) -> None:
+    path = str(write(tmp_path, wired_limit_gb=8))
+    mac = load_machine("apple-m2-max-64gb")
+    assert warnings(plan_on(mac, mlx_config=path)) == []
+    elsewhere = dataclasses.replace(mac, system="Linux 6.1 x86_64")
+    assert warnings(plan_on(elsewhere, mlx_config=path)) == ["wired_limit_gb has no effect without Metal"]
+    [outside] = warnings(plan_on(load_machine("cpu-laptop"), mlx_config=path))
+    assert "outside the MLX engine" in outside

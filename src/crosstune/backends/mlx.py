@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from crosstune.core.backend import BackendSpec
 
 SPEC = BackendSpec(
@@ -15,7 +13,7 @@ SPEC = BackendSpec(
     collective="ring",
     # What one command buffer uses stays in memory until the buffer is done, and on CUDA MLX puts a gigabyte and more
     # into one: a third of a step's memory. On Metal it commits them earlier of itself.
-    environment={"MLX_MAX_MB_PER_BUFFER": "100"} if sys.platform == "linux" else {},
+    environment_on={"Linux": {"MLX_MAX_MB_PER_BUFFER": "100"}},
     install=(
         "It needs its framework: pip install 'crosstune[mlx]' on a Mac with Apple silicon, "
         "or pip install 'mlx[cpu]' mlx-lm to try it on a Linux processor; otherwise use --backend auto"

@@ -44,7 +44,12 @@ def run(words: Sequence[str]) -> int:
         choices=("bnb", "hqq", "quanto", "none", "hf", "mlx", "peft"),
         help="none and hf are the same: plain weights. For an adapter folder: mlx or peft",
     )
-    parser.add_argument("--n_bits", type=at_least(1), default=4, help="bits of a weight (default 4)")
+    parser.add_argument(
+        "--n_bits",
+        type=at_least(1),
+        default=4,
+        help="bits of a weight (default 4); with --to mlx, 16 for dense weights",
+    )
     parser.add_argument(
         "--group_size", type=at_least(1), default=64, help="weights that share a scale (default 64)"
     )
@@ -63,7 +68,9 @@ def run(words: Sequence[str]) -> int:
         help="folder of the weights before quantization; none to do without them. Of an adapter: its base model",
     )
     parser.add_argument(
-        "--out", type=lambda text: Path(text).expanduser().absolute(), help="folder for the result"
+        "--out",
+        type=lambda text: Path(text).expanduser().absolute(),
+        help="folder for the result (default: named after the model, the form and its bits, such as NAME-mlx-4bit)",
     )
     parser.add_argument(
         "--force", action="store_true", help="take --original though it is not the recorded one"
@@ -96,18 +103,26 @@ def run(words: Sequence[str]) -> int:
         print(f"checked  {report['num_matrices']} matrices, the same bits there and back")
         print(f"written  {report['path']}")
     elif "agreement" in report:
+        print(f"converted {_source_words(report)}, compared with {report['reference']}")
+        if "before" in report:
+            print(f"  before  weights {report['before']['weights']:.4f} off")
+            print(f"          {numbers(report['before']['agreement'])}")
         print_report(report)
     else:
         _print_conversion(report)
     return EXIT_DONE
 
 
-def _print_conversion(report: Mapping[str, Any]) -> None:
+def _source_words(report: Mapping[str, Any]) -> str:
     words = {
         "original": "from the original weights",
         "dequantized": "through the quantized weights made dense, without the original ones",
     }[report["started_from"]]
-    print(f"converted  {report['from']} -> {report['to']}, {words}")
+    return f"{report['from']} -> {report['to']}, {words}"
+
+
+def _print_conversion(report: Mapping[str, Any]) -> None:
+    print(f"converted  {_source_words(report)}")
     print(f"measured against {report['reference']}:")
     for name in ("before", "after"):
         if name in report["weights"]:

@@ -27,7 +27,7 @@ def run(words: Sequence[str]) -> int:
     )
     parser.add_argument("--out", type=Path, help="the archive (default: beside the run)")
     parser.add_argument(
-        "--machine", help="the machine it goes to: a profile or a file of `crosstune doctor --save`"
+        "--machine", help="the machine it goes to: a profile or a file of `crosstune doctor --json`"
     )
     parser.add_argument("--model_name", help="where the base model is here, if not under its recorded name")
     parser.add_argument("--without_data", action="store_true", help="leave local data files out")

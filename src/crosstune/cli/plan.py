@@ -9,7 +9,7 @@ from crosstune.cli.words import Parser, print_json, read_config, size
 from crosstune.config.load import environment_of
 from crosstune.config.plan import Plan
 from crosstune.core.backend import backend_specs
-from crosstune.core.errors import EXIT_DONE
+from crosstune.core.errors import EXIT_DONE, UserError, raise_all
 
 EXAMPLES = """examples:
   crosstune plan --train_type qlora --model_name meta-llama/Llama-2-7b-hf
@@ -18,7 +18,7 @@ EXAMPLES = """examples:
   crosstune plan --machine apple-m1-16gb --emulate mps       (and try a few steps here as that Mac would run them)
 
 machines: a report written by `crosstune doctor --json` on another computer, or one of the profiles that
-`crosstune plan --machine list` names."""
+`crosstune plan --machine list` names. The exit code is 2 when train would refuse the plan."""
 
 
 def run(words: Sequence[str]) -> int:
@@ -33,7 +33,7 @@ def run(words: Sequence[str]) -> int:
 
     from crosstune.config.unbuilt import unbuilt
     from crosstune.machines import load_machine, profile_names
-    from crosstune.planning import make_plan
+    from crosstune.planning import make_plan, unreadable
 
     if own.machine == "list":
         print("\n".join(profile_names()))
@@ -50,23 +50,30 @@ def run(words: Sequence[str]) -> int:
         return exit_code(verdict)
     machine = load_machine(own.machine) if own.machine else None
     plan = make_plan(config, machine=machine, elsewhere=machine is not None)
-    missing = [error.asked for error in unbuilt(plan)]
+    problems = [*unbuilt(plan), *unreadable(plan)]
     if own.json:
-        print_json(_to_json(plan, missing))
+        print_json(_to_json(plan, problems))
     else:
-        _print_plan(plan, missing)
+        _print_plan(plan, problems)
+    raise_all(problems)
     return EXIT_DONE
 
 
-def _to_json(plan: Plan, missing: Sequence[str]) -> dict[str, Any]:
-    return plan.to_json() | {"settings": _settings(plan), "not_built": list(missing)}
+def _to_json(plan: Plan, problems: Sequence[UserError]) -> dict[str, Any]:
+    from crosstune.config.unbuilt import unbuilt
+
+    return plan.to_json() | {
+        "settings": _settings(plan),
+        "not_built": [problem.asked for problem in unbuilt(plan)],
+        "cannot_train": [problem.asked for problem in problems],
+    }
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
     """What the backend's file sets for a run."""
     spec = backend_specs()[plan.backend.name]
     return {
-        "environment": environment_of(spec),
+        "environment": environment_of(spec, system=plan.machine.system),
         "clear_cache_every": spec.clear_cache_every,
         "pinned_memory": spec.pinned_memory,
         "worker_processes": spec.worker_processes,
@@ -84,7 +91,7 @@ def _settings_words(plan: Plan) -> list[str]:
     return said
 
 
-def _print_plan(plan: Plan, missing: Sequence[str]) -> None:
+def _print_plan(plan: Plan, problems: Sequence[UserError]) -> None:
     config = plan.config
     device = plan.backend.devices[0].name if plan.backend.devices else plan.backend.device
     quantized = f", {plan.quantizer} base of {plan.n_bits} bits" if plan.quantizer != "none" else ""
@@ -115,5 +122,5 @@ def _print_plan(plan: Plan, missing: Sequence[str]) -> None:
     for adjustment in plan.adjustments:
         label = {"change": "changed", "warning": "warning"}.get(adjustment.kind, "chosen")
         print(f"{label:<12} {adjustment.sentence()}")
-    for sentence in missing:
-        print(f"{'cannot train':<12} {sentence}")
+    for problem in problems:
+        print(f"{'cannot train':<12} {problem.asked}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from crosstune.config.draft import Draft
+from crosstune.config.mlx_settings import idle_settings
 from crosstune.config.plan import TRAIN_TYPE_PARTS
 
 _NEEDS_SEVERAL_DEVICES = (
@@ -72,6 +73,10 @@ def warn_without_effect(draft: Draft, *, method: str, quantizer: str, n_bits: in
         idle["mlx_config"] = (
             "its memory limits and compile have no effect outside the MLX engine; everything else in it does"
         )
+    if draft["mlx_config"] is not None:
+        without_metal = draft.report.engine == "mlx" and not draft.machine.system.startswith("Darwin")
+        for reason in idle_settings(draft["mlx_config"], without_metal=without_metal):
+            draft.warn("mlx_config", reason)
     if method != "llama_pro":
         idle["llama_pro_path"] = idle["num_new_blocks"] = "has no effect without a llama_pro train type"
     elif draft["llama_pro_path"]:

@@ -70,10 +70,10 @@ def add_environment(spec: BackendSpec) -> None:
     os.environ.update(spec.missing_environment(os.environ))
 
 
-def environment_of(spec: BackendSpec) -> dict[str, str]:
-    """The variables of a backend as a run from this shell would have them."""
-    full = {**os.environ, **spec.missing_environment(os.environ)}
-    return {name: full[name] for name in spec.environment}
+def environment_of(spec: BackendSpec, *, system: str | None = None) -> dict[str, str]:
+    """The variables of a backend as a run from this shell would have them, here or on a machine with that system."""
+    full = {**os.environ, **spec.missing_environment(os.environ, system=system)}
+    return {name: full[name] for name in spec.wanted_environment(system)}
 
 
 def to_yaml(config: Config) -> str:

@@ -25,6 +25,7 @@ _OPTION_OF = {
     "grad_checkpoint": "use_gradient_checkpointing",
     "grad_accumulation_steps": "gradient_accumulation_steps",
     "steps_per_eval": "eval_steps",
+    "steps_per_report": "log_every_n_steps",
     "save_every": "save_steps",
     "rank": "lora_rank",
     "alpha": "lora_alpha",
@@ -32,6 +33,25 @@ _OPTION_OF = {
     "keys": "lora_target_modules",
 }
 _LORA = "lora_parameters"
+_IDLE = {
+    "train": "`train` always trains",
+    "test": "--eval_dataset names held-out data",
+    "test_batches": "--eval_samples",
+    "val_batches": "--eval_samples",
+    "adapter_path": "--output_dir and --name",
+    "report_to": "--log_to",
+    "clear_cache_threshold": "cache_limit_gb, or --low_memory",
+    "optimizer_config": "--wd",
+    "config": "this file",
+    "trust_remote_code": "such code is never run",
+}
+"""What mlx-lm's trainer has beside these and this one does otherwise, with what takes its place."""
+_REFUSED = {
+    "resume_adapter_file": "--base_adapter FOLDER starts from an adapter (crosstune convert ADAPTER --to peft turns one of "
+    "mlx-lm), --resume continues a run of crosstune",
+    "lr_schedule": "--lr_scheduler with --warmup_steps and --cosine_min_lr_ratio",
+}
+"""What would train something else if it were passed over, with the options that say it here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +82,32 @@ def read_mlx_settings(file: str | None) -> MlxSettings:
     if values.get("num_layers") is not None:
         values["num_layers"] = int(values["num_layers"])
     return MlxSettings(**values)
+
+
+def idle_settings(file: str, *, without_metal: bool) -> list[str]:
+    """What the file sets and nothing here heeds, in words: keys of mlx-lm's trainer, and what needs Metal."""
+    data, _ = _read(Path(file).expanduser())
+    found = [f"{key} ({instead})" for key, instead in _IDLE.items() if key in data]
+    said = [f"has no effect here: {', '.join(found)}"] if found else []
+    if "wired_limit_gb" in data and without_metal:
+        said.append("wired_limit_gb has no effect without Metal")
+    return said
+
+
+def _refused(data: Mapping[str, Any], file: Path) -> list[UserError]:
+    instead = {key: words for key, words in _REFUSED.items() if key in data}
+    settings = data.get("optimizer_config")
+    chosen = settings.get(data.get("optimizer", "adam")) if isinstance(settings, dict) else settings
+    if chosen:
+        instead["optimizer_config"] = "--wd for weight_decay; the other numbers of an optimizer are fixed"
+    return [
+        UserError(
+            f"{key} is not read from {file}.",
+            why="without it the training is another one.",
+            do=f"use {words}",
+        )
+        for key, words in instead.items()
+    ]
 
 
 def _wrong_values(values: Mapping[str, Any], file: str) -> list[UserError]:
@@ -125,19 +171,28 @@ def _number(value: Any) -> float | None:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[UserError]]:
-    """The file as one flat list of keys, and what is wrong with those; JSON is YAML too."""
+    """The file as one flat list of keys, and what is wrong with those; JSON is YAML too. A null is left out, as mlx-lm
+    writes one for what is not set."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"Cannot read the file of --mlx_config, {path}.", why=str(error)) from error
     except yaml.YAMLError as error:
         raise UserError(f"{path} is neither JSON nor YAML.", why=" ".join(str(error).split())) from error
-    inner = data.get(_LORA, {}) if isinstance(data, dict) else None
-    if not isinstance(data, dict) or not isinstance(inner, dict):
+    if not isinstance(data, dict):
         raise UserError(f"{path} holds no settings.", why="it must be a list of `key: value` lines.")
-    flat = {str(key): value for key, value in data.items() if key != _LORA} | inner
-    known = {*_OPTION_OF, *_OWN, *options_by_name(), "scale", "mask_prompt", _LORA} - {"mlx_config"}
-    return flat, [_unknown(key, known, path) for key in flat if key not in known]
+    inner = {} if data.get(_LORA) is None else data[_LORA]
+    if not isinstance(inner, dict):
+        raise UserError(
+            f"{_LORA} cannot be {inner!r} ({path}).", do="it takes `key: value` lines, such as rank: 8"
+        )
+    both = {**{key: value for key, value in data.items() if key != _LORA}, **inner}
+    flat = {str(key): value for key, value in both.items() if value is not None}
+    known = {*_OPTION_OF, *_OWN, *_IDLE, *_REFUSED, *options_by_name(), "scale", "mask_prompt", _LORA}
+    unknown = [
+        _unknown(key, known - {"mlx_config"}, path) for key in flat if key not in known - {"mlx_config"}
+    ]
+    return flat, unknown + _refused(flat, path)
 
 
 def _unknown(key: str, known: set[str], path: Path) -> UserError:

@@ -297,7 +297,8 @@ class Config:
     )
     resume: str = _option(
         "none",
-        "Continue a run: auto (the newest valid checkpoint of --name, if there is one), none, or the path of a run or checkpoint",
+        "Continue a run: auto (the newest valid checkpoint of --name, if there is one), none, or the path of a run, a "
+        "checkpoint, or an archive that `crosstune move` wrote",
         group="run",
         aliases=("resume_from_checkpoint",),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -29,6 +30,8 @@ class BackendSpec:
     """What to do when it is not available."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables its engine wants set before it starts; one the user has set already is kept."""
+    environment_on: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """More of them, for one operating system alone, by its name as `platform.system()` says it."""
     at_most: Mapping[str, str] = field(default_factory=dict)
     """Variable -> the one it may not exceed. Of the two, the one the user has not set gives way."""
     clear_cache_every: int = 0
@@ -38,9 +41,16 @@ class BackendSpec:
     worker_processes: bool = True
     """Whether data may be prepared in processes beside the one that trains."""
 
-    def missing_environment(self, given: Mapping[str, str]) -> dict[str, str]:
+    def wanted_environment(self, system: str | None = None) -> dict[str, str]:
+        """Every variable it wants, on this computer or on one whose `system` begins with the system's name."""
+        words = (platform.system() if system is None else system).split()
+        return {**self.environment, **self.environment_on.get(words[0] if words else "", {})}
+
+    def missing_environment(self, given: Mapping[str, str], *, system: str | None = None) -> dict[str, str]:
         """The variables to set beside those that are given."""
-        missing = {name: value for name, value in self.environment.items() if name not in given}
+        missing = {
+            name: value for name, value in self.wanted_environment(system).items() if name not in given
+        }
         for lower, upper in self.at_most.items():
             together = {**missing, **given}
             low, high = _number(together.get(lower)), _number(together.get(upper))

@@ -37,10 +37,12 @@ def check_form(*, bits: int, group_size: int) -> None:
         forms.check_form(bits=bits, group_size=group_size)
 
 
-def convert_folder(view: Path, target: Path, *, bits: int, group_size: int) -> None:
-    """Write what `make_view` has made, quantized unless there are 16 bits. `target` must not exist yet."""
+def convert_folder(view: Path, target: Path, *, bits: int, group_size: int) -> list[str]:
+    """Write what `make_view` has made, quantized unless there are 16 bits. `target` must not exist yet. Returns what
+    should be known about the result."""
     from mlx_lm.convert import convert
 
+    warnings = _check_groups(view, group_size) if bits != PLAIN_BITS else []
     try:
         # mlx-lm tells its progress on standard output, which belongs to our own result.
         with contextlib.redirect_stdout(sys.stderr):
@@ -53,6 +55,36 @@ def convert_folder(view: Path, target: Path, *, bits: int, group_size: int) -> N
             )
     except ValueError as error:
         raise UserError(f"mlx-lm cannot convert {view}.", why=str(error)) from error
+    return warnings
+
+
+def _check_groups(folder: Path, group_size: int) -> list[str]:
+    """mlx-lm passes over layers whose rows a group does not divide: a warning for some, an error for all of them."""
+    import mlx.nn as nn
+
+    from crosstune.mlx_engine.load import read_model
+    from crosstune.models.folder import read_config
+
+    modules = (module for _, module in read_model(folder, read_config(folder)).named_modules())
+    widths = [
+        module.weight.shape[-1]
+        for module in modules
+        if hasattr(module, "to_quantized") and not isinstance(module, nn.Embedding)
+    ]
+    dense = [width for width in widths if width % group_size]
+    if not dense:
+        return []
+    words = " or ".join(map(str, sorted(set(dense))))
+    if len(dense) == len(widths):
+        raise UserError(
+            f"None of the {len(widths)} linear layers can be quantized in groups of {group_size} weights.",
+            why=f"their rows have {words} weights.",
+            do=f"use a --group_size among {', '.join(map(str, forms.GROUP_SIZES))} that divides them, or --n_bits 16",
+        )
+    return [
+        f"{len(dense)} of {len(widths)} linear layers stay dense: their rows have {words} weights, "
+        f"which groups of {group_size} do not divide"
+    ]
 
 
 def write_plain(source: Path, target: Path, *, dtype: str) -> str:
@@ -75,6 +107,25 @@ def write_plain(source: Path, target: Path, *, dtype: str) -> str:
     mx.eval(model.parameters())
     save_model(target, model, base=source)
     return dtype if dtype != "auto" else words[next(iter(_norms(model))).weight.dtype]
+
+
+def weights_error(folder: Path, original: Path) -> float:
+    """How far the few bits of a folder are from the weights of another, over all of them (relative)."""
+    import mlx.core as mx
+    import mlx.nn as nn
+
+    from crosstune.mlx_engine.load import read_model
+    from crosstune.mlx_engine.quantized import dense_weight
+    from crosstune.models.folder import read_config
+
+    plain = dict(read_model(original, read_config(original)).named_modules())
+    error = whole = 0.0
+    for name, layer in read_model(folder, read_config(folder)).named_modules():
+        if isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding)) and name in plain:
+            weight = dense_weight(plain[name], mx.float32)
+            error += float(mx.square(dense_weight(layer, mx.float32) - weight).sum())
+            whole += float(mx.square(weight).sum())
+    return (error / whole) ** 0.5 if whole else 0.0
 
 
 def _norms(model: Any) -> Any:

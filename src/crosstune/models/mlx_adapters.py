@@ -40,9 +40,9 @@ def adapter_form(folder: Path) -> str | None:
     return "mlx" if (folder / MLX_WEIGHTS).is_file() else None
 
 
-def to_mlx(source: Path, target: Path) -> None:
-    """Write a PEFT adapter folder for mlx-lm."""
-    settings = read_settings(source)
+def to_mlx(source: Path, target: Path, *, base: str | None = None) -> None:
+    """Write a PEFT adapter folder for mlx-lm. `base` names the base model where it is not the one in the folder."""
+    settings = {**read_settings(source), **({"base_model_name_or_path": base} if base else {})}
     unread = [name for name in _UNREAD if settings.get(name)]
     if settings.get("peft_type") != "LORA" or unread:
         words = ", ".join(unread) or str(settings.get("peft_type"))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.core.record import read_json
 from crosstune.models.folder import read_config, weight_files
 from crosstune.models.weights import read_header
 
@@ -76,13 +77,38 @@ def read_quantization(folder: Path) -> FolderQuantization | None:
     )
 
 
+def dense_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
+    """The shape of every weight as it is when it is dense, by the name of its tensor; None for a folder of packed
+    weights that only transformers knows."""
+    held = read_quantization(folder)
+    if held is None and isinstance(read_config(folder).get("quantization_config"), dict):
+        return None
+    layers = held.layers if held is not None else {}
+    shapes = {
+        name: tuple(entry["shape"])
+        for path in weight_files(folder)
+        for name, entry in read_header(path)[0].items()
+        if _layer_of(name) not in layers
+    }
+    return shapes | {f"{layer}.weight": tuple(facts["shape"]) for layer, facts in layers.items()}
+
+
+def _layer_of(name: str) -> str:
+    """The layer that a part of a quantized weight belongs to."""
+    for ending in (".scales", ".biases"):
+        name = name.removesuffix(ending)
+    return name.partition(".weight")[0]
+
+
 def _read_mlx(folder: Path, config: Mapping[str, Any]) -> FolderQuantization:
     """MLX keeps the words in config.json and the scales of a layer beside its packed weight."""
     form = config["quantization"]
     entries = {name: entry for path in weight_files(folder) for name, entry in read_header(path)[0].items()}
-    scales = (
-        (name.removesuffix(".scales"), entry) for name, entry in entries.items() if name.endswith(".scales")
-    )
+    scales = {
+        name.removesuffix(".scales"): entry["shape"]
+        for name, entry in entries.items()
+        if name.endswith(".scales")
+    }
     return FolderQuantization(
         spec={
             "quantizer": "mlx",
@@ -93,8 +119,23 @@ def _read_mlx(folder: Path, config: Mapping[str, Any]) -> FolderQuantization:
         },
         own=False,
         dtype=config.get("dtype") or config.get("torch_dtype") or "bfloat16",
-        layers={layer: {"scales": entry["shape"]} for layer, entry in scales},
+        layers={layer: {"shape": _mlx_shape(shape, layer, form)} for layer, shape in scales.items()},
+        original=_made_from(folder),
     )
+
+
+def _made_from(folder: Path) -> dict[str, Any] | None:
+    """What crosstune wrote beside the words of mlx-lm, where it made the folder."""
+    record = read_json(folder / "crosstune.json")
+    made = record.get("converted") or record.get("exported") or {}
+    return made.get("original")
+
+
+def _mlx_shape(scales: Sequence[int], layer: str, form: Mapping[str, Any]) -> list[int]:
+    """One scale stands for a group of weights, whose size may differ by layer."""
+    own = form.get(layer)
+    group_size = own["group_size"] if isinstance(own, dict) else form["group_size"]
+    return [*scales[:-1], scales[-1] * group_size]
 
 
 def _read_own(path: Path) -> FolderQuantization:

@@ -129,6 +129,16 @@ class Conversion:
             quantizer.check(self.spec, shapes[f"{layer}.weight"])
 
 
+def errors_of(held: Prequantized, original: Base) -> WeightErrors:
+    """How far a quantized folder is from the weights it was made from."""
+    errors = WeightErrors()
+    for name, tensor in base_tensors(original):
+        layer = name.removesuffix(".weight")
+        if layer in held.layers and name.endswith(".weight"):
+            errors.add(layer, held.stored(layer, original.device).dequantize(torch.float32).cpu(), tensor)
+    return errors
+
+
 def write_dense(
     folder: Path, base: Base, *, dtype: torch.dtype | None, on_read: OnRead | None = None
 ) -> None:

@@ -1,0 +1,56 @@
+"""Whether an adapter belongs over a model folder, told from the headers of both, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from crosstune.core.errors import UserError
+from crosstune.models.adapter_files import PEFT_PREFIX, PEFT_WEIGHTS
+from crosstune.models.mlx_adapters import MLX_WEIGHTS, adapter_form
+from crosstune.models.quantized_folder import dense_shapes
+from crosstune.models.weights import read_header
+
+Shape = tuple[int, ...]
+
+
+def check_fit(adapter: Path, base: Path) -> None:
+    """Every matrix of the adapter must have its weight in the base's files. Weights that only transformers can unpack
+    say nothing about their shapes, and pass."""
+    shapes, layers = dense_shapes(base), _layer_shapes(adapter)
+    if shapes is None:
+        return
+    wrong = [
+        f"{layer} is {shape} there and {found} here"
+        for layer, shape in sorted(layers.items())
+        if (found := _find(layer, shapes)) not in (shape, shape[::-1])  # GPT-2 stores its weights turned
+    ]
+    if wrong:
+        raise UserError(
+            f"The adapter {adapter} does not fit the base {base}.",
+            why=f"{len(wrong)} of {len(layers)} layers differ: {wrong[0]}.",
+            do="name the base that it was trained over with --original",
+        )
+
+
+def _layer_shapes(adapter: Path) -> dict[str, Shape]:
+    """Rows and columns of the weights that an adapter changes, by layer."""
+    is_mlx = adapter_form(adapter) == "mlx"
+    header = read_header(adapter / (MLX_WEIGHTS if is_mlx else PEFT_WEIGHTS))[0]
+    parts = {name.removeprefix(PEFT_PREFIX): tuple(entry["shape"]) for name, entry in header.items()}
+    first, second = (".lora_a", ".lora_b") if is_mlx else (".lora_A.weight", ".lora_B.weight")
+    found: dict[str, Shape] = {}
+    for name, shape in parts.items():
+        layer = name.removesuffix(first)
+        if layer != name and layer + second in parts:
+            other = parts[layer + second]
+            found[layer] = (other[-1], shape[0]) if is_mlx else (other[0], shape[-1])
+    return found
+
+
+def _find(layer: str, shapes: Mapping[str, Shape]) -> Shape | None:
+    """The shape of a layer's weight. Some files leave out the first part of every name."""
+    name = f"{layer}.weight"
+    if name in shapes:
+        return shapes[name]
+    return next((shapes[other] for other in shapes if name.endswith(f".{other}")), None)
