@@ -10,11 +10,10 @@ from crosstune.config.load import load_config, make_config
 from crosstune.core.protocols import Observer, Session
 from crosstune.data.chat import Message, encode_prompt
 from crosstune.data.tokenizer import Tokenizer
-from crosstune.likeness import plan_over_quantized
 from crosstune.machines import probe_machine
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.opening import find_model, open_session
-from crosstune.planning import make_plan
+from crosstune.planning import make_plan, plan_over_quantized
 from crosstune.trained import Trained, find_trained
 
 

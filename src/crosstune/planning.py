@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from crosstune.config.load import cache_override
+from crosstune.config.load import cache_override, make_config
 from crosstune.config.plan import TRAIN_TYPE_PARTS, Plan
 from crosstune.config.resolve import resolve
 from crosstune.config.schema import Config
@@ -103,3 +105,23 @@ def _wants_quantizer(config: Config) -> bool:
         "auto",
         "none",
     )
+
+
+def plan_over_quantized(like: Plan, spec: Mapping[str, Any], *, folder: Path) -> Plan:
+    """The plan to open a folder of quantized weights, with the backend and precision of another; an error where its
+    quantizer does not run."""
+    options = quantization_options(spec) | {"train_type": "lora", "model_name": str(folder)}
+    plan = plan_like(like, options | {"precision": like.precision})
+    if plan.quantizer != spec["quantizer"]:
+        raise UserError(
+            f"{spec['quantizer']} with {spec['bits']} bits does not run on {plan.backend.name} here.",
+            do=f"pip install 'crosstune[{spec['quantizer']}]', or see what does: crosstune doctor",
+        )
+    return plan
+
+
+def plan_like(plan: Plan, options: Mapping[str, Any]) -> Plan:
+    """Other options on the backend of a plan. Its machine is looked at again only to find quantizers."""
+    needs_look = "quantization_backend" in options and not plan.backend.quantizers
+    config = make_config(**options, backend=plan.backend.name)
+    return make_plan(config, machine=None if needs_look else plan.machine)

@@ -80,7 +80,7 @@ def run(words: Sequence[str]) -> int:
     own = parser.parse_args(list(words))
 
     from crosstune.cli.screen import Screen
-    from crosstune.conversion import ConvertRequest, convert
+    from crosstune.results.convert import ConvertRequest, convert
 
     request = ConvertRequest(
         model=own.model,

@@ -37,7 +37,7 @@ def run(words: Sequence[str]) -> int:
     own = parser.parse_args(list(words))
 
     from crosstune.cli.screen import Screen
-    from crosstune.exports import Form, export
+    from crosstune.results.export import Form, export
 
     form = Form(
         to=own.to, bits=own.n_bits or 16, group_size=own.group_size or 64, kind=own.gguf_type or "auto"

@@ -10,7 +10,7 @@ from crosstune.cli.words import Parser, print_json
 from crosstune.core.errors import EXIT_DONE
 
 if TYPE_CHECKING:
-    from crosstune.results import Request
+    from crosstune.results.merge import Request
 
 EXAMPLES = """examples:
   crosstune merge runs/demo
@@ -30,7 +30,7 @@ def run(words: Sequence[str]) -> int:
     own = parser.parse_args(list(words))
 
     from crosstune.cli.screen import Screen
-    from crosstune.exports import merge
+    from crosstune.results.export import merge
 
     report = merge(read_request(own), observer=Screen(live=not own.json))
     if own.json:
@@ -63,7 +63,7 @@ def add_result_words(parser: Parser) -> None:
 
 def read_request(own: Any) -> Request:
     """What `add_result_words` asked for."""
-    from crosstune.results import Request
+    from crosstune.results.merge import Request
 
     return Request(
         target=own.target,

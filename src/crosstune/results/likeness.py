@@ -17,10 +17,10 @@ from crosstune.core.protocols import Observer
 from crosstune.data.chat import encode_prompt, render
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.locate import ModelFolder
-from crosstune.models.quantized_folder import quantization_options, read_quantization
+from crosstune.models.quantized_folder import read_quantization
 from crosstune.models.staged import Unverified, unverified_path
 from crosstune.opening import find_model, open_session
-from crosstune.planning import make_plan
+from crosstune.planning import make_plan, plan_like, plan_over_quantized
 from crosstune.trained import Trained
 
 _PROMPTS = (
@@ -50,7 +50,7 @@ def open_trained(trained: Trained, *, backend: str, observer: Observer) -> Opene
     plan = _torch_plan(make_plan(make_config(**trained.options(), backend=backend)), asked=backend)
     if trained.adapter is None and plan.backend.name == "cpu":
         # It costs no more memory than autocast, and rounding does not hide what is to be seen.
-        plan = _plan_like(plan, trained.options() | {"precision": "fp32"})
+        plan = plan_like(plan, trained.options() | {"precision": "fp32"})
     model = find_model(plan.config, observer)
     return Opened(trained=trained, plan=plan, model=model, prompts=make_prompts(model.path))
 
@@ -85,7 +85,7 @@ def trained_logits(opened: Opened, *, quantized: bool = True, folder: Path | Non
     """Logits of the adapter over its base, opened as for training; `folder` takes the place of the base's."""
     options = opened.trained.options(quantized=quantized) | {"precision": opened.precision}
     model = opened.model if folder is None else replace(opened.model, path=folder)
-    session: Any = open_session(_plan_like(opened.plan, options), model, trained=False)
+    session: Any = open_session(plan_like(opened.plan, options), model, trained=False)
     return session.logits(opened.prompts)
 
 
@@ -115,18 +115,6 @@ def find_quantizer(opened: Opened, spec: Mapping[str, Any]) -> Opened:
 def quantized_plan(opened: Opened, spec: Mapping[str, Any], *, folder: Path) -> Plan:
     """The plan to open a folder of quantized weights; an error where its quantizer does not run."""
     return plan_over_quantized(opened.plan, spec, folder=folder)
-
-
-def plan_over_quantized(like: Plan, spec: Mapping[str, Any], *, folder: Path) -> Plan:
-    """The same in place of another plan, with its backend and precision."""
-    options = quantization_options(spec) | {"train_type": "lora", "model_name": str(folder)}
-    plan = _plan_like(like, options | {"precision": like.precision})
-    if plan.quantizer != spec["quantizer"]:
-        raise UserError(
-            f"{spec['quantizer']} with {spec['bits']} bits does not run on {plan.backend.name} here.",
-            do=f"pip install 'crosstune[{spec['quantizer']}]', or see what does: crosstune doctor",
-        )
-    return plan
 
 
 def judge(agreement: Agreement, *formats: str) -> dict[str, Any]:
@@ -167,10 +155,3 @@ def chat_problems(before: Path, after: Path) -> list[str]:
         if ours != theirs:
             problems.append(f"the {role} token is {theirs!r} instead of {ours!r}")
     return problems
-
-
-def _plan_like(plan: Plan, options: Mapping[str, Any]) -> Plan:
-    """Other options on the backend of a plan. Its machine is looked at again only to find quantizers."""
-    needs_look = "quantization_backend" in options and not plan.backend.quantizers
-    config = make_config(**options, backend=plan.backend.name)
-    return make_plan(config, machine=None if needs_look else plan.machine)

@@ -13,7 +13,6 @@ from crosstune.core.agreement import Logits, compare
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Observer
 from crosstune.core.record import write_json
-from crosstune.likeness import judge, make_prompts, refuse_unverified
 from crosstune.models import mlx_adapters
 from crosstune.models.adapter_files import copy_tokenizer
 from crosstune.models.adapter_fit import check_fit
@@ -24,8 +23,9 @@ from crosstune.models.quantized_folder import FolderQuantization, read_quantizat
 from crosstune.models.staged import Stage, Unverified, check_out, staged
 from crosstune.models.weights import read_arrays
 from crosstune.opening import weights_identity
-from crosstune.originals import NOT_THE_ORIGINAL, choose_original, not_the_original, original_record
-from crosstune.results import RECORD, mlx_word
+from crosstune.results.likeness import judge, make_prompts, refuse_unverified
+from crosstune.results.merge import RECORD, mlx_word
+from crosstune.results.originals import NOT_THE_ORIGINAL, choose_original, not_the_original, original_record
 
 _SPARE_BYTES = 50_000_000
 

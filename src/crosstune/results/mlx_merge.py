@@ -11,7 +11,6 @@ from crosstune.config.load import make_config
 from crosstune.core.agreement import Logits, compare
 from crosstune.core.protocols import Observer
 from crosstune.core.record import write_json
-from crosstune.likeness import chat_problems, judge, make_prompts, refuse_unverified
 from crosstune.models.adapter_files import copy_template
 from crosstune.models.folder import weight_files
 from crosstune.models.locate import ModelFolder
@@ -19,9 +18,9 @@ from crosstune.models.quantized_folder import read_quantization
 from crosstune.models.staged import Stage, check_out, staged
 from crosstune.models.weights import read_header
 from crosstune.opening import find_model, open_session
-from crosstune.originals import find_original
 from crosstune.planning import make_plan
-from crosstune.results import (
+from crosstune.results.likeness import chat_problems, judge, make_prompts, refuse_unverified
+from crosstune.results.merge import (
     RECORD,
     SPARE_BYTES,
     Request,
@@ -32,6 +31,7 @@ from crosstune.results import (
     not_quantized,
     nothing_to_merge,
 )
+from crosstune.results.originals import find_original
 from crosstune.trained import Trained, find_trained
 
 _WORDS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}

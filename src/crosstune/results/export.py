@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crosstune import mlx_results, results
 from crosstune.core.agreement import Logits, compare
 from crosstune.core.protocols import Observer
 from crosstune.core.record import write_json
-from crosstune.likeness import Opened, chat_problems, folder_logits, judge, refuse_unverified
 from crosstune.models.quantized_folder import RECORD as QUANTIZATION_RECORD
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.models.staged import Stage, check_out, staged
 from crosstune.opening import weights_identity
-from crosstune.originals import original_record
-from crosstune.results import (
+from crosstune.results import merge as torch_merge
+from crosstune.results import mlx_merge
+from crosstune.results.likeness import Opened, chat_problems, folder_logits, judge, refuse_unverified
+from crosstune.results.merge import (
     RECORD,
     Request,
     default_out,
@@ -30,6 +30,7 @@ from crosstune.results import (
     show_bytes,
     stored_word,
 )
+from crosstune.results.originals import original_record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class Form:
 
 def merge(request: Request, *, observer: Observer) -> dict[str, Any]:
     """Fold an adapter into its base, by the engine that can, and compare."""
-    by = mlx_results if mlx_results.made_by_mlx(request) else results
+    by = mlx_merge if mlx_merge.made_by_mlx(request) else torch_merge
     return by.merge(request, observer=observer)
 
 
@@ -62,9 +63,9 @@ def export(
         from crosstune.mlx_engine.export import check_form
 
         check_form(bits=form.bits, group_size=form.group_size)
-    if form.to != "gguf" and mlx_results.made_by_mlx(request):
+    if form.to != "gguf" and mlx_merge.made_by_mlx(request):
         bits = form.bits if form.to == "mlx" else 16
-        return mlx_results.merge(
+        return mlx_merge.merge(
             request, observer=observer, word=form.word, bits=bits, group_size=form.group_size
         )
     opened, warnings = open_request(request, observer)

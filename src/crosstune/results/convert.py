@@ -13,9 +13,14 @@ from crosstune.core.agreement import compare
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Observer
 from crosstune.core.record import write_json
-from crosstune.exports import Form, export
-from crosstune.likeness import Opened, find_quantizer, folder_logits, open_trained
-from crosstune.mlx_conversion import (
+from crosstune.models.locate import ModelFolder
+from crosstune.models.quantized_folder import FolderQuantization, read_quantization
+from crosstune.models.staged import check_out, staged
+from crosstune.opening import weights_identity
+from crosstune.results.export import Form, export
+from crosstune.results.likeness import Opened, find_quantizer, folder_logits, open_trained
+from crosstune.results.merge import RECORD, Request, show_bytes, stored_word
+from crosstune.results.mlx_convert import (
     MlxForm,
     check_held,
     convert_adapter,
@@ -25,12 +30,7 @@ from crosstune.mlx_conversion import (
     from_or_to_mlx,
     holds_adapter,
 )
-from crosstune.models.locate import ModelFolder
-from crosstune.models.quantized_folder import FolderQuantization, read_quantization
-from crosstune.models.staged import check_out, staged
-from crosstune.opening import weights_identity
-from crosstune.originals import NOT_THE_ORIGINAL, choose_original, not_the_original, original_record
-from crosstune.results import RECORD, Request, show_bytes, stored_word
+from crosstune.results.originals import NOT_THE_ORIGINAL, choose_original, not_the_original, original_record
 from crosstune.trained import Trained
 
 if TYPE_CHECKING:

@@ -13,7 +13,11 @@ from crosstune.core.agreement import Logits, compare
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Observer
 from crosstune.core.record import write_json
-from crosstune.likeness import (
+from crosstune.models.adapter_files import copy_template
+from crosstune.models.locate import ModelFolder, identity
+from crosstune.models.quantized_folder import read_quantization
+from crosstune.models.staged import check_out, staged
+from crosstune.results.likeness import (
     Opened,
     find_quantizer,
     judge,
@@ -21,11 +25,7 @@ from crosstune.likeness import (
     refuse_unverified,
     trained_logits,
 )
-from crosstune.models.adapter_files import copy_template
-from crosstune.models.locate import ModelFolder, identity
-from crosstune.models.quantized_folder import read_quantization
-from crosstune.models.staged import check_out, staged
-from crosstune.originals import find_original
+from crosstune.results.originals import find_original
 from crosstune.trained import Trained, find_trained
 
 if TYPE_CHECKING:
