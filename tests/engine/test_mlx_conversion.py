@@ -161,3 +161,15 @@ def test_exports_are_named_by_their_bits(tmp_path: Path, capsys: pytest.CaptureF
     for bits, name in ((8, "plain-mlx-8bit"), (16, "plain-mlx")):
         report = report_of(capsys, "export", str(plain), "--to", "mlx", "--n_bits", str(bits))
         assert report["path"] == str(tmp_path / name)
+
+
+def test_options_that_the_form_has_no_use_for_are_said(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mlx"
+    words = ["--n_bits", "8", "--group_size", "32", "--quant_type", "nf4", "--out", str(out)]
+    assert main(["convert", str(tiny_model), "--to", "mlx", *words, "--double_quant", "true"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert [line.split()[1] for line in said] == ["--quant_type", "--double_quant"]
+    assert main(["convert", str(out), "--to", "hf", "--n_bits", "4", "--out", str(tmp_path / "plain")]) == 0
+    assert "--n_bits has no effect with --to hf" in capsys.readouterr().out

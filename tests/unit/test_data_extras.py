@@ -159,6 +159,19 @@ def test_a_model_without_a_template_is_told_of_and_gets_one(
     assert theirs == recipe.tokenizer.decode(recipe.train[0].tokens, keep_special=True)
 
 
+@pytest.mark.parametrize(("ending", "said"), [("", True), ("{{ eos_token }}", False)])
+def test_a_template_that_never_ends_an_answer_is_told_of(
+    tiny_model: Path, write_jsonl: Any, tmp_path: Path, ending: str, said: bool
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    turn = "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + ending + "{% endfor %}"
+    asks = "{% if add_generation_prompt %}<assistant>{% endif %}"
+    (folder / "chat_template.jinja").write_text(turn + asks)
+    recipe = read(folder, write_jsonl([{"prompt": "Is it warm?", "completion": "It is."}]))
+    assert ("learns to go on" in " ".join(recipe.describe().get("warnings", []))) == said
+
+
 def test_options_without_effect_on_plain_text_are_said(tiny_model: Path, write_jsonl: Any) -> None:
     path = write_jsonl([{"text": "Red, green and blue."}])
     config = make_config(dataset=str(path), train_on_prompt=True, eval_metric="exact_match", eval_samples=0)

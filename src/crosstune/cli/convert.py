@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.merge import numbers, print_report
+from crosstune.cli.merge import numbers, print_report, print_warnings
 from crosstune.cli.words import Parser, at_least, print_json
 from crosstune.core.errors import EXIT_DONE
 
@@ -47,15 +48,12 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument(
         "--n_bits",
         type=at_least(1),
-        default=4,
         help="bits of a weight (default 4); with --to mlx, 16 for dense weights",
     )
+    parser.add_argument("--group_size", type=at_least(1), help="weights that share a scale (default 64)")
+    parser.add_argument("--quant_type", help="nf4 or fp4 (bnb), int or float8 (quanto)")
     parser.add_argument(
-        "--group_size", type=at_least(1), default=64, help="weights that share a scale (default 64)"
-    )
-    parser.add_argument("--quant_type", default="auto", help="nf4 or fp4 (bnb), int or float8 (quanto)")
-    parser.add_argument(
-        "--double_quant", choices=("true", "false"), default="true", help="bnb: quantize scales too"
+        "--double_quant", choices=("true", "false"), help="bnb: quantize scales too (default true)"
     )
     parser.add_argument(
         "--dtype",
@@ -86,10 +84,10 @@ def run(words: Sequence[str]) -> int:
         model=own.model,
         to=own.to,
         held=own.held,
-        bits=own.n_bits,
-        group_size=own.group_size,
-        kind=own.quant_type,
-        double=own.double_quant == "true",
+        bits=own.n_bits or 4,
+        group_size=own.group_size or 64,
+        kind=own.quant_type or "auto",
+        double=own.double_quant != "false",
         dtype=own.dtype,
         original=own.original,
         out=own.out,
@@ -97,9 +95,11 @@ def run(words: Sequence[str]) -> int:
         backend=own.backend,
     )
     report = convert(request, observer=Screen(live=not own.json))
+    report["warnings"] = [*report.get("warnings", ()), *_without_effect(own, report)]
     if own.json:
         print_json(report)
     elif "exact" in report:
+        print_warnings(report)
         print(f"checked  {report['num_matrices']} matrices, the same bits there and back")
         print(f"written  {report['path']}")
     elif "agreement" in report:
@@ -121,7 +121,23 @@ def _source_words(report: Mapping[str, Any]) -> str:
     return f"{report['from']} -> {report['to']}, {words}"
 
 
+def _without_effect(own: argparse.Namespace, report: Mapping[str, Any]) -> list[str]:
+    heeded = {
+        "n_bits": ("bnb", "hqq", "quanto", "mlx"),
+        "group_size": ("bnb", "hqq", "quanto", "mlx"),
+        "quant_type": ("bnb", "quanto"),
+        "double_quant": ("bnb",),
+    }
+    is_adapter = "exact" in report
+    return [
+        f"--{option} has no effect {'on an adapter' if is_adapter else f'with --to {own.to}'}"
+        for option, forms in heeded.items()
+        if getattr(own, option) is not None and (is_adapter or own.to not in forms)
+    ]
+
+
 def _print_conversion(report: Mapping[str, Any]) -> None:
+    print_warnings(report)
     print(f"converted  {_source_words(report)}")
     print(f"measured against {report['reference']}:")
     for name in ("before", "after"):

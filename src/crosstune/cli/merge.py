@@ -76,9 +76,13 @@ def read_request(own: Any) -> Request:
     )
 
 
-def print_report(report: Mapping[str, Any]) -> None:
+def print_warnings(report: Mapping[str, Any]) -> None:
     for sentence in report.get("warnings", ()):
         print(f"warning  {sentence}")
+
+
+def print_report(report: Mapping[str, Any]) -> None:
+    print_warnings(report)
     print(f"checked  {numbers(report['agreement'])} (bound {report['bound']:g})")
     for name in ("unquantized", "own_reader"):
         if name in report:

@@ -9,6 +9,7 @@ import numpy as np
 
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
+from crosstune.data.chat import encode_conversation
 from crosstune.data.corpus import Corpus
 from crosstune.data.known import DUMMY
 from crosstune.data.tokenizer import Tokenizer
@@ -49,6 +50,10 @@ def format_warnings(config: Config, tokenizer: Tokenizer, *, form: str) -> Seque
             not tokenizer.eos_token and (plain or not tokenizer.chat_template),
             f"this model has no end token: nothing teaches it where {'a text' if plain else 'an answer'} ends",
         ),
+        (
+            bool(last := "" if plain else _unending(tokenizer)),
+            f"the chat template ends an answer with {last!r}, which is no end token of this model: it learns to go on",
+        ),
         (plain and config.train_on_prompt, "train_on_prompt has no effect: a plain text has no prompt"),
         (
             plain and config.eval_metric == "exact_match",
@@ -56,6 +61,21 @@ def format_warnings(config: Config, tokenizer: Tokenizer, *, form: str) -> Seque
         ),
     )
     return [f"{sentence}." for holds, sentence in rows if holds]
+
+
+def _unending(tokenizer: Tokenizer) -> str:
+    """The last token of an answer, where the model does not stop at it."""
+    if not tokenizer.chat_template:
+        return ""
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good morning"}]
+    try:
+        example = encode_conversation(turns, tokenizer, index=0, whole=False)
+    except UserError:  # a template for other turns than these; the data's own rows tell what it takes
+        return ""
+    learned = example.tokens[example.supervised]
+    if not len(learned) or int(learned[-1]) in tokenizer.stop_ids:
+        return ""
+    return tokenizer.decode([int(learned[-1])], keep_special=True)
 
 
 def warnings_of(train: dict[str, Any], *, num_shared: int) -> Sequence[str]:
