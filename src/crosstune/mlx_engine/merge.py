@@ -13,12 +13,14 @@ from crosstune.core.errors import UserError
 from crosstune.mlx_engine.adapters import AdaptedLinear
 from crosstune.mlx_engine.precision import PRECISIONS
 from crosstune.mlx_engine.quantized import dense_weight
-from crosstune.mlx_engine.saved import save_arrays
+from crosstune.mlx_engine.saved import OnWrite, save_arrays
 from crosstune.mlx_engine.session import MlxSession
 from crosstune.models.folder import weight_files
 
 
-def write_merged(target: Path, source: Path, session: MlxSession, *, dequantized: bool, dtype: str) -> None:
+def write_merged(
+    target: Path, source: Path, session: MlxSession, *, dequantized: bool, dtype: str, on_write: OnWrite
+) -> None:
     """`source` with the session's adapters folded in, every weight dense: those of few bits as training saw them where
     `dequantized`. Names and number formats are those of the files, unless `dtype` names one format for all."""
     modules = _quantized(session) if dequantized else {}
@@ -31,7 +33,7 @@ def write_merged(target: Path, source: Path, session: MlxSession, *, dequantized
             why=f"mlx-lm keeps {len(missing)} of its layers under names of its own, such as {missing[0]}.",
             do="merge it on a machine with torch, or use mlx_lm.fuse",
         )
-    save_arrays(target, arrays, base=source)
+    save_arrays(target, arrays, base=source, on_write=on_write)
 
 
 def _dense(

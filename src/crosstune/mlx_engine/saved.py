@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from crosstune.models.config_spelling import spell_positions
 from crosstune.models.folder import INDEXES, read_config
 
 SHARD_BYTES = 4 * 2**30
+OnWrite = Callable[[int, int], None]
+"""Hears how many of how many bytes are written."""
 _WORDS = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
 
 
@@ -34,24 +36,29 @@ def save_model(folder: Path, model: Any, *, base: Path) -> None:
     save_arrays(folder, dict(tree_flatten(model.parameters())), base=base)
 
 
-def save_arrays(folder: Path, tensors: dict[str, mx.array], *, base: Path) -> None:
+def save_arrays(
+    folder: Path, tensors: dict[str, mx.array], *, base: Path, on_write: OnWrite | None = None
+) -> None:
     """The same from arrays by name, which are taken out of the dictionary as they are written: those that are yet to be
     computed never lie in memory together."""
     folder.mkdir(parents=True, exist_ok=True)
     types = [tensor.dtype for tensor in tensors.values()]
     word = _WORDS[max(types, key=types.count)]
-    _save_shards(folder, tensors)
+    _save_shards(folder, tensors, on_write or (lambda done, total: None))
     config = {key: value for key, value in read_config(base).items() if not key.startswith("quantization")}
     write_json(folder / CONFIG, spell_positions(config) | {"dtype": word, "torch_dtype": word})
     copy_tokenizer(base, folder)
 
 
-def _save_shards(folder: Path, tensors: dict[str, mx.array]) -> None:
+def _save_shards(folder: Path, tensors: dict[str, mx.array], on_write: OnWrite) -> None:
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    total, done = sum(sizes.values()), 0
     shards = list(_divide(sizes))
+    on_write(0, total)
     if len(shards) == 1:
         mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "pt"})
         tensors.clear()
+        on_write(total, total)
         return
     index: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
@@ -59,7 +66,9 @@ def _save_shards(folder: Path, tensors: dict[str, mx.array]) -> None:
         shard = {name: tensors.pop(name) for name in names}
         mx.save_safetensors(str(folder / file), shard, metadata={"format": "pt"})
         index |= dict.fromkeys(names, file)
-    write_json(folder / INDEXES[0], {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index})
+        done += sum(sizes[name] for name in names)
+        on_write(done, total)
+    write_json(folder / INDEXES[0], {"metadata": {"total_size": total}, "weight_map": index})
 
 
 def _divide(sizes: Mapping[str, int]) -> Iterator[list[str]]:

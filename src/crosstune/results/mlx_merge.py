@@ -3,6 +3,7 @@ read, and for every adapter on a machine without torch."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from crosstune.results.merge import (
     no_original,
     not_quantized,
     nothing_to_merge,
+    show_bytes,
 )
 from crosstune.results.originals import find_original
 from crosstune.trained import Trained, find_trained
@@ -64,7 +66,7 @@ def merge(
     check_out(out)
     size = sum(path.stat().st_size for path in weight_files(model.path))
     with staged(out, need_bytes=(1 if trained.quantization is None else 8) * size + SPARE_BYTES) as stage:
-        report = _Merging(trained, model, request).write(stage, bits=bits, group_size=group_size)
+        report = _Merging(trained, model, request, observer).write(stage, bits=bits, group_size=group_size)
         report["warnings"] = [*warnings, *report.get("warnings", ())]
         problems = [*report.pop("problems", ()), *chat_problems(model.path, stage.result)]
         made = "merged" if word == "merged" else "exported"
@@ -74,8 +76,8 @@ def merge(
 
 
 class _Merging:
-    def __init__(self, trained: Trained, model: ModelFolder, request: Request) -> None:
-        self.trained, self.model, self.request = trained, model, request
+    def __init__(self, trained: Trained, model: ModelFolder, request: Request, observer: Observer) -> None:
+        self.trained, self.model, self.request, self.observer = trained, model, request, observer
         self.prompts = make_prompts(model.path)
         self.original = self._find_original()
 
@@ -89,10 +91,15 @@ class _Merging:
         source, dequantized = self.model.path, into == "dequantized"
         if self.trained.quantization is not None and not dequantized:
             assert self.original is not None
+            del session
+            gc.collect()  # a session holds on to itself in circles, and the next one needs its memory
             session, precision = self._open(quantized=False)
             expected, source = session.logits(self.prompts), self.original
         folder = stage.scratch / "merged"
-        write_merged(folder, source, session, dequantized=dequantized, dtype=self.request.dtype)
+        on_write = show_bytes(self.observer, "merge", self.trained.base)
+        write_merged(
+            folder, source, session, dequantized=dequantized, dtype=self.request.dtype, on_write=on_write
+        )
         del session
         assert self.trained.adapter is not None
         copy_template(self.trained.adapter, folder)
