@@ -63,6 +63,23 @@ class _Early:
         self.screen.on_step(metrics)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Ready:
+    """Everything that is found before there is a run folder."""
+
+    config: Config
+    plan: Plan
+    folder: Path
+    in_place: bool
+    """Whether the run goes on in its own folder."""
+    model: ModelFolder
+    recipe: Recipe
+    identified: Mapping[str, Any]
+    start: Start | None
+    warnings: Sequence[str]
+    early: _Early
+
+
 def num_processes(config: Config) -> int:
     """How many processes a run needs to be started as. Raises what stands in its way."""
     config = resume.complete_config(config)
@@ -92,19 +109,50 @@ def train(
     group = group if group is not None else Alone()
     ranks = group.ranks
     screen = Observers(list(observers) if ranks.first else [])
-    given, config = config, together.with_world(resume.complete_config(config), ranks)
+    ready = _prepare(config, group, screen)
+    plan, recipe, folder = ready.plan, ready.recipe, ready.folder
+    done = _finished(folder, ready.start, recipe) if ready.in_place and ranks.first else None
+    if group.any(done is not None):
+        return done or RunResult(folder=folder, summary={"status": "finished"})
+    described = _describe(ready, command=command)
+    record = _begin(ready, described, screen) if ranks.first else SilentRecord(folder)
+    observer = Observers([record, screen])
+    observer.on_event(
+        "start", {"folder": str(folder), "data": recipe.describe(), "num_steps": recipe.num_steps()}
+    )
+    for kind, data in ready.early.heard:
+        record.on_event(kind, data)
+    for sentence in ready.warnings:
+        observer.on_event("warning", {"message": sentence})
+    execution = Execution(
+        plan=plan,
+        recipe=recipe,
+        open_model=lambda: open_session(plan, ready.model, **({"group": group} if ranks.size > 1 else {})),
+        record=record,
+        observer=observer,
+        start=ready.start,
+        described=described,
+        deadline=_deadline(plan.config, started),
+        ranks=ranks,
+    )
+    return RunResult(folder=folder, summary=execution.run(), failure=execution.failure)
+
+
+def _prepare(given: Config, group: Group, screen: Observer) -> _Ready:
+    """Find the machine, the checkpoint, the model and the data, and raise whatever is wrong with them."""
+    ranks = group.ranks
+    config = together.with_world(resume.complete_config(given), ranks)
     machine = together.share_machine(group, lambda: probe_for(as_the_folder_is(config)))
     plan = make_plan(config, machine=machine, ranks=ranks)
     raise_all(unbuilt(plan))
     together.check_started(plan, ranks)
     for name in filter(None, (config.dataset, config.eval_dataset)):
         check_name(name)
-    folder = run_folder(config)
-    early = _Early(screen)
+    folder, early = run_folder(config), _Early(screen)
     checkpoint = resume.find_checkpoint(config, folder, early)
-    if checkpoint is not None and (passed := resume.passed_archive(given, checkpoint)):
-        early.on_event("warning", {"message": passed})
     if checkpoint is not None:
+        if passed := resume.passed_archive(given, checkpoint):
+            early.on_event("warning", {"message": passed})
         config = resume.settled(config, checkpoint)
         plan = make_plan(config, machine=machine, ranks=ranks)
     in_place = checkpoint is not None and resume.continues_in_place(folder, checkpoint)
@@ -127,41 +175,41 @@ def train(
     start = _start(plan, checkpoint, identified)
     step = start.step if start is not None else None
     together.check_same(group, {"options": plan.config.options(), **identified, "checkpoint": step})
-    done = _finished(folder, start, recipe) if in_place and ranks.first else None
-    if group.any(done is not None):
-        return done or RunResult(folder=folder, summary={"status": "finished"})
-    described = describe_run(plan, folder=folder, model=model, recipe=recipe, command=command)
-    described |= {"identity": identified, "resumed_from": start.facts() if start else None}
-    if in_place:  # the run is as old as its first process
-        described["created"] = read_json(folder / "plan.json").get("created", described["created"])
-    record: Record = SilentRecord(folder)
-    if ranks.first:
-        if not in_place and holds_run(folder):
-            screen.on_event("moved_aside", {"path": str(move_aside(folder))})
-        record = _open_record(folder, described, start, config=config, in_place=in_place)
-        _keep_mlx_config(folder, plan.config)
-    observer = Observers([record, screen])
-    for adjustment in plan.adjustments:
-        record.on_event("adjustment", adjustment.to_event())
-    observer.on_event(
-        "start", {"folder": str(folder), "data": recipe.describe(), "num_steps": recipe.num_steps()}
-    )
-    for kind, data in early.heard:
-        record.on_event(kind, data)
-    for sentence in warnings:
-        observer.on_event("warning", {"message": sentence})
-    execution = Execution(
+    return _Ready(
+        config=config,
         plan=plan,
+        folder=folder,
+        in_place=in_place,
+        model=model,
         recipe=recipe,
-        open_model=lambda: open_session(plan, model, **({"group": group} if ranks.size > 1 else {})),
-        record=record,
-        observer=observer,
+        identified=identified,
         start=start,
-        described=described,
-        deadline=_deadline(plan.config, started),
-        ranks=ranks,
+        warnings=warnings,
+        early=early,
     )
-    return RunResult(folder=folder, summary=execution.run(), failure=execution.failure)
+
+
+def _describe(ready: _Ready, *, command: Sequence[str] | None) -> dict[str, Any]:
+    described = describe_run(
+        ready.plan, folder=ready.folder, model=ready.model, recipe=ready.recipe, command=command
+    )
+    start = ready.start
+    described |= {"identity": ready.identified, "resumed_from": start.facts() if start else None}
+    if ready.in_place:  # the run is as old as its first process
+        described["created"] = read_json(ready.folder / "plan.json").get("created", described["created"])
+    return described
+
+
+def _begin(ready: _Ready, described: Mapping[str, Any], screen: Observer) -> Record:
+    """Make the run folder, or open it again."""
+    folder = ready.folder
+    if not ready.in_place and holds_run(folder):
+        screen.on_event("moved_aside", {"path": str(move_aside(folder))})
+    record = _open_record(folder, described, ready.start, config=ready.config, in_place=ready.in_place)
+    _keep_mlx_config(folder, ready.plan.config)
+    for adjustment in ready.plan.adjustments:
+        record.on_event("adjustment", adjustment.to_event())
+    return record
 
 
 def _check_base_adapter(plan: Plan, model: ModelFolder) -> list[str]:
