@@ -11,12 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
+from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import (
     PEFT_PREFIX,
     PEFT_WEIGHTS,
     RECORD,
     SETTINGS,
     copy_tokenizer,
+    peft_settings,
     read_settings,
     write_json,
 )
@@ -107,26 +109,18 @@ def _peft_settings(
         raise UserError(
             f"{source} does not say over which model it was trained.",
             why="mlx-lm writes no name of it, and PEFT needs one.",
-            do="name it with --base",
+            do="name it with --original",
         )
     lora = settings["lora_parameters"]
     layers = {name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in tensors}
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "inference_mode": True,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "r": lora["rank"],
-        "lora_alpha": lora["scale"] * lora["rank"],
-        "lora_dropout": lora.get("dropout", 0.0),
-        "use_rslora": False,
-        "use_dora": settings.get("fine_tune_type") == "dora",
-        "target_modules": sorted(layers),
-        "modules_to_save": None,
-    }
+    found = AdapterSettings(
+        rank=lora["rank"],
+        alpha=lora["scale"] * lora["rank"],
+        dropout=lora.get("dropout", 0.0),
+        rank_stabilized=False,
+        magnitudes=settings.get("fine_tune_type") == "dora",
+    )
+    return peft_settings(found, sorted(layers), base=base)
 
 
 def _rename(name: str, parts: Mapping[str, str], source: Path) -> str:
