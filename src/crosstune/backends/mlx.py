@@ -12,7 +12,7 @@ SPEC = BackendSpec(
     preference=40,
     collective="ring",
     # What one command buffer uses stays in memory until the buffer is done, and on CUDA MLX puts a gigabyte and more
-    # into one: a third of a step's memory. On Metal it commits them earlier of itself.
+    # into one: a quarter of a step's memory and more. On Metal it commits them earlier of itself.
     environment_on={"Linux": {"MLX_MAX_MB_PER_BUFFER": "100"}},
     install=(
         "It needs its framework: pip install 'crosstune[mlx]' on a Mac with Apple silicon, "
