@@ -18,12 +18,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from crosstune import resume, run
+from crosstune import run
 from crosstune.config.load import cache_override, make_config
 from crosstune.core.record import RunRecord, read_jsonl
-from crosstune.execution import Execution
 from crosstune.models.locate import shape
 from crosstune.models.tiny import tiny_model
+from crosstune.runs import resume
+from crosstune.runs.execute import Execution
 
 BUNDLED = "smollm2-135m"
 # All that a run does only because it continues: find and check the checkpoint, take up the record and the state.

@@ -42,7 +42,7 @@ def measure(folder: Path, quantizer: str) -> None:
     import transformers  # noqa: F401
 
     from crosstune.config.load import make_config
-    from crosstune.planning import make_plan
+    from crosstune.planner.gather import make_plan
     from crosstune.torch_engine.load import load_model
     from crosstune.torch_engine.precision import PRECISIONS
     from crosstune.torch_engine.quantized import QuantLinear, stored_bytes

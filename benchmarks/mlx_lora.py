@@ -127,7 +127,7 @@ def run_crosstune(folder: Path, own: argparse.Namespace, examples: list[list[int
     from crosstune.data.batches import split_packed, split_rows
     from crosstune.data.packing import PackedOrder
     from crosstune.mlx_engine.session import MlxSession
-    from crosstune.planning import make_plan
+    from crosstune.planner.gather import make_plan
 
     asked = {"model_name": str(folder), "backend": "mlx", "precision": "bf16", "lora_rank": RANK}
     plan = make_plan(

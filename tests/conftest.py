@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from crosstune.core.machine import Machine
-from crosstune.machines import load_machine
+from crosstune.machines.probe import load_machine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import shutil
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crosstune import resume, sameness, together
-from crosstune.checkpoint.read import Checkpoint, find_run
-from crosstune.config.load import to_yaml
-from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.config.unbuilt import unbuilt
 from crosstune.core.durations import parse_duration
@@ -23,21 +15,15 @@ from crosstune.core.errors import UserError, raise_all
 from crosstune.core.protocols import Observer, Observers, Recipe
 from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import (
-    Record,
-    RunRecord,
     SilentRecord,
-    check_free,
-    holds_run,
-    move_aside,
     read_json,
 )
-from crosstune.data.sources import check_name
-from crosstune.execution import Execution, Start
 from crosstune.loop.train import Deadline
-from crosstune.models.locate import ModelFolder, identity
-from crosstune.opening import find_base, open_recipe, open_session, weights_identity
-from crosstune.planning import as_the_folder_is, make_plan, probe_for
-from crosstune.trained import check_base
+from crosstune.planner.gather import make_plan
+from crosstune.runs import resume
+from crosstune.runs.execute import Execution, Start
+from crosstune.runs.open_parts import open_session
+from crosstune.runs.prepare import begin, describe, prepare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,38 +32,6 @@ class RunResult:
     summary: dict[str, Any]
     failure: UserError | None = None
     """What ended the run early, with everything up to the step before it kept."""
-
-
-@dataclass
-class _Early:
-    """Hears what happens before there is a record, so that it can be put into it."""
-
-    screen: Observer
-    heard: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-
-    def on_event(self, kind: str, data: Mapping[str, Any]) -> None:
-        self.heard.append((kind, dict(data)))
-        self.screen.on_event(kind, data)
-
-    def on_step(self, metrics: Mapping[str, Any]) -> None:
-        self.screen.on_step(metrics)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Ready:
-    """Everything that is found before there is a run folder."""
-
-    config: Config
-    plan: Plan
-    folder: Path
-    in_place: bool
-    """Whether the run goes on in its own folder."""
-    model: ModelFolder
-    recipe: Recipe
-    identified: Mapping[str, Any]
-    start: Start | None
-    warnings: Sequence[str]
-    early: _Early
 
 
 def num_processes(config: Config) -> int:
@@ -103,19 +57,19 @@ def train(
     """
     if config.emulate is not None:
         raise UserError(
-            "train does not emulate.", do="call crosstune.emulation.emulate, or leave out --emulate"
+            "train does not emulate.", do="call crosstune.emulate.verdict.emulate, or leave out --emulate"
         )
     started = time.monotonic()
     group = group if group is not None else Alone()
     ranks = group.ranks
     screen = Observers(list(observers) if ranks.first else [])
-    ready = _prepare(config, group, screen)
+    ready = prepare(config, group, screen)
     plan, recipe, folder = ready.plan, ready.recipe, ready.folder
     done = _finished(folder, ready.start, recipe) if ready.in_place and ranks.first else None
     if group.any(done is not None):
         return done or RunResult(folder=folder, summary={"status": "finished"})
-    described = _describe(ready, command=command)
-    record = _begin(ready, described, screen) if ranks.first else SilentRecord(folder)
+    described = describe(ready, command=command)
+    record = begin(ready, described, screen) if ranks.first else SilentRecord(folder)
     observer = Observers([record, screen])
     observer.on_event(
         "start", {"folder": str(folder), "data": recipe.describe(), "num_steps": recipe.num_steps()}
@@ -138,141 +92,6 @@ def train(
     return RunResult(folder=folder, summary=execution.run(), failure=execution.failure)
 
 
-def _prepare(given: Config, group: Group, screen: Observer) -> _Ready:
-    """Find the machine, the checkpoint, the model and the data, and raise whatever is wrong with them."""
-    ranks = group.ranks
-    config = together.with_world(resume.complete_config(given), ranks)
-    machine = together.share_machine(group, lambda: probe_for(as_the_folder_is(config)))
-    plan = make_plan(config, machine=machine, ranks=ranks)
-    raise_all(unbuilt(plan))
-    together.check_started(plan, ranks)
-    for name in filter(None, (config.dataset, config.eval_dataset)):
-        check_name(name)
-    folder, early = run_folder(config), _Early(screen)
-    checkpoint = resume.find_checkpoint(config, folder, early)
-    if checkpoint is not None:
-        if passed := resume.passed_archive(given, checkpoint):
-            early.on_event("warning", {"message": passed})
-        config = resume.settled(config, checkpoint)
-        plan = make_plan(config, machine=machine, ranks=ranks)
-    in_place = checkpoint is not None and resume.continues_in_place(folder, checkpoint)
-    if ranks.first and not config.overwrite and not in_place:
-        check_free(folder, resuming=resume.wants_checkpoint(config))
-    with together.in_turn(group):
-        model = find_base(plan.config, checkpoint, screen)
-        plan = make_plan(config, machine=machine, ranks=ranks)  # now the model's shape is known for certain
-        warnings = _check_base_adapter(plan, model)
-        recipe = open_recipe(plan.config, model, screen)
-    plan = make_plan(config, machine=machine, ranks=ranks, longest_row=recipe.longest_row())
-    recipe.configure(plan.config)
-    for adjustment in plan.adjustments:
-        screen.on_event("adjustment", adjustment.to_event())
-    if recipe.num_steps() == 0:
-        raise UserError(
-            "There is no step to run.", why="the data set and --num_epochs add up to less than one."
-        )
-    identified = identity_now(plan, model, recipe)
-    start = _start(plan, checkpoint, identified)
-    step = start.step if start is not None else None
-    together.check_same(group, {"options": plan.config.options(), **identified, "checkpoint": step})
-    return _Ready(
-        config=config,
-        plan=plan,
-        folder=folder,
-        in_place=in_place,
-        model=model,
-        recipe=recipe,
-        identified=identified,
-        start=start,
-        warnings=warnings,
-        early=early,
-    )
-
-
-def _describe(ready: _Ready, *, command: Sequence[str] | None) -> dict[str, Any]:
-    described = describe_run(
-        ready.plan, folder=ready.folder, model=ready.model, recipe=ready.recipe, command=command
-    )
-    start = ready.start
-    described |= {"identity": ready.identified, "resumed_from": start.facts() if start else None}
-    if ready.in_place:  # the run is as old as its first process
-        described["created"] = read_json(ready.folder / "plan.json").get("created", described["created"])
-    return described
-
-
-def _begin(ready: _Ready, described: Mapping[str, Any], screen: Observer) -> Record:
-    """Make the run folder, or open it again."""
-    folder = ready.folder
-    if not ready.in_place and holds_run(folder):
-        screen.on_event("moved_aside", {"path": str(move_aside(folder))})
-    record = _open_record(folder, described, ready.start, config=ready.config, in_place=ready.in_place)
-    _keep_mlx_config(folder, ready.plan.config)
-    for adjustment in ready.plan.adjustments:
-        record.on_event("adjustment", adjustment.to_event())
-    return record
-
-
-def _check_base_adapter(plan: Plan, model: ModelFolder) -> list[str]:
-    """What should be known about an adapter that a run starts from; an error for one of another base."""
-    config = plan.config
-    if not config.base_adapter or plan.method not in ("lora", "dora"):
-        return []
-    asked = {
-        "quantizer": plan.quantizer,
-        "bits": plan.n_bits,
-        "group_size": config.group_size,
-        "kind": config.quant_type,
-        "double": config.double_quant,
-    }
-    return check_base(
-        Path(config.base_adapter).expanduser(),
-        identity=identity(model.path)["sha256"],
-        quantization=asked if plan.quantizer != "none" else None,
-    )
-
-
-def _open_record(
-    folder: Path, described: Mapping[str, Any], start: Start | None, *, config: Config, in_place: bool
-) -> RunRecord:
-    kept_yaml = to_yaml(resume.lasting(config))
-    if in_place:
-        assert start is not None
-        return RunRecord.reopen(folder, config_yaml=kept_yaml, plan=described, step=start.step)
-    record = RunRecord.create(folder, config_yaml=kept_yaml, plan=described)
-    if start is not None:
-        record.carry_on(find_run(start.checkpoint.folder) / "metrics.jsonl", step=start.step)
-    return record
-
-
-def _keep_mlx_config(folder: Path, config: Config) -> None:
-    """So that the run can go on where the file has moved."""
-    copy = folder / resume.MLX_CONFIG_COPY
-    source = Path(config.mlx_config).expanduser() if config.mlx_config else copy
-    if source.resolve() != copy.resolve():
-        shutil.copyfile(source, copy)
-
-
-def _start(plan: Plan, checkpoint: Checkpoint | None, identified: Mapping[str, Any]) -> Start | None:
-    if checkpoint is None:
-        return None
-    manifest = checkpoint.manifest
-    measured = resume.measured_before(checkpoint)
-    differences = sameness.compare(manifest["identity"], identified)
-    adapted = [
-        d for d in differences if sameness.is_adapted(d, manifest, plan, measured=measured is not None)
-    ]
-    differences = [difference for difference in differences if difference not in adapted]
-    differences = sameness.explain_data(differences, manifest, plan.config)
-    sameness.check_same(differences, plan.config)
-    return Start(
-        checkpoint=checkpoint,
-        differences=differences,
-        adapted=adapted,
-        changes=sameness.changed_options(manifest, plan.config),
-        measured=measured,
-    )
-
-
 def _finished(folder: Path, start: Start | None, recipe: Recipe) -> RunResult | None:
     """The run as it is, when it was finished and nothing was added to it."""
     summary = read_json(folder / "summary.json")
@@ -283,40 +102,3 @@ def _finished(folder: Path, start: Start | None, recipe: Recipe) -> RunResult | 
 
 def _deadline(config: Config, started: float) -> Deadline | None:
     return Deadline(at=started + parse_duration(config.time_limit)) if config.time_limit else None
-
-
-def identity_now(plan: Plan, model: ModelFolder, recipe: Recipe) -> dict[str, Any]:
-    return sameness.identity_of(
-        plan,
-        model={"name": plan.config.model_name, "identity": weights_identity(model.path)},
-        data=recipe.identity(),
-        order=recipe.order(),
-    )
-
-
-def run_folder(config: Config) -> Path:
-    parent = Path(config.output_dir).expanduser()
-    if config.name is None:
-        stem = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(config.model_name.rstrip('/')).name}"
-        names = (stem if number == 1 else f"{stem}-{number}" for number in itertools.count(1))
-        return next(parent / name for name in names if not (parent / name).exists())
-    name = config.name
-    if not name or Path(name).name != name or name in (".", ".."):
-        raise UserError(
-            f"'{name}' cannot be the name of a run.", do="use a plain folder name; --output_dir says where"
-        )
-    return parent / name
-
-
-def describe_run(
-    plan: Plan, *, folder: Path, model: ModelFolder, recipe: Recipe, command: Sequence[str] | None
-) -> dict[str, Any]:
-    """The contents of plan.json."""
-    return plan.to_json() | {
-        "name": folder.name,
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": list(command) if command is not None else None,
-        "num_steps": recipe.num_steps(),
-        "model": dataclasses.asdict(model) | {"path": str(model.path), "identity": identity(model.path)},
-        "data": recipe.describe(),
-    }

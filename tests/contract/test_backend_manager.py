@@ -14,7 +14,7 @@ from backend_manager import (  # noqa: E402
     get_backend_manager,
     get_device,
 )
-from crosstune.machines import load_machine  # noqa: E402
+from crosstune.machines.probe import load_machine  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ pytest.importorskip("optimum.quanto", reason="an extra: pip install 'crosstune[q
 
 
 from backend_manager import Backend  # noqa: E402
-from crosstune.machines import load_machine  # noqa: E402
+from crosstune.machines.probe import load_machine  # noqa: E402
 from quantization_wrapper import (  # noqa: E402
     BitsAndBytesAdapter,
     FallbackAdapter,

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 import quantization_wrapper  # noqa: E402
 from crosstune.core.errors import UserError  # noqa: E402
-from crosstune.machines import load_machine  # noqa: E402
+from crosstune.machines.probe import load_machine  # noqa: E402
 from crosstune.torch_engine.adapters import AdapterSettings, add_adapters  # noqa: E402
 from crosstune.torch_engine.quantized import QuantLinear, stored_bytes  # noqa: E402
 from quantization_wrapper import (  # noqa: E402

@@ -19,7 +19,7 @@ from crosstune.data.batches import pad_rows
 from crosstune.data.chat import encode_conversation
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.tiny import tiny_model as make_tiny
-from crosstune.planning import make_plan
+from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.prequantized import read_prequantized
 from crosstune.torch_engine.quantized import QuantLinear, QuantSpec, open_quantizer
 from crosstune.torch_engine.session import TorchSession
@@ -194,7 +194,7 @@ def test_training_over_a_converted_folder_equals_quantizing_while_loading(
 
     monkeypatch.setattr(module, "quantize", refuse)
     monkeypatch.setattr("crosstune.torch_engine.load.open_quantizer", lambda spec: module)
-    monkeypatch.setattr("crosstune.planning.probe_machine", lambda **_: there.plan.machine)
+    monkeypatch.setattr("crosstune.planner.gather.probe_machine", lambda **_: there.plan.machine)
     here = open_session(tmp_path / "q", quantization_backend=quantizer)
     assert sum(isinstance(m, QuantLinear) for m in here.model.modules()) == 14
     assert [here.step(window, lr=5e-3).loss for _ in range(4)] == expected

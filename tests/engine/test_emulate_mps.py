@@ -15,13 +15,13 @@ from torch import nn
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.emulation import Verdict, emulate
-from crosstune.opening import find_model, open_recipe, open_session
-from crosstune.planning import make_plan
+from crosstune.emulate.operators import operator_table
+from crosstune.emulate.verdict import Verdict, emulate
+from crosstune.emulate.watch import Watch
+from crosstune.planner.gather import make_plan
+from crosstune.runs.open_parts import find_model, open_recipe, open_session
 from crosstune.torch_engine import session as torch_session
 from crosstune.torch_engine.device import CacheClearing
-from crosstune.torch_engine.emulate import Watch
-from crosstune.torch_engine.operators import operator_table
 
 WITHOUT_KERNEL = "aten::linalg_matrix_exp"
 Wrap = Callable[[nn.Module], nn.Module]
@@ -291,11 +291,11 @@ def test_requests_that_make_no_sense(words: list[str], said: str, capsys: pytest
 def test_a_missing_library_is_named_before_anything_is_loaded(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from crosstune import emulation
+    from crosstune.emulate import verdict
 
-    find = emulation.importlib.util.find_spec
+    find = verdict.importlib.util.find_spec
     monkeypatch.setattr(
-        emulation.importlib.util,
+        verdict.importlib.util,
         "find_spec",
         lambda name, *rest: None if name == "hqq" else find(name, *rest),
     )

@@ -20,7 +20,7 @@ from crosstune.data.tokenizer import Tokenizer
 from crosstune.models import gguf_writer
 from crosstune.models.locate import locate
 from crosstune.models.tiny import tiny_model as make_tiny
-from crosstune.planning import make_plan
+from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.session import TorchSession
 
 TURNS = [{"role": "user", "content": "Say 42 and blue."}, {"role": "assistant", "content": "42, blue."}]

@@ -21,7 +21,7 @@ from crosstune.data.chat import encode_conversation
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.staged import staged
 from crosstune.models.tiny import tiny_model as make_tiny
-from crosstune.planning import make_plan
+from crosstune.planner.gather import make_plan
 from crosstune.torch_engine import merge as engine
 from crosstune.torch_engine.quantized import QuantSpec
 from crosstune.torch_engine.session import TorchSession

@@ -16,7 +16,7 @@ from crosstune.core.protocols import Batch
 from crosstune.data.batches import pad_rows
 from crosstune.data.chat import encode_conversation
 from crosstune.data.tokenizer import Tokenizer
-from crosstune.planning import make_plan
+from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.blocks import expand_evenly
 from crosstune.torch_engine.quantized import QuantLinear, QuantSpec, open_quantizer, stored_bytes
 from crosstune.torch_engine.session import TorchSession

@@ -15,9 +15,9 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 from crosstune.mlx_engine.adapters import canonical_name
-from crosstune.mlx_engine.calls import recompute_in_backward
 from crosstune.mlx_engine.losses import CausalLoss, Feed
 from crosstune.mlx_engine.masters import put
+from crosstune.mlx_engine.wrap_call import recompute_in_backward
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 128,

@@ -26,7 +26,7 @@ from crosstune.data.tokenizer import Tokenizer
 from crosstune.mlx_engine.quantized import dense_weight
 from crosstune.mlx_engine.session import MlxSession
 from crosstune.models.tiny import tiny_model as make_tiny
-from crosstune.planning import make_plan
+from crosstune.planner.gather import make_plan
 
 WITHOUT_TORCH = """
 import sys

@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 
 from crosstune.core.backend import backend_specs  # noqa: E402
 from crosstune.core.machine import BackendReport  # noqa: E402
+from crosstune.torch_engine import capabilities  # noqa: E402
 from crosstune.torch_engine import probe as probe_module  # noqa: E402
-from crosstune.torch_engine import trials  # noqa: E402
 from crosstune.torch_engine.probe import probe  # noqa: E402
 
 GIB = 1024**3
@@ -73,27 +73,27 @@ def test_a_quantizer_that_computes_nonsense_is_not_reported(monkeypatch: pytest.
     monkeypatch.setattr(bnb, "quantize", lambda weight, spec, dtype: honest(weight * 0.5, spec, dtype))
     monkeypatch.setattr(bnb, "BITS", (8,))
     notes: list[str] = []
-    assert trials.working_bits("bnb", "cpu", torch.float32, notes=notes) == ()
+    assert capabilities.working_bits("bnb", "cpu", torch.float32, notes=notes) == ()
     assert notes == ["8-bit bnb does not run: a small product is off by 50%"]
 
 
 def test_a_dtype_that_computes_nonsense_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(trials._TOLERANCE, "bf16", 1e-9)
+    monkeypatch.setitem(capabilities._TOLERANCE, "bf16", 1e-9)
     notes: list[str] = []
-    assert trials.working_dtypes("cpu", notes=notes) == ("fp32", "fp16")
+    assert capabilities.working_dtypes("cpu", notes=notes) == ("fp32", "fp16")
     assert "bf16 does not work: a small product differs from float64" in notes[0]
 
 
 def test_gloo_refuses_devices_it_cannot_move() -> None:
     notes: list[str] = []
-    assert trials.working_collectives("meta", notes=notes) == ()
+    assert capabilities.working_collectives("meta", notes=notes) == ()
     assert "unsupported device type meta" in notes[0]
 
 
 def test_attention_of_another_kernel_does_not_count() -> None:
-    kernel = trials.SDPBackend.MATH
+    kernel = capabilities.SDPBackend.MATH
     with pytest.raises(RuntimeError, match="another kernel"):
-        trials._try_attention("cpu", torch.float32, "flash", kernel)
+        capabilities._try_attention("cpu", torch.float32, "flash", kernel)
 
 
 @pytest.mark.skipif(

@@ -15,7 +15,7 @@ from crosstune.core.protocols import Batch, SessionState
 from crosstune.data.batches import split_rows
 from crosstune.data.chat import encode_conversation
 from crosstune.data.tokenizer import Tokenizer
-from crosstune.planning import make_plan
+from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.session import TorchSession
 
 

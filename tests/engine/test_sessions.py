@@ -16,8 +16,8 @@ from crosstune.data.batches import pack_rows, pad_rows, split_rows
 from crosstune.data.chat import encode_conversation, encode_prompt
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.locate import ModelFolder
-from crosstune.opening import open_session as open_by_plan
-from crosstune.planning import make_plan
+from crosstune.planner.gather import make_plan
+from crosstune.runs.open_parts import open_session as open_by_plan
 
 BACKENDS = ("cpu", "mlx")
 WORDS = ["red", "green", "blue", "a much longer colour", "none", "white"]

@@ -23,8 +23,8 @@ from crosstune.data.batches import pack_rows, pad_rows, split_rows
 from crosstune.mlx_engine.export import make_view
 from crosstune.models.locate import ModelFolder
 from crosstune.models.tiny import tiny_model as make_tiny
-from crosstune.opening import open_session as open_by_plan
-from crosstune.planning import make_plan
+from crosstune.planner.gather import make_plan
+from crosstune.runs.open_parts import open_session as open_by_plan
 
 NUM_STEPS = 20
 SHAPE = {

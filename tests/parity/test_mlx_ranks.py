@@ -20,10 +20,10 @@ import pytest
 from crosstune.checkpoint.read import open_checkpoint
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
-from crosstune.config.ranks import LAUNCHER
 from crosstune.core.errors import ConfigError, UserError
 from crosstune.core.record import read_json, read_jsonl
-from crosstune.launch import ring_environments
+from crosstune.distributed.environment import LAUNCHER
+from crosstune.distributed.launch import ring_environments
 from crosstune.run import train
 
 pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
@@ -33,10 +33,11 @@ CLOSE = 1e-5
 RANK = """
 import json, pathlib, sys
 from crosstune.cli.main import main
-from crosstune.config.load import make_config, read_ranks
+from crosstune.config.load import make_config
+from crosstune.distributed.environment import read_ranks
 from crosstune.core.errors import UserError
 from crosstune.run import train
-from crosstune.together import connect
+from crosstune.distributed.group import connect
 group = connect(read_ranks())
 for asked in json.loads(pathlib.Path(sys.argv[1]).read_text()):
     train(make_config(**asked), group=group)

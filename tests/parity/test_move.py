@@ -22,8 +22,8 @@ from crosstune.core.errors import UserError
 from crosstune.core.protocols import Observers
 from crosstune.core.record import read_json, read_jsonl
 from crosstune.models.weights import read_arrays
-from crosstune.moving import move
 from crosstune.run import train
+from crosstune.runs.move import move
 
 pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
 

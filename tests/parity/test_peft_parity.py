@@ -106,7 +106,7 @@ def encode(tokenizer: Any, question: str, answer: str) -> tuple[torch.Tensor, to
 
 def start_adapter(model: torch.nn.Module, *, seed: int) -> None:
     """The same A matrices as ours; B is zero in both."""
-    from crosstune.core.initial import uniform_by_name
+    from crosstune.core.adapter_init import uniform_by_name
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -16,7 +16,7 @@ from crosstune.checkpoint.folders import checkpoint_folders
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.record import read_jsonl
-from crosstune.loop import saving
+from crosstune.loop import save
 from crosstune.models.tiny import tiny_model
 from crosstune.run import RunResult, train
 
@@ -119,7 +119,7 @@ def test_resume_names_a_run_and_takes_its_options(bench: Bench, straight: Any) -
 def test_saving_changes_nothing(bench: Bench, straight: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the training, while it waits, or not at all: the same numbers."""
     wanted = read_bits(straight("lora"))
-    monkeypatch.setattr(saving, "SNAPSHOT_SHARE", 0.0)
+    monkeypatch.setattr(save, "SNAPSHOT_SHARE", 0.0)
     run(bench, "lora", bench.home / "waiting")
     assert read_bits(bench.home / "waiting") == wanted
     run(bench, "lora", bench.home / "unsaved", save_steps=0)

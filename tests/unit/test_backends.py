@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from crosstune import machines
 from crosstune.backends import _host
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
 from crosstune.core.machine import BackendReport, Machine, choose_backend
+from crosstune.machines import probe
 
 ORDER = ["cuda", "rocm", "xpu", "mlx", "mps", "cpu"]
 
@@ -138,7 +138,7 @@ def test_auto_takes_the_first_available_with_a_device_of_its_own(
     devices: dict[str, str], chosen: str
 ) -> None:
     assert choose_backend(make_machine(**devices), preference=ORDER) == chosen
-    assert machines.fastest_backend(make_machine(**devices)) == chosen
+    assert probe.fastest_backend(make_machine(**devices)) == chosen
 
 
 def test_no_backend_at_all_says_why_for_each() -> None:
@@ -149,12 +149,12 @@ def test_no_backend_at_all_says_why_for_each() -> None:
 
 def test_profiles_are_the_promised_ones() -> None:
     promised = ["a100-80gb", "apple-m1-16gb", "apple-m2-max-64gb", "cpu-laptop", "h200", "rtx-4090"]
-    assert machines.profile_names() == promised
+    assert probe.profile_names() == promised
 
 
-@pytest.mark.parametrize("name", machines.profile_names())
+@pytest.mark.parametrize("name", probe.profile_names())
 def test_profile_covers_every_backend(name: str) -> None:
-    machine = machines.load_machine(name)
+    machine = probe.load_machine(name)
     assert machine.name == name
     assert list(machine.backends) == ORDER
     assert set(machine.versions.values()) == {"profile"}
@@ -180,31 +180,31 @@ def test_profile_covers_every_backend(name: str) -> None:
     ],
 )
 def test_profile_facts(name: str, backend: str, mps_dtypes: tuple[str, ...]) -> None:
-    machine = machines.load_machine(name)
-    assert machines.fastest_backend(machine) == backend
+    machine = probe.load_machine(name)
+    assert probe.fastest_backend(machine) == backend
     assert machine.backends["mps"].dtypes == mps_dtypes
     assert machine.backends["mps"].collectives == ()
 
 
 def test_a_machine_survives_its_json(tmp_path: Path) -> None:
-    machine = machines.load_machine("apple-m2-max-64gb")
+    machine = probe.load_machine("apple-m2-max-64gb")
     file = tmp_path / "machine.json"
     file.write_text(json.dumps(machine.to_json()))
-    assert machines.load_machine(str(file)) == machine
+    assert probe.load_machine(str(file)) == machine
 
 
 def test_unknown_machine_names_the_profiles() -> None:
     with pytest.raises(UserError) as caught:
-        machines.load_machine("rtx-4900")
+        probe.load_machine("rtx-4900")
     text = str(caught.value)
     assert "Unknown machine 'rtx-4900'" in text
     assert "did you mean 'rtx-4090'" in text
-    assert all(name in text for name in machines.profile_names())
+    assert all(name in text for name in probe.profile_names())
 
 
 def test_unknown_backend_names_those_that_exist() -> None:
     with pytest.raises(UserError, match="Unknown backend 'cude'"):
-        machines.probe_machine(backends=["cude"])
+        probe.probe_machine(backends=["cude"])
 
 
 @pytest.mark.parametrize(
@@ -224,14 +224,14 @@ def test_unknown_backend_names_those_that_exist() -> None:
     ],
 )
 def test_advice_follows_the_hardware(name: str, wanted: list[str]) -> None:
-    lines = machines.recommend(machines.load_machine(name))
+    lines = probe.recommend(probe.load_machine(name))
     for part in wanted:
         assert any(part in line for line in lines), (part, lines)
     assert all(line.endswith((":", ".")) or line.startswith("  ") for line in lines)
 
 
 def test_advice_for_a_bare_machine_is_to_install() -> None:
-    assert any("pip install" in line for line in machines.recommend(make_machine()))
+    assert any("pip install" in line for line in probe.recommend(make_machine()))
 
 
 @pytest.mark.parametrize(("limit", "used"), [("2000000000", "500000000"), ("max", "0")])
@@ -252,7 +252,7 @@ def test_host_has_a_name_and_cores() -> None:
 
 def test_nothing_here_loads_a_framework() -> None:
     code = (
-        "import sys, backend_manager, crosstune.machines as m; m.recommend(m.load_machine('h200')); "
+        "import sys, backend_manager, crosstune.machines.probe as m; m.recommend(m.load_machine('h200')); "
         "import crosstune.torch_engine.probe, crosstune.mlx_engine.probe; "
         "print([name for name in ('torch', 'mlx', 'transformers') if name in sys.modules])"
     )

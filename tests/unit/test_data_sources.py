@@ -13,7 +13,7 @@ from crosstune.core.errors import UserError
 from crosstune.data import files
 from crosstune.data.formats import has_empty_answer, recognise, to_conversation
 from crosstune.data.hub import HubPart, _missing
-from crosstune.data.known import known_names
+from crosstune.data.named_datasets import known_names
 from crosstune.data.sources import Source, open_source, split_of
 
 ROWS = [

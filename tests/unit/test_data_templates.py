@@ -14,8 +14,8 @@ from tokenizers import AddedToken
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Example
 from crosstune.data.chat import encode_conversation, encode_prompt, render
-from crosstune.data.guards import FILTERS
 from crosstune.data.template import render_text
+from crosstune.data.template_limits import FILTERS
 from crosstune.data.tokenizer import Tokenizer
 
 CHATML = (

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from crosstune import launch as launching
-from crosstune.config.ranks import ranks_in
 from crosstune.core.errors import EXIT_PORT_TAKEN, UserError
-from crosstune.launch import Outcome, launch, ring_environments
+from crosstune.distributed import launch as launching
+from crosstune.distributed.environment import ranks_in
+from crosstune.distributed.launch import Outcome, launch, ring_environments
 
 START = "import os, signal, sys, time, pathlib; rank = int(os.environ['MLX_RANK'])\n"
 
@@ -115,7 +115,7 @@ def test_a_process_stops_when_its_launcher_is_gone(tmp_path: Path) -> None:
     pidfile = tmp_path / "pid"
     child = f"""
 import os, pathlib, time
-from crosstune.launch import follow
+from crosstune.distributed.launch import follow
 follow(os.getppid())
 pathlib.Path({str(pidfile)!r}).write_text(str(os.getpid()))
 time.sleep(60)
@@ -175,3 +175,9 @@ def test_what_is_wrong_with_a_ring_is_said(text: str | None, rank: str, words: s
     path = str(tmp_path / "missing") if text is None else hostfile(tmp_path, text) if text else ""
     with pytest.raises(UserError, match=words):
         ranks_in({"MLX_HOSTFILE": path, "MLX_RANK": rank})
+
+
+def test_a_torch_rank_is_refused_rather_than_trained_alone() -> None:
+    with pytest.raises(UserError, match="rank 1 of 2"):
+        ranks_in({"RANK": "1", "WORLD_SIZE": "2"})
+    assert ranks_in({"RANK": "0", "WORLD_SIZE": "1"}) is None

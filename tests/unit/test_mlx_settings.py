@@ -14,7 +14,7 @@ from crosstune.config.mlx_settings import MlxSettings, read_mlx_settings
 from crosstune.config.resolve import resolve
 from crosstune.core.errors import ConfigError, UserError
 from crosstune.core.machine import Machine
-from crosstune.machines import load_machine, preference
+from crosstune.machines.probe import load_machine, preference
 
 
 def write(tmp_path: Path, **settings: Any) -> Path:

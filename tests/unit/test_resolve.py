@@ -16,7 +16,7 @@ from crosstune.core.errors import ConfigError, UserError
 from crosstune.core.machine import Machine
 from crosstune.core.memory import ModelShape, shape_for_size
 from crosstune.core.ranks import Ranks
-from crosstune.machines import load_machine
+from crosstune.machines.probe import load_machine
 
 
 def plan_on(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from crosstune.cli.arguments import Parser
 from crosstune.cli.generate import add_model_words
-from crosstune.cli.words import Parser
 
 HELP = (
     "Ctrl-C cuts an answer short, /reset forgets the conversation, /quit (or Ctrl-D) leaves, /help says this"
@@ -21,9 +21,11 @@ def run(words: Sequence[str]) -> int:
     own = parser.parse_args(list(words))
 
     from crosstune.cli.screen import Screen
-    from crosstune.inference import open_talker
+    from crosstune.results.chat_model import open_chat_model
 
-    talker = open_talker(own.model, observer=Screen(live=True), backend=own.backend, precision=own.precision)
+    chat_model = open_chat_model(
+        own.model, observer=Screen(live=True), backend=own.backend, precision=own.precision
+    )
     start = [{"role": "system", "content": own.system}] * bool(own.system)
     messages = list(start)
     interactive = sys.stdin.isatty()
@@ -41,7 +43,7 @@ def run(words: Sequence[str]) -> int:
         elif line:
             asked = [*messages, {"role": "user", "content": line}]
             try:
-                answer = talker.answer(
+                answer = chat_model.answer(
                     asked,
                     max_new_tokens=own.max_new_tokens,
                     temperature=own.temperature,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.words import Parser, at_least, print_json, size
+from crosstune.cli.arguments import Parser, at_least, print_json, size
 from crosstune.core.errors import EXIT_DONE, EXIT_USER_MUST_ACT, UserError
 
 EXAMPLES = """examples:
@@ -140,7 +140,7 @@ def _verify(own: Any) -> int:
 
 def _show(own: Any) -> int:
     from crosstune.cli.screen import Screen
-    from crosstune.restore import pick_checkpoint
+    from crosstune.runs.restore import pick_checkpoint
 
     found = pick_checkpoint(own.target, Screen(live=False))
     if own.json:
@@ -192,7 +192,7 @@ def _prune(own: Any) -> int:
 def _export(own: Any, flags: Sequence[str]) -> int:
     from crosstune.cli.screen import Screen
     from crosstune.config.load import load_config
-    from crosstune.restore import export_checkpoint, pick_checkpoint
+    from crosstune.runs.restore import export_checkpoint, pick_checkpoint
 
     config = load_config(flags)
     idle = sorted(set(config.asked) - {"backend", "model_name"})
@@ -217,7 +217,7 @@ def _import(own: Any, flags: Sequence[str]) -> int:
     from crosstune.checkpoint.folders import FOLDER
     from crosstune.cli.screen import Screen
     from crosstune.config.load import load_config
-    from crosstune.foreign import import_checkpoint
+    from crosstune.runs.import_torch_save import import_checkpoint
 
     root = own.out.expanduser().absolute() / FOLDER
     report = import_checkpoint(

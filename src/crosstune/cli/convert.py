@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from crosstune.cli.arguments import Parser, at_least, print_json
 from crosstune.cli.merge import numbers, print_report, print_warnings
-from crosstune.cli.words import Parser, at_least, print_json
 from crosstune.core.errors import EXIT_DONE
 
 EXAMPLES = """examples:

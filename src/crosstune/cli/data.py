@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from crosstune.cli.words import Parser, count, print_json, read_config
+from crosstune.cli.arguments import Parser, count, print_json, read_config
 from crosstune.core.errors import EXIT_DONE, UserError
 
 EXAMPLES = """examples:
@@ -38,8 +38,8 @@ def run(words: Sequence[str]) -> int:
         )
 
     from crosstune.cli.screen import Screen
-    from crosstune.opening import find_model
     from crosstune.recipes.sft import open_recipe
+    from crosstune.runs.open_parts import find_model
 
     screen = Screen(live=True)
     model = find_model(config, screen)

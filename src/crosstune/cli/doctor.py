@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from crosstune.cli.words import Parser, print_json, size
+from crosstune.cli.arguments import Parser, print_json, size
 
 if TYPE_CHECKING:
     from crosstune.core.machine import BackendReport
-    from crosstune.doctor import Check, Diagnosis
+    from crosstune.machines.doctor import Check, Diagnosis
 
 EPILOG = """examples:
   crosstune doctor
@@ -31,7 +31,7 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--no_train", action="store_true", help="probe only, train nothing")
     own = parser.parse_args(list(words))
 
-    from crosstune.doctor import diagnose
+    from crosstune.machines.doctor import diagnose
 
     diagnosis = diagnose(
         train=not own.no_train, on_progress=lambda text: print(f"{text} ...", file=sys.stderr)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from crosstune.cli.words import duration
+from crosstune.cli.arguments import duration
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_USER_MUST_ACT
 
 if TYPE_CHECKING:
-    from crosstune.emulation import Row, Verdict
+    from crosstune.emulate.verdict import Row, Verdict
 
 MOST_SHOWN = 12
 
@@ -18,7 +18,7 @@ MOST_SHOWN = 12
 def judge(config: Config, *, machine: str | None) -> Verdict:
     """Try the run here while its events are shown."""
     from crosstune.cli.screen import Screen
-    from crosstune.emulation import emulate
+    from crosstune.emulate.verdict import emulate
 
     screen = Screen(live=config.log_to == "tqdm", verbose=config.verbose)
     try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from crosstune.cli.arguments import Parser, at_least, print_json
 from crosstune.cli.merge import add_result_words, print_report, read_request
-from crosstune.cli.words import Parser, at_least, print_json
 from crosstune.core.errors import EXIT_DONE
 
 EXAMPLES = """examples:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from crosstune.cli.words import Parser, at_least, print_json
+from crosstune.cli.arguments import Parser, at_least, print_json
 from crosstune.core.errors import UserError
 
 EXAMPLES = """examples:
@@ -29,14 +29,16 @@ def run(words: Sequence[str]) -> int:
         raise UserError("There is no prompt.", do='pass --prompt "..." or pipe a text in')
 
     from crosstune.cli.screen import Screen
-    from crosstune.inference import open_talker
+    from crosstune.results.chat_model import open_chat_model
 
-    talker = open_talker(own.model, observer=Screen(live=True), backend=own.backend, precision=own.precision)
+    chat_model = open_chat_model(
+        own.model, observer=Screen(live=True), backend=own.backend, precision=own.precision
+    )
     messages = [{"role": "system", "content": own.system}] * bool(own.system) + [
         {"role": "user", "content": prompt}
     ]
     show = None if own.json else _show
-    answer = talker.answer(
+    answer = chat_model.answer(
         messages, max_new_tokens=own.max_new_tokens, temperature=own.temperature, seed=own.seed, on_text=show
     )
     if own.json:

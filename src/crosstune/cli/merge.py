@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.words import Parser, print_json
+from crosstune.cli.arguments import Parser, print_json
 from crosstune.core.errors import EXIT_DONE
 
 if TYPE_CHECKING:

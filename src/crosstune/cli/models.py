@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from crosstune.cli.words import Parser, print_json, size
+from crosstune.cli.arguments import Parser, print_json, size
 from crosstune.config.load import cache_override
 
 
@@ -47,7 +47,7 @@ def _list(name: str | None, as_json: bool) -> int:
 def _get(name: str, as_json: bool) -> int:
     from crosstune.cli.screen import Screen
     from crosstune.config.load import make_config
-    from crosstune.opening import find_model
+    from crosstune.runs.open_parts import find_model
 
     found = find_model(make_config(model_name=name), Screen(live=True))
     if as_json:

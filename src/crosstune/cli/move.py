@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.words import Parser, print_json, size
+from crosstune.cli.arguments import Parser, print_json, size
 from crosstune.core.errors import EXIT_DONE
 
 EXAMPLES = """examples:
@@ -36,7 +36,7 @@ def run(words: Sequence[str]) -> int:
     own = parser.parse_args(list(words))
 
     from crosstune.cli.screen import Screen
-    from crosstune.moving import move
+    from crosstune.runs.move import move
 
     report = move(
         own.target.expanduser(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from crosstune.cli.words import Parser
+from crosstune.cli.arguments import Parser
 from crosstune.config.table import help_text, markdown_table
 
 

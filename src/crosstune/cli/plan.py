@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from crosstune.cli.words import Parser, print_json, read_config, size
+from crosstune.cli.arguments import Parser, print_json, read_config, size
 from crosstune.config.load import environment_of
 from crosstune.config.plan import Plan
 from crosstune.core.backend import backend_specs
@@ -32,8 +32,8 @@ def run(words: Sequence[str]) -> int:
     own, config = read_config(parser, words)
 
     from crosstune.config.unbuilt import unbuilt
-    from crosstune.machines import load_machine, profile_names
-    from crosstune.planning import make_plan, unreadable
+    from crosstune.machines.probe import load_machine, profile_names
+    from crosstune.planner.gather import make_plan, unreadable
 
     if own.machine == "list":
         print("\n".join(profile_names()))
@@ -49,7 +49,7 @@ def run(words: Sequence[str]) -> int:
             print_verdict(verdict)
         return exit_code(verdict)
     machine = load_machine(own.machine) if own.machine else None
-    plan = make_plan(config, machine=machine, elsewhere=machine is not None)
+    plan = make_plan(config, machine=machine)
     problems = [*unbuilt(plan), *unreadable(plan)]
     if own.json:
         print_json(_to_json(plan, problems))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from crosstune.cli.words import Parser, print_json
+from crosstune.cli.arguments import Parser, print_json
 
 
 def run(words: Sequence[str]) -> int:

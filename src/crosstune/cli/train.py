@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.words import Parser, duration, print_json, read_config, size
-from crosstune.config.load import read_ranks
+from crosstune.cli.arguments import Parser, duration, print_json, read_config, size
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, PeerLost, UserError
 from crosstune.core.ranks import Group
+from crosstune.distributed.environment import read_ranks
 
 EXAMPLES = """examples:
   crosstune train
@@ -43,16 +43,16 @@ def run(words: Sequence[str]) -> int:
         if (size := num_processes(config)) > 1:
             return _launch(words, size)
     elif ranks.launcher is not None:
-        from crosstune.launch import follow
+        from crosstune.distributed.launch import follow
 
         follow(ranks.launcher)
-    from crosstune.together import connect
+    from crosstune.distributed.group import connect
 
     return _train(config, ["crosstune", "train", *words], connect(ranks), as_json=own.json)
 
 
 def _launch(words: Sequence[str], size: int) -> int:
-    from crosstune.launch import launch, ring_environments
+    from crosstune.distributed.launch import launch, ring_environments
 
     command = [sys.executable, "-m", "crosstune", "train", *words]
     outcome = launch(command, size=size, environments=ring_environments)

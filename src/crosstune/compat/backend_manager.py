@@ -15,7 +15,7 @@ from crosstune.config.schema import QUANTIZERS
 from crosstune.core.backend import backend_specs
 from crosstune.core.machine import BackendReport, Machine
 from crosstune.core.memory import GIB, largest_batch, shape_for_size
-from crosstune.machines import fastest_backend, probe_backend, probe_machine
+from crosstune.machines.probe import fastest_backend, probe_backend, probe_machine
 from crosstune.torch_engine.probe import allocated_bytes, torch_device, torch_dtype
 
 USABLE_MEMORY = 0.9

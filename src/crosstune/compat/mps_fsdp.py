@@ -14,7 +14,7 @@ class MPSFSDPWrapper:
     def save_checkpoint(
         self, model: Any, checkpoint_path: str | Path, optimizer: Any = None, **metadata: Any
     ) -> Path:
-        from crosstune.torch_engine.model_checkpoint import save_model_checkpoint
+        from crosstune.compat.torch_parts.model_checkpoint import save_model_checkpoint
 
         path = Path(checkpoint_path).expanduser()
         return save_model_checkpoint(model, path, optimizer=optimizer, metadata=metadata)
@@ -22,7 +22,7 @@ class MPSFSDPWrapper:
     def load_checkpoint(
         self, model: Any, checkpoint_path: str | Path, optimizer: Any = None
     ) -> dict[str, Any]:
-        from crosstune.torch_engine.model_checkpoint import load_model_checkpoint
+        from crosstune.compat.torch_parts.model_checkpoint import load_model_checkpoint
 
         return load_model_checkpoint(model, Path(checkpoint_path).expanduser(), optimizer=optimizer)
 

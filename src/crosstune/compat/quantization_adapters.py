@@ -44,13 +44,13 @@ class _TorchAdapter(QuantizationAdapter):
     def create_quantized_linear(
         self, in_features: int, out_features: int, bias: bool = True, *, device: Any = None
     ) -> Any:
-        from crosstune.torch_engine.replace import new_layer
+        from crosstune.compat.torch_parts.replace_layers import new_layer
 
         place = None if device is None else torch_device(str(device))
         return new_layer(in_features, out_features, bias=bias, recipe=make_recipe(self.config), device=place)
 
     def quantize_model(self, model: Any) -> Any:
-        from crosstune.torch_engine.replace import linear_names, replace_layers
+        from crosstune.compat.torch_parts.replace_layers import linear_names, replace_layers
 
         _check_words(self.config, linear_names(model))
 
@@ -69,18 +69,18 @@ class _TorchAdapter(QuantizationAdapter):
         return model
 
     def prepare_model_for_training(self, model: Any, use_gradient_checkpointing: bool = False) -> Any:
-        from crosstune.torch_engine.replace import freeze_base
+        from crosstune.compat.torch_parts.replace_layers import freeze_base
 
         freeze_base(model, checkpointing=use_gradient_checkpointing)
         return model
 
     def save_quantized_model(self, model: Any, path: str | Path) -> None:
-        from crosstune.torch_engine.replaced_folder import save_quantized
+        from crosstune.compat.torch_parts.replaced_folder import save_quantized
 
         save_quantized(model, Path(path), config=self.config.to_json())
 
     def load_quantized_model(self, path: str | Path, model: Any = None, *, device: Any = None) -> Any:
-        from crosstune.torch_engine.replaced_folder import load_quantized, read_description
+        from crosstune.compat.torch_parts.replaced_folder import load_quantized, read_description
 
         saved = QuantizationMethod(read_description(Path(path))["config"]["method"])
         if saved.library != self.library:

@@ -82,7 +82,7 @@ def _unused(config: QuantizationConfig) -> list[tuple[str, str]]:
 
 def make_recipe(config: QuantizationConfig) -> Any:
     """The torch engine's description of the same."""
-    from crosstune.torch_engine.layer_recipe import Recipe
+    from crosstune.compat.torch_parts.layer_storage import LayerStorage
     from crosstune.torch_engine.quantized import QuantSpec
 
     library = config.method.library
@@ -91,7 +91,7 @@ def make_recipe(config: QuantizationConfig) -> Any:
         halves = [
             dtype for dtype in (config.storage_dtype, config.compute_dtype) if dtype_name(dtype) in HALF_TYPES
         ]
-        return Recipe(compute=compute, kept_in=_torch_type(halves[0]) if halves else None)
+        return LayerStorage(compute=compute, kept_in=_torch_type(halves[0]) if halves else None)
     has_kind = (library, config.bits) == ("bnb", 4) or config.quant_type != "nf4"
     spec = QuantSpec(
         quantizer=library,
@@ -101,7 +101,7 @@ def make_recipe(config: QuantizationConfig) -> Any:
         double=config.double_quant,
     )
     is_hqq = library == "hqq"
-    return Recipe(
+    return LayerStorage(
         spec=spec,
         compute=compute,
         small_zeros=is_hqq and config.quant_zero,

@@ -11,12 +11,10 @@ from typing import Any
 import yaml
 
 from crosstune.config.mlx_settings import options_in
-from crosstune.config.ranks import ranks_in
 from crosstune.config.schema import Config, Option, option_list, options_by_name
 from crosstune.core.backend import BackendSpec
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.names import nearest
-from crosstune.core.ranks import Ranks
 
 _TRUE = {"true", "yes", "on", "1"}
 _FALSE = {"false", "no", "off", "0"}
@@ -53,11 +51,6 @@ def cache_override(environment: Mapping[str, str] | None = None) -> Path | None:
     """The folder for models that CROSSTUNE_CACHE names, if it does."""
     value = (os.environ if environment is None else environment).get("CROSSTUNE_CACHE")
     return Path(value).expanduser() if value else None
-
-
-def read_ranks() -> Ranks | None:
-    """Which of several processes this one is; None when it was started alone."""
-    return ranks_in(os.environ)
 
 
 def child_environment(added: Mapping[str, str]) -> dict[str, str]:

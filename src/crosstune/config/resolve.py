@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from crosstune.config.check_values import check_values
 from crosstune.config.draft import Draft
-from crosstune.config.effects import warn_without_effect
+from crosstune.config.idle_options import warn_without_effect
 from crosstune.config.plan import TRAIN_TYPE_PARTS, Adjustment, Plan
 from crosstune.config.schema import Config
-from crosstune.config.values import check_values
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.machine import BackendReport, Machine, choose_backend
 from crosstune.core.memory import GIB, ModelShape, step_bytes

@@ -41,7 +41,7 @@ TRAIN_TYPES = (
     "bnb_llama_pro",
     "hqq_llama_pro",
 )
-EMULATED_PACKAGE = "crosstune.torch_engine.emulated"
+EMULATED_PACKAGE = "crosstune.emulate.devices"
 MISMATCHES = ("model", "data", "order", "quantization", "trainable", "optimizer", "loss")
 
 Choices = Sequence[str] | Callable[[], Sequence[str]]

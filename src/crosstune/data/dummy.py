@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 
 from crosstune.data.corpus import Corpus
-from crosstune.data.known import DEFAULT_SAMPLES, DUMMY
+from crosstune.data.named_datasets import DEFAULT_SAMPLES, DUMMY
 from crosstune.data.store import MemoryFiles, StoreWriter
 from crosstune.data.tokenizer import Tokenizer
 

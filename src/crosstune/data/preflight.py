@@ -11,7 +11,7 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.data.chat import encode_conversation
 from crosstune.data.corpus import Corpus
-from crosstune.data.known import DUMMY
+from crosstune.data.named_datasets import DUMMY
 from crosstune.data.tokenizer import Tokenizer
 
 # Below this share of supervised tokens most of the work goes into prompts that teach nothing.

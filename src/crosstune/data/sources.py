@@ -12,7 +12,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.names import nearest
 from crosstune.data.files import SUFFIXES, FilePart, Found, Row, file_part
 from crosstune.data.hub import HELD_OUT_SPLITS, HubPart, open_hub
-from crosstune.data.known import BUNDLED, DUMMY, HUB_NAMES, RowsPart, known_names
+from crosstune.data.named_datasets import BUNDLED, DUMMY, HUB_NAMES, RowsPart, known_names
 
 
 class Part(Protocol):

@@ -15,7 +15,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 
 from crosstune.core.errors import UserError
-from crosstune.data.guards import Budget, GuardedEnvironment, OverLimit
+from crosstune.data.template_limits import Budget, GuardedEnvironment, OverLimit
 
 Message = Mapping[str, Any]
 Tools = Sequence[Any] | None

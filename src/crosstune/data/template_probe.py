@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from crosstune.data.guards import OverLimit
 from crosstune.data.template import FAULTS, ChatTemplate, Refused
+from crosstune.data.template_limits import OverLimit
 
 CPU_SECONDS = 4
 MEMORY_BYTES = 1 << 30

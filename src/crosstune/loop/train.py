@@ -13,7 +13,7 @@ from crosstune.core.errors import NonFiniteError, OutOfMemory, PeerLost
 from crosstune.core.protocols import Batch, Observer, Recipe, Session, StepResult
 from crosstune.core.schedule import learning_rate, warmup_steps
 from crosstune.loop.progress import Progress
-from crosstune.loop.saving import Checkpoints
+from crosstune.loop.save import Checkpoints
 from crosstune.loop.stop import StopRequested, StopSignal
 
 

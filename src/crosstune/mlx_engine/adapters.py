@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from crosstune.core.initial import uniform_by_name
+from crosstune.core.adapter_init import uniform_by_name
 from crosstune.mlx_engine.quantized import dense_weight, linear_shape
 from crosstune.models.adapter_choice import AdapterSettings, choose_names, short_names
 

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
-from crosstune.mlx_engine import forms
-from crosstune.models.canonical import CONFIG
+from crosstune.mlx_engine import quant_limits
 from crosstune.models.config_spelling import respell_folder
+from crosstune.models.llama_layout import CONFIG
 
 PLAIN_BITS = 16
 """The weights stay as they are."""
@@ -34,7 +34,7 @@ def check_form(*, bits: int, group_size: int) -> None:
     """Raise unless MLX can write it; before anything is merged for it."""
     require_mlx()
     if bits != PLAIN_BITS:
-        forms.check_form(bits=bits, group_size=group_size)
+        quant_limits.check_form(bits=bits, group_size=group_size)
 
 
 def convert_folder(view: Path, target: Path, *, bits: int, group_size: int) -> list[str]:
@@ -79,7 +79,7 @@ def _check_groups(folder: Path, group_size: int) -> list[str]:
         raise UserError(
             f"None of the {len(widths)} linear layers can be quantized in groups of {group_size} weights.",
             why=f"their rows have {words} weights.",
-            do=f"use a --group_size among {', '.join(map(str, forms.GROUP_SIZES))} that divides them, or --n_bits 16",
+            do=f"use a --group_size among {', '.join(map(str, quant_limits.GROUP_SIZES))} that divides them, or --n_bits 16",
         )
     return [
         f"{len(dense)} of {len(widths)} linear layers stay dense: their rows have {words} weights, "
@@ -95,7 +95,7 @@ def write_plain(source: Path, target: Path, *, dtype: str) -> str:
 
     from crosstune.mlx_engine.load import check_readable, read_model
     from crosstune.mlx_engine.precision import PRECISIONS
-    from crosstune.mlx_engine.saved import save_model
+    from crosstune.mlx_engine.save_model import save_model
     from crosstune.models.folder import read_config
 
     config = read_config(source)

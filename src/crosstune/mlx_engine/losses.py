@@ -12,9 +12,9 @@ import numpy as np
 
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import IGNORED, Batch
-from crosstune.mlx_engine.documents import document_caches
-from crosstune.mlx_engine.halves import TRIAL_ERRORS, cut, weights_of_the_rest
 from crosstune.mlx_engine.masters import put
+from crosstune.mlx_engine.packed_mask import document_caches
+from crosstune.mlx_engine.split_head import TRIAL_ERRORS, cut, weights_of_the_rest
 
 SMALLEST_MULTIPLE = 32
 LOGITS_AT_A_TIME, PLACES_AT_LEAST = 2**24, 512

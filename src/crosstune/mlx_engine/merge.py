@@ -13,7 +13,7 @@ from crosstune.core.errors import UserError
 from crosstune.mlx_engine.adapters import AdaptedLinear
 from crosstune.mlx_engine.precision import PRECISIONS
 from crosstune.mlx_engine.quantized import dense_weight
-from crosstune.mlx_engine.saved import OnWrite, save_arrays
+from crosstune.mlx_engine.save_model import OnWrite, save_arrays
 from crosstune.mlx_engine.session import MlxSession
 from crosstune.models.folder import weight_files
 

@@ -11,25 +11,25 @@ import mlx.core as mx
 import numpy as np
 
 from crosstune.config.plan import Plan
-from crosstune.core.agreement import Logits, Prompts
+from crosstune.core.check_shapes import check_fit
 from crosstune.core.errors import NonFiniteError, PeerLost
-from crosstune.core.fit import check_fit
+from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.protocols import Array, Batch, EvalResult, Memory, SessionState, StepResult, weight_of
 from crosstune.core.scaling import LossScale
 from crosstune.mlx_engine import state as states
 from crosstune.mlx_engine.adapters import add_adapters, name_targets
-from crosstune.mlx_engine.blame import bad_arrays, watch_outputs
-from crosstune.mlx_engine.calls import recompute_in_backward
+from crosstune.mlx_engine.find_nonfinite import bad_arrays, watch_outputs
 from crosstune.mlx_engine.generate import OnToken, generate
 from crosstune.mlx_engine.gradients import Gradients
+from crosstune.mlx_engine.group import RingGroup
 from crosstune.mlx_engine.limits import raise_if_out_of_memory, read_memory, set_limits
 from crosstune.mlx_engine.load import check_stored, load_model, num_parameters
 from crosstune.mlx_engine.losses import CausalLoss, make_feed
 from crosstune.mlx_engine.masters import Masters
 from crosstune.mlx_engine.optimizer import Optimizer
 from crosstune.mlx_engine.precision import PRECISIONS
-from crosstune.mlx_engine.ranks import RingGroup
-from crosstune.mlx_engine.saved import quantization_record, save_model, to_host
+from crosstune.mlx_engine.save_model import quantization_record, save_model, to_host
+from crosstune.mlx_engine.wrap_call import recompute_in_backward
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import load_adapter, save_adapter
 from crosstune.models.locate import identity

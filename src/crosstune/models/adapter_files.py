@@ -11,7 +11,7 @@ from typing import Any
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array
 from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.models.canonical import CHAT_TEMPLATE
+from crosstune.models.llama_layout import CHAT_TEMPLATE
 from crosstune.models.weights import Tensor, read_arrays, to_float32, write_safetensors
 
 PEFT_PREFIX = "base_model.model."

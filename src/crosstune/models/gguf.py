@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
 from crosstune.core.memory import ModelShape
-from crosstune.models.canonical import WEIGHTS, Llama, write_configs, write_tokenizer
 from crosstune.models.gguf_tokenizer import build_tokenizer
+from crosstune.models.llama_layout import WEIGHTS, Llama, write_configs, write_tokenizer
 from crosstune.models.progress import Progress, silent
 from crosstune.models.weights import Tensor, bfloat16_bits, write_safetensors
 

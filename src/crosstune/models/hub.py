@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import IO
 
 from crosstune.core.errors import UserError
-from crosstune.models.canonical import CONFIG
 from crosstune.models.disk import DiskFullError
+from crosstune.models.llama_layout import CONFIG
 from crosstune.models.progress import Progress, silent
 
 # The child finds crosstune where its parent did, however that was arranged.

@@ -14,8 +14,8 @@ from crosstune.core.memory import ModelShape, shape_from_name
 from crosstune.core.names import nearest
 from crosstune.models.bundled import BUNDLED, install_bundled
 from crosstune.models.cache import cache_root, check, install
-from crosstune.models.canonical import CONFIG
 from crosstune.models.folder import check_folder, folder_shape, identity, weight_files
+from crosstune.models.llama_layout import CONFIG
 from crosstune.models.progress import Progress, silent
 
 __all__ = ["ModelFolder", "Progress", "Source", "identity", "locate", "shape"]

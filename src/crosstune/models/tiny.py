@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from crosstune.models.canonical import WEIGHTS, Llama, write_configs, write_tokenizer
+from crosstune.models.llama_layout import WEIGHTS, Llama, write_configs, write_tokenizer
 from crosstune.models.weights import Tensor, write_safetensors
 
 if TYPE_CHECKING:

@@ -18,13 +18,13 @@ from crosstune.data.chat import encode_prompt, plain_template
 from crosstune.data.corpus import Corpus, open_corpus
 from crosstune.data.dummy import dummy_corpus
 from crosstune.data.formats import to_conversation, tools_of
-from crosstune.data.known import BUNDLED, DUMMY
+from crosstune.data.named_datasets import BUNDLED, DUMMY
 from crosstune.data.order import rows_in_epochs, rows_of_step, steps_of_rows, total_steps
 from crosstune.data.packing import PackedOrder
 from crosstune.data.preflight import format_warnings, leave_out_unsupervised, num_shared, warnings_of
 from crosstune.data.sources import Row, Source, open_source
 from crosstune.data.tokenizer import Tokenizer
-from crosstune.models.canonical import CHAT_TEMPLATE
+from crosstune.models.llama_layout import CHAT_TEMPLATE
 
 HELD_OUT_SHARE = 0.1
 # Keys the draw of held-out rows apart from the orders of epochs, which have the same seed.

@@ -9,16 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crosstune.core.agreement import compare
 from crosstune.core.errors import UserError
+from crosstune.core.logit_distance import compare
 from crosstune.core.protocols import Observer
 from crosstune.core.record import write_json
 from crosstune.models.locate import ModelFolder
 from crosstune.models.quantized_folder import FolderQuantization, read_quantization
 from crosstune.models.staged import check_out, staged
-from crosstune.opening import weights_identity
 from crosstune.results.export import Form, export
-from crosstune.results.likeness import Opened, find_quantizer, folder_logits, open_trained
 from crosstune.results.merge import RECORD, Request, show_bytes, stored_word
 from crosstune.results.mlx_convert import (
     MlxForm,
@@ -30,8 +28,15 @@ from crosstune.results.mlx_convert import (
     from_or_to_mlx,
     holds_adapter,
 )
-from crosstune.results.originals import NOT_THE_ORIGINAL, choose_original, not_the_original, original_record
-from crosstune.trained import Trained
+from crosstune.results.original_model import (
+    NOT_THE_ORIGINAL,
+    choose_original,
+    not_the_original,
+    original_record,
+)
+from crosstune.results.trained_folder import Trained
+from crosstune.results.verify import Opened, find_quantizer, folder_logits, open_trained
+from crosstune.runs.open_parts import weights_identity
 
 if TYPE_CHECKING:
     from crosstune.torch_engine.convert import Conversion

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crosstune.core.agreement import Logits, compare
+from crosstune.core.logit_distance import Logits, compare
 from crosstune.core.protocols import Observer
 from crosstune.core.record import write_json
 from crosstune.models.quantized_folder import RECORD as QUANTIZATION_RECORD
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.models.staged import Stage, check_out, staged
-from crosstune.opening import weights_identity
 from crosstune.results import merge as torch_merge
 from crosstune.results import mlx_merge
-from crosstune.results.likeness import Opened, chat_problems, folder_logits, judge, refuse_unverified
 from crosstune.results.merge import (
     RECORD,
     Request,
@@ -30,7 +28,9 @@ from crosstune.results.merge import (
     show_bytes,
     stored_word,
 )
-from crosstune.results.originals import original_record
+from crosstune.results.original_model import original_record
+from crosstune.results.verify import Opened, chat_problems, folder_logits, judge, refuse_unverified
+from crosstune.runs.open_parts import weights_identity
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crosstune.core.agreement import Logits, compare
 from crosstune.core.errors import UserError
+from crosstune.core.logit_distance import Logits, compare
 from crosstune.core.protocols import Observer
 from crosstune.core.record import write_json
 from crosstune.models.adapter_files import copy_template
 from crosstune.models.locate import ModelFolder, identity
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.models.staged import check_out, staged
-from crosstune.results.likeness import (
+from crosstune.results.original_model import find_original
+from crosstune.results.trained_folder import Trained, find_trained
+from crosstune.results.verify import (
     Opened,
     find_quantizer,
     judge,
@@ -25,8 +27,6 @@ from crosstune.results.likeness import (
     refuse_unverified,
     trained_logits,
 )
-from crosstune.results.originals import find_original
-from crosstune.trained import Trained, find_trained
 
 if TYPE_CHECKING:
     from crosstune.torch_engine.merge import Base

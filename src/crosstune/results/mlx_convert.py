@@ -9,23 +9,28 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.config.load import cache_override
-from crosstune.core.agreement import Logits, compare
 from crosstune.core.errors import UserError
+from crosstune.core.logit_distance import Logits, compare
 from crosstune.core.protocols import Observer
 from crosstune.core.record import write_json
 from crosstune.models import mlx_adapters
 from crosstune.models.adapter_files import copy_tokenizer
 from crosstune.models.adapter_fit import check_fit
-from crosstune.models.canonical import CONFIG
 from crosstune.models.folder import weight_files
+from crosstune.models.llama_layout import CONFIG
 from crosstune.models.locate import ModelFolder, locate
 from crosstune.models.quantized_folder import FolderQuantization, read_quantization
 from crosstune.models.staged import Stage, Unverified, check_out, staged
 from crosstune.models.weights import read_arrays
-from crosstune.opening import weights_identity
-from crosstune.results.likeness import judge, make_prompts, refuse_unverified
 from crosstune.results.merge import RECORD, mlx_word
-from crosstune.results.originals import NOT_THE_ORIGINAL, choose_original, not_the_original, original_record
+from crosstune.results.original_model import (
+    NOT_THE_ORIGINAL,
+    choose_original,
+    not_the_original,
+    original_record,
+)
+from crosstune.results.verify import judge, make_prompts, refuse_unverified
+from crosstune.runs.open_parts import weights_identity
 
 _SPARE_BYTES = 50_000_000
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.config.load import make_config
-from crosstune.core.agreement import Logits, compare
+from crosstune.core.logit_distance import Logits, compare
 from crosstune.core.protocols import Observer
 from crosstune.core.record import write_json
 from crosstune.models.adapter_files import copy_template
@@ -18,9 +18,7 @@ from crosstune.models.locate import ModelFolder
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.models.staged import Stage, check_out, staged
 from crosstune.models.weights import read_header
-from crosstune.opening import find_model, open_session
-from crosstune.planning import make_plan
-from crosstune.results.likeness import chat_problems, judge, make_prompts, refuse_unverified
+from crosstune.planner.gather import make_plan
 from crosstune.results.merge import (
     RECORD,
     SPARE_BYTES,
@@ -33,8 +31,10 @@ from crosstune.results.merge import (
     nothing_to_merge,
     show_bytes,
 )
-from crosstune.results.originals import find_original
-from crosstune.trained import Trained, find_trained
+from crosstune.results.original_model import find_original
+from crosstune.results.trained_folder import Trained, find_trained
+from crosstune.results.verify import chat_problems, judge, make_prompts, refuse_unverified
+from crosstune.runs.open_parts import find_model, open_session
 
 _WORDS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from crosstune.core.initial import uniform_by_name
+from crosstune.core.adapter_init import uniform_by_name
 from crosstune.models.adapter_choice import AdapterSettings, choose_names, short_names
+from crosstune.torch_engine.bypassed_layers import reads_weight
 from crosstune.torch_engine.quantized import QuantLinear, dense_weight, weight_device
-from crosstune.torch_engine.reads import reads_weight
 
 
 class AdaptedLinear(nn.Module):

@@ -20,11 +20,11 @@ from crosstune.torch_engine.blocks import (
     expand_evenly,
     read_expanded_name,
 )
+from crosstune.torch_engine.bypassed_layers import reads_weight
 from crosstune.torch_engine.device import give_back_freed
 from crosstune.torch_engine.precision import Precision
 from crosstune.torch_engine.prequantized import Prequantized, check_asked, check_plain, read_prequantized
 from crosstune.torch_engine.quantized import QuantLinear, QuantSpec, StoredWeight, open_quantizer
-from crosstune.torch_engine.reads import reads_weight
 from crosstune.torch_engine.stream import find_tensors, read_ahead
 
 OnLoad = Callable[[int, int], None]

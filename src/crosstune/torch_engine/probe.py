@@ -20,17 +20,17 @@ def probe(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> BackendReport
     reason = _why_missing(spec)
     if reason:
         return _missing(spec, reason)
-    from crosstune.torch_engine import trials
+    from crosstune.torch_engine import capabilities
 
     notes: list[str] = []
-    dtypes = trials.working_dtypes(spec.device, notes=notes)
+    dtypes = capabilities.working_dtypes(spec.device, notes=notes)
     if "fp32" not in dtypes:
         return _missing(spec, "; ".join(notes))
     devices, unified = _devices(spec.device)
-    dtype = trials.DTYPES[next(name for name in ("bf16", "fp16", "fp32") if name in dtypes)]
-    tried = [name for name in quantizers if name in plugin_names(trials.QUANT_PACKAGE)]
-    bits = {name: trials.working_bits(name, spec.device, dtype, notes=notes) for name in tried}
-    collectives = trials.working_collectives(spec.device, notes=notes)
+    dtype = capabilities.DTYPES[next(name for name in ("bf16", "fp16", "fp32") if name in dtypes)]
+    tried = [name for name in quantizers if name in plugin_names(capabilities.QUANT_PACKAGE)]
+    bits = {name: capabilities.working_bits(name, spec.device, dtype, notes=notes) for name in tried}
+    collectives = capabilities.working_collectives(spec.device, notes=notes)
     return BackendReport(
         name=spec.name,
         engine=spec.engine,
@@ -39,10 +39,10 @@ def probe(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> BackendReport
         devices=devices,
         unified_memory=unified,
         dtypes=dtypes,
-        bf16_speedup=trials.bf16_speedup(spec.device) if "bf16" in dtypes else 1.0,
+        bf16_speedup=capabilities.bf16_speedup(spec.device) if "bf16" in dtypes else 1.0,
         quantizers={name: widths for name, widths in bits.items() if widths},
         collectives=tuple(sorted(collectives, key=lambda name: name != spec.collective)),
-        attention=trials.working_attention(spec.device, dtype, notes=notes),
+        attention=capabilities.working_attention(spec.device, dtype, notes=notes),
         notes=_merge(notes),
     )
 
@@ -56,7 +56,7 @@ def torch_device(name: str) -> Any:
 
 def torch_dtype(name: str) -> Any:
     """torch's own object for fp32, fp16 or bf16."""
-    from crosstune.torch_engine.trials import DTYPES
+    from crosstune.torch_engine.capabilities import DTYPES
 
     return DTYPES[name]
 

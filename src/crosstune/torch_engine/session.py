@@ -12,9 +12,9 @@ import torch
 
 from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.plan import Plan
-from crosstune.core.agreement import Logits, Prompts, compare
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import NonFiniteError, OutOfMemory
+from crosstune.core.logit_distance import Logits, Prompts, compare
 from crosstune.core.protocols import Array, Batch, EvalResult, Memory, SessionState, StepResult, weight_of
 from crosstune.core.record import write_json
 from crosstune.core.scaling import LossScale
@@ -24,13 +24,13 @@ from crosstune.models.locate import identity
 from crosstune.torch_engine import export
 from crosstune.torch_engine import state as states
 from crosstune.torch_engine.adapters import AdaptedLinear, add_adapters, name_targets
-from crosstune.torch_engine.blame import bad_gradients, bad_weights, watch_outputs
 from crosstune.torch_engine.device import CacheClearing, open_device, read_memory
+from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, watch_outputs
 from crosstune.torch_engine.generate import OnToken, generate
-from crosstune.torch_engine.lent import original_weights
 from crosstune.torch_engine.load import load_model, quant_spec, shrink_frozen
 from crosstune.torch_engine.losses import causal_loss_sum
 from crosstune.torch_engine.optimizer import Masters, make_optimizer, set_learning_rate
+from crosstune.torch_engine.original_weights import original_weights
 from crosstune.torch_engine.precision import PRECISIONS
 from crosstune.torch_engine.quantized import QuantLinear
 from crosstune.torch_engine.stream import find_tensors, read_tensor

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from crosstune.core.fit import check_fit
+from crosstune.core.check_shapes import check_fit
 from crosstune.core.protocols import Array
 
 # torch's name of a slot -> the one that every engine uses.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from crosstune.core.agreement import Logits, Prompts
+from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.torch_engine.load import readable_errors
 from crosstune.torch_engine.precision import PRECISIONS, Precision
 

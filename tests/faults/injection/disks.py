@@ -155,7 +155,7 @@ def _pages(num_bytes: int) -> int:
 
 
 def _when_saving(action: Callable[[], None]) -> None:
-    import crosstune.loop.saving as saving
+    import crosstune.loop.save as saving
 
     plain = saving.write_checkpoint
 

@@ -290,7 +290,7 @@ def _find(run: Path) -> int:
     from crosstune.config.load import make_config
     from crosstune.core.errors import UserError
     from crosstune.core.protocols import Observers
-    from crosstune.resume import find_checkpoint
+    from crosstune.runs.resume import find_checkpoint
 
     config = make_config(resume="auto", name=run.name, output_dir=str(run.parent))
     try:

@@ -1,0 +1,193 @@
+"""The linear layers of a model that is already in memory, replaced by layers of few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from crosstune.compat.torch_parts.layer_storage import (
+    LayerStorage,
+    check_storage,
+    describe_stored,
+    make_stored,
+    restore_stored,
+)
+from crosstune.core.errors import UserError
+from crosstune.torch_engine.quantized import QuantLinear, StoredWeight
+
+HALVES = (torch.float16, torch.bfloat16)
+
+Choose = Callable[[str], "LayerStorage | None"]
+"""A layer's name to its recipe; None leaves the layer as it is."""
+
+
+class QuantizedLinear(QuantLinear):
+    """A quantized layer that knows its recipe: it takes other weights, moves between devices, and can be saved."""
+
+    def __init__(
+        self, stored: StoredWeight, bias: torch.Tensor | None, *, recipe: LayerStorage, dtype: torch.dtype
+    ) -> None:
+        """`dtype` is that of the weight before it was quantized."""
+        super().__init__(stored, None if bias is None else bias.detach().clone())
+        self.recipe, self.dense_dtype = recipe, dtype
+
+    @classmethod
+    def from_weight(
+        cls, weight: torch.Tensor, bias: torch.Tensor | None, recipe: LayerStorage
+    ) -> QuantizedLinear:
+        check_storage(recipe, (weight.shape[0], weight.shape[1]))
+        stored = make_stored(weight, recipe, dtype=recipe.compute or weight.dtype)
+        return cls(stored, bias, recipe=recipe, dtype=weight.dtype)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The dense weight, made anew at each call: for parts of torch that read a layer's weight themselves."""
+        return self.stored.dequantize(self.dense_dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.recipe.compute is None or torch.is_autocast_enabled(x.device.type):
+            return super().forward(x)
+        return super().forward(x.to(self.recipe.compute)).to(x.dtype)
+
+    def quantize_weights(self, weight: torch.Tensor) -> None:
+        """Take another weight of the same shape."""
+        _check_shape(weight, self.stored.shape)
+        self.stored = make_stored(weight, self.recipe, dtype=self.recipe.compute or self.dense_dtype)
+
+    def dequantize_weights(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self.stored.dequantize(dtype or self.dense_dtype)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedLinear:
+        """Follow the model to another device or type; a change of type leaves the few bits as they are."""
+        super()._apply(fn, recurse)
+        self.dense_dtype = fn(torch.empty(0, dtype=self.dense_dtype)).dtype
+        tensors = self.stored.tensors()
+        here = next(iter(tensors.values())).device
+        there = fn(torch.empty(0, device=here)).device
+        if there.type == "meta":
+            raise UserError(
+                "A quantized layer cannot be moved to the meta device.", why="it would lose its weights."
+            )
+        if there != here:
+            moved = {name: tensor.to(there) for name, tensor in tensors.items()}
+            self.stored = restore_stored(describe_stored(self.stored), moved)
+        return self
+
+
+class HalfLinear(nn.Linear):
+    """A linear layer kept in 16 bits and multiplied in the type of its input."""
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, recipe: LayerStorage, trained: bool = False
+    ) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.recipe = recipe
+        self.kept_in = recipe.kept_in or (weight.dtype if weight.dtype in HALVES else torch.bfloat16)
+        self.weight = nn.Parameter(weight.detach().to(self.kept_in), requires_grad=trained)
+        if bias is not None:
+            self.bias = nn.Parameter(bias.detach().to(self.kept_in), requires_grad=trained)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = self.recipe.compute or x.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return F.linear(x.to(dtype), self.weight.to(dtype), bias).to(x.dtype)
+
+    def quantize_weights(self, weight: torch.Tensor) -> None:
+        _check_shape(weight, (self.out_features, self.in_features))
+        with torch.no_grad():
+            self.weight.copy_(weight)
+
+    def dequantize_weights(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self.weight.detach().to(dtype or self.kept_in)
+
+
+def make_layer(linear: nn.Linear, recipe: LayerStorage) -> QuantizedLinear | HalfLinear:
+    if recipe.spec is None:
+        return HalfLinear(linear.weight, linear.bias, recipe=recipe, trained=linear.weight.requires_grad)
+    return QuantizedLinear.from_weight(linear.weight, linear.bias, recipe)
+
+
+def new_layer(
+    in_features: int,
+    out_features: int,
+    *,
+    bias: bool,
+    recipe: LayerStorage,
+    device: torch.device | None = None,
+) -> QuantizedLinear | HalfLinear:
+    """A layer as torch would start it, kept as its recipe says."""
+    return make_layer(nn.Linear(in_features, out_features, bias=bias, device=device), recipe)
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """Layers that can be replaced, under each of their names: torch's own linear layer and no other kind of it.
+
+    The projection inside torch's attention is another kind: it is never called, only read.
+    """
+    return [
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if name and type(module) is nn.Linear
+    ]
+
+
+def replace_layers(model: nn.Module, choose: Choose) -> tuple[list[str], list[str]]:
+    """Replace the chosen layers in place, one at a time. Returns their names, and those left for a shared weight.
+
+    All are checked before the first one changes, so that an error leaves the model as it was.
+    """
+    recipes = {name: recipe for name in linear_names(model) if (recipe := choose(name)) is not None}
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    shared = [name for name in recipes if id(model.get_submodule(name).weight) in embedded]
+    for name in shared:
+        del recipes[name]
+    for name, recipe in recipes.items():
+        _check_layer(name, model.get_submodule(name), recipe)
+    names_of: dict[int, list[str]] = {}
+    for name in recipes:
+        names_of.setdefault(id(model.get_submodule(name)), []).append(name)
+    for names in names_of.values():
+        layer = model.get_submodule(names[0])
+        assert isinstance(layer, nn.Linear)
+        new = make_layer(layer, recipes[names[0]])
+        for name in names:
+            put_module(model, name, new)
+    return list(recipes), shared
+
+
+def freeze_base(model: nn.Module, *, checkpointing: bool) -> None:
+    """Make a model ready for adapters: its own weights stand still, and gradients pass through them."""
+    model.requires_grad_(False)
+    if checkpointing:
+        enable = getattr(model, "gradient_checkpointing_enable", None)
+        if enable is None:
+            raise UserError(
+                f"{type(model).__name__} cannot recompute its activations.",
+                why="only transformers' models have gradient checkpointing built in.",
+                do="leave use_gradient_checkpointing out",
+            )
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+
+
+def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def _check_layer(name: str, layer: Any, recipe: LayerStorage) -> None:
+    if layer.weight.is_meta:
+        raise UserError(f"{name} has no weights yet.", do="load the model's weights before quantizing it")
+    try:
+        check_storage(recipe, (layer.out_features, layer.in_features))
+    except UserError as error:
+        raise UserError(f"{name}: {error.asked}", why=error.why, do=error.do) from error
+
+
+def _check_shape(weight: torch.Tensor, shape: tuple[int, int]) -> None:
+    if tuple(weight.shape) != shape:
+        raise UserError(f"A weight of {tuple(weight.shape)} does not fit a layer of {shape}.")

@@ -1,0 +1,85 @@
+"""Find out from the launcher's variables which of several processes this one is."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from crosstune.core.errors import UserError
+from crosstune.core.ranks import Ranks
+
+LAUNCHER = "CROSSTUNE_LAUNCHER"
+"""Process id of crosstune's own launcher."""
+
+
+def read_ranks() -> Ranks | None:
+    """Return the rank of this process; None when it was started alone."""
+    return ranks_in(os.environ)
+
+
+def ranks_in(environment: Mapping[str, str]) -> Ranks | None:
+    """Return the rank that these variables name; None for a process that was started alone."""
+    if not environment.get("MLX_RANK"):
+        _refuse_torch_ranks(environment)
+        return None
+    hostfile = environment.get("MLX_HOSTFILE")
+    if not hostfile:
+        raise UserError(
+            "This process is one of several, and they are not in a ring.",
+            why="MLX_RANK is set and MLX_HOSTFILE is not.",
+            do="start them with mlx.launch --backend ring; to train in one process, unset MLX_RANK",
+        )
+    hosts = _read_hosts(Path(hostfile))
+    if len(hosts) < 2:
+        return None
+    rank = _read_rank(environment["MLX_RANK"], num_hosts=len(hosts))
+    neighbours = [place for place, host in enumerate(hosts) if host == hosts[rank]]
+    launcher = environment.get(LAUNCHER)
+    return Ranks(
+        engine="mlx",
+        rank=rank,
+        size=len(hosts),
+        local_rank=neighbours.index(rank),
+        local_size=len(neighbours),
+        launcher=int(launcher) if launcher else None,
+    )
+
+
+def _refuse_torch_ranks(environment: Mapping[str, str]) -> None:
+    """Raise for one of several torch processes: each would train the whole run by itself."""
+    rank, size = environment.get("RANK"), environment.get("WORLD_SIZE")
+    if rank is None or size is None or size.strip() in ("", "1"):
+        return
+    raise UserError(
+        f"This process is rank {rank} of {size} (RANK and WORLD_SIZE are set).",
+        why="training on several torch devices is not built yet, and each process would train the whole run alone.",
+        do="start one process without torchrun, or unset RANK and WORLD_SIZE; MLX trains on several machines with mlx.launch",
+    )
+
+
+def _read_rank(text: str, *, num_hosts: int) -> int:
+    if not text.isdecimal() or int(text) >= num_hosts:
+        raise UserError(
+            f"MLX_RANK cannot be '{text}'.",
+            do=f"the host file has ranks 0 to {num_hosts - 1}: use one of them",
+        )
+    return int(text)
+
+
+def _read_hosts(path: Path) -> list[str]:
+    """The address of each rank, without its port; nothing in the empty file that mlx.launch gives a single process."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text) if text.strip() else []
+        return [str(addresses[0]).rsplit(":", 1)[0] for addresses in found]
+    except OSError as error:
+        raise UserError(f"Cannot read the host file {path}.", why=str(error)) from error
+    except (ValueError, TypeError, LookupError) as error:
+        raise UserError(
+            f"{path} is not a host file of an MLX ring.",
+            why=f"{type(error).__name__}: {error}",
+            do='MLX_HOSTFILE names a JSON list with the addresses of each rank, such as [["10.0.0.1:5000"], '
+            '["10.0.0.2:5000"]]; mlx.launch writes it itself',
+        ) from error

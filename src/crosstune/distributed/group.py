@@ -1,0 +1,75 @@
+"""Several processes as one run: they meet, take turns, and go on only if they mean the same training."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from crosstune.config.plan import Plan
+from crosstune.config.schema import Config
+from crosstune.core.errors import UserError
+from crosstune.core.machine import Machine
+from crosstune.core.ranks import Alone, Group, Ranks
+from crosstune.core.record import finite
+
+
+def connect(ranks: Ranks | None) -> Group:
+    if ranks is None:
+        return Alone()
+    group: Group = importlib.import_module(f"crosstune.{ranks.engine}_engine.group").connect(ranks)
+    return group
+
+
+def with_world(config: Config, ranks: Ranks) -> Config:
+    """The number of processes as if it had been asked for: whoever goes on with the run needs to know it."""
+    if ranks.size == 1 or config.world_size != -1:
+        return config
+    asked = {**config.asked, "world_size": "the processes that were started"}
+    return dataclasses.replace(config, world_size=ranks.size, asked=asked)
+
+
+def share_machine(group: Group, probe: Callable[[], Machine]) -> Machine:
+    """The machine of the first process: a plan is made for it, and so is the same everywhere."""
+    if group.ranks.size == 1:
+        return probe()
+    text = group.share(json.dumps(probe().to_json()) if group.ranks.first else "")
+    return Machine.from_json(json.loads(text), source="the first process")
+
+
+@contextlib.contextmanager
+def in_turn(group: Group) -> Iterator[None]:
+    """One process of each host goes first; the others then find in the cache what it has put there."""
+    goes_first = group.ranks.local_rank == 0
+    if not goes_first:
+        group.meet()
+    yield
+    if goes_first:
+        group.meet()
+
+
+def check_started(plan: Plan, ranks: Ranks) -> None:
+    if plan.world_size != ranks.size:
+        raise UserError(
+            f"{plan.world_size} processes were asked for (--world_size), and this is one.",
+            why="a Python program is not started a second time by itself.",
+            do="use the command `crosstune train`, which starts them; or mlx.launch, on several machines",
+        )
+
+
+def check_same_everywhere(group: Group, parts: Mapping[str, Any]) -> None:
+    """Raise, in every process, unless all of them have the same parts."""
+    other = [
+        name
+        for name, part in parts.items()
+        if not group.same(json.dumps(finite(part), sort_keys=True, default=str))
+    ]
+    if other:
+        raise UserError(
+            f"The {group.ranks.size} processes of the run differ: {', '.join(other)}.",
+            why="each has to have the same options, model and data, and the checkpoint that is continued.",
+            do="start all of them with the same command, and bring the same files to every machine",
+        )

@@ -1,0 +1,217 @@
+"""Start a run as several processes on this machine, pass signals on to them, and end them together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from crosstune.config.load import child_environment
+from crosstune.core.errors import (
+    EXIT_AT_ONCE,
+    EXIT_DONE,
+    EXIT_PEER_LOST,
+    EXIT_PORT_TAKEN,
+    EXIT_STOPPED,
+    EXIT_USER_MUST_ACT,
+)
+from crosstune.distributed.environment import LAUNCHER
+
+NUM_ATTEMPTS = 4
+PATIENCE_S = 5.0
+"""After one has failed, for the others to notice, save what they have and end by themselves."""
+GRACE_S = 30.0
+"""Between SIGTERM and SIGKILL."""
+POLL_S = 0.05
+TAIL_LINES = 15
+_ORDERLY = (EXIT_DONE, EXIT_STOPPED)
+
+Environments = Callable[[Path, Sequence[int]], list[dict[str, str]]]
+"""(a private folder, a free port for each rank) -> the variables by which each rank finds the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    code: int
+    lines: tuple[str, ...] = ()
+    """For the user, beside what the first process has said itself."""
+
+
+def launch(command: Sequence[str], *, size: int, environments: Environments) -> Outcome:
+    """Run `command` as `size` processes. The first one has our terminal; what the others say is shown if they fail."""
+    for attempt in range(1, NUM_ATTEMPTS + 1):
+        with tempfile.TemporaryDirectory(prefix="crosstune-ranks-") as name:
+            family = _Family(folder=Path(name))
+            variables = environments(Path(name), _free_ports(size))
+            with family.passing_signals():
+                family.start(command, variables)
+                family.wait()
+            if EXIT_PORT_TAKEN not in family.codes() or family.signals or attempt == NUM_ATTEMPTS:
+                return family.outcome()
+    raise AssertionError("the last attempt returns")
+
+
+def ring_environments(folder: Path, ports: Sequence[int]) -> list[dict[str, str]]:
+    """The variables of MLX's ring, on the loopback device."""
+    hostfile = folder / "hosts.json"
+    hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]), encoding="utf-8")
+    return [{"MLX_HOSTFILE": str(hostfile), "MLX_RANK": str(rank)} for rank in range(len(ports))]
+
+
+def follow(launcher: int) -> None:
+    """In a process that was launched: stop like on SIGTERM when the launcher is gone."""
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@dataclass(kw_only=True)
+class _Family:
+    """The processes of one attempt."""
+
+    folder: Path
+    members: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    signals: list[int] = field(default_factory=list)
+    """What was sent to us, in order."""
+    failures: list[int] = field(default_factory=list)
+    """Ranks that ended badly, in the order that was seen."""
+    ended: set[int] = field(default_factory=set)
+    """Ranks that we ended."""
+
+    def start(self, command: Sequence[str], variables: Sequence[dict[str, str]]) -> None:
+        for rank, added in enumerate(variables):
+            with contextlib.ExitStack() as stack:
+                log = stack.enter_context(self._log(rank).open("wb")) if rank else None
+                self.members.append(
+                    subprocess.Popen(
+                        command,
+                        env=child_environment({**added, LAUNCHER: str(os.getpid())}),
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,  # a Ctrl-C reaches them once, through us
+                    )
+                )
+        for number in list(self.signals):  # sent while they were started
+            self._send(number)
+
+    def codes(self) -> list[int | None]:
+        return [member.poll() for member in self.members]
+
+    def wait(self) -> None:
+        """Until all have ended. When one fails the others are left a while, then told, then killed; a second signal
+        of the user, or a port that was taken before anything was begun, makes that quicker."""
+        ending_at: float | None = None
+        while None in self.codes():
+            self._note_failures()
+            again = len(self.signals) > 1
+            if ending_at is None and (self.failures or again):
+                quick = again or EXIT_PORT_TAKEN in self.codes()
+                ending_at = time.monotonic() + (0.0 if quick else PATIENCE_S)
+            late_s = time.monotonic() - ending_at if ending_at is not None else -1.0
+            if late_s > (PATIENCE_S if again else GRACE_S):
+                self._end(signal.SIGKILL)
+            elif late_s > 0:
+                self._end(signal.SIGTERM)
+            time.sleep(POLL_S)
+        self._note_failures()
+
+    def outcome(self) -> Outcome:
+        codes = [code if code is not None else 0 for code in self.codes()]
+        if not self.failures:
+            return Outcome(code=max(codes))
+        rank = self._culprit(codes)
+        code = codes[rank]
+        shell_code = code if code >= 0 else 128 - code
+        if len(self.signals) > 1:
+            return Outcome(code=EXIT_AT_ONCE, lines=("stopped at once.",))
+        if -code in self.signals:
+            return Outcome(
+                code=shell_code, lines=(f"stopped by {signal.Signals(-code).name} before it began.",)
+            )
+        if rank == 0 and code == EXIT_USER_MUST_ACT:
+            return Outcome(code=code)  # it has said why
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        lines = [f"process {rank} of {len(codes)} (counted from 0) {how}, and so the others were ended."]
+        lines += [f"  {rank} | {line}" for line in self._tail(rank)]
+        return Outcome(
+            code=shell_code,
+            lines=(
+                *lines,
+                "  do:  if a checkpoint was kept, the same command with --resume goes on from there",
+            ),
+        )
+
+    @contextlib.contextmanager
+    def passing_signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM go to every process. Whatever happens here, none is left behind."""
+
+        def pass_on(number: int, frame: FrameType | None) -> None:
+            self.signals.append(number)
+            self._send(number)
+
+        previous = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            self._end(signal.SIGKILL)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _send(self, number: int) -> None:
+        for member in self.members:
+            member.send_signal(number)
+
+    def _note_failures(self) -> None:
+        codes = self.codes()
+        new = [
+            r for r, c in enumerate(codes) if c is not None and c not in _ORDERLY and r not in self.failures
+        ]
+        self.failures += sorted(new, key=lambda rank: codes[rank] == EXIT_PEER_LOST)
+
+    def _culprit(self, codes: Sequence[int]) -> int:
+        """Who failed first by itself; the first process, where it failed in the same way and has told the user."""
+        itself = [r for r in self.failures if r not in self.ended and codes[r] != EXIT_PEER_LOST]
+        rank = (itself or self.failures)[0]
+        return 0 if 0 not in self.ended and codes[0] == codes[rank] else rank
+
+    def _end(self, number: int) -> None:
+        for rank, member in enumerate(self.members):
+            if member.poll() is None and (number == signal.SIGKILL or rank not in self.ended):
+                member.send_signal(number)
+                self.ended.add(rank)
+                if number == signal.SIGKILL:
+                    member.wait()
+
+    def _log(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}.log"
+
+    def _tail(self, rank: int) -> list[str]:
+        if rank == 0:
+            return []
+        return self._log(rank).read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on at this moment; all are held until the last is found, so that they differ."""
+    with contextlib.ExitStack() as stack:
+        sockets = [
+            stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) for _ in range(count)
+        ]
+        for found in sockets:
+            found.bind(("127.0.0.1", 0))
+        return [int(found.getsockname()[1]) for found in sockets]

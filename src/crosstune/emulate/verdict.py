@@ -1,0 +1,222 @@
+"""A run that stands in for one on another device: planned for that device's machine, tried on this CPU, and judged."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from types import ModuleType
+from typing import Any
+
+from crosstune.config.load import environment_of
+from crosstune.config.plan import Plan
+from crosstune.config.schema import EMULATED_PACKAGE, Config
+from crosstune.config.unbuilt import unbuilt
+from crosstune.core.backend import backend_specs
+from crosstune.core.errors import UserError, raise_all
+from crosstune.core.names import load_plugin
+from crosstune.core.protocols import Evaluation, Observer, Observers, Recipe
+from crosstune.machines.probe import load_machine
+from crosstune.models.locate import ModelFolder
+from crosstune.planner.gather import make_plan
+from crosstune.runs import resume
+from crosstune.runs.open_parts import find_model, open_recipe, open_session
+
+NUM_STEPS = 3
+# Which operators run does not depend on how many rows there are: two are enough to see a batch and an accumulation.
+MOST_ROWS = 2
+MOST_EVALUATED = 4
+MOST_NEW_TOKENS = 8
+
+Row = dict[str, Any]
+"""An operator: its name, where it was first met, what is to be said of it, and its calls."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """What was run of the run."""
+
+    losses: tuple[float, ...]
+    evaluated: bool
+    num_answers: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the emulated device would say to a run."""
+
+    emulated: str
+    title: str
+    plan: Plan
+    """As the machine would have it; what was run here is a shorter one."""
+    tried: Tried
+    torch_version: str
+    num_operators: int
+    num_calls: int
+    refused: Sequence[Row]
+    failing: Sequence[Row]
+    fallen_back: Sequence[Row]
+    custom: Sequence[Row]
+    conditions: Sequence[str]
+    not_checked: Sequence[str]
+
+    @property
+    def works(self) -> bool:
+        return not self.refused and not self.failing
+
+    def sentence(self) -> str:
+        if self.works:
+            slow = f", {len(self.fallen_back)} of its operators on the CPU" if self.fallen_back else ""
+            return f"this run should work on {self.title}{slow}"
+        first = (*self.refused, *self.failing)[0]
+        kind = f" in {first['what']}" if self.refused else f", {first['what']}"
+        return f"this run will not work on {self.title}: {first['operator']}{kind} at {first['where']}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "emulated": self.emulated,
+            "machine": self.plan.machine.name,
+            "works": self.works,
+            "verdict": self.sentence(),
+            **asdict(self.tried),
+            "operators": self.num_operators,
+            "calls": self.num_calls,
+            "refused": list(self.refused),
+            "failing": list(self.failing),
+            "fallen_back": list(self.fallen_back),
+            "custom_operators": list(self.custom),
+            "conditions": list(self.conditions),
+            "not_checked": list(self.not_checked),
+            "torch": self.torch_version,
+        }
+
+
+def emulate(config: Config, *, machine: str | None = None, observers: Sequence[Observer] = ()) -> Verdict:
+    """Load the model, evaluate, take a few steps and export the state, all on the CPU and all watched. Keeps nothing."""
+    name = config.emulate
+    assert name is not None, "ask for --emulate"
+    screen = Observers(list(observers))
+    device = _device(name)
+    _check_backend(config, device.BACKEND)
+    config = replace(config, backend=device.BACKEND, asked={**config.asked, "backend": "--emulate"})
+    config = resume.complete_config(config)
+    there = load_machine(machine or device.MACHINE)
+    plan = make_plan(config, machine=there)
+    raise_all(unbuilt(plan))
+    _check_quantizer(plan)
+    model = find_model(plan.config, screen)
+    recipe = open_recipe(_shorten(plan).config, model, screen)
+    plan = make_plan(config, machine=there, longest_row=recipe.longest_row())
+    for adjustment in plan.adjustments:
+        screen.on_event("adjustment", adjustment.to_event())
+    recipe.configure(_shorten(plan).config)
+    environment = environment_of(backend_specs()[device.BACKEND])
+    watch = importlib.import_module("crosstune.emulate.watch").Watch(
+        name, quantizer=plan.quantizer, environment=environment
+    )
+    tried = _run(_shorten(plan), model, recipe, watch, screen)
+    return _judge(name, device, plan, watch, tried)
+
+
+def _run(plan: Plan, model: ModelFolder, recipe: Recipe, watch: Any, screen: Observers) -> Tried:
+    started = time.perf_counter()
+    screen.on_event("loading", {"model": model.name})
+    session: Any = open_session(plan, model)
+    watch.check_loaded(session)
+    trained, everything = session.num_parameters()
+    screen.on_event("loaded", {"trained_parameters": trained, "parameters": everything})
+    evaluation = Evaluation(metrics={})
+    if not plan.config.skip_eval:
+        with watch.during("evaluation"):
+            evaluation = recipe.evaluate(session, observer=screen)
+    losses = []
+    for step in range(recipe.num_steps()):
+        with watch.during(f"step {step + 1}"):
+            losses.append(session.step(recipe.window(step), lr=plan.config.lr).loss)
+    with watch.during("checkpoint"):
+        session.export_state()
+    return Tried(
+        losses=tuple(losses),
+        num_answers=len(evaluation.samples),
+        evaluated=bool(evaluation.metrics),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _judge(name: str, device: ModuleType, plan: Plan, watch: Any, tried: Tried) -> Verdict:
+    seen = watch.seen
+    conditions = [words for dtype, words in device.CONDITIONS.items() if dtype in seen.dtypes]
+    odd = sorted(str(dtype) for dtype in seen.dtypes - device.TESTED - device.REFUSED)
+    conditions += [f"{dtype} is not among the types that torch tests on {device.TITLE}" for dtype in odd]
+
+    def rows(sightings: dict[Any, Any]) -> list[Row]:
+        return [s.to_json() for s in sorted(sightings.values(), key=lambda s: -s.calls)]
+
+    return Verdict(
+        emulated=name,
+        title=device.TITLE,
+        plan=plan,
+        tried=tried,
+        torch_version=version("torch"),
+        num_operators=len(seen.operators),
+        num_calls=sum(seen.operators.values()),
+        refused=[s.to_json() for s in seen.refused.values()],  # the first is the cause of those that follow
+        failing=rows(seen.failing),
+        fallen_back=rows(seen.fallen_back),
+        custom=rows(seen.custom),
+        conditions=conditions,
+        not_checked=device.NOT_CHECKED,
+    )
+
+
+def _device(name: str) -> ModuleType:
+    if importlib.util.find_spec("torch") is None:
+        raise UserError(
+            f"--emulate {name} needs torch on this computer.", do="pip install 'crosstune[torch]'"
+        )
+    return load_plugin(EMULATED_PACKAGE, name, kind="emulated backend")
+
+
+def _check_backend(config: Config, backend: str) -> None:
+    if config.backend not in ("auto", backend):
+        raise UserError(
+            f"--emulate {config.emulate} and --backend {config.backend} contradict each other.",
+            do=f"leave --backend out, or ask for --backend {backend}",
+        )
+
+
+def _shorten(plan: Plan) -> Plan:
+    """The same run on this CPU, with as little of everything as still runs every part."""
+    config = plan.config
+    steps = min(NUM_STEPS, config.max_steps) if config.max_steps > 0 else NUM_STEPS
+    batch = min(config.batch_size, MOST_ROWS)
+    accumulation = min(config.gradient_accumulation_steps, MOST_ROWS)
+    # A data set without a held-out part gives up a tenth of itself: that many more are read.
+    rows = max(steps * batch * accumulation, 10 * MOST_EVALUATED)
+    short = replace(
+        config,
+        max_steps=steps,
+        num_epochs=0,
+        batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        dataset_samples=rows if config.dataset_samples == -1 else min(rows, config.dataset_samples),
+        eval_samples=min(config.eval_samples, MOST_EVALUATED),
+        num_samples=min(max(config.num_samples, 1), MOST_ROWS),
+        max_new_tokens=min(config.max_new_tokens, MOST_NEW_TOKENS),
+    )
+    return replace(plan, config=short, backend=replace(plan.backend, device="cpu"))
+
+
+def _check_quantizer(plan: Plan) -> None:
+    if plan.quantizer == "none":
+        return
+    library = load_plugin("crosstune.torch_engine.quant", plan.quantizer, kind="quantizer").LIBRARY
+    if importlib.util.find_spec(library.partition(".")[0]) is None:
+        raise UserError(
+            f"The plan for {plan.machine.name} quantizes with {plan.quantizer}, which is not installed here.",
+            do=f"pip install 'crosstune[{plan.quantizer}]', or choose another --quantization_backend",
+        )

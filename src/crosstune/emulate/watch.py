@@ -1,0 +1,230 @@
+"""Watches every operator that a session runs on the CPU, as if another device ran it: forward, backward, optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+import torch
+from torch.nn.attention import sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from crosstune.config.schema import EMULATED_PACKAGE
+from crosstune.core.names import load_plugin
+from crosstune.emulate.current_layer import CurrentLayer
+from crosstune.emulate.operators import operator_table
+from crosstune.torch_engine.load import quant_spec
+from crosstune.torch_engine.quantized import QuantLinear, dense_weight, open_quantizer
+from crosstune.torch_engine.session import TorchSession
+
+_COMPOSITE_KEYS = (
+    "CompositeExplicitAutogradNonFunctional",
+    "CompositeExplicitAutograd",
+    "CompositeImplicitAutograd",
+)
+_SKIPPED_FRAMES = (str(Path(torch.__file__).parent), __file__)
+
+
+@dataclass
+class Sighting:
+    """Something about an operator that the device would not do as the CPU does: how often, and where first."""
+
+    operator: str
+    where: str
+    what: str = ""
+    calls: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self).copy()
+
+
+@dataclass
+class Sightings:
+    """Everything seen, each operator once."""
+
+    refused: dict[tuple[str, str], Sighting] = field(default_factory=dict)
+    """Results in a type that the device does not have."""
+    fallen_back: dict[str, Sighting] = field(default_factory=dict)
+    failing: dict[str, Sighting] = field(default_factory=dict)
+    """No kernel, and no way to run it elsewhere."""
+    custom: dict[str, Sighting] = field(default_factory=dict)
+    """Operators of other libraries that have a kernel there."""
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    operators: dict[str, int] = field(default_factory=dict)
+    """Operator -> calls."""
+
+
+class Watch:
+    """Runs code on the CPU and notes what the emulated device would say to it. Nothing is stopped on the way, so that
+    one run finds everything."""
+
+    def __init__(self, name: str, *, quantizer: str, environment: Mapping[str, str]) -> None:
+        self.device: ModuleType = load_plugin(EMULATED_PACKAGE, name, kind="emulated backend")
+        part = self.device.PARTS.get(quantizer)
+        if part is not None and importlib.util.find_spec(part) is not None:
+            importlib.import_module(part)
+        self.falls_back = environment.get(self.device.FALLBACK, "0") != "0"
+        self.seen = Sightings()
+        self.noted: set[torch.dtype] = set()
+        """Types of results of the call in progress: those of its parts are not counted again."""
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Watch the block; `phase` names it in the places of what is found."""
+        with (
+            torch.compiler.set_stance("force_eager"),
+            sdpa_kernel(self.device.ATTENTION),
+            CurrentLayer() as whereabouts,
+            _Mode(self, phase, whereabouts),
+        ):
+            yield
+
+    def check_loaded(self, session: TorchSession) -> None:
+        """A model is made on the host, which is nobody's concern, and moves to the device with the types it has.
+        Quantizing alone is the device's work: one layer is quantized once more."""
+        model = session.model
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            self._note_dtype("copy to the device", tensor.dtype, name)
+        spec = quant_spec(session.plan)
+        layer = next((module for module in model.modules() if isinstance(module, QuantLinear)), None)
+        if spec is not None and layer is not None:
+            precision = session.precision
+            weight = dense_weight(layer, precision.weights)
+            with self.during("quantizing"):
+                open_quantizer(spec).quantize(weight, spec, precision.autocast or precision.weights)
+
+    def note_result(self, operator: str, result: Any, inputs: Any, where: Any) -> None:
+        computed = any(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in tree_leaves(inputs))
+        # A scalar that no tensor went into lives on the host, where every type is fine.
+        dtypes = {
+            leaf.dtype
+            for leaf in tree_leaves(result)
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta and (leaf.ndim or computed)
+        }
+        for dtype in dtypes - self.noted:
+            self._note_dtype(operator, dtype, where)
+        self.noted |= dtypes
+
+    def _note_dtype(self, operator: str, dtype: torch.dtype, where: Any) -> None:
+        self.seen.dtypes.add(dtype)
+        if dtype in self.device.REFUSED:
+            what = str(dtype).removeprefix("torch.")
+            count(self.seen.refused, (operator, what), operator, where, what=what)
+
+    def support(self, operator: Any) -> str:
+        """What the device has for an operator: as `operator_table` says, or `own` for another library's kernel."""
+        name = operator.name()
+        known = operator_table(self.device.KEY).get(name)
+        if known is not None:
+            return known
+        if torch._C._dispatch_has_kernel_for_dispatch_key(name, self.device.KEY):
+            return "own"
+        return "composite" if _composite_key(name) is not None else "none"
+
+    def note_missing(self, operator: Any, where: Any) -> None:
+        name = operator.name()
+        if not self.falls_back:
+            why = f"{self.device.FALLBACK} is 0"
+        elif name.startswith(self.device.NEVER_FALL_BACK):
+            why = "a collective cannot run elsewhere"
+        elif operator.is_view:
+            why = "a view cannot share memory with the CPU"
+        else:
+            words = f"{self.device.FALLBACK}=1 runs it on the CPU, which is slow"
+            count(self.seen.fallen_back, name, name, where, what=words)
+            return
+        count(self.seen.failing, name, name, where, what=why)
+
+
+class _Mode(TorchDispatchMode):
+    """Sees what autograd has taken apart. An operator that the device would take apart itself is run as it would
+    be there, under this mode again, so that what it is made of is seen too."""
+
+    def __init__(self, watch: Watch, phase: str, whereabouts: CurrentLayer) -> None:
+        super().__init__()
+        self.watch, self.phase, self.whereabouts = watch, phase, whereabouts
+        self.asked_for = ""
+        """The operator that the program called, while those it is made of run."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = _numbers_as_tensors(func, args), kwargs or {}
+        name, watch = func.name(), self.watch
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if any(tensor.is_meta for tensor in tensors) or name.startswith("profiler::"):
+            return func(*args, **kwargs)
+        self.whereabouts.follow()
+        if not self.asked_for:
+            watch.noted = set()
+        watch.seen.operators[name] = watch.seen.operators.get(name, 0) + 1
+        support, key = watch.support(func), None
+        if support == "own":
+            key = None if watch.device.is_here() else watch.device.KEY
+            count(watch.seen.custom, name, name, self._where, what=watch.device.OWN_KERNEL)
+        elif support == "composite":
+            key = _composite_key(name)
+            if not name.startswith("aten::"):
+                count(watch.seen.custom, name, name, self._where, what=watch.device.COMPOSITE)
+        elif support == "none":
+            watch.note_missing(func, self._where)
+        if key is None:
+            result = func(*args, **kwargs)
+        else:
+            result = self._take_apart(func, key, args, kwargs)
+        watch.note_result(self.asked_for or name, result, (args, kwargs), self._where)
+        return result
+
+    def _take_apart(self, func: Any, key: str, args: Any, kwargs: Any) -> Any:
+        before, self.asked_for = self.asked_for, self.asked_for or func.name()
+        try:
+            with self:
+                return func._op_dk(torch._C._dispatch_key_parse(key), *args, **kwargs)
+        finally:
+            self.asked_for = before
+
+    def _where(self) -> str:
+        """The innermost layer at work, and the line outside of torch that asked for it."""
+        return f"{self.phase}{self.whereabouts.sentence()} ({_caller()})"
+
+
+def _numbers_as_tensors(func: Any, args: Any) -> Any:
+    """A number that stands for a tensor reaches Python as a plain number, which not every operator takes back."""
+    if torch._C._should_allow_numbers_as_tensors(func._schema.name.partition("::")[2]):
+        return args
+    return tuple(
+        torch.tensor(value)
+        if isinstance(value, (int, float, complex)) and isinstance(argument.type, torch.TensorType)
+        else value
+        for value, argument in zip(args, func._schema.arguments, strict=False)
+    )
+
+
+def count(found: dict[Any, Sighting], key: Any, operator: str, where: Any, *, what: str = "") -> None:
+    """Count one more; the place is worked out only for the first."""
+    sighting = found.get(key)
+    if sighting is None:
+        place = where() if callable(where) else where
+        sighting = found[key] = Sighting(operator=operator, where=place, what=what)
+    sighting.calls += 1
+
+
+def _composite_key(name: str) -> str | None:
+    """The kernel in terms of other operators that torch would choose for a device without one, if there is any."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return next((key for key in _COMPOSITE_KEYS if has(name, key)), None)
+
+
+def _caller() -> str:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED_FRAMES):
+        frame = frame.f_back
+    if frame is None:
+        return "torch"
+    path = Path(frame.f_code.co_filename)
+    return f"{path.parent.name}/{path.name}:{frame.f_lineno}"

@@ -1,0 +1,115 @@
+"""Checks a machine by using it: probes every backend, then trains three real steps on each that is available."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from crosstune.core.machine import Machine
+from crosstune.core.record import read_jsonl
+from crosstune.machines.probe import probe_machine, recommend
+from crosstune.planner.gather import ALL_QUANTIZERS
+
+NUM_STEPS = 3
+TOLERANCE = 1e-3
+"""Largest relative difference of a loss to that of the CPU in fp32 which still counts as the same training."""
+TIME_LIMIT_S = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One short training job."""
+
+    backend: str
+    ran: bool
+    agrees: bool = False
+    losses: tuple[float, ...] = ()
+    difference: float | None = None
+    """Largest relative difference to the reference."""
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    machine: Machine
+    checks: tuple[Check, ...]
+    advice: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """A machine report that `crosstune plan --machine` reads, with the checks beside it."""
+        return self.machine.to_json() | {
+            "checks": [asdict(check) for check in self.checks],
+            "advice": self.advice,
+        }
+
+
+def diagnose(*, train: bool = True, on_progress: Callable[[str], None] = lambda text: None) -> Diagnosis:
+    on_progress("probing backends")
+    machine = probe_machine(quantizers=ALL_QUANTIZERS)
+    checks = tuple(_check_all(machine, on_progress)) if train else ()
+    return Diagnosis(machine=machine, checks=checks, advice=tuple(recommend(machine)))
+
+
+def _check_all(machine: Machine, on_progress: Callable[[str], None]) -> list[Check]:
+    reference = _train_briefly("cpu", on_progress) if "cpu" in machine.available() else None
+    checks = []
+    for name in machine.available():
+        check = reference if name == "cpu" and reference is not None else _train_briefly(name, on_progress)
+        checks.append(_compare(check, reference))
+    return checks
+
+
+def _train_briefly(backend: str, on_progress: Callable[[str], None]) -> Check:
+    """Three steps of a tiny model in fp32, in a process of its own: a driver that crashes takes only that down."""
+    on_progress(f"training {NUM_STEPS} steps on {backend}")
+    with tempfile.TemporaryDirectory(prefix="crosstune-doctor-") as folder:
+        flags = {
+            "backend": backend,
+            "model_name": "tiny-random",
+            "dataset": "commands",
+            "dataset_samples": NUM_STEPS * 4,
+            "batch_size": 4,
+            "max_steps": NUM_STEPS,
+            "precision": "fp32",
+            "world_size": 1,
+            "lr": 1e-3,
+            "output_dir": folder,
+            "name": "check",
+        }
+        words = [f"--{name}={value}" for name, value in flags.items()]
+        command = [sys.executable, "-m", "crosstune", "train", *words, "--skip_eval", "--save_model=false"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False)
+        except subprocess.TimeoutExpired:
+            return Check(backend=backend, ran=False, error=f"no end after {TIME_LIMIT_S} s")
+        if done.returncode != 0:
+            return Check(backend=backend, ran=False, error=_reason(done))
+        losses = tuple(row["loss"] for row in read_jsonl(Path(folder) / "check" / "metrics.jsonl"))
+    return Check(backend=backend, ran=True, losses=losses)
+
+
+def _reason(done: subprocess.CompletedProcess[str]) -> str:
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    named = [line.removeprefix("crosstune: ") for line in lines if line.startswith("crosstune: ")]
+    if named:
+        return named[0]
+    return lines[-1] if lines else f"ended with code {done.returncode}"
+
+
+def _compare(check: Check, reference: Check | None) -> Check:
+    if not check.ran or reference is None or not reference.ran:
+        return check
+    pairs = list(zip(check.losses, reference.losses, strict=True))
+    difference = max(abs(loss - expected) / abs(expected) for loss, expected in pairs)
+    return Check(
+        backend=check.backend,
+        ran=True,
+        losses=check.losses,
+        difference=difference,
+        agrees=difference <= TOLERANCE,
+    )

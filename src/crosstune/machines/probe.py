@@ -1,0 +1,157 @@
+"""This computer, or another one, as a Machine: probed here, or read from a bundled profile or a doctor's file."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from crosstune.backends._host import memory_bytes, num_cores, processor_name
+from crosstune.config.load import add_environment
+from crosstune.core.backend import BackendSpec, backend_specs
+from crosstune.core.errors import UserError
+from crosstune.core.machine import BackendReport, Machine, choose_backend, read_machine
+from crosstune.core.memory import GIB
+from crosstune.core.names import nearest, unknown_name
+
+PACKAGES = (
+    "crosstune",
+    "torch",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+    "hqq",
+    "optimum-quanto",
+    "mlx",
+    "mlx-lm",
+    "numpy",
+)
+ROOMY_GPU_BYTES = 24 * GIB
+"""Above this a GPU holds the usual models in 16 bits; at or below it a 4-bit base is the better start."""
+
+_PROFILES = Path(__file__).parent / "profiles"
+
+
+def probe_machine(*, backends: Sequence[str] | None = None, quantizers: Sequence[str] = ()) -> Machine:
+    """Try every backend (or those named) on this computer. `quantizers` are tried too, which imports them."""
+    specs = backend_specs()
+    for name in backends or ():
+        if name not in specs:
+            raise unknown_name("backend", name, specs)
+    chosen = [spec for spec in specs.values() if backends is None or spec.name in backends]
+    # Before any engine is imported: torch reads these variables once, when it is loaded.
+    for spec in chosen:
+        add_environment(spec)
+    return Machine(
+        name=platform.node() or "this machine",
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        processor=processor_name(),
+        num_cores=num_cores(),
+        memory_total_bytes=memory_bytes()[0],
+        backends={spec.name: probe_backend(spec, quantizers=quantizers) for spec in chosen},
+        versions=_versions(),
+    )
+
+
+def probe_backend(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> BackendReport:
+    """One backend's report, by its engine's own probe."""
+    probe = importlib.import_module(f"crosstune.{spec.engine}_engine.probe").probe
+    report: BackendReport = probe(spec, quantizers=quantizers)
+    return report
+
+
+def profile_names() -> list[str]:
+    return sorted(path.stem for path in _PROFILES.glob("*.json"))
+
+
+def load_machine(name_or_path: str) -> Machine:
+    """A bundled profile by its name, or a file that `crosstune doctor --json` wrote."""
+    names = profile_names()
+    if name_or_path in names:
+        return read_machine(_PROFILES / f"{name_or_path}.json")
+    path = Path(name_or_path).expanduser()
+    if path.is_file():
+        return read_machine(path)
+    close = nearest(name_or_path, names)
+    hint = f"did you mean {' or '.join(repr(match) for match in close)}? " if close else ""
+    raise UserError(
+        f"Unknown machine '{name_or_path}'.",
+        why="it is neither a bundled profile nor a file.",
+        do=f"{hint}The profiles that exist: {', '.join(names)}. "
+        "A file is made with: crosstune doctor --json > machine.json",
+    )
+
+
+def preference() -> list[str]:
+    """Backend names in the order `auto` tries them."""
+    return list(backend_specs())
+
+
+def fastest_backend(machine: Machine) -> str:
+    return choose_backend(machine, preference=preference())
+
+
+def recommend(machine: Machine) -> list[str]:
+    """What to run on this machine: sentences, each followed by its command, indented."""
+    if not machine.available():
+        return ["Nothing here can train yet. Install an engine:", "  pip install 'crosstune[torch]'"]
+    reports = {name: report for name, report in machine.backends.items() if report.available}
+    best = reports[fastest_backend(machine)]
+    if "mps" in reports or (best.name == "mlx" and best.unified_memory):
+        return _recommend_apple(reports)
+    if best.name == "cpu" or best.device == "cpu":
+        return _recommend_processor(best, num_cores=machine.num_cores)
+    return _recommend_gpu(best)
+
+
+def _recommend_gpu(report: BackendReport) -> list[str]:
+    size = (
+        f"{report.devices[0].name} with {report.memory_total_bytes / GIB:.0f} GiB"
+        if report.devices
+        else report.name
+    )
+    command = f"  crosstune train --backend {report.name}"
+    if report.memory_total_bytes > ROOMY_GPU_BYTES:
+        return [
+            f"{size}: room for a base in full precision (16 bits). Train LoRA over it:",
+            f"{command} --train_type lora",
+        ]
+    lines = [f"{size}: keep the base in 4 bits so that larger models fit. Train QLoRA with bitsandbytes:"]
+    if 4 not in report.quantizers.get("bnb", ()):
+        lines.append("  pip install 'crosstune[bnb]'")
+    return [*lines, f"{command} --train_type qlora --quantization_backend bnb"]
+
+
+def _recommend_apple(reports: Mapping[str, BackendReport]) -> list[str]:
+    lines = ["Best speed on Apple silicon: MLX."]
+    if "mlx" not in reports:
+        lines.append("  pip install 'crosstune[mlx]'")
+    lines.append("  crosstune train --backend mlx --train_type qlora")
+    if "mps" in reports:
+        lines += [
+            "If you need the PyTorch ecosystem: MPS.",
+            "  crosstune train --backend mps --train_type lora",
+        ]
+    return lines
+
+
+def _recommend_processor(report: BackendReport, *, num_cores: int) -> list[str]:
+    command = f"crosstune train --backend {report.name} --train_type lora"
+    return [
+        "Only the processor can train here: expect it to be 10 to 100 times slower than a GPU. For tests:",
+        f"  {command}",
+        "For a run in production, give it every core:",
+        f"  OMP_NUM_THREADS={num_cores} MKL_NUM_THREADS={num_cores} {command}",
+    ]
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

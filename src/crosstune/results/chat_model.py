@@ -1,0 +1,97 @@
+"""Opening what was trained, or any model, to talk to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from crosstune.config.load import load_config, make_config
+from crosstune.core.protocols import Observer, Session
+from crosstune.data.chat import Message, encode_prompt
+from crosstune.data.tokenizer import Tokenizer
+from crosstune.machines.probe import probe_machine
+from crosstune.models.quantized_folder import read_quantization
+from crosstune.planner.gather import make_plan, plan_over_quantized
+from crosstune.results.trained_folder import Trained, find_trained
+from crosstune.runs.open_parts import find_model, open_session
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatModel:
+    """A model ready to answer."""
+
+    session: Session
+    tokenizer: Tokenizer
+
+    def answer(
+        self,
+        messages: Sequence[Message],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+        on_text: Callable[[str], None] | None = None,
+    ) -> str:
+        """The model's next turn. `on_text` hears it piece by piece."""
+        stream = _TextStream(self.tokenizer, on_text) if on_text is not None else None
+        [tokens] = self.session.generate(
+            [encode_prompt(messages, self.tokenizer)],
+            max_new_tokens=max_new_tokens,
+            stop_ids=sorted(self.tokenizer.stop_ids),
+            temperature=temperature,
+            seed=seed,
+            on_token=stream.on_token if stream else None,
+        )
+        return self.tokenizer.decode(tokens).strip()
+
+
+class _TextStream:
+    """Tokens to text as they come; bytes of an unfinished character wait for the rest of it."""
+
+    def __init__(self, tokenizer: Tokenizer, on_text: Callable[[str], None]) -> None:
+        self.tokenizer, self.on_text = tokenizer, on_text
+        self.tokens: list[int] = []
+        self.shown = ""
+
+    def on_token(self, token: int) -> None:
+        if token in self.tokenizer.stop_ids:
+            return
+        self.tokens.append(token)
+        text = self.tokenizer.decode(self.tokens)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            self.on_text(text[len(self.shown) :])
+            self.shown = text
+
+
+def open_chat_model(
+    target: str, *, observer: Observer, backend: str = "auto", precision: str = "auto"
+) -> ChatModel:
+    """`target` is a run folder, an adapter folder, or anything that --model_name takes."""
+    if backend == "auto":
+        backend = load_config().backend  # which the environment may name
+    trained = find_trained(target)
+    if backend == "auto" and _needs_mlx(trained):
+        backend = "mlx" if probe_machine(backends=["mlx"]).available() else "auto"
+    options = trained.options()
+    if precision != "auto" or backend != "auto":
+        options["precision"] = precision  # the one it was trained in may not work on another backend
+    plan = make_plan(make_config(**options, backend=backend))
+    for adjustment in plan.adjustments:
+        if adjustment.kind == "change":
+            observer.on_event("adjustment", adjustment.to_event())
+    model = find_model(plan.config, observer)
+    held = read_quantization(model.path) if trained.adapter is None else None
+    if held is not None:
+        plan = plan_over_quantized(plan, held.spec, folder=model.path)
+    return ChatModel(
+        session=open_session(plan, model, trained=False), tokenizer=Tokenizer.from_folder(model.path)
+    )
+
+
+def _needs_mlx(trained: Trained) -> bool:
+    """Whether the weights are in MLX's bits, or were when an adapter was trained over them."""
+    folder = Path(trained.base).expanduser()
+    held = read_quantization(folder) if (folder / "config.json").is_file() else None
+    specs = (trained.quantization or {}, held.spec if held is not None else {})
+    return any(spec.get("quantizer") == "mlx" for spec in specs)

@@ -1,0 +1,83 @@
+"""The weights that a folder of quantized ones was made from: found by its record or by the user's word, and told apart
+from others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from crosstune.core.errors import UserError
+from crosstune.models.folder import check_folder
+from crosstune.models.locate import ModelFolder, identity
+from crosstune.models.quantized_folder import FolderQuantization, dense_shapes
+from crosstune.runs.open_parts import weights_identity
+
+NO_ORIGINAL = "none"
+NOT_THE_ORIGINAL = 1.0
+"""Relative error at which weights have nothing to do with each other."""
+
+
+def find_original(recorded: Mapping[str, Any] | None) -> Path | None:
+    """The folder of the weights that a quantized one was made from, when it is still here and still the same."""
+    if recorded is None:
+        return None
+    path = Path(recorded["path"])
+    if not (path / "config.json").is_file() or identity(path)["sha256"] != recorded["identity"]:
+        return None
+    return path
+
+
+def choose_original(
+    asked: str | None, model: ModelFolder, held: FolderQuantization | None, *, force: bool
+) -> Path | None:
+    """The weights before they were quantized, by what --original says; None for a plain folder, which is its own
+    original, and where a conversion goes through the quantized weights."""
+    if held is None or asked == NO_ORIGINAL:
+        return None
+    if asked is None:
+        return find_original(held.original)
+    folder = Path(asked).expanduser().absolute()
+    check_folder(folder)
+    reason = _other_shapes(model.path, folder, held) or ("" if force else _other_weights(model, folder, held))
+    if reason:
+        raise not_the_original(folder, str(model.path), why=reason)
+    return folder
+
+
+def not_the_original(folder: str | Path, model: str, *, why: str) -> UserError:
+    return UserError(
+        f"{folder} does not hold the original weights of {model}.",
+        why=why,
+        do="name the right folder with --original, or leave it out",
+    )
+
+
+def original_record(
+    model: ModelFolder, held: FolderQuantization | None, original: Path | None
+) -> Mapping[str, Any] | None:
+    """Name, path and identity of the weights behind a result; what the folder before knew is passed on."""
+    folder = model.path if held is None else original
+    if folder is None:
+        return held.original if held is not None else None
+    name = model.name if held is None else str(folder)
+    return {"name": name, "path": str(folder), "identity": identity(folder)["sha256"]}
+
+
+def _other_shapes(ours: Path, folder: Path, held: FolderQuantization) -> str:
+    """mlx-lm gives some weights other names, which then cannot be looked for."""
+    here, there = dense_shapes(ours) or {}, dense_shapes(folder)
+    if there is None:
+        return "its weights are packed in a way that is not read here."
+    names = [name for name in sorted(here) if held.spec["quantizer"] != "mlx" or name in there]
+    wrong = [name for name in names if there.get(name) != here[name]]
+    return f"{wrong[0]} is {there.get(wrong[0])} there and {here[wrong[0]]} here." if wrong else ""
+
+
+def _other_weights(model: ModelFolder, folder: Path, held: FolderQuantization) -> str:
+    known, found = (held.original or {}).get("identity"), identity(folder)["sha256"]
+    if known is None and weights_identity(model.path) != identity(model.path)["weights_sha256"]:
+        known, found = weights_identity(model.path), weights_identity(folder)
+    if known in (None, found):
+        return ""
+    return f"the record names weights with the identity {known[:12]}, these have {found[:12]}."

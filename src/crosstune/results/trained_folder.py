@@ -1,0 +1,136 @@
+"""What lies behind the name of a run, an adapter or a model: base, adapter, and how the two were trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from crosstune.core.errors import UserError
+from crosstune.core.record import read_json
+from crosstune.models.quantized_folder import quantization_options
+from crosstune.models.weights import read_header
+
+_UNREAD = ("rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "layer_replication")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """`adapter` is None for a whole model, whose name is then `base`."""
+
+    base: str
+    home: Path | None
+    """The run or adapter folder that was named; None for a model that is no folder here."""
+    is_run: bool = False
+    method: str | None = None
+    adapter: Path | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """adapter_config.json."""
+    record: Mapping[str, Any] = field(default_factory=dict)
+    """crosstune.json: identity of the base, its quantization, precision. Empty for an adapter made elsewhere."""
+
+    @property
+    def quantization(self) -> Mapping[str, Any] | None:
+        return self.record.get("quantization")
+
+    @property
+    def new_blocks(self) -> frozenset[int]:
+        """Blocks that llama_pro added to a whole model."""
+        return frozenset(self.record.get("new_blocks", ()))
+
+    @property
+    def precision(self) -> str:
+        return str(self.record.get("precision", "auto"))
+
+    @property
+    def base_identity(self) -> str | None:
+        return self.record.get("base", {}).get("identity", {}).get("sha256")
+
+    def options(self, *, quantized: bool = True) -> dict[str, Any]:
+        """Options of the session that was trained; with `quantized=False`, over the base's own weights."""
+        if self.adapter is None:
+            return {"model_name": self.base, "train_type": "full"}
+        options = {
+            "model_name": self.base,
+            "train_type": "dora" if self.settings.get("use_dora") else "lora",
+            "base_adapter": str(self.adapter),
+            "lora_rank": self.settings["r"],
+            "lora_alpha": self.settings["lora_alpha"],
+            "use_rslora": bool(self.settings.get("use_rslora")),
+            "lora_target_modules": _targets(self.adapter, self.settings["target_modules"]),
+            "precision": self.precision,
+        }
+        spec = self.quantization if quantized else None
+        return options | (quantization_options(spec) if spec else {})
+
+
+def find_trained(target: str, *, base: str | None = None) -> Trained:
+    """`target` is a run folder, an adapter folder or a model; `base` names the base where it has moved."""
+    folder = Path(target).expanduser().absolute()
+    is_run = (folder / "plan.json").is_file()
+    method = read_json(folder / "plan.json").get("method")
+    place = _result_of_run(folder) if is_run else folder
+    if not (place / "adapter_config.json").is_file():
+        name = str(place) if place.is_dir() else target
+        return Trained(
+            base=name,
+            home=folder if place.is_dir() else None,
+            is_run=is_run,
+            method=method,
+            record=read_json(place / "crosstune.json"),
+        )
+    settings = read_json(place / "adapter_config.json")
+    _check_kind(place, settings)
+    record = read_json(place / "crosstune.json")
+    return Trained(
+        base=base or _base_of(settings["base_model_name_or_path"], record),
+        home=folder,
+        is_run=is_run,
+        method=method,
+        adapter=place,
+        settings=settings,
+        record=record,
+    )
+
+
+def _result_of_run(folder: Path) -> Path:
+    for name in ("adapter", "model"):
+        if (folder / name).is_dir():
+            return folder / name
+    raise UserError(
+        f"The run {folder} has left no adapter and no model.",
+        why="it did not finish a step, or ran with --save_model false.",
+    )
+
+
+def _targets(adapter: Path, written: str | list[str]) -> str:
+    """The adapter's layers as an option. PEFT lets a list name layers that a model does not have; the option does not."""
+    file = adapter / "adapter_model.safetensors"
+    if isinstance(written, str) or not file.is_file():
+        return written if isinstance(written, str) else ",".join(written)
+    layers = {"." + name.partition(".lora_")[0] for name in read_header(file)[0]}
+    return ",".join(word for word in written if any(layer.endswith("." + word) for layer in layers))
+
+
+def _check_kind(folder: Path, settings: Mapping[str, Any]) -> None:
+    if "fine_tune_type" in settings:
+        raise UserError(
+            f"{folder} holds an adapter in the form of mlx-lm.",
+            do=f"turn it first: crosstune convert {folder} --to peft",
+        )
+    unread = [name for name in _UNREAD if settings.get(name)]
+    if settings.get("peft_type") != "LORA" or settings.get("bias", "none") != "none" or unread:
+        words = ", ".join(unread) or f"{settings.get('peft_type')}, bias {settings.get('bias')}"
+        raise UserError(
+            f"{folder} is an adapter of a kind that cannot be opened.",
+            why=f"it uses {words}.",
+            do="use a plain LoRA or DoRA adapter",
+        )
+
+
+def _base_of(written: str, record: Mapping[str, Any]) -> str:
+    """The base as PEFT finds it; on a machine that has no such folder, the name it was asked for by."""
+    if not Path(written).is_absolute() or Path(written).is_dir():
+        return written
+    return str(record.get("base", {}).get("name", written))

@@ -1,0 +1,150 @@
+"""A checkpoint of another tool as one of ours: weights and Adam's moments under canonical names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from crosstune.checkpoint.folders import name_of
+from crosstune.checkpoint.tensors import word_of
+from crosstune.checkpoint.write import write_checkpoint
+from crosstune.config.plan import Plan
+from crosstune.config.schema import Config
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import Array, Observer, SessionState
+from crosstune.models.locate import ModelFolder, identity
+from crosstune.planner.gather import make_plan
+from crosstune.runs.open_parts import find_model, open_session
+from crosstune.runs.same_training import quantization_name, settings_of
+
+if TYPE_CHECKING:
+    from crosstune.torch_engine.import_torch_save import Foreign
+
+_STEP_KEYS = ("global_step", "step", "steps")
+
+
+def import_checkpoint(
+    path: Path,
+    config: Config,
+    root: Path,
+    *,
+    observer: Observer,
+    step: int | None = None,
+    without_optimizer: bool = False,
+) -> dict[str, Any]:
+    """Write `root/step-N` from a file that `torch.save` wrote; `config` says which model and method it is of."""
+    from crosstune.torch_engine.import_torch_save import read_foreign
+
+    found = read_foreign(path)
+    plan = make_plan(config)
+    model = find_model(plan.config, observer)
+    own = open_session(plan, model).export_state(copy=False)
+    weights = _match(found.weights, own.weights, path)
+    moments = {} if without_optimizer else _match_moments(found, list(weights), weights, path)
+    at = step if step is not None else _step(found.facts)
+    state = SessionState(weights=weights, moments=moments, random={})
+    _make_folder(root.parent)
+    if (root / name_of(at)).exists():
+        raise UserError(f"{root / name_of(at)} is there already.", do="choose another --out or --step")
+    committed = write_checkpoint(root, state, _fields(plan, model, state, found, at))
+    return {
+        "path": str(committed.folder),
+        "step": at,
+        "weights": len(weights),
+        "moments": sorted(moments),
+        "left_out": len(found.weights) - len(weights),
+    }
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"Cannot write to {folder}.", why=str(error), do="choose another --out") from error
+
+
+def _match(found: Mapping[str, Array], own: Mapping[str, Array], path: Path) -> dict[str, Array]:
+    """The trained weights of this plan, in the order the file has them."""
+    missing = [name for name in own if name not in found]
+    wrong = [name for name in own if name in found and found[name].shape != own[name].shape]
+    if missing or wrong:
+        why = f"it lacks {missing[0]}" if missing else f"{wrong[0]} is {found[wrong[0]].shape} in it"
+        more = len(missing) + len(wrong) - 1
+        raise UserError(
+            f"{path} does not hold what this model and method train.",
+            why=why + (f", and {more} more do not fit" if more else "") + ".",
+            do="give the --model_name, --train_type, --lora_rank and --lora_target_modules it was made with",
+        )
+    return {name: array for name, array in found.items() if name in own}
+
+
+def _match_moments(
+    found: Foreign, names: Sequence[str], weights: Mapping[str, Array], path: Path
+) -> dict[str, dict[str, Array]]:
+    """Optimizers number their parameters; the numbers follow the order of the weights, and shapes have to agree."""
+    if not found.moments:
+        return {}
+    slots: dict[str, dict[str, Array]] = {}
+    if len(found.order) != len(names):
+        raise _moments_do_not_fit(path, f"it numbers {len(found.order)} parameters for {len(names)} weights")
+    for name, number in zip(names, found.order, strict=True):
+        for slot, array in found.moments.get(number, {}).items():
+            if slot != "step" and array.shape != weights[name].shape:
+                raise _moments_do_not_fit(path, f"{slot} of {name} is {array.shape}")
+            slots.setdefault(slot, {})[name] = array.astype(np.float32)
+    return slots
+
+
+def _moments_do_not_fit(path: Path, why: str) -> UserError:
+    return UserError(
+        f"The optimizer state in {path} does not belong to its weights.",
+        why=f"{why}.",
+        do="pass --without_optimizer to import the weights alone",
+    )
+
+
+def _step(facts: Mapping[str, Any]) -> int:
+    found = next((facts[key] for key in _STEP_KEYS if isinstance(facts.get(key), int)), None)
+    if found is None:
+        raise UserError(
+            "The file does not say after how many steps it was written.", do="say so with --step N"
+        )
+    return int(found)
+
+
+def _fields(plan: Plan, model: ModelFolder, state: SessionState, found: Foreign, step: int) -> dict[str, Any]:
+    """Its data and order are not known, so a run that continues from it is not held to them."""
+    known = {key: found.facts[key] for key in ("backend", "precision", "quantization") if key in found.facts}
+    return {
+        "step": step,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "engine": "torch",
+        "backend": str(known.get("backend", plan.backend.name)),
+        "precision": str(known.get("precision", plan.precision)),
+        "quantization": known.get("quantization", quantization_name(plan)),
+        "method": plan.method,
+        "recipe": plan.config.recipe,
+        "identity": {
+            "model": {
+                "name": plan.config.model_name,
+                "identity": identity(model.path)["weights_sha256"],
+            },
+            "trainable": settings_of(plan),
+            "optimizer": "adamw",
+        },
+        "trainable": {
+            name: {"dtype": word_of(array), "shape": list(array.shape)}
+            for name, array in state.weights.items()
+        },
+        "schedule": {"step": step},
+        "data": {},
+        "facts": {},
+        "progress": {"steps": step},
+        "asked": plan.config.options_asked(),
+        "options": plan.config.options(),
+        "imported": dict(found.facts),
+    }

@@ -1,0 +1,202 @@
+"""Take a run along: what it takes to go on elsewhere, measured here first, in one archive."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from crosstune.checkpoint.archive import SUFFIX, write_archive
+from crosstune.checkpoint.folders import FOLDER
+from crosstune.checkpoint.read import Checkpoint, find_run
+from crosstune.config.plan import Plan
+from crosstune.config.schema import Config
+from crosstune.core.backend import backend_specs
+from crosstune.core.errors import UserError
+from crosstune.core.names import unknown_name
+from crosstune.core.protocols import Observer, Recipe
+from crosstune.loop import move_check
+from crosstune.machines.probe import load_machine, probe_machine, profile_names
+from crosstune.models.locate import ModelFolder
+from crosstune.planner.gather import make_plan
+from crosstune.runs.open_parts import find_base, open_recipe, open_session
+from crosstune.runs.prepare import identity_now
+from crosstune.runs.restore import check_model, pick_checkpoint, restored_config
+from crosstune.runs.same_training import check_same, compare, quantization_name
+
+_LOGS = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl")
+DATA_LIMIT = 1_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """A run as one backend sees it."""
+
+    plan: Plan
+    model: ModelFolder
+    recipe: Recipe
+
+
+def move(
+    run: Path,
+    *,
+    to: str,
+    observer: Observer,
+    out: Path | None = None,
+    machine: str | None = None,
+    with_data: bool = True,
+    force: bool = False,
+    model_name: str | None = None,
+) -> dict[str, Any]:
+    """Check a run, measure what the move changes as far as that can be seen here, and write the archive."""
+    if to not in backend_specs():
+        raise unknown_name("backend", to, backend_specs())
+    checkpoint = pick_checkpoint(run, observer)
+    home = find_run(checkpoint.folder)
+    own = str(checkpoint.manifest["backend"])
+    here = _open_side(checkpoint, _own_backend(own, observer), observer, model_name)
+    _check_training(checkpoint, here)
+    measured = _measure(checkpoint, here)
+    observer.on_event("measured", measured.to_json())
+    there = _plan_there(checkpoint, to, machine, model_name)
+    for adjustment in there.adjustments:
+        observer.on_event("adjustment", adjustment.to_event())
+    compared = _compare_here(checkpoint, measured, to, observer, model_name)
+    if compared is not None:
+        move_check.check(compared, allowed=force)
+    options = ("dataset", "eval_dataset", "mlx_config") if with_data else ("mlx_config",)
+    data = _data_files(here.plan.config, options)
+    note = {
+        "version": 1,
+        "run": home.name,
+        "step": checkpoint.step,
+        "to": to,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "model": checkpoint.manifest["identity"].get("model"),
+        "options": {option: f"data/{Path(next(iter(files))).parts[0]}" for option, files in data.items()},
+        "measured": measured.to_json(),
+        "compared": compared,
+    }
+    out = out or home.with_name(f"{home.name}-step{checkpoint.step}-{to}{SUFFIX}")
+    num_bytes = write_archive(out, _members(checkpoint, home, data), note)
+    return {
+        "path": str(out),
+        "bytes": num_bytes,
+        "step": checkpoint.step,
+        "from": own,
+        "to": to,
+        "model_name": model_name,
+        "processes": int((checkpoint.manifest.get("options") or {}).get("world_size", 1)),
+        "measured": measured.to_json(),
+        "compared": compared,
+        "changes": [a.sentence() for a in there.adjustments if a.kind == "change"],
+        "model": note["model"],
+        "data": sorted(data),
+    }
+
+
+def _open_side(checkpoint: Checkpoint, backend: str, observer: Observer, model_name: str | None) -> Side:
+    plan = make_plan(restored_config(checkpoint, backend=backend, model_name=model_name))
+    model = find_base(plan.config, checkpoint, observer)
+    check_model(checkpoint, model)
+    plan = make_plan(plan.config, machine=plan.machine)
+    return Side(plan=plan, model=model, recipe=open_recipe(plan.config, model, observer))
+
+
+def _own_backend(own: str, observer: Observer) -> str:
+    """The backend it was trained on, where that is here; otherwise whatever is."""
+    if own in probe_machine(backends=[own]).available():
+        return own
+    message = (
+        f"{own}, on which the run was trained, is not here: what the move from there changes is not measured"
+    )
+    observer.on_event("warning", {"message": message})
+    return "auto"
+
+
+def _check_training(checkpoint: Checkpoint, side: Side) -> None:
+    now = identity_now(side.plan, side.model, side.recipe)
+    differences = compare(checkpoint.manifest["identity"], now)
+    on_other_terms = (
+        {"quantization", "optimizer"} if side.plan.backend.name != checkpoint.manifest["backend"] else set()
+    )
+    check_same([d for d in differences if d.kind not in on_other_terms], side.plan.config)
+
+
+def _measure(
+    checkpoint: Checkpoint, side: Side, *, like: move_check.Measured | None = None
+) -> move_check.Measured:
+    session = open_session(side.plan, side.model)
+    session.import_weights(checkpoint.load().weights)
+    measured = move_check.measure(
+        session,
+        side.recipe,
+        step=checkpoint.step,
+        backend=side.plan.backend.name,
+        precision=side.plan.precision,
+        quantization=quantization_name(side.plan),
+        like=like,
+    )
+    del session
+    gc.collect()  # a model holds on to itself in circles, and the next one needs its memory
+    return measured
+
+
+def _plan_there(checkpoint: Checkpoint, to: str, machine: str | None, model_name: str | None) -> Plan:
+    """What the run becomes on the other machine, or on the first one known that has the backend."""
+    config = restored_config(checkpoint, backend=to, model_name=model_name)
+    names = [machine] if machine is not None else profile_names()
+    fitting = [found for found in map(load_machine, names) if to in found.available()]
+    if not fitting:
+        if machine is None:
+            return make_plan(config)
+        raise UserError(f"{machine} has no {to}.", do="name another --machine, or another backend with --to")
+    return make_plan(config, machine=fitting[0])
+
+
+def _compare_here(
+    checkpoint: Checkpoint,
+    measured: move_check.Measured,
+    to: str,
+    observer: Observer,
+    model_name: str | None,
+) -> dict[str, Any] | None:
+    """The same batches on the other backend, when this machine happens to have it."""
+    if to == measured.backend:
+        return None
+    if to not in probe_machine(backends=[to]).available():
+        return None
+    side = _open_side(checkpoint, to, observer, model_name)
+    found = move_check.compare(measured, _measure(checkpoint, side, like=measured))
+    observer.on_event("compared", found)
+    return found
+
+
+def _members(checkpoint: Checkpoint, home: Path, data: Mapping[str, Mapping[str, Path]]) -> dict[str, Path]:
+    members = {name: home / name for name in _LOGS if (home / name).is_file()}
+    for path in sorted(checkpoint.folder.iterdir()):
+        members[f"{FOLDER}/{checkpoint.folder.name}/{path.name}"] = path
+    for files in data.values():
+        members |= {f"data/{name}": path for name, path in files.items()}
+    return members
+
+
+def _data_files(config: Config, options: Sequence[str]) -> dict[str, dict[str, Path]]:
+    """Option -> the local files behind it, by the name they get in the archive; hub and bundled data stay where they are."""
+    found: dict[str, dict[str, Path]] = {}
+    for option in options:
+        path = Path(getattr(config, option) or "").expanduser()
+        if not getattr(config, option) or not path.exists():
+            continue
+        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+        total = sum(file.stat().st_size for file in files)
+        if total > DATA_LIMIT:
+            raise UserError(
+                f"The data in {path} is too large to take along ({total / 1e9:.1f} GB).",
+                do="pass --without_data, and name its place there with --dataset",
+            )
+        found[option] = {f"{option}-{file.relative_to(path.parent).as_posix()}": file for file in files}
+    return found

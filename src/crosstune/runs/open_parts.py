@@ -1,0 +1,65 @@
+"""Opening the parts of a run by name: its model, its recipe, its engine's session."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from crosstune.checkpoint.read import Checkpoint
+from crosstune.config.load import add_environment, cache_override
+from crosstune.config.plan import Plan
+from crosstune.config.schema import Config
+from crosstune.core.backend import backend_specs
+from crosstune.core.errors import UserError
+from crosstune.core.names import load_plugin
+from crosstune.core.protocols import Observer, Recipe, Session
+from crosstune.core.record import read_json
+from crosstune.models.locate import ModelFolder, identity, locate
+
+
+def find_model(config: Config, observer: Observer) -> ModelFolder:
+    def show(stage: str, done: int, total: int | None) -> None:
+        observer.on_event(
+            "model_progress", {"stage": stage, "done": done, "total": total, "model": config.model_name}
+        )
+
+    return locate(config.model_name, cache=cache_override(), progress=show)
+
+
+def find_base(config: Config, checkpoint: Checkpoint | None, observer: Observer) -> ModelFolder:
+    """The model of a run; one that was trained from elsewhere may have another name here."""
+    try:
+        return find_model(config, observer)
+    except UserError as error:
+        if checkpoint is None:
+            raise
+        base = checkpoint.manifest["identity"].get("model", {})
+        raise UserError(
+            f"The base model of the run, {config.model_name}, is not here.",
+            why=error.why or error.asked,
+            do=f"say where it is with --model_name; its weights have the hash {str(base.get('identity'))[:12]}",
+        ) from error
+
+
+def open_recipe(config: Config, model: ModelFolder, observer: Observer) -> Recipe:
+    module = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
+    return module.open_recipe(config, model_folder=model.path, observer=observer)
+
+
+def open_session(plan: Plan, model: ModelFolder, **options: Any) -> Session:
+    add_environment(backend_specs()[plan.backend.name])
+    hub_id = model.name if model.source == "hub" else None
+    return _engine(plan).open_session(plan, model_folder=model.path, base_name=hub_id, **options)
+
+
+def weights_identity(folder: Path) -> str:
+    """A hash of the weights; of those it was made from, where a folder of ours says that it holds them in other bits."""
+    record = read_json(folder / "crosstune.json")
+    made = record.get("converted") or record.get("exported") or {}
+    return str(made.get("source_identity") or identity(folder)["weights_sha256"])
+
+
+def _engine(plan: Plan) -> ModuleType:
+    return importlib.import_module(f"crosstune.{plan.engine}_engine.session")

@@ -1,0 +1,247 @@
+"""Find everything that a run needs, check it, and make or reopen its folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from crosstune.checkpoint.read import Checkpoint, find_run
+from crosstune.config.load import to_yaml
+from crosstune.config.plan import Plan
+from crosstune.config.schema import Config
+from crosstune.config.unbuilt import unbuilt
+from crosstune.core.errors import UserError, raise_all
+from crosstune.core.protocols import Observer, Recipe
+from crosstune.core.ranks import Group
+from crosstune.core.record import (
+    Record,
+    RunRecord,
+    check_free,
+    holds_run,
+    move_aside,
+    read_json,
+)
+from crosstune.data.sources import check_name
+from crosstune.distributed.group import (
+    check_same_everywhere,
+    check_started,
+    in_turn,
+    share_machine,
+    with_world,
+)
+from crosstune.models.locate import ModelFolder, identity
+from crosstune.planner.gather import as_the_folder_is, make_plan, probe_for
+from crosstune.runs import resume, same_training
+from crosstune.runs.execute import Start
+from crosstune.runs.open_parts import find_base, open_recipe, weights_identity
+from crosstune.runs.same_training import check_base
+
+
+@dataclass
+class EarlyEvents:
+    """Hears what happens before there is a record, so that it can be put into it."""
+
+    screen: Observer
+    heard: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    def on_event(self, kind: str, data: Mapping[str, Any]) -> None:
+        self.heard.append((kind, dict(data)))
+        self.screen.on_event(kind, data)
+
+    def on_step(self, metrics: Mapping[str, Any]) -> None:
+        self.screen.on_step(metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """Everything that is found before there is a run folder."""
+
+    config: Config
+    plan: Plan
+    folder: Path
+    in_place: bool
+    """Whether the run goes on in its own folder."""
+    model: ModelFolder
+    recipe: Recipe
+    identified: Mapping[str, Any]
+    start: Start | None
+    warnings: Sequence[str]
+    early: EarlyEvents
+
+
+def prepare(given: Config, group: Group, screen: Observer) -> Ready:
+    """Find the machine, the checkpoint, the model and the data, and raise whatever is wrong with them."""
+    ranks = group.ranks
+    config = with_world(resume.complete_config(given), ranks)
+    machine = share_machine(group, lambda: probe_for(as_the_folder_is(config)))
+    plan = make_plan(config, machine=machine, ranks=ranks)
+    raise_all(unbuilt(plan))
+    check_started(plan, ranks)
+    for name in filter(None, (config.dataset, config.eval_dataset)):
+        check_name(name)
+    folder, early = run_folder(config), EarlyEvents(screen)
+    checkpoint = resume.find_checkpoint(config, folder, early)
+    if checkpoint is not None:
+        if passed := resume.passed_archive(given, checkpoint):
+            early.on_event("warning", {"message": passed})
+        config = resume.without_start_adapter(config, checkpoint)
+        plan = make_plan(config, machine=machine, ranks=ranks)
+    in_place = checkpoint is not None and resume.continues_in_place(folder, checkpoint)
+    if ranks.first and not config.overwrite and not in_place:
+        check_free(folder, resuming=resume.wants_checkpoint(config))
+    with in_turn(group):
+        model = find_base(plan.config, checkpoint, screen)
+        plan = make_plan(config, machine=machine, ranks=ranks)  # now the model's shape is known for certain
+        warnings = _check_base_adapter(plan, model)
+        recipe = open_recipe(plan.config, model, screen)
+    plan = make_plan(config, machine=machine, ranks=ranks, longest_row=recipe.longest_row())
+    recipe.configure(plan.config)
+    for adjustment in plan.adjustments:
+        screen.on_event("adjustment", adjustment.to_event())
+    if recipe.num_steps() == 0:
+        raise UserError(
+            "There is no step to run.", why="the data set and --num_epochs add up to less than one."
+        )
+    identified = identity_now(plan, model, recipe)
+    start = _start(plan, checkpoint, identified)
+    step = start.step if start is not None else None
+    check_same_everywhere(group, {"options": plan.config.options(), **identified, "checkpoint": step})
+    return Ready(
+        config=config,
+        plan=plan,
+        folder=folder,
+        in_place=in_place,
+        model=model,
+        recipe=recipe,
+        identified=identified,
+        start=start,
+        warnings=warnings,
+        early=early,
+    )
+
+
+def describe(ready: Ready, *, command: Sequence[str] | None) -> dict[str, Any]:
+    described = describe_run(
+        ready.plan, folder=ready.folder, model=ready.model, recipe=ready.recipe, command=command
+    )
+    start = ready.start
+    described |= {"identity": ready.identified, "resumed_from": start.facts() if start else None}
+    if ready.in_place:  # the run is as old as its first process
+        described["created"] = read_json(ready.folder / "plan.json").get("created", described["created"])
+    return described
+
+
+def begin(ready: Ready, described: Mapping[str, Any], screen: Observer) -> Record:
+    """Make the run folder, or open it again."""
+    folder = ready.folder
+    if not ready.in_place and holds_run(folder):
+        screen.on_event("moved_aside", {"path": str(move_aside(folder))})
+    record = _open_record(folder, described, ready.start, config=ready.config, in_place=ready.in_place)
+    _keep_mlx_config(folder, ready.plan.config)
+    for adjustment in ready.plan.adjustments:
+        record.on_event("adjustment", adjustment.to_event())
+    return record
+
+
+def _check_base_adapter(plan: Plan, model: ModelFolder) -> list[str]:
+    """What should be known about an adapter that a run starts from; an error for one of another base."""
+    config = plan.config
+    if not config.base_adapter or plan.method not in ("lora", "dora"):
+        return []
+    asked = {
+        "quantizer": plan.quantizer,
+        "bits": plan.n_bits,
+        "group_size": config.group_size,
+        "kind": config.quant_type,
+        "double": config.double_quant,
+    }
+    return check_base(
+        Path(config.base_adapter).expanduser(),
+        identity=identity(model.path)["sha256"],
+        quantization=asked if plan.quantizer != "none" else None,
+    )
+
+
+def _open_record(
+    folder: Path, described: Mapping[str, Any], start: Start | None, *, config: Config, in_place: bool
+) -> RunRecord:
+    kept_yaml = to_yaml(resume.for_record(config))
+    if in_place:
+        assert start is not None
+        return RunRecord.reopen(folder, config_yaml=kept_yaml, plan=described, step=start.step)
+    record = RunRecord.create(folder, config_yaml=kept_yaml, plan=described)
+    if start is not None:
+        record.carry_on(find_run(start.checkpoint.folder) / "metrics.jsonl", step=start.step)
+    return record
+
+
+def _keep_mlx_config(folder: Path, config: Config) -> None:
+    """So that the run can go on where the file has moved."""
+    copy = folder / resume.MLX_CONFIG_COPY
+    source = Path(config.mlx_config).expanduser() if config.mlx_config else copy
+    if source.resolve() != copy.resolve():
+        shutil.copyfile(source, copy)
+
+
+def _start(plan: Plan, checkpoint: Checkpoint | None, identified: Mapping[str, Any]) -> Start | None:
+    if checkpoint is None:
+        return None
+    manifest = checkpoint.manifest
+    measured = resume.measured_before(checkpoint)
+    differences = same_training.compare(manifest["identity"], identified)
+    adapted = [
+        d for d in differences if same_training.is_adapted(d, manifest, plan, measured=measured is not None)
+    ]
+    differences = [difference for difference in differences if difference not in adapted]
+    differences = same_training.explain_data(differences, manifest, plan.config)
+    same_training.check_same(differences, plan.config)
+    return Start(
+        checkpoint=checkpoint,
+        differences=differences,
+        adapted=adapted,
+        changes=same_training.changed_options(manifest, plan.config),
+        measured=measured,
+    )
+
+
+def identity_now(plan: Plan, model: ModelFolder, recipe: Recipe) -> dict[str, Any]:
+    return same_training.identity_of(
+        plan,
+        model={"name": plan.config.model_name, "identity": weights_identity(model.path)},
+        data=recipe.identity(),
+        order=recipe.order(),
+    )
+
+
+def run_folder(config: Config) -> Path:
+    parent = Path(config.output_dir).expanduser()
+    if config.name is None:
+        stem = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(config.model_name.rstrip('/')).name}"
+        names = (stem if number == 1 else f"{stem}-{number}" for number in itertools.count(1))
+        return next(parent / name for name in names if not (parent / name).exists())
+    name = config.name
+    if not name or Path(name).name != name or name in (".", ".."):
+        raise UserError(
+            f"'{name}' cannot be the name of a run.", do="use a plain folder name; --output_dir says where"
+        )
+    return parent / name
+
+
+def describe_run(
+    plan: Plan, *, folder: Path, model: ModelFolder, recipe: Recipe, command: Sequence[str] | None
+) -> dict[str, Any]:
+    """The contents of plan.json."""
+    return plan.to_json() | {
+        "name": folder.name,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": list(command) if command is not None else None,
+        "num_steps": recipe.num_steps(),
+        "model": dataclasses.asdict(model) | {"path": str(model.path), "identity": identity(model.path)},
+        "data": recipe.describe(),
+    }

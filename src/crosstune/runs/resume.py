@@ -1,0 +1,230 @@
+"""Continue a run: from which checkpoint, with which of its options, and what of its state fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from crosstune.checkpoint.archive import NOTE, read_note, unpack_archive
+from crosstune.checkpoint.eight_bit import holds_eight_bit, plain_moments
+from crosstune.checkpoint.folders import FOLDER, checkpoint_folders, set_aside, step_of
+from crosstune.checkpoint.manifest import DamagedCheckpoint
+from crosstune.checkpoint.read import Checkpoint, find_run, newest_valid, open_checkpoint
+from crosstune.config.load import make_config
+from crosstune.config.schema import Config
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import Array, Observer, SessionState
+from crosstune.core.record import holds_run, read_json
+from crosstune.loop.move_check import Measured
+
+MLX_CONFIG_COPY = "mlx_config.yaml"
+# Options that speak of one start of a run, not of the run.
+_FOR_ONE_START = frozenset({"resume", "overwrite", "allow_mismatch", "time_limit", "emulate"})
+
+
+def wants_checkpoint(config: Config) -> bool:
+    return config.resume != "none"
+
+
+def names_path(config: Config) -> bool:
+    return config.resume not in ("none", "auto")
+
+
+def complete_config(config: Config) -> Config:
+    """With --resume PATH: the options of that run, with those that are asked now on top of them."""
+    if not names_path(config):
+        return config
+    path, packed = _unpacked(config)
+    checkpoint = _checkpoint_at(path)
+    run = path if (path / FOLDER).is_dir() else find_run(path)
+    asked = checkpoint.manifest.get("asked") or {}
+    known = set(config.options()) - _FOR_ONE_START
+    stored = {name: value for name, value in asked.items() if name in known} | packed
+    backend = str((stored | config.options_asked()).get("backend", "auto"))
+    stored |= kept_options(checkpoint, stored, backend=backend) | _same_rows(checkpoint, config)
+    values = stored | config.options_asked() | {"resume": str(path)}
+    values["base_adapter"] = None  # what it began with is in the checkpoint
+    if "name" not in config.asked and "output_dir" not in config.asked:
+        values |= {"name": run.name, "output_dir": str(run.parent)}
+    complete = make_config(**values)
+    sources = {name: config.asked.get(name, f"the run {run.name}") for name in complete.asked}
+    return dataclasses.replace(complete, asked=sources)
+
+
+def without_start_adapter(config: Config, checkpoint: Checkpoint) -> Config:
+    """The configuration of a run that goes on, without the adapter it began with: that is in the checkpoint."""
+    values = config.options_asked() | {"base_adapter": None}
+    if config.resume == "auto":  # --resume PATH has it from the run already
+        values = kept_options(checkpoint, values, backend=config.backend) | values
+    found = make_config(**values)
+    sources = {name: config.asked.get(name, "the checkpoint") for name in found.asked}
+    return dataclasses.replace(found, asked=sources)
+
+
+def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: str) -> dict[str, Any]:
+    """What the earlier part of a run used where it asked for something else or left it open. A choice that a machine
+    made by measuring itself is not made again on it, moments stay what they have become, and a file of settings that is
+    gone is in the run."""
+    manifest, kept = checkpoint.manifest, dict[str, Any]()
+    if backend in ("auto", manifest["backend"]) and asked.get("precision", "auto") == "auto":
+        kept["precision"] = manifest["precision"]
+    used = manifest["identity"].get("optimizer")
+    if used and asked.get("optimizer", used) != used:
+        kept["optimizer"] = used
+    file = asked.get("mlx_config")
+    copy = find_run(checkpoint.folder) / MLX_CONFIG_COPY
+    if file and not Path(file).expanduser().is_file() and copy.is_file():
+        kept["mlx_config"] = str(copy)
+    return kept
+
+
+def _same_rows(checkpoint: Checkpoint, config: Config) -> dict[str, int]:
+    """On another number of processes a step keeps its rows: each process gets more micro-batches of it, or fewer."""
+    rows = (checkpoint.manifest["identity"].get("order") or {}).get("rows_per_step")
+    batch_size = config.batch_size if "batch_size" in config.asked else None
+    batch_size = batch_size or (checkpoint.manifest.get("options") or {}).get("batch_size")
+    if not rows or not batch_size or "world_size" not in config.asked or config.world_size < 1:
+        return {}
+    at_once = batch_size * config.world_size
+    return {"gradient_accumulation_steps": rows // at_once} if rows % at_once == 0 else {}
+
+
+def _unpacked(config: Config) -> tuple[Path, dict[str, Any]]:
+    """Where a run that was taken along is now, and the options that name what came with it."""
+    path = Path(config.resume).expanduser()
+    there: dict[str, Any] = {}
+    if path.is_file():
+        note = read_note(path)
+        folder = Path(config.output_dir).expanduser() / (config.name or PurePosixPath(str(note["run"])).name)
+        if not folder.exists():
+            unpack_archive(path, folder)
+        elif read_json(folder / NOTE) != note:
+            raise UserError(
+                f"{folder} is there already and is not what {path} holds.",
+                do="choose another --name for the run that is taken along",
+            )
+        path, there = folder, {"backend": str(note["to"])}
+    note = read_json(path / NOTE) if path.is_dir() else {}
+    named = {option: str(path / place) for option, place in (note.get("options") or {}).items()}
+    return path, named | there
+
+
+def passed_archive(asked: Config, checkpoint: Checkpoint) -> str | None:
+    """What to say where an archive was given and its run has gone on since it was unpacked."""
+    path = Path(asked.resume).expanduser()
+    if not names_path(asked) or not path.is_file():
+        return None
+    step = int(read_note(path)["step"])
+    if step == checkpoint.step:
+        return None
+    return (
+        f"{path} was unpacked before, as {find_run(checkpoint.folder)}: the run goes on from there, at step "
+        f"{checkpoint.step}, and not from step {step} of the archive; another --name starts from that"
+    )
+
+
+def for_record(config: Config) -> Config:
+    """The configuration without what was asked of one start alone, as the run keeps it."""
+    asked = {name: source for name, source in config.asked.items() if name not in _FOR_ONE_START}
+    return dataclasses.replace(config, asked=asked)
+
+
+def find_checkpoint(config: Config, folder: Path, observer: Observer) -> Checkpoint | None:
+    """The checkpoint to continue from; None when `auto` finds a fresh place. Damaged ones are passed over, loudly."""
+    if config.resume == "none":
+        return None
+    if config.resume == "auto":
+        if config.name is None:
+            raise UserError(
+                "--resume auto needs --name.",
+                why="without it every run gets a new folder, and there is nothing to continue in.",
+                do="name the run, or give --resume the path of one",
+            )
+        root = folder / FOLDER
+    else:
+        path = Path(config.resume).expanduser()
+        if not (path / FOLDER).is_dir():
+            return _checkpoint_at(path)
+        root = path / FOLDER
+    return _newest(root, observer)
+
+
+def settle_folder(folder: Path, checkpoint: Checkpoint) -> list[Path]:
+    """In the run that is continued: put later checkpoints aside, as their steps are done again another time."""
+    later = [path for step, path in checkpoint_folders(folder / FOLDER) if step > checkpoint.step]
+    return [set_aside(path) for path in later]
+
+
+def continues_in_place(folder: Path, checkpoint: Checkpoint) -> bool:
+    return find_run(checkpoint.folder) == folder.resolve()
+
+
+def measured_before(checkpoint: Checkpoint) -> Measured | None:
+    """What `crosstune move` measured on the machine the checkpoint is from, if it is from one."""
+    note = read_json(find_run(checkpoint.folder) / NOTE)
+    found = note.get("measured")
+    return Measured.from_json(found) if found and found["step"] == checkpoint.step else None
+
+
+def fitting_state(
+    state: SessionState, own: SessionState, *, partial: bool, optimizer: str, moments: bool
+) -> SessionState:
+    """What of a stored state a session takes: all of it, or (`partial`) the weights that it has in the same shape.
+
+    Moments in 8 bits are made plain for an optimizer that has them in full.
+    """
+    kept: Mapping[str, Mapping[str, Array]] = state.moments if moments else {}
+    if holds_eight_bit(kept) and not optimizer.endswith("_8bit"):
+        kept = plain_moments(kept, state.weights)
+    if not partial:
+        return dataclasses.replace(state, moments=kept)
+    fits = {n for n, a in state.weights.items() if n in own.weights and own.weights[n].shape == a.shape}
+    if not fits:
+        raise UserError(
+            "Nothing that the checkpoint has learned fits this run.",
+            why="not one of its arrays has the name and shape of one that is trained now.",
+            do="continue with its own method, rank and targets, or start a new run",
+        )
+    weights = {name: state.weights[name] if name in fits else array for name, array in own.weights.items()}
+    kept = {slot: {n: a for n, a in arrays.items() if n in fits} for slot, arrays in kept.items()}
+    return dataclasses.replace(state, weights=weights, moments=kept)
+
+
+def passed_over(error: DamagedCheckpoint) -> dict[str, str]:
+    """The event of a damaged checkpoint that is not used."""
+    return {"message": f"passed over: {error.asked} {error.why}"}
+
+
+def _newest(root: Path, observer: Observer) -> Checkpoint | None:
+    damaged: list[DamagedCheckpoint] = []
+    found = newest_valid(root, on_damaged=damaged.append)
+    for error in damaged:
+        observer.on_event("warning", passed_over(error))
+    strange = [path for path in root.iterdir() if step_of(path) is not None] if root.is_dir() else []
+    if found is None and not damaged and strange:
+        raise UserError(
+            f"{strange[0]} is not a folder of this run.",
+            why="a link or a file in the place of a checkpoint is not followed.",
+            do="put the folder itself there, or name where it is with --resume PATH",
+        )
+    if found is None and damaged:
+        raise UserError(
+            f"None of the {len(damaged)} checkpoints in {root} is whole.",
+            why=damaged[0].why,
+            do="restore one from a copy, or start anew with --resume none --overwrite",
+        )
+    return found
+
+
+def _checkpoint_at(path: Path) -> Checkpoint:
+    if not (path / FOLDER).is_dir() and not holds_run(path):
+        return open_checkpoint(path.resolve())
+    found = newest_valid(path / FOLDER)
+    if found is None:
+        raise UserError(
+            f"{path} has no checkpoint to continue from.",
+            do="start a new run, with --save_steps N to keep some; `crosstune checkpoint verify RUN` says what is there",
+        )
+    return found

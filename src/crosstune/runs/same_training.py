@@ -1,0 +1,230 @@
+"""Whether what is asked now is the training that a checkpoint is from: part by part, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crosstune.config.mlx_settings import read_mlx_settings
+from crosstune.config.plan import Plan
+from crosstune.config.schema import MISMATCHES, Config, mismatches
+from crosstune.core.errors import UserError
+from crosstune.core.record import read_json
+
+# Optimizers that keep the same moments.
+_FAMILIES = {"fused_adamw": "adamw", "fused_adam": "adam", "paged_adamw_8bit": "adamw_8bit"}
+_ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "use_rslora", "lora_target_modules")
+_SETTINGS = {"lora": _ADAPTER_SETTINGS, "dora": _ADAPTER_SETTINGS, "llama_pro": ("num_new_blocks",)}
+_TITLES = {"data": "training data"}
+# Options that decide which rows of a data set are trained on.
+_DIVIDING = (
+    "dataset",
+    "dataset_samples",
+    "dataset_format",
+    "eval_dataset",
+    "eval_samples",
+    "skip_eval",
+    "seed",
+    "context_length",
+    "truncation",
+    "train_on_prompt",
+)
+# Options whose change leaves the training what it is: where it runs, what it prints, what it keeps.
+_HARMLESS = frozenset(
+    {
+        "resume",
+        "name",
+        "output_dir",
+        "overwrite",
+        "save_steps",
+        "save_minutes",
+        "save_model",
+        "keep_last_n",
+        "keep_best",
+        "keep_every",
+        "on_save_error",
+        "allow_mismatch",
+        "time_limit",
+        "log_to",
+        "log_every_n_steps",
+        "verbose",
+        "project_name",
+        "group",
+        "entity",
+        "eval_steps",
+        "skip_eval",
+        "num_samples",
+        "max_new_tokens",
+        "strict",
+        "low_memory",
+        "loading_workers",
+        "emulate",
+        "world_size",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    kind: str
+    what: str
+    was: Any
+    now: Any
+
+    def sentence(self) -> str:
+        return f"{self.what}: {_short(self.was)} in the checkpoint, {_short(self.now)} now"
+
+
+def identity_of(
+    plan: Plan, *, model: Mapping[str, Any], data: str, order: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What makes a training this training: compared, part by part, when a run continues."""
+    return {
+        "model": dict(model),
+        "data": data,
+        "order": dict(order),
+        "quantization": quantization_of(plan),
+        "trainable": settings_of(plan),
+        "optimizer": plan.config.optimizer,
+    }
+
+
+def settings_of(plan: Plan) -> dict[str, Any]:
+    """The options that decide what the trained weights mean."""
+    names = _SETTINGS.get(plan.method, ())
+    settings = {"method": plan.method, **{name: getattr(plan.config, name) for name in names}}
+    layers = read_mlx_settings(plan.config.mlx_config).num_layers if plan.method in ("lora", "dora") else None
+    return settings | ({"num_layers": layers} if layers not in (None, -1) else {})
+
+
+def quantization_of(plan: Plan) -> dict[str, Any] | None:
+    if plan.quantizer == "none":
+        return None
+    config = plan.config
+    return {
+        "backend": plan.quantizer,
+        "bits": plan.n_bits,
+        "group_size": config.group_size,
+        "type": config.quant_type,
+        "double": config.double_quant,
+    }
+
+
+def quantization_name(plan: Plan) -> str | None:
+    return f"{plan.quantizer}-{plan.n_bits}bit" if plan.quantizer != "none" else None
+
+
+def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+    """Where two identities differ, in words. What the older one does not know is not held against the newer."""
+    found: list[Difference] = []
+    for kind in was.keys() & now.keys():
+        before, after = was[kind], now[kind]
+        if kind in ("order", "trainable"):
+            found += [
+                _difference(kind, key, before.get(key), after.get(key))
+                for key in sorted({*before, *after})
+                if before.get(key) != after.get(key)
+            ]
+        elif _essence(kind, before) != _essence(kind, after):
+            found.append(_difference(kind, _TITLES.get(kind, kind), before, after))
+    return sorted(found, key=lambda difference: MISMATCHES.index(difference.kind))
+
+
+def _essence(kind: str, value: Any) -> Any:
+    """What of a part counts: a model's weights and not its name, an optimizer's kind and not its speed."""
+    if kind == "model":
+        return value["identity"]
+    return _FAMILIES.get(value, value) if kind == "optimizer" else value
+
+
+def is_adapted(difference: Difference, manifest: Mapping[str, Any], plan: Plan, *, measured: bool) -> bool:
+    """Whether a difference belongs to a move to another backend: the base in that one's own bits, as long as what
+    that changes is measured, and Adam's moments out of 8 bits."""
+    if manifest["backend"] == plan.backend.name:
+        return False
+    if difference.kind == "quantization":
+        return measured and None not in (difference.was, difference.now)
+    return difference.kind == "optimizer" and _leaves_eight_bits(difference)
+
+
+def _leaves_eight_bits(difference: Difference) -> bool:
+    return _FAMILIES.get(difference.was, difference.was) == "adamw_8bit" and (
+        _FAMILIES.get(difference.now, difference.now) == "adamw"
+    )
+
+
+def explain_data(
+    differences: Sequence[Difference], manifest: Mapping[str, Any], config: Config
+) -> list[Difference]:
+    """Other training data than before may be the same file, divided otherwise: name the options that do so."""
+    was, now = manifest.get("options") or {}, config.options()
+    moved = [name for name in _DIVIDING if name in was and was[name] != now[name]]
+    if not moved or not any(difference.kind == "data" for difference in differences):
+        return list(differences)
+    found = [d for d in differences if d.kind != "data"]
+    return found + [Difference(kind="data", what=name, was=was[name], now=now[name]) for name in moved]
+
+
+def check_same(differences: Sequence[Difference], config: Config) -> None:
+    """Raise unless every difference was allowed."""
+    allowed = set(mismatches(config.allow_mismatch))
+    refused = [difference for difference in differences if difference.kind not in allowed]
+    if refused:
+        kinds = ",".join(sorted({difference.kind for difference in refused} | allowed))
+        raise UserError(
+            "The checkpoint is from another training.",
+            why="; ".join(difference.sentence() for difference in refused),
+            do=f"continue with the options it was made with, or add --allow_mismatch {kinds} to go on all the same",
+        )
+
+
+def changed_options(manifest: Mapping[str, Any], config: Config) -> list[Difference]:
+    """Options that differ from the earlier part of the run and shape what is learned or how fast."""
+    was, now = manifest.get("options") or {}, config.options()
+    return [
+        Difference(kind="option", what=name, was=was[name], now=now[name])
+        for name in now
+        if name in was and name not in _HARMLESS and was[name] != now[name]
+    ]
+
+
+def check_base(adapter: Path, *, identity: str, quantization: Mapping[str, Any] | None) -> list[str]:
+    """Raise where an adapter is to go on over another base than it was trained over; say where that one is quantized
+    otherwise. An adapter made elsewhere does not tell."""
+    record = read_json(adapter / "crosstune.json")
+    base = record.get("base", {})
+    recorded = base.get("identity", {}).get("sha256")
+    if recorded is None:
+        return []
+    if recorded != identity:
+        raise UserError(
+            f"The adapter {adapter} was trained over another base.",
+            why=f"it was trained over {base.get('name')} with the identity {recorded[:12]}; this model has {identity[:12]}.",
+            do=f"use --model_name {base.get('name')}, or leave --base_adapter out",
+        )
+    before = record.get("quantization")
+    if before == (dict(quantization) if quantization else None):
+        return []
+    words = [
+        f"{q['quantizer']} with {q['bits']} bits" if q else "not quantized" for q in (before, quantization)
+    ]
+    if words[0] == words[1]:
+        words = [f"{w} {dict(q or {})}" for w, q in zip(words, (before, quantization), strict=True)]
+    return [
+        f"base_adapter: it was trained over a base that was {words[0]}, and goes on over one that is {words[1]}"
+    ]
+
+
+def _difference(kind: str, what: str, was: Any, now: Any) -> Difference:
+    return Difference(kind=kind, what=what, was=was, now=now)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Mapping) and "name" in value and "identity" in value:
+        return f"{value['name']} ({str(value['identity'])[:12]})"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {item}" for key, item in value.items())
+    text = str(value)
+    return text[:12] if len(text) == 64 else text
