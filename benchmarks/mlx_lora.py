@@ -123,17 +123,18 @@ def run_mlx_lm(folder: Path, own: argparse.Namespace, examples: list[list[int]])
 
 def run_crosstune(folder: Path, own: argparse.Namespace, examples: list[list[int]]) -> dict[str, float]:
     from crosstune.config.load import make_config
-    from crosstune.core.protocols import Example
     from crosstune.data.batches import split_packed, split_rows
     from crosstune.data.packing import PackedOrder
-    from crosstune.mlx_engine.session import MlxSession
+    from crosstune.data.token_batch import Example
+    from crosstune.loop.step import prepare_window, take_step
+    from crosstune.mlx_engine.open import open_session
     from crosstune.planner.gather import make_plan
 
     asked = {"model_name": str(folder), "backend": "mlx", "precision": "bf16", "lora_rank": RANK}
     plan = make_plan(
         make_config(**asked, lora_alpha=ALPHA, batch_size=own.batch_size, packing=own.load == "short")
     )
-    session = MlxSession(plan, model_folder=folder)
+    session = open_session(plan, model_folder=folder)
     rows = [
         Example(tokens=np.array(tokens, np.int32), supervised=np.ones(len(tokens), bool), index=number)
         for number, tokens in enumerate(examples)
@@ -148,7 +149,7 @@ def run_crosstune(folder: Path, own: argparse.Namespace, examples: list[list[int
     tokens, seconds, loss = 0, 0.0, 0.0
     for step in range(own.steps):
         started = time.perf_counter()
-        result = session.step([batches[step % len(batches)]], lr=1e-4)
+        result = take_step(session, prepare_window(session, [batches[step % len(batches)]]), lr=1e-4)
         if step >= own.steps // 2:
             seconds += time.perf_counter() - started
             tokens += result.num_tokens

@@ -81,13 +81,13 @@ def train(
     execution = Execution(
         plan=plan,
         recipe=recipe,
-        open_model=lambda: open_session(plan, ready.model, **({"group": group} if ranks.size > 1 else {})),
+        open_model=lambda: open_session(plan, ready.model, task=recipe.task(plan.engine), group=group),
         record=record,
         observer=observer,
         start=ready.start,
         described=described,
         deadline=_deadline(plan.config, started),
-        ranks=ranks,
+        group=group,
     )
     return RunResult(folder=folder, summary=execution.run(), failure=execution.failure)
 

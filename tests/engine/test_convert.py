@@ -9,17 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from support import train_step
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.core.protocols import Batch
 from crosstune.data.batches import pad_rows
 from crosstune.data.chat import encode_conversation
+from crosstune.data.token_batch import TokenBatch
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.tiny import tiny_model as make_tiny
 from crosstune.planner.gather import make_plan
+from crosstune.torch_engine.open import open_session as open_torch
 from crosstune.torch_engine.prequantized import read_prequantized
 from crosstune.torch_engine.quantized import QuantLinear, QuantSpec, open_quantizer
 from crosstune.torch_engine.session import TorchSession
@@ -45,7 +47,7 @@ KINDS = [
 
 
 @pytest.fixture(scope="module")
-def window(tiny_model: Path) -> list[Batch]:
+def window(tiny_model: Path) -> list[TokenBatch]:
     example = encode_conversation(TURNS, Tokenizer.from_folder(tiny_model), index=0, whole=False)
     return [pad_rows([example], pad_id=0)]
 
@@ -93,7 +95,7 @@ def relative(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor])
 
 def open_session(model: Path, **options: Any) -> TorchSession:
     asked = {"backend": "cpu", "precision": "fp32", "model_name": str(model), "train_type": "qlora"} | options
-    return TorchSession(make_plan(make_config(**asked)), model_folder=model)
+    return open_torch(make_plan(make_config(**asked)), model_folder=model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -178,7 +180,7 @@ def test_there_and_back(tiny_model: Path, tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize("quantizer", ["bnb", "hqq", "quanto"])
 def test_training_over_a_converted_folder_equals_quantizing_while_loading(
     tiny_model: Path,
-    window: list[Batch],
+    window: list[TokenBatch],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -186,7 +188,7 @@ def test_training_over_a_converted_folder_equals_quantizing_while_loading(
 ) -> None:
     convert(capsys, str(tiny_model), "--to", quantizer, "--out", str(tmp_path / "q"))
     there = open_session(tiny_model, quantization_backend=quantizer)
-    expected = [there.step(window, lr=5e-3).loss for _ in range(4)]
+    expected = [train_step(there, window, lr=5e-3).loss for _ in range(4)]
     module = open_quantizer(QuantSpec(quantizer=quantizer, bits=4, group_size=64))
 
     def refuse(*args: Any) -> None:
@@ -197,15 +199,19 @@ def test_training_over_a_converted_folder_equals_quantizing_while_loading(
     monkeypatch.setattr("crosstune.planner.gather.probe_machine", lambda **_: there.plan.machine)
     here = open_session(tmp_path / "q", quantization_backend=quantizer)
     assert sum(isinstance(m, QuantLinear) for m in here.model.modules()) == 14
-    assert [here.step(window, lr=5e-3).loss for _ in range(4)] == expected
+    assert [train_step(here, window, lr=5e-3).loss for _ in range(4)] == expected
 
 
 def test_an_adapter_over_a_converted_folder_merges_both_ways(
-    hf_bnb: Path, tiny_model: Path, window: list[Batch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hf_bnb: Path,
+    tiny_model: Path,
+    window: list[TokenBatch],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     convert(capsys, str(tiny_model), "--to", "hqq", "--out", str(tmp_path / "q"))
     session = open_session(tmp_path / "q", quantization_backend="hqq")
-    session.step(window, lr=1e-2)
+    train_step(session, window, lr=1e-2)
     adapter = session.save_result(tmp_path)
     for into in ("original", "dequantized"):
         words = ["merge", str(adapter), "--into", into, "--out", str(tmp_path / into), "--json"]
@@ -214,7 +220,7 @@ def test_an_adapter_over_a_converted_folder_merges_both_ways(
         assert report["verified"] and report["against_trained"]["dequantized"]["max_abs"] < 1e-4
         AutoModelForCausalLM.from_pretrained(tmp_path / into)
     other = open_session(hf_bnb, quantization_backend="bnb")
-    other.step(window, lr=1e-2)
+    train_step(other, window, lr=1e-2)
     adapter = other.save_result(tmp_path / "other")
     assert main(["merge", str(adapter), "--backend", "cpu"]) == 2
     assert "--into dequantized" in capsys.readouterr().err
@@ -292,7 +298,7 @@ def test_eight_bits_that_transformers_saved_are_recognised(tiny_model: Path, tmp
 
 
 def test_a_converted_folder_is_read_by_crosstune_alone(
-    tiny_model: Path, tmp_path: Path, window: list[Batch], capsys: pytest.CaptureFixture[str]
+    tiny_model: Path, tmp_path: Path, window: list[TokenBatch], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """transformers would fill the layers it does not find with random numbers, so it must not find the file."""
     folder = Path(convert(capsys, str(tiny_model), "--to", "bnb", "--out", str(tmp_path / "own"))["path"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import train_step
 from torch import nn
 
 from crosstune.cli.main import main
@@ -133,9 +134,9 @@ def test_backward_and_optimizer_are_seen_and_the_numbers_are_those_of_a_plain_ru
     plain, watched = open_session(plan, model), open_session(plan, model)
     watch = Watch("mps", quantizer="none", environment={})
     for step in range(2):
-        expected = plain.step(recipe.window(step), lr=1e-3)
+        expected = train_step(plain, recipe.window(step), lr=1e-3)
         with watch.during("step"):
-            result = watched.step(recipe.window(step), lr=1e-3)
+            result = train_step(watched, recipe.window(step), lr=1e-3)
         assert result.loss == pytest.approx(expected.loss, rel=1e-5)
         assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
     seen = watch.seen.operators

@@ -9,43 +9,44 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import train_step
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
-from crosstune.core.protocols import Batch
 from crosstune.data.batches import pad_rows
 from crosstune.data.chat import encode_conversation
+from crosstune.data.token_batch import TokenBatch
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models import gguf_writer
 from crosstune.models.locate import locate
 from crosstune.models.tiny import tiny_model as make_tiny
 from crosstune.planner.gather import make_plan
-from crosstune.torch_engine.session import TorchSession
+from crosstune.torch_engine.open import open_session as open_torch
 
 TURNS = [{"role": "user", "content": "Say 42 and blue."}, {"role": "assistant", "content": "42, blue."}]
 
 
 @pytest.fixture(scope="module")
-def window(tiny_model: Path) -> list[Batch]:
+def window(tiny_model: Path) -> list[TokenBatch]:
     example = encode_conversation(TURNS, Tokenizer.from_folder(tiny_model), index=0, whole=False)
     return [pad_rows([example], pad_id=0)]
 
 
 @pytest.fixture(scope="module")
 def trained(
-    tiny_model: Path, window: list[Batch], tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Path, window: list[TokenBatch], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, torch.Tensor]:
     """An adapter folder, and the logits of the session that made it."""
     config = make_config(backend="cpu", precision="fp32", model_name=str(tiny_model), lora_rank=4)
-    session = TorchSession(make_plan(config), model_folder=tiny_model)
+    session = open_torch(make_plan(config), model_folder=tiny_model)
     for _ in range(4):
-        session.step(window, lr=1e-2)
+        train_step(session, window, lr=1e-2)
     adapter = session.save_result(tmp_path_factory.mktemp("run"))
     return adapter, logits(session.model, window)
 
 
-def logits(model: Any, window: list[Batch]) -> torch.Tensor:
+def logits(model: Any, window: list[TokenBatch]) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(input_ids=torch.from_numpy(window[0].input_ids).long()).logits
 
@@ -59,7 +60,7 @@ def export(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 def test_hf(
     trained: tuple[Path, torch.Tensor],
-    window: list[Batch],
+    window: list[TokenBatch],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -71,7 +72,7 @@ def test_hf(
 
 
 def test_new_blocks_over_a_quantized_base_can_be_written_as_they_were_trained(
-    tiny_model: Path, window: list[Batch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: Path, window: list[TokenBatch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(
         backend="cpu",
@@ -81,9 +82,9 @@ def test_new_blocks_over_a_quantized_base_can_be_written_as_they_were_trained(
         n_bits=2,
         num_new_blocks=2,
     )
-    session = TorchSession(make_plan(config), model_folder=tiny_model)
+    session = open_torch(make_plan(config), model_folder=tiny_model)
     for _ in range(4):
-        session.step(window, lr=1e-2)
+        train_step(session, window, lr=1e-2)
     saved = session.save_result(tmp_path)
     expected = logits(session.model, window)
     measured = json.loads((saved / "crosstune.json").read_text())["against_trained"]["original"]["relative"]
@@ -100,7 +101,7 @@ def test_new_blocks_over_a_quantized_base_can_be_written_as_they_were_trained(
 @pytest.mark.parametrize(("kind", "bound"), [("f32", 1e-4), ("f16", 5e-3), ("bf16", 3e-2), ("q8_0", 5e-2)])
 def test_gguf_comes_back_through_both_readers(
     trained: tuple[Path, torch.Tensor],
-    window: list[Batch],
+    window: list[TokenBatch],
     tiny_model: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -187,7 +188,7 @@ def test_gguf_is_for_llama(tiny_model: Path, tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(("bits", "bound"), [(16, 1e-3), (8, 0.05)])
 def test_mlx(
     trained: tuple[Path, torch.Tensor],
-    window: list[Batch],
+    window: list[TokenBatch],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     bits: int,

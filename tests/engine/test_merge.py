@@ -11,18 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from support import train_step
 from transformers import AutoModelForCausalLM
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
-from crosstune.core.protocols import Batch
 from crosstune.data.batches import pad_rows
 from crosstune.data.chat import encode_conversation
+from crosstune.data.token_batch import TokenBatch
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.staged import staged
 from crosstune.models.tiny import tiny_model as make_tiny
 from crosstune.planner.gather import make_plan
 from crosstune.torch_engine import merge as engine
+from crosstune.torch_engine.open import open_session as open_torch
 from crosstune.torch_engine.quantized import QuantSpec
 from crosstune.torch_engine.session import TorchSession
 
@@ -46,21 +48,21 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def window(tiny_model: Path) -> list[Batch]:
+def window(tiny_model: Path) -> list[TokenBatch]:
     tokenizer = Tokenizer.from_folder(tiny_model)
     examples = [encode_conversation(turns, tokenizer, index=i, whole=False) for i, turns in enumerate(TURNS)]
     return [pad_rows(examples, pad_id=0)]
 
 
-def train(model: Path, window: list[Batch], folder: Path, **options: Any) -> tuple[TorchSession, Path]:
+def train(model: Path, window: list[TokenBatch], folder: Path, **options: Any) -> tuple[TorchSession, Path]:
     asked = {"backend": "cpu", "precision": "fp32", "model_name": str(model)} | options
-    session = TorchSession(make_plan(make_config(**asked)), model_folder=model)
+    session = open_torch(make_plan(make_config(**asked)), model_folder=model)
     for _ in range(4):
-        session.step(window, lr=1e-2)
+        train_step(session, window, lr=1e-2)
     return session, session.save_result(folder)
 
 
-def logits(model: Any, window: list[Batch]) -> torch.Tensor:
+def logits(model: Any, window: list[TokenBatch]) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(input_ids=torch.from_numpy(window[0].input_ids).long()).logits
 
@@ -77,7 +79,7 @@ def merged(adapter: Path, base: Path, out: Path) -> Path:
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_merged_folder_has_the_logits_of_the_trained_session(
-    tiny_model: Path, tied_model: Path, window: list[Batch], tmp_path: Path, method: str, is_tied: bool
+    tiny_model: Path, tied_model: Path, window: list[TokenBatch], tmp_path: Path, method: str, is_tied: bool
 ) -> None:
     base = tied_model if is_tied else tiny_model
     session, adapter = train(base, window, tmp_path, **METHODS[method])
@@ -92,7 +94,7 @@ def test_a_merged_folder_has_the_logits_of_the_trained_session(
 
 @pytest.mark.parametrize("method", ["lora", "dora", "rslora"])
 def test_peft_merges_to_the_same_weights(
-    tiny_model: Path, window: list[Batch], tmp_path: Path, method: str
+    tiny_model: Path, window: list[TokenBatch], tmp_path: Path, method: str
 ) -> None:
     from peft import AutoPeftModelForCausalLM
 
@@ -106,7 +108,7 @@ def test_peft_merges_to_the_same_weights(
 
 
 def test_an_adapter_may_name_layers_that_its_model_does_not_have(
-    tiny_model: Path, window: list[Batch], tmp_path: Path
+    tiny_model: Path, window: list[TokenBatch], tmp_path: Path
 ) -> None:
     """As PEFT allows, where --lora_target_modules must match word by word."""
     _, adapter = train(tiny_model, window, tmp_path, lora_target_modules="q_proj,v_proj")
@@ -117,7 +119,7 @@ def test_an_adapter_may_name_layers_that_its_model_does_not_have(
 
 
 def test_a_result_far_from_what_was_trained_is_said(
-    tiny_model: Path, window: list[Batch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: Path, window: list[TokenBatch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, adapter = train(tiny_model, window, tmp_path, train_type="hqq_lora", n_bits=2)
     for into, is_far in (("original", True), ("dequantized", False)):
@@ -130,7 +132,7 @@ def test_a_result_far_from_what_was_trained_is_said(
 
 
 def test_the_command_reports_what_both_ways_cost(
-    tiny_model: Path, window: list[Batch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: Path, window: list[TokenBatch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, adapter = train(tiny_model, window, tmp_path, **METHODS["qlora"])
     for into in ("original", "dequantized"):
@@ -147,7 +149,7 @@ def test_the_command_reports_what_both_ways_cost(
 
 
 def test_another_base_is_refused_by_name(
-    tiny_model: Path, window: list[Batch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: Path, window: list[TokenBatch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, adapter = train(tiny_model, window, tmp_path)
     other = make_tiny(tmp_path / "other", seed=5)
@@ -161,7 +163,7 @@ def test_another_base_is_refused_by_name(
 
 
 def test_a_base_of_another_shape_does_not_fit(
-    tiny_model: Path, window: list[Batch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: Path, window: list[TokenBatch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, adapter = train(tiny_model, window, tmp_path)
     other = make_tiny(tmp_path / "other", hidden=32, num_heads=2, num_kv_heads=1)
@@ -171,7 +173,11 @@ def test_a_base_of_another_shape_does_not_fit(
 
 @pytest.mark.parametrize("train_type", ["full", "llama_pro"])
 def test_a_whole_model_has_nothing_to_merge(
-    tiny_model: Path, window: list[Batch], tmp_path: Path, capsys: pytest.CaptureFixture[str], train_type: str
+    tiny_model: Path,
+    window: list[TokenBatch],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    train_type: str,
 ) -> None:
     train(tiny_model, window, tmp_path, train_type=train_type, num_new_blocks=1)
     (tmp_path / "plan.json").write_text(json.dumps({"method": train_type}))
@@ -181,7 +187,7 @@ def test_a_whole_model_has_nothing_to_merge(
 
 
 def test_what_is_there_is_not_overwritten_and_a_full_disk_is_said_first(
-    tiny_model: Path, window: list[Batch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: Path, window: list[TokenBatch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, adapter = train(tiny_model, window, tmp_path)
     taken = tmp_path / "taken"
@@ -203,7 +209,7 @@ def staged_room(out: Path) -> Iterator[None]:
 
 
 def test_a_stop_midway_leaves_nothing(
-    tiny_model: Path, window: list[Batch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, window: list[TokenBatch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, adapter = train(tiny_model, window, tmp_path)
 
@@ -217,7 +223,7 @@ def test_a_stop_midway_leaves_nothing(
 
 def test_a_wrong_merge_is_kept_under_a_name_that_says_so(
     tiny_model: Path,
-    window: list[Batch],
+    window: list[TokenBatch],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -231,7 +237,7 @@ def test_a_wrong_merge_is_kept_under_a_name_that_says_so(
 
 
 def test_an_adapter_that_moved_with_its_base_merges(
-    tiny_model: Path, window: list[Batch], tmp_path: Path
+    tiny_model: Path, window: list[TokenBatch], tmp_path: Path
 ) -> None:
     """The recorded path is gone; the same weights elsewhere are recognised by their identity."""
     home = tmp_path / "old"

@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from support import train_step
 from transformers import AutoModelForCausalLM
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.core.protocols import Batch
 from crosstune.data.batches import pad_rows
 from crosstune.data.chat import encode_conversation
+from crosstune.data.token_batch import TokenBatch
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.blocks import expand_evenly
+from crosstune.torch_engine.open import open_session as open_torch
 from crosstune.torch_engine.quantized import QuantLinear, QuantSpec, open_quantizer, stored_bytes
 from crosstune.torch_engine.session import TorchSession
 
@@ -43,11 +45,11 @@ STORED = [
 
 def open_session(model: Path, **options: Any) -> TorchSession:
     asked = {"backend": "cpu", "precision": "fp32", "model_name": str(model)} | options
-    return TorchSession(make_plan(make_config(**asked)), model_folder=model)
+    return open_torch(make_plan(make_config(**asked)), model_folder=model)
 
 
 @pytest.fixture(scope="module")
-def window(tiny_model: Path) -> list[Batch]:
+def window(tiny_model: Path) -> list[TokenBatch]:
     tokenizer = Tokenizer.from_folder(tiny_model)
     examples = [encode_conversation(turns, tokenizer, index=i, whole=False) for i, turns in enumerate(TURNS)]
     return [pad_rows(examples, pad_id=0)]
@@ -89,14 +91,14 @@ def _gradients(
     ("quantizer", "bits"), [("bnb", 4), ("bnb", 8), ("hqq", 4), ("quanto", 4), ("quanto", 8)]
 )
 def test_adapters_learn_over_every_quantized_base(
-    tiny_model: Path, window: list[Batch], quantizer: str, bits: int, precision: str
+    tiny_model: Path, window: list[TokenBatch], quantizer: str, bits: int, precision: str
 ) -> None:
     session = open_session(
         tiny_model, train_type="qlora", quantization_backend=quantizer, n_bits=bits, precision=precision
     )
     frozen = [module for module in session.model.modules() if isinstance(module, QuantLinear)]
     assert len(frozen) == 14
-    losses = [session.step(window, lr=5e-3).loss for _ in range(8)]
+    losses = [train_step(session, window, lr=5e-3).loss for _ in range(8)]
     assert losses[-1] < 0.95 * losses[0]
     trained, everything = session.num_parameters()
     assert everything == open_session(tiny_model).num_parameters()[1]
@@ -104,7 +106,7 @@ def test_adapters_learn_over_every_quantized_base(
 
 
 def test_the_quantized_base_gives_the_loss_of_its_dense_weights(
-    tiny_model: Path, window: list[Batch]
+    tiny_model: Path, window: list[TokenBatch]
 ) -> None:
     session = open_session(tiny_model, train_type="qlora", quantization_backend="hqq")
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
@@ -136,13 +138,13 @@ def test_what_a_quantizer_cannot_do_is_said(tiny_model: Path, options: dict[str,
 
 
 def test_new_blocks_change_nothing_at_first_and_alone_are_trained(
-    tiny_model: Path, window: list[Batch], tmp_path: Path
+    tiny_model: Path, window: list[TokenBatch], tmp_path: Path
 ) -> None:
     session = open_session(tiny_model, train_type="llama_pro", num_new_blocks=2)
     base = open_session(tiny_model)
     assert session.evaluate(window).loss == pytest.approx(base.evaluate(window).loss, rel=1e-6)
     before = {name: tensor.clone() for name, tensor in session.model.state_dict().items()}
-    losses = [session.step(window, lr=3e-3).loss for _ in range(8)]
+    losses = [train_step(session, window, lr=3e-3).loss for _ in range(8)]
     assert losses[-1] < 0.97 * losses[0]
     for name, tensor in session.model.state_dict().items():
         is_new = ".layers.1." in name or ".layers.3." in name
@@ -156,11 +158,11 @@ def test_new_blocks_change_nothing_at_first_and_alone_are_trained(
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 4
 
 
-def test_new_blocks_over_a_quantized_base(tiny_model: Path, window: list[Batch], tmp_path: Path) -> None:
+def test_new_blocks_over_a_quantized_base(tiny_model: Path, window: list[TokenBatch], tmp_path: Path) -> None:
     session = open_session(tiny_model, train_type="bnb_llama_pro", num_new_blocks=1)
     kinds = {name: type(module) for name, module in session.model.named_modules() if name.endswith("q_proj")}
     assert [kind is QuantLinear for kind in kinds.values()] == [True, True, False]
-    losses = [session.step(window, lr=3e-3).loss for _ in range(8)]
+    losses = [train_step(session, window, lr=3e-3).loss for _ in range(8)]
     assert losses[-1] < 0.97 * losses[0]
     saved = session.save_result(tmp_path)
     record = json.loads((saved / "crosstune.json").read_text())
@@ -178,13 +180,13 @@ BIASED = ["phi", "opt", "starcoder2"]
 @pytest.mark.parametrize("family", [*BIASED, "mamba"])
 @pytest.mark.parametrize("train_type", ["llama_pro", "bnb_llama_pro"])
 def test_new_blocks_change_nothing_at_first_in_families_with_biases(
-    tiny_model: Path, tmp_path: Path, window: list[Batch], family: str, train_type: str
+    tiny_model: Path, tmp_path: Path, window: list[TokenBatch], family: str, train_type: str
 ) -> None:
     folder = tiny_of(family, tmp_path / family, vocabulary(tiny_model))
     session = open_session(folder, train_type=train_type, num_new_blocks=2)
     base = open_session(folder, train_type="lora" if train_type == "llama_pro" else "qlora")
     assert session.evaluate(window).loss == pytest.approx(base.evaluate(window).loss, rel=1e-6)
-    losses = [session.step(window, lr=3e-3).loss for _ in range(4)]
+    losses = [train_step(session, window, lr=3e-3).loss for _ in range(4)]
     assert losses[-1] < losses[0]
 
 
@@ -216,10 +218,10 @@ def test_blocks_that_would_change_the_model_are_refused(
 
 
 def test_a_model_that_was_expanded_before_is_taken_as_it_is(
-    tiny_model: Path, window: list[Batch], tmp_path: Path
+    tiny_model: Path, window: list[TokenBatch], tmp_path: Path
 ) -> None:
     first = open_session(tiny_model, train_type="llama_pro", num_new_blocks=2)
-    losses = [first.step(window, lr=3e-3).loss for _ in range(4)]
+    losses = [train_step(first, window, lr=3e-3).loss for _ in range(4)]
     expanded = first.save_result(tmp_path).rename(tmp_path / "tiny_blk_exp-2-4")
     plan = make_plan(
         make_config(
@@ -231,8 +233,8 @@ def test_a_model_that_was_expanded_before_is_taken_as_it_is(
         )
     )
     assert plan.config.model_name == str(expanded)
-    second = TorchSession(plan, model_folder=expanded)
-    assert second.step(window, lr=3e-3).loss < losses[-1]
+    second = open_torch(plan, model_folder=expanded)
+    assert train_step(second, window, lr=3e-3).loss < losses[-1]
     assert second.num_parameters() == first.num_parameters()
     with pytest.raises(UserError, match="does not say which of its blocks are new"):
         open_session(tiny_model, train_type="llama_pro", llama_pro_path=str(tiny_model))
@@ -250,13 +252,13 @@ def test_files_that_only_transformers_can_put_together_are_said(
 
 
 def test_adapters_stand_where_the_model_asks_them(
-    tiny_model: Path, tmp_path: Path, window: list[Batch]
+    tiny_model: Path, tmp_path: Path, window: list[TokenBatch]
 ) -> None:
     """Mamba's mixer multiplies with the weights of its other layers itself, and would never call an adapter there."""
     folder = tiny_of("mamba", tmp_path / "mamba", vocabulary(tiny_model))
     session = open_session(folder, train_type="qlora")
     assert {name.rpartition(".")[2] for name in session.adapters} == {"in_proj"}
-    losses = [session.step(window, lr=1e-2).loss for _ in range(6)]
+    losses = [train_step(session, window, lr=1e-2).loss for _ in range(6)]
     assert losses[-1] < losses[0]
 
 
@@ -321,7 +323,7 @@ FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "phi3", "ph
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_trains_and_its_adapter_loads_in_peft(
-    tiny_model: Path, tmp_path: Path, window: list[Batch], family: str
+    tiny_model: Path, tmp_path: Path, window: list[TokenBatch], family: str
 ) -> None:
     from peft import AutoPeftModelForCausalLM
 
@@ -335,7 +337,7 @@ def test_every_family_trains_and_its_adapter_loads_in_peft(
     ids = torch.from_numpy(window[0].input_ids).long()
     expected = reference(input_ids=ids, attention_mask=mask, labels=labels).loss.item()
     assert session.evaluate(window).loss == pytest.approx(expected, rel=1e-5)
-    losses = [session.step(window, lr=1e-2).loss for _ in range(6)]
+    losses = [train_step(session, window, lr=1e-2).loss for _ in range(6)]
     assert losses[-1] < losses[0]
     loaded = AutoPeftModelForCausalLM.from_pretrained(
         session.save_result(tmp_path), dtype=torch.float32
@@ -347,30 +349,30 @@ def test_every_family_trains_and_its_adapter_loads_in_peft(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_streams_into_four_bits(
-    tiny_model: Path, tmp_path: Path, window: list[Batch], family: str
+    tiny_model: Path, tmp_path: Path, window: list[TokenBatch], family: str
 ) -> None:
     vocab = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
     folder = tiny_of(family, tmp_path / family, vocab)
     session = open_session(folder, train_type="bnb_dora", lora_rank=4)
     assert sum(isinstance(module, QuantLinear) for module in session.model.modules()) >= 8
-    losses = [session.step(window, lr=1e-2).loss for _ in range(6)]
+    losses = [train_step(session, window, lr=1e-2).loss for _ in range(6)]
     assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize(
     "optimizer", ["adamw", "fused_adamw", "adamw_8bit", "adam", "fused_adam", "sgd", "adadelta", "adafactor"]
 )
-def test_every_optimizer_lowers_the_loss(tiny_model: Path, window: list[Batch], optimizer: str) -> None:
+def test_every_optimizer_lowers_the_loss(tiny_model: Path, window: list[TokenBatch], optimizer: str) -> None:
     session = open_session(tiny_model, optimizer=optimizer)
     rate = {"sgd": 1.0, "adadelta": 10.0}.get(optimizer, 5e-3)
-    losses = [session.step(window, lr=rate).loss for _ in range(8)]
+    losses = [train_step(session, window, lr=rate).loss for _ in range(8)]
     assert losses[-1] < 0.99 * losses[0]
 
 
-def test_lora_plus_moves_b_faster(tiny_model: Path, window: list[Batch]) -> None:
+def test_lora_plus_moves_b_faster(tiny_model: Path, window: list[TokenBatch]) -> None:
     plain, faster = (open_session(tiny_model, loraplus_lr_ratio=ratio) for ratio in (1, 16))
     for session in (plain, faster):
-        session.step(window, lr=1e-4)
+        train_step(session, window, lr=1e-4)
     name = next(iter(plain.adapters))
     assert torch.equal(plain.adapters[name].lora_A, faster.adapters[name].lora_A)
     torch.testing.assert_close(
@@ -378,11 +380,13 @@ def test_lora_plus_moves_b_faster(tiny_model: Path, window: list[Batch]) -> None
     )
 
 
-def test_rank_stabilized_adapters_load_in_peft(tiny_model: Path, window: list[Batch], tmp_path: Path) -> None:
+def test_rank_stabilized_adapters_load_in_peft(
+    tiny_model: Path, window: list[TokenBatch], tmp_path: Path
+) -> None:
     from peft import AutoPeftModelForCausalLM
 
     session = open_session(tiny_model, use_rslora=True, lora_rank=16, lora_alpha=8)
-    session.step(window, lr=1e-2)
+    train_step(session, window, lr=1e-2)
     ids = torch.from_numpy(window[0].input_ids).long()
     loaded = AutoPeftModelForCausalLM.from_pretrained(
         session.save_result(tmp_path), dtype=torch.float32
@@ -392,7 +396,7 @@ def test_rank_stabilized_adapters_load_in_peft(tiny_model: Path, window: list[Ba
         torch.testing.assert_close(loaded(ids).logits, session.model(ids).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_an_adapter_remembers_its_base(tiny_model: Path, window: list[Batch], tmp_path: Path) -> None:
+def test_an_adapter_remembers_its_base(tiny_model: Path, window: list[TokenBatch], tmp_path: Path) -> None:
     session = open_session(tiny_model, train_type="qlora", quantization_backend="hqq", n_bits=4)
     record = json.loads((session.save_result(tmp_path) / "crosstune.json").read_text())
     assert record["quantization"]["quantizer"] == "hqq"
@@ -405,23 +409,25 @@ def test_an_adapter_remembers_its_base(tiny_model: Path, window: list[Batch], tm
 )
 @pytest.mark.parametrize("train_type", ["qlora", "dora"])
 def test_quantized_bases_follow_the_cpu_on_cuda(
-    tiny_model: Path, window: list[Batch], train_type: str, quantizer: str, bits: int
+    tiny_model: Path, window: list[TokenBatch], train_type: str, quantizer: str, bits: int
 ) -> None:
     pytest.importorskip({"bnb": "bitsandbytes", "hqq": "hqq", "quanto": "optimum.quanto"}[quantizer])
     options = {"train_type": train_type, "quantization_backend": quantizer, "n_bits": bits}
     here, there = (open_session(tiny_model, backend=backend, **options) for backend in ("cpu", "cuda"))
     for _ in range(5):
-        expected = here.step(window, lr=1e-3).loss
-        assert there.step(window, lr=1e-3).loss == pytest.approx(expected, rel=5e-3)
+        expected = train_step(here, window, lr=1e-3).loss
+        assert train_step(there, window, lr=1e-3).loss == pytest.approx(expected, rel=5e-3)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("optimizer", ["adamw", "fused_adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor"])
-def test_optimizers_lower_the_loss_on_cuda(tiny_model: Path, window: list[Batch], optimizer: str) -> None:
+def test_optimizers_lower_the_loss_on_cuda(
+    tiny_model: Path, window: list[TokenBatch], optimizer: str
+) -> None:
     if optimizer.endswith("8bit"):
         pytest.importorskip("bitsandbytes")
     session = open_session(tiny_model, optimizer=optimizer, backend="cuda")
-    losses = [session.step(window, lr=5e-3).loss for _ in range(8)]
+    losses = [train_step(session, window, lr=5e-3).loss for _ in range(8)]
     assert losses[-1] < 0.99 * losses[0]
     assert session.plan.config.optimizer == optimizer
 
@@ -435,5 +441,5 @@ def test_packed_rows_have_the_loss_of_single_ones_on_cuda(tiny_model: Path) -> N
     session = open_session(tiny_model, backend="cuda")
     packed = session.evaluate([pack_rows([examples[:2], examples[2:]], pad_id=0)])
     alone = session.evaluate([pad_rows([example], pad_id=0) for example in examples])
-    assert packed.num_supervised == alone.num_supervised
+    assert packed.weight == alone.weight
     assert packed.loss == pytest.approx(alone.loss, rel=1e-5)

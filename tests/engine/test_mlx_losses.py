@@ -15,8 +15,9 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 from crosstune.mlx_engine.adapters import canonical_name
-from crosstune.mlx_engine.losses import CausalLoss, Feed
+from crosstune.mlx_engine.causal_loss import CausalLoss
 from crosstune.mlx_engine.masters import put
+from crosstune.mlx_engine.task import Arrays
 from crosstune.mlx_engine.wrap_call import recompute_in_backward
 
 SHAPE: dict[str, Any] = {
@@ -69,15 +70,17 @@ def make_model(kind: str, **more: Any) -> Any:
     return model
 
 
-def make_feed() -> Feed:
+ONE = mx.array(1.0)
+
+
+def make_feed() -> Arrays:
     draw = np.random.default_rng(0)
-    return Feed(
-        input_ids=mx.array(draw.integers(1, 100, (2, 12)).astype(np.int32)),
-        places=mx.array(np.sort(draw.choice(24, 9, replace=False)).astype(np.int32)),
-        targets=mx.array(draw.integers(1, 100, 9).astype(np.int32)),
-        counted=mx.array(np.full(9, 0.37, np.float32)),
-        segments=None,
-    )
+    return {
+        "input_ids": mx.array(draw.integers(1, 100, (2, 12)).astype(np.int32)),
+        "places": mx.array(np.sort(draw.choice(24, 9, replace=False)).astype(np.int32)),
+        "targets": mx.array(draw.integers(1, 100, 9).astype(np.int32)),
+        "counted": mx.array(np.full(9, 0.37, np.float32)),
+    }
 
 
 def trained(model: Any) -> dict[str, mx.array]:
@@ -98,11 +101,11 @@ def gradients(model: Any, loss: Callable[[dict[str, mx.array]], mx.array]) -> tu
         put(model, weights)
 
 
-def plain(model: Any, feed: Feed) -> tuple[float, dict[str, Any]]:
+def plain(model: Any, feed: Arrays) -> tuple[float, dict[str, Any]]:
     def loss(weights: dict[str, mx.array]) -> mx.array:
-        logits = model(feed.input_ids).reshape(-1, 128)[feed.places]
-        picked = mx.take_along_axis(logits, feed.targets[:, None], axis=-1)[:, 0]
-        return ((mx.logsumexp(logits, axis=-1) - picked) * feed.counted).sum()
+        logits = model(feed["input_ids"]).reshape(-1, 128)[feed["places"]]
+        picked = mx.take_along_axis(logits, feed["targets"][:, None], axis=-1)[:, 0]
+        return ((mx.logsumexp(logits, axis=-1) - picked) * feed["counted"]).sum()
 
     return gradients(model, loss)
 
@@ -123,8 +126,8 @@ def test_a_model_that_is_cut_has_the_gradients_of_a_whole_one(kind: str) -> None
     assert loss._halves is not None
     assert len(loss._trained) == (2 if kind == "phi" else 1)
     assert any("embed" in name or "wte" in name for name in loss._trained) == (kind in TIED)
-    check_same(gradients(model, lambda weights: loss.differentiable(feed, weights)), expected)
-    assert float(loss(feed)) == pytest.approx(expected[0], rel=1e-5)
+    check_same(gradients(model, lambda weights: loss.scaled(feed, weights, ONE)[0]), expected)
+    assert float(loss(feed)[0]) == pytest.approx(expected[0], rel=1e-5)
 
 
 def test_a_head_that_is_zero_still_learns() -> None:
@@ -132,7 +135,7 @@ def test_a_head_that_is_zero_still_learns() -> None:
     model.lm_head.weight = mx.zeros_like(model.lm_head.weight)
     expected = plain(model, feed)
     loss = CausalLoss(model)
-    found = gradients(model, lambda weights: loss.differentiable(feed, weights))
+    found = gradients(model, lambda weights: loss.scaled(feed, weights, ONE)[0])
     check_same(found, expected)
     assert np.abs(found[1]["lm_head.weight"]).max() > 0
     assert not mx.isnan(model.lm_head.weight).any()
@@ -145,7 +148,7 @@ def test_arrays_inside_a_tuple_are_recomputed_with_their_gradients() -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
     model, feed = make_model("gemma4_text", **shared, **more, layer_types=kinds), make_feed()
     loss = CausalLoss(model)
-    expected = gradients(model, lambda weights: loss.differentiable(feed, weights))
+    expected = gradients(model, lambda weights: loss.scaled(feed, weights, ONE)[0])
     for layer in model.layers:
         recompute_in_backward(layer)
-    check_same(gradients(model, lambda weights: loss.differentiable(feed, weights)), expected)
+    check_same(gradients(model, lambda weights: loss.scaled(feed, weights, ONE)[0]), expected)

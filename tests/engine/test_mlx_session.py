@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
 import mlx.core as mx
+from support import find_nonfinite, train_step
 
 import crosstune
 from crosstune.cli.main import main
@@ -23,6 +25,7 @@ from crosstune.core.errors import NonFiniteError, UserError
 from crosstune.data.batches import split_rows
 from crosstune.data.chat import encode_conversation
 from crosstune.data.tokenizer import Tokenizer
+from crosstune.mlx_engine.open import open_session as open_mlx
 from crosstune.mlx_engine.quantized import dense_weight
 from crosstune.mlx_engine.session import MlxSession
 from crosstune.models.tiny import tiny_model as make_tiny
@@ -46,7 +49,7 @@ sys.exit(code)
 
 def open_session(model: Path, *, trained: bool = True, **options: Any) -> MlxSession:
     asked = {"backend": "mlx", "precision": "fp32", "model_name": str(model)} | options
-    return MlxSession(make_plan(make_config(**asked)), model_folder=model, trained=trained)
+    return open_mlx(make_plan(make_config(**asked)), model_folder=model, trained=trained)
 
 
 def _put_head(folder: Path, *, wanted: bool) -> None:
@@ -97,20 +100,20 @@ def test_every_width_trains_over_what_it_stores(tiny_model: Path, window: list[A
     dense = open_session(tiny_model).adapters[name].base.weight
     error = mx.linalg.norm(dense_weight(adapter.base, mx.float32) - dense) / mx.linalg.norm(dense)
     assert 0 < float(error) < {2: 0.8, 3: 0.4, 4: 0.2, 5: 0.1, 6: 0.05, 8: 0.02}[bits]
-    losses = [session.step(window, lr=1e-2).loss for _ in range(4)]
+    losses = [train_step(session, window, lr=1e-2).loss for _ in range(4)]
     assert losses[-1] < losses[0]
 
 
 def test_dora_trains_over_bits(tiny_model: Path, window: list[Any]) -> None:
     session = open_session(tiny_model, train_type="bnb_dora", quantization_backend="auto")
-    losses = [session.step(window, lr=1e-2).loss for _ in range(4)]
+    losses = [train_step(session, window, lr=1e-2).loss for _ in range(4)]
     assert losses[-1] < losses[0]
 
 
 def test_a_folder_of_mlx_is_trained_as_it_is(four_bits: Path, window: list[Any], tmp_path: Path) -> None:
     session = open_session(four_bits, train_type="qlora")
     assert (session.plan.quantizer, session.plan.n_bits) == ("mlx", 4)
-    session.step(window, lr=1e-3)
+    train_step(session, window, lr=1e-3)
     record = json.loads((session.save_result(tmp_path) / "crosstune.json").read_text())
     assert record["quantization"]["quantizer"] == "mlx"
     assert open_session(four_bits, trained=False, train_type="full").evaluate(window).loss > 0
@@ -164,13 +167,13 @@ def test_groups_must_divide_the_rows(tmp_path: Path) -> None:
     open_session(model, train_type="qlora", group_size=32)
 
 
-def test_blame_names_the_layer_whose_output_went_bad(tiny_model: Path, window: list[Any]) -> None:
+def test_the_search_names_the_layer_whose_output_went_bad(tiny_model: Path, window: list[Any]) -> None:
     session = open_session(tiny_model)
     layer = session.model.model.layers[1].mlp.down_proj
     layer.base.weight = mx.full(layer.base.weight.shape, mx.inf)
     with pytest.raises(NonFiniteError):
-        session.step(window, lr=1e-3)
-    assert "model.layers.1.mlp.down_proj" in session.blame(window)
+        train_step(session, window, lr=1e-3)
+    assert "model.layers.1.mlp.down_proj" in find_nonfinite(session, window)
 
 
 def test_more_last_layers_than_there_are_mean_all(tiny_model: Path, tmp_path: Path) -> None:
@@ -214,21 +217,25 @@ def test_limits_are_set_and_memory_is_counted(tiny_model: Path, tmp_path: Path, 
     assert mx.set_cache_limit(before[1]) == 2**28
     assert all(".layers.1." in name for name in session.adapters)
     assert len(session.adapters) == 7
-    session.step(window, lr=1e-3)
+    train_step(session, window, lr=1e-3)
     assert mx.get_cache_memory() == 0
     assert session.memory().peak_bytes >= session.memory().used_bytes > 0
 
 
 def test_a_step_meets_few_shapes_and_pays_nothing_for_it(tiny_model: Path, window: list[Any]) -> None:
     """What a compiled step is given is longer than the batch, and its loss is the same."""
-    from crosstune.mlx_engine.losses import make_feed
-
     session = open_session(tiny_model)
     for batch in window:
-        exact, rounded = make_feed(batch), make_feed(batch, few_shapes=True)
-        assert rounded.input_ids.shape[1] % 32 == 0 and rounded.places.shape[0] % 32 == 0
-        assert rounded.places.shape != exact.places.shape
-        assert float(session.loss(rounded)) == pytest.approx(float(session.loss(exact)), rel=1e-6)
+        exact, rounded = feed(session, batch), feed(session, batch, compiled=True)
+        assert rounded["input_ids"].shape[1] % 32 == 0 and rounded["places"].shape[0] % 32 == 0
+        assert rounded["places"].shape != exact["places"].shape
+        losses = [float(session.parts.loss(arrays)[0]) for arrays in (rounded, exact)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def feed(session: MlxSession, batch: Any, *, compiled: bool = False) -> dict[str, mx.array]:
+    session.task.opening = replace(session.parts.opening, compiled=compiled)
+    return {name: mx.array(array) for name, array in session.task.arrays(batch).items()}
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -241,8 +248,8 @@ def test_logits_by_parts_give_the_step_of_logits_at_once(
     found: list[tuple[float, float, dict[str, Any], float]] = []
     for most in (None, 3, 1):
         session = open_session(folder, train_type=method)
-        session.loss.places_at_a_time = most
-        result = session.step(window, lr=1e-3)
+        session.parts.loss.places_at_a_time = most
+        result = train_step(session, window, lr=1e-3)
         moments = session.export_state().moments["first_moment"]
         found.append((result.loss, result.grad_norm, dict(moments), session.evaluate(window).loss))
     heads = {"model.embed_tokens.weight", "lm_head.weight"} & found[0][2].keys()
@@ -257,26 +264,18 @@ def test_logits_by_parts_give_the_step_of_logits_at_once(
 
 def test_logits_by_parts_take_less_memory(tiny_model: Path, window: list[Any]) -> None:
     """The loss alone, on many more places than the window has."""
-    from dataclasses import replace
-
-    from crosstune.mlx_engine.losses import make_feed
-
     session = open_session(tiny_model)
-    feed = make_feed(window[0])
-    many = replace(
-        feed,
-        places=mx.tile(feed.places, 200),
-        targets=mx.tile(feed.targets, 200),
-        counted=mx.tile(feed.counted, 200),
-    )
+    arrays = feed(session, window[0])
+    many = arrays | {name: mx.tile(arrays[name], 200) for name in ("places", "targets", "counted")}
+    gradients = session.parts.gradients
     peaks = []
-    for most in (len(many.places.tolist()), 64):
-        session.loss.places_at_a_time = most
-        mx.eval(session.gradients(session.masters.published, many, session.key, scale=1.0))
+    for most in (len(many["places"].tolist()), 64):
+        session.parts.loss.places_at_a_time = most
+        mx.eval(gradients(session.masters.published, many, session.key, scale=1.0))
         mx.clear_cache()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
-        mx.eval(session.gradients(session.masters.published, many, session.key, scale=1.0))
+        mx.eval(gradients(session.masters.published, many, session.key, scale=1.0))
         peaks.append(mx.get_peak_memory() - before)
     assert peaks[1] < peaks[0] / 2, peaks
 
@@ -293,11 +292,11 @@ def test_a_compiled_step_is_the_same_step(
     plain.write_text(json.dumps({"num_layers": 1}))
     options = {"lora_target_modules": "q_proj,up_proj", "lora_dropout": 0.2}
     compiled = open_session(tiny_model, mlx_config=str(path), **options)
-    assert compiled.limits.compiled
+    assert compiled.parts.opening.compiled
     ordinary = open_session(tiny_model, mlx_config=str(plain), **options)
     for _ in range(3):
-        expected = ordinary.step(window, lr=1e-2)
-        assert compiled.step(window, lr=1e-2).loss == pytest.approx(expected.loss, rel=1e-5)
+        expected = train_step(ordinary, window, lr=1e-2)
+        assert train_step(compiled, window, lr=1e-2).loss == pytest.approx(expected.loss, rel=1e-5)
 
 
 def test_mlx_folders_go_there_and_back(
@@ -324,7 +323,7 @@ def test_adapters_go_there_and_back(
     tiny_model: Path, window: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session = open_session(tiny_model, train_type="dora", lora_rank=5)
-    session.step(window, lr=1e-2)
+    train_step(session, window, lr=1e-2)
     adapter = session.save_result(tmp_path)
     assert main(["convert", str(adapter / "mlx"), "--to", "peft", "--out", str(tmp_path / "peft")]) == 0
     assert "the same bits" in capsys.readouterr().out

@@ -8,24 +8,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import find_nonfinite, train_step
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import NonFiniteError, UserError
-from crosstune.core.protocols import Batch, SessionState
+from crosstune.core.protocols import SessionState
 from crosstune.data.batches import split_rows
 from crosstune.data.chat import encode_conversation
+from crosstune.data.token_batch import TokenBatch
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.planner.gather import make_plan
+from crosstune.torch_engine.open import open_session as open_torch
 from crosstune.torch_engine.session import TorchSession
 
 
 def open_session(model: Path, **options: Any) -> TorchSession:
     asked = {"backend": "cpu", "precision": "fp32", "model_name": str(model)} | options
-    return TorchSession(make_plan(make_config(**asked)), model_folder=model)
+    return open_torch(make_plan(make_config(**asked)), model_folder=model)
 
 
 @pytest.fixture(scope="module")
-def windows(tiny_model: Path) -> list[list[Batch]]:
+def windows(tiny_model: Path) -> list[list[TokenBatch]]:
     """Six windows of two micro-batches."""
     tokenizer = Tokenizer.from_folder(tiny_model)
     examples = [
@@ -44,8 +47,8 @@ def windows(tiny_model: Path) -> list[list[Batch]]:
     return [rows[i : i + 2] for i in range(0, 12, 2)]
 
 
-def run(session: TorchSession, windows: list[list[Batch]]) -> list[tuple[float, float]]:
-    results = [session.step(window, lr=1e-2) for window in windows]
+def run(session: TorchSession, windows: list[list[TokenBatch]]) -> list[tuple[float, float]]:
+    results = [train_step(session, window, lr=1e-2) for window in windows]
     return [(result.loss, result.grad_norm) for result in results]
 
 
@@ -69,7 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_state_carries_on_bit_for_bit(case: str, tiny_model: Path, windows: list[list[Batch]]) -> None:
+def test_a_state_carries_on_bit_for_bit(case: str, tiny_model: Path, windows: list[list[TokenBatch]]) -> None:
     straight = open_session(tiny_model, **CASES[case])
     expected = run(straight, windows)
     first = open_session(tiny_model, **CASES[case])
@@ -89,7 +92,7 @@ def test_a_state_carries_on_bit_for_bit(case: str, tiny_model: Path, windows: li
             np.testing.assert_array_equal(ended.moments[slot][name], array, err_msg=f"{slot} of {name}")
 
 
-def test_dropout_is_a_part_of_the_state(tiny_model: Path, windows: list[list[Batch]]) -> None:
+def test_dropout_is_a_part_of_the_state(tiny_model: Path, windows: list[list[TokenBatch]]) -> None:
     """Without the random state the next step differs: the test above could not pass by chance."""
     first = open_session(tiny_model, lora_dropout=0.3)
     run(first, windows[:3])
@@ -100,7 +103,7 @@ def test_dropout_is_a_part_of_the_state(tiny_model: Path, windows: list[list[Bat
     assert run(second, windows[3:4]) != expected
 
 
-def test_adams_moments_have_portable_names(tiny_model: Path, windows: list[list[Batch]]) -> None:
+def test_adams_moments_have_portable_names(tiny_model: Path, windows: list[list[TokenBatch]]) -> None:
     session = open_session(tiny_model)
     run(session, windows[:2])
     state = session.export_state()
@@ -110,7 +113,7 @@ def test_adams_moments_have_portable_names(tiny_model: Path, windows: list[list[
     assert all(array.dtype == np.float32 for array in state.weights.values())
 
 
-def test_a_state_of_other_shapes_is_refused(tiny_model: Path, windows: list[list[Batch]]) -> None:
+def test_a_state_of_other_shapes_is_refused(tiny_model: Path, windows: list[list[TokenBatch]]) -> None:
     state = open_session(tiny_model, lora_rank=4).export_state()
     session = open_session(tiny_model, lora_rank=8)
     with pytest.raises(UserError, match="does not fit what this run trains") as error:
@@ -118,29 +121,33 @@ def test_a_state_of_other_shapes_is_refused(tiny_model: Path, windows: list[list
     assert "lora_A" in error.value.why
 
 
-def test_blame_names_the_layer_whose_output_went_bad(tiny_model: Path, windows: list[list[Batch]]) -> None:
+def test_the_search_names_the_layer_whose_output_went_bad(
+    tiny_model: Path, windows: list[list[TokenBatch]]
+) -> None:
     session = open_session(tiny_model)
     layer = session.model.model.layers[1].mlp.down_proj
     with torch.no_grad():
         layer.base.weight[0, 0] = torch.inf
     with pytest.raises(NonFiniteError):
-        session.step(windows[0], lr=1e-3)
-    assert "model.layers.1.mlp.down_proj" in session.blame(windows[0])
+        train_step(session, windows[0], lr=1e-3)
+    assert "model.layers.1.mlp.down_proj" in find_nonfinite(session, windows[0])
 
 
-def test_blame_names_a_weight_that_was_bad_already(tiny_model: Path, windows: list[list[Batch]]) -> None:
+def test_the_search_names_a_weight_that_was_bad_already(
+    tiny_model: Path, windows: list[list[TokenBatch]]
+) -> None:
     session = open_session(tiny_model)
     name = "model.layers.0.self_attn.q_proj.lora_B.weight"
     with torch.no_grad():
         session.masters.masters[name][0, 0] = torch.nan
-    assert name in session.blame(windows[0])
+    assert name in find_nonfinite(session, windows[0])
 
 
-def test_blame_leaves_the_random_state_alone(tiny_model: Path, windows: list[list[Batch]]) -> None:
+def test_the_search_leaves_the_random_state_alone(tiny_model: Path, windows: list[list[TokenBatch]]) -> None:
     session = open_session(tiny_model, lora_dropout=0.3)
-    session.step(windows[0], lr=1e-3)
+    train_step(session, windows[0], lr=1e-3)
     before = session.export_state().random["torch.cpu"]
-    assert session.blame(windows[0]) == "run again, every number was finite"
+    assert find_nonfinite(session, windows[0]) == "run again, every number was finite"
     np.testing.assert_array_equal(session.export_state().random["torch.cpu"], before)
 
 
@@ -148,7 +155,7 @@ def test_blame_leaves_the_random_state_alone(tiny_model: Path, windows: list[lis
 @pytest.mark.parametrize("optimizer", ["adamw", "fused_adamw", "adamw_8bit", "paged_adamw_8bit"])
 @pytest.mark.parametrize("train_type", ["lora", "qlora", "full"])
 def test_a_state_carries_on_on_a_gpu(
-    optimizer: str, train_type: str, tiny_model: Path, windows: list[list[Batch]]
+    optimizer: str, train_type: str, tiny_model: Path, windows: list[list[TokenBatch]]
 ) -> None:
     options = {"backend": "cuda", "precision": "bf16", "optimizer": optimizer, "train_type": train_type}
     options["lora_dropout"] = 0.3 if train_type != "full" else 0.0
@@ -163,7 +170,7 @@ def test_a_state_carries_on_on_a_gpu(
 
 @pytest.mark.cuda
 def test_a_step_that_does_not_fit_leaves_everything_as_it_was(
-    tiny_model: Path, windows: list[list[Batch]]
+    tiny_model: Path, windows: list[list[TokenBatch]]
 ) -> None:
     from crosstune.core.errors import OutOfMemory
 
@@ -175,7 +182,7 @@ def test_a_step_that_does_not_fit_leaves_everything_as_it_was(
     torch.cuda.empty_cache()
     try:
         with pytest.raises(OutOfMemory, match="not enough memory"):
-            session.step(windows[3] * 500, lr=1e-2)
+            train_step(session, windows[3] * 500, lr=1e-2)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert before + run(session, windows[3:]) == expected

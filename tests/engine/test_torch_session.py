@@ -8,15 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import train_step
 
 from crosstune.config.load import make_config
 from crosstune.config.plan import Plan
 from crosstune.core.errors import NonFiniteError, UserError
-from crosstune.core.protocols import Batch
+from crosstune.core.scaling import LossScale
 from crosstune.data.batches import pad_rows, split_rows
 from crosstune.data.chat import encode_conversation, encode_prompt
+from crosstune.data.token_batch import TokenBatch
 from crosstune.data.tokenizer import Tokenizer
+from crosstune.loop.step import prepare_window
 from crosstune.planner.gather import make_plan
+from crosstune.torch_engine.open import open_session as open_torch
 from crosstune.torch_engine.session import TorchSession
 
 TURNS = [
@@ -32,7 +36,7 @@ def plan_for(model: Path, **options: Any) -> Plan:
 
 
 def open_session(model: Path, **options: Any) -> TorchSession:
-    return TorchSession(plan_for(model, **options), model_folder=model)
+    return open_torch(plan_for(model, **options), model_folder=model)
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +49,12 @@ def examples(tokenizer: Tokenizer) -> list[Any]:
     return [encode_conversation(turns, tokenizer, index=i, whole=False) for i, turns in enumerate(TURNS)]
 
 
-def batches(examples: list[Any], size: int) -> list[Batch]:
+def batches(examples: list[Any], size: int) -> list[TokenBatch]:
     return list(split_rows(examples, batch_size=size, pad_id=0))
 
 
-def gradients(session: TorchSession, window: list[Batch]) -> dict[str, torch.Tensor]:
-    session._backward(window, sum(batch.num_supervised for batch in window))
+def gradients(session: TorchSession, window: list[TokenBatch]) -> dict[str, torch.Tensor]:
+    session.backward(prepare_window(session, window))
     return {
         name: tensor.grad.clone()
         for name, tensor in session.masters.masters.items()
@@ -106,8 +110,8 @@ def test_short_formats_train_with_masters_in_fp32(
     exact = open_session(tiny_model, train_type=train_type)
     window = batches(examples, 3)
     for _ in range(12):
-        loss = session.step(window, lr=3e-3).loss
-        expected = exact.step(window, lr=3e-3).loss
+        loss = train_step(session, window, lr=3e-3).loss
+        expected = train_step(exact, window, lr=3e-3).loss
         assert loss == pytest.approx(expected, rel=0.02)
     assert {master.dtype for master in session.masters.masters.values()} == {torch.float32}
     assert loss < 0.98 * open_session(tiny_model).evaluate(window).loss
@@ -115,10 +119,11 @@ def test_short_formats_train_with_masters_in_fp32(
 
 def test_fp16_retries_a_step_whose_gradients_overflow(tiny_model: Path, examples: list[Any]) -> None:
     session = open_session(tiny_model, precision="fp16_autocast")
-    session.scale.factor = 2.0**40
-    result = session.step(batches(examples, 3), lr=1e-3)
+    scale = LossScale(enabled=True)
+    scale.factor = 2.0**40
+    result = train_step(session, batches(examples, 3), lr=1e-3, scale=scale)
     assert np.isfinite(result.grad_norm)
-    assert session.scale.factor < 2.0**40
+    assert scale.factor < 2.0**40
 
 
 def test_a_loss_that_is_no_number_stops_before_the_optimizer_moves(
@@ -130,7 +135,7 @@ def test_a_loss_that_is_no_number_stops_before_the_optimizer_moves(
     with torch.no_grad():
         adapter.base.weight[0, 0] = float("nan")
     with pytest.raises(NonFiniteError):
-        session.step(batches(examples, 3), lr=1e-3)
+        train_step(session, batches(examples, 3), lr=1e-3)
     for name, tensor in session.masters.masters.items():
         torch.testing.assert_close(tensor.detach(), before[name], rtol=0, atol=0)
 
@@ -138,7 +143,7 @@ def test_a_loss_that_is_no_number_stops_before_the_optimizer_moves(
 def test_the_same_seed_gives_the_same_run_and_another_does_not(tiny_model: Path, examples: list[Any]) -> None:
     def losses(seed: int) -> list[float]:
         session = open_session(tiny_model, seed=seed, lora_dropout=0.2)
-        return [session.step(batches(examples, 3), lr=1e-3).loss for _ in range(3)]
+        return [train_step(session, batches(examples, 3), lr=1e-3).loss for _ in range(3)]
 
     assert losses(1) == losses(1)
     assert losses(1) != losses(2)
@@ -170,7 +175,7 @@ def test_streamed_tokens_are_the_answer(tiny_model: Path, tokenizer: Tokenizer) 
     assert heard == answer
 
 
-def logits_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+def logits_of(model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
     model.eval()
     with torch.no_grad():
         return model(input_ids=torch.from_numpy(batch.input_ids).long()).logits
@@ -181,7 +186,7 @@ def test_peft_loads_the_adapter_as_it_is(tiny_model: Path, examples: list[Any], 
 
     session = open_session(tiny_model, lora_rank=4, lora_alpha=16)
     for _ in range(5):
-        session.step(batches(examples, 3), lr=1e-2)
+        train_step(session, batches(examples, 3), lr=1e-2)
     folder = session.save_result(tmp_path)
     assert folder == tmp_path / "adapter"
     loaded = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -196,7 +201,7 @@ def test_transformers_loads_the_model_as_it_is(tiny_model: Path, examples: list[
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     session = open_session(tiny_model, train_type="full")
-    session.step(batches(examples, 3), lr=1e-3)
+    train_step(session, batches(examples, 3), lr=1e-3)
     folder = session.save_result(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     batch = pad_rows(examples, pad_id=0)
@@ -208,7 +213,7 @@ def test_an_adapter_starts_another_run_where_it_ended(
     tiny_model: Path, examples: list[Any], tmp_path: Path
 ) -> None:
     first = open_session(tiny_model)
-    first.step(batches(examples, 3), lr=1e-2)
+    train_step(first, batches(examples, 3), lr=1e-2)
     folder = first.save_result(tmp_path)
     second = open_session(tiny_model, base_adapter=str(folder))
     batch = pad_rows(examples, pad_id=0)
@@ -256,6 +261,6 @@ def test_cuda_follows_the_cpu(
     session = open_session(tiny_model, train_type=train_type, backend="cuda", precision=precision)
     window = batches(examples, 3)
     for _ in range(10):
-        expected = reference.step(window, lr=1e-3).loss
-        assert session.step(window, lr=1e-3).loss == pytest.approx(expected, rel=bound)
+        expected = train_step(reference, window, lr=1e-3).loss
+        assert train_step(session, window, lr=1e-3).loss == pytest.approx(expected, rel=bound)
     assert session.memory().peak_bytes > 0

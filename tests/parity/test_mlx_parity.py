@@ -15,11 +15,13 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
 import mlx.core as mx
+from support import train_step
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.core.protocols import Batch, Example, Session
+from crosstune.core.protocols import Session
 from crosstune.data.batches import pack_rows, pad_rows, split_rows
+from crosstune.data.token_batch import Example, TokenBatch
 from crosstune.mlx_engine.export import make_view
 from crosstune.models.locate import ModelFolder
 from crosstune.models.tiny import tiny_model as make_tiny
@@ -97,7 +99,7 @@ def pair(folder: Path, **options: Any) -> tuple[Session, Session]:
     return open_session("cpu", folder, **options), open_session("mlx", folder, **options)
 
 
-def window(step: int) -> list[Batch]:
+def window(step: int) -> list[TokenBatch]:
     return WINDOWS[step % len(WINDOWS)]
 
 
@@ -105,8 +107,8 @@ def worst_loss(ours: Session, theirs: Session, *, num_steps: int = NUM_STEPS, lr
     """The largest relative difference of a loss over some steps."""
     worst = 0.0
     for step in range(num_steps):
-        expected = theirs.step(window(step), lr=lr).loss
-        worst = max(worst, abs(ours.step(window(step), lr=lr).loss - expected) / expected)
+        expected = train_step(theirs, window(step), lr=lr).loss
+        worst = max(worst, abs(train_step(ours, window(step), lr=lr).loss - expected) / expected)
     return worst
 
 
@@ -137,12 +139,12 @@ def test_gradients_are_those_of_torch(folders: Any, kind: str, train_type: str) 
     """Adam's first moment after its first step is a tenth of the gradient. Not from the start, where B is zero."""
     torch_session, mlx_session = pair(folders(kind), train_type=train_type, apply_gradient_clipping=False)
     for step in range(3):
-        torch_session.step(window(step), lr=1e-2)
+        train_step(torch_session, window(step), lr=1e-2)
     state = replace(torch_session.export_state(), moments={})
     gradients = []
     for session in (mlx_session, torch_session):
         session.import_state(state)
-        session.step(window(3), lr=1e-3)
+        train_step(session, window(3), lr=1e-3)
         gradients.append(dict(session.export_state().moments["first_moment"]))
     assert min(np.abs(array).max() for array in gradients[1].values()) > 0
     assert largest_difference(*gradients) < 1e-4
@@ -176,21 +178,21 @@ def test_lora_plus_and_rank_stabilized_scale_are_those_of_torch(folders: Any) ->
 def test_a_state_moves_to_mlx_and_back_without_a_mark(folders: Any) -> None:
     """20 steps on torch, 20 on MLX, 20 on torch again: the curve of 60 steps on torch."""
     straight = open_session("cpu", folders("llama"))
-    expected = [straight.step(window(step), lr=1e-3).loss for step in range(60)]
+    expected = [train_step(straight, window(step), lr=1e-3).loss for step in range(60)]
     session, losses = open_session("cpu", folders("llama")), []
     for start, backend in ((0, "cpu"), (20, "mlx"), (40, "cpu")):
         if start:
             state = session.export_state()
             session = open_session(backend, folders("llama"))
             session.import_state(state)
-        losses += [session.step(window(step), lr=1e-3).loss for step in range(start, start + 20)]
+        losses += [train_step(session, window(step), lr=1e-3).loss for step in range(start, start + 20)]
     differences = [abs(ours - theirs) / theirs for ours, theirs in zip(losses, expected, strict=True)]
     assert max(differences) < 1e-4
     fresh = open_session("cpu", folders("llama"))
     fresh.import_state(
         replace(state, moments={})
     )  # without its moments the curve is another: the bound above can fail
-    lost = [fresh.step(window(step), lr=1e-3).loss for step in range(40, 60)]
+    lost = [train_step(fresh, window(step), lr=1e-3).loss for step in range(40, 60)]
     assert max(abs(a - b) / b for a, b in zip(lost, expected[40:], strict=True)) > 1e-4
 
 
@@ -211,7 +213,7 @@ def test_packed_rows_have_the_loss_of_torch_and_of_documents_alone(folders: Any,
 def test_greedy_answers_are_those_of_torch(folders: Any, kind: str) -> None:
     torch_session, mlx_session = pair(folders(kind))
     for step in range(4):
-        torch_session.step(window(step), lr=1e-2)
+        train_step(torch_session, window(step), lr=1e-2)
     mlx_session.import_state(torch_session.export_state())
     prompts = [list(map(int, example.tokens)) for example in EXAMPLES[:4]]
     answers = torch_session.generate(prompts, max_new_tokens=12)
@@ -247,7 +249,7 @@ def test_peft_and_mlx_lm_load_the_adapter_and_give_our_logits(
         "mlx", folder, train_type=train_type, lora_rank=3, lora_target_modules="k_proj,up_proj"
     )
     for step in range(4):
-        session.step(window(step), lr=1e-2)
+        train_step(session, window(step), lr=1e-2)
     saved = session.save_result(tmp_path)
     assert saved == tmp_path / "adapter"
     ids = [list(map(int, EXAMPLES[1].tokens))]
@@ -266,7 +268,7 @@ def test_transformers_and_mlx_lm_load_the_model_and_give_our_logits(folders: Any
     from mlx_lm import load
 
     session = open_session("mlx", folders("llama"), train_type="full")
-    session.step(window(0), lr=1e-2)
+    train_step(session, window(0), lr=1e-2)
     saved = session.save_result(tmp_path)
     assert saved == tmp_path / "model"
     ids = [list(map(int, EXAMPLES[1].tokens))]

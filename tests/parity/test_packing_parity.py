@@ -12,10 +12,10 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from crosstune.core.errors import UserError
-from crosstune.core.protocols import IGNORED, Batch, Example
 from crosstune.data.batches import pack_rows, pad_rows
 from crosstune.data.packing import pack
-from crosstune.torch_engine.losses import causal_loss_sum, ensure_separates_documents
+from crosstune.data.token_batch import IGNORED, Example, TokenBatch
+from crosstune.torch_engine.tasks.causal_lm import CausalLM, ensure_separates_documents
 
 CPU = torch.device("cpu")
 SHAPE = {
@@ -41,6 +41,12 @@ KINDS: dict[str, Callable[[], Any]] = {
 EAGER_ONLY = ("gemma2",)
 
 
+def causal_loss_sum(model: Any, batch: TokenBatch, *, device: torch.device) -> torch.Tensor:
+    task = CausalLM()
+    tensors = {name: torch.from_numpy(array).to(device) for name, array in task.arrays(batch).items()}
+    return task.loss(model, tensors)[0]
+
+
 def documents(lengths: list[int]) -> list[Example]:
     random = np.random.default_rng(0)
     return [
@@ -59,12 +65,12 @@ def make_model(kind: str) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(KINDS[kind](), attn_implementation=attention).float().train()
 
 
-def only_document(batch: Batch, row: int, segment: int) -> Batch:
+def only_document(batch: TokenBatch, row: int, segment: int) -> TokenBatch:
     """The same rows with the loss of one document alone."""
     targets = np.full_like(batch.targets, IGNORED)
     inside = batch.segments[row] == segment
     targets[row, inside] = batch.targets[row, inside]
-    return Batch(
+    return TokenBatch(
         input_ids=batch.input_ids, targets=targets, segments=batch.segments, positions=batch.positions
     )
 
@@ -92,9 +98,9 @@ def test_gradients_are_those_of_unpacked_rows(kind: str) -> None:
     examples = documents([11, 17, 9, 24, 3, 20])
     rows = [examples[:2], examples[2:4], examples[4:]]
 
-    def gradients(batches: list[Batch]) -> dict[str, torch.Tensor]:
+    def gradients(batches: list[TokenBatch]) -> dict[str, torch.Tensor]:
         model.zero_grad()
-        weight = sum(batch.num_supervised for batch in batches)
+        weight = sum(batch.weight for batch in batches)
         for batch in batches:
             (causal_loss_sum(model, batch, device=CPU) / weight).backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from crosstune.core.errors import UserError
-from crosstune.core.protocols import IGNORED, Example
 from crosstune.data.batches import pad_rows, split_rows
 from crosstune.data.chat import encode_conversation, encode_prompt, render
 from crosstune.data.commands import NUM_HELD_OUT, NUM_TRAIN, make_commands
 from crosstune.data.formats import recognise, to_conversation
 from crosstune.data.order import rows_of_step, total_steps
+from crosstune.data.token_batch import IGNORED, Example
 from crosstune.data.tokenizer import Tokenizer
 
 TURNS = [
@@ -179,7 +179,7 @@ def test_targets_are_shifted_and_padding_carries_no_loss() -> None:
     assert batch.input_ids[0].tolist() == [5, 6, 7, 9, 9, 9, 9, 9]
     assert batch.targets[0].tolist() == [IGNORED, 7] + [IGNORED] * 6
     assert batch.targets[1].tolist() == [2, IGNORED, 4] + [IGNORED] * 5
-    assert (batch.num_tokens, batch.num_supervised) == (7, 3)
+    assert (batch.num_tokens, batch.weight) == (7, 3)
     assert [
         b.input_ids.shape[0] for b in split_rows([example([1, 2], [1, 1])] * 5, batch_size=2, pad_id=0)
     ] == [2, 2, 1]

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from crosstune.config.load import make_config
-from crosstune.core.protocols import IGNORED, Example
 from crosstune.data.batches import pack_rows
 from crosstune.data.packing import PackedOrder, Packer, pack
+from crosstune.data.token_batch import IGNORED, Example
 from crosstune.recipes.sft import SftRecipe
 
 LENGTHS = np.random.default_rng(3).integers(1, 100, size=1000)
@@ -64,7 +64,7 @@ def test_segments_and_positions_start_again_and_no_target_crosses() -> None:
     assert batch.segments[0].tolist() == [1, 1, 1, 2, 2, 0, 0, 0]
     assert batch.positions[0].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
     assert batch.targets[1].tolist() == [IGNORED] * 8
-    assert (batch.num_tokens, batch.num_supervised) == (6, 3)
+    assert (batch.num_tokens, batch.weight) == (6, 3)
 
 
 def test_a_packed_run_sees_each_example_once_an_epoch(tiny_model: Path, write_jsonl: Any) -> None:
@@ -91,7 +91,7 @@ def test_a_packed_run_sees_each_example_once_an_epoch(tiny_model: Path, write_js
 
     def totals(recipe: SftRecipe) -> tuple[int, int]:
         batches = [batch for step in range(recipe.num_steps()) for batch in recipe.window(step)]
-        return sum(b.num_tokens for b in batches), sum(b.num_supervised for b in batches)
+        return sum(b.num_tokens for b in batches), sum(b.weight for b in batches)
 
     assert totals(packed) == totals(plain)
     assert packed.num_steps() < plain.num_steps()

@@ -12,10 +12,10 @@ import pytest
 from tokenizers import AddedToken
 
 from crosstune.core.errors import UserError
-from crosstune.core.protocols import Example
 from crosstune.data.chat import encode_conversation, encode_prompt, render
 from crosstune.data.template import render_text
 from crosstune.data.template_limits import FILTERS
+from crosstune.data.token_batch import Example
 from crosstune.data.tokenizer import Tokenizer
 
 CHATML = (

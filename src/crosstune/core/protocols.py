@@ -2,75 +2,62 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.core.errors import UserError
-
-IGNORED = -100
-"""The target of a position that carries no loss."""
-
-IntArray = NDArray[np.int32]
 Array = NDArray[Any]
+Metrics = Mapping[str, float]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Example:
-    """One tokenized document. `supervised[i]` says whether token i is to be predicted."""
-
-    tokens: IntArray
-    supervised: NDArray[np.bool_]
-    index: int
-    """Its place in the data set, counted from 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """Rows of equal length. Targets are already shifted: position t predicts `targets[:, t]`."""
-
-    input_ids: IntArray
-    targets: IntArray
-    segments: IntArray
-    """0 where there is padding, else the number of the document within its row, from 1."""
-    positions: IntArray
+class Batch(Protocol):
+    """A micro-batch: what a recipe makes and its task reads. Holds numpy arrays."""
 
     @property
-    def num_tokens(self) -> int:
-        return int((self.segments > 0).sum())
+    def weight(self) -> int:
+        """What the loss of the batch is a sum over: supervised tokens, examples, ..."""
+        ...
 
     @property
-    def num_supervised(self) -> int:
-        return int((self.targets != IGNORED).sum())
-
-
-def weight_of(window: Sequence[Batch]) -> int:
-    """What the losses of a window are divided by."""
-    weight = sum(batch.num_supervised for batch in window)
-    if not weight:
-        raise UserError(
-            "There is nothing to learn in this step.", why="not one token of its rows carries loss."
-        )
-    return weight
+    def num_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepResult:
-    loss: float
-    """Mean over all supervised tokens of the window."""
-    grad_norm: float
+class PreparedBatch:
+    """A batch as arrays on the host, in the form the engine copies to its device."""
+
+    weight: int
     num_tokens: int
-    num_supervised: int
+    arrays: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backward:
+    """What the backward passes of a window gave."""
+
+    loss: float
+    """The sum of the losses divided by the weight of the whole window, over all ranks."""
+    grad_norm: float
+    """Before clipping."""
+    weight: int
+    num_tokens: int
+    metrics: Metrics = field(default_factory=dict)
+    """The task's own metrics, averaged over the window."""
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalResult:
     loss: float
-    num_supervised: int
+    weight: int
+    metrics: Metrics = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +100,63 @@ class SessionState:
 
 
 class Session(Protocol):
-    """An opened engine: model, adapters and optimizer on their devices."""
+    """An opened engine: model, adapters and optimizer on their devices. With several processes, every rank makes the
+    same calls in the same order."""
 
-    def step(self, window: Sequence[Batch], *, lr: float) -> StepResult: ...
+    def prepare(self, batch: Batch) -> PreparedBatch:
+        """Turn a batch into arrays on the host. Touches neither model nor device, so a thread may do it ahead."""
+        ...
+
+    def backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
+        """Compute the clipped gradients of a whole window: those of one large batch, as the weight of all its batches
+        is known before the first pass. The gradients stay in the session; the loss scale is taken out of them."""
+        ...
+
+    def discard(self) -> None:
+        """Drop the gradients of the last `backward` and put the random state back to before it."""
+        ...
+
+    def update(self, *, lr: float) -> None:
+        """Move the weights by the gradients of the last `backward`, and drop those."""
+        ...
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult: ...
+
+    def find_nonfinite(self, window: Sequence[PreparedBatch]) -> str:
+        """Run a window again and name what is not finite first: a layer's output, or the gradient of a weight."""
+        ...
+
+    def memory(self) -> Memory: ...
+
+    def num_parameters(self) -> tuple[int, int]:
+        """Return the number of trained parameters, and of all."""
+        ...
+
+    def trained_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return canonical name -> shape of every array in `SessionState.weights`."""
+        ...
+
+    def export_state(self, *, copy: bool = True) -> SessionState:
+        """Return the state. With `copy`, later steps do not change it; without, it may be valid only until the next."""
+        ...
+
+    def import_state(self, state: SessionState) -> None:
+        """Continue from a state: the next step equals the one that would have followed where it is from."""
+        ...
+
+    def import_weights(self, weights: Mapping[str, Array]) -> None:
+        """Take what was trained alone, as `SessionState.weights` has it."""
+        ...
+
+    def save_result(self, folder: Path | None) -> Path | None:
+        """Write what was trained as other tools read it, to `folder/adapter` or `folder/model`; return that path. A rank
+        that does not write passes None."""
+        ...
+
+
+@runtime_checkable
+class Generates(Protocol):
+    """What the session of a generating model can do besides."""
 
     def generate(
         self,
@@ -130,70 +169,74 @@ class Session(Protocol):
         on_token: Callable[[int], None] | None = None,
     ) -> list[list[int]]: ...
 
-    def agree(self, flag: bool) -> bool:
-        """Whether any process of the run says so; all of them ask at the same place."""
+
+class Task(Protocol):
+    """The engine's side of a recipe: its model and its loss. Each engine says in its own `task.py` what it passes."""
+
+    def build(self, opening: Any) -> Any:
+        """Return the model, with its weights."""
         ...
 
-    def memory(self) -> Memory: ...
-
-    def num_parameters(self) -> tuple[int, int]:
-        """Trained, and all."""
+    def arrays(self, batch: Any) -> Mapping[str, Array]:
+        """Return the host arrays of a batch that the loss reads."""
         ...
 
-    def export_state(self, *, copy: bool = True) -> SessionState:
-        """The state now. A copy, which later steps do not change; without, it may be valid only until the next one."""
+    def loss(self, model: Any, arrays: Mapping[str, Any]) -> tuple[Any, Mapping[str, tuple[Any, Any]]]:
+        """Return the sum of losses over a batch, never a mean, and metrics: each a sum and the weight it is over."""
         ...
 
-    def import_state(self, state: SessionState) -> None:
-        """Continue from there: the next step equals the one that would have followed in the session it is from."""
-        ...
 
-    def import_weights(self, weights: Mapping[str, Array]) -> None:
-        """Take what was trained alone, as `SessionState.weights` has it."""
-        ...
+@runtime_checkable
+class RecordsBase(Protocol):
+    """A task that trains over a base model."""
 
-    def blame(self, window: Sequence[Batch]) -> str:
-        """Where the numbers of a window first stop being finite: the layer, or the weight whose gradient does."""
-        ...
-
-    def save_result(self, run_dir: Path) -> Path:
-        """Write what was trained as other tools read it: `adapter/` or `model/`. Returns that folder."""
+    def base_record(self) -> Mapping[str, Any]:
+        """Return which weights, quantized how, are trained over; goes into crosstune.json beside an adapter."""
         ...
 
 
 class Recipe(Protocol):
-    """One kind of training, engine-free: its data, how it is batched and how it is judged."""
+    """One kind of training, engine-free: its data, how it is batched and how it is evaluated."""
+
+    weight_name: str
+    """What the weight of a batch counts, as metrics.jsonl calls it: `supervised_tokens`, `examples`, ..."""
+
+    def task(self, engine: str) -> Task:
+        """Return the recipe's task for an engine; raise a UserError when it has none."""
+        ...
 
     def longest_row(self) -> int:
-        """Tokens of the longest row that a step can meet."""
+        """Return the number of tokens of the longest row that a step can meet."""
         ...
 
     def configure(self, config: Any) -> None:
         """Take the options as finally resolved; the data stays what it is."""
         ...
 
-    def window(self, step: int) -> list[Batch]:
-        """The micro-batches of optimizer step `step`, counted from 0. Depends on nothing else."""
+    def window(self, step: int) -> Sequence[Batch]:
+        """Return the micro-batches of optimizer step `step`, counted from 0. Depends on nothing else."""
         ...
 
     def num_steps(self) -> int: ...
 
-    def describe(self) -> Mapping[str, Any]: ...
+    def describe(self) -> Mapping[str, Any]:
+        """Return what plan.json, the screen and the report say about the data."""
+        ...
 
     def identity(self) -> str:
-        """A hash of the training examples, wherever they were read."""
+        """Return a hash of the training examples, the same wherever they were read."""
         ...
 
     def order(self) -> Mapping[str, Any]:
-        """All that decides which examples make up which step, beside the examples themselves."""
+        """Return everything beside the examples that decides which of them make up which step."""
         ...
 
     def position(self, step: int) -> Mapping[str, Any]:
-        """Where in the data a run stands after `step` steps, in words that mean the same on any machine."""
+        """Return where in the data a run stands after `step` steps, in terms that mean the same on any machine."""
         ...
 
     def rows(self, step: int) -> list[int]:
-        """Places in the data set, counted from 0, of the examples of a step."""
+        """Return the places in the data set, counted from 0, of the examples of a step."""
         ...
 
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation: ...

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 START = 2.0**16
 SMALLEST = 1.0
 STEPS_TO_GROW = 200
+
+
+def needs_loss_scale(precision: str) -> bool:
+    """Return whether gradients of this --precision underflow unless the loss is scaled up."""
+    return precision.startswith("fp16")
 
 
 @dataclass
@@ -34,3 +41,11 @@ class LossScale:
         self.good_steps += 1
         if self.good_steps >= STEPS_TO_GROW:
             self.factor, self.good_steps = min(self.factor * 2, START), 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {"factor": self.factor, "good_steps": self.good_steps}
+
+    def load(self, data: Mapping[str, Any]) -> None:
+        """Continue from what `to_json` gave; a run that does not scale stays at 1."""
+        if self.enabled:
+            self.factor, self.good_steps = float(data["factor"]), int(data["good_steps"])

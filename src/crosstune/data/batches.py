@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from crosstune.core.protocols import IGNORED, Batch, Example
+from crosstune.data.token_batch import IGNORED, Example, TokenBatch
 
 # Rows are padded to a multiple of this, so that compiled and cached kernels see few shapes.
 LENGTH_STEP = 8
 
 
-def pad_rows(examples: Sequence[Example], *, pad_id: int) -> Batch:
+def pad_rows(examples: Sequence[Example], *, pad_id: int) -> TokenBatch:
     """One example a row, padded on the right to the longest."""
     longest = max(len(example.tokens) for example in examples)
     width = -(-longest // LENGTH_STEP) * LENGTH_STEP
@@ -26,10 +26,10 @@ def pad_rows(examples: Sequence[Example], *, pad_id: int) -> Batch:
         targets[row, : length - 1] = np.where(example.supervised[1:], example.tokens[1:], IGNORED)
         segments[row, :length] = 1
     positions = np.broadcast_to(np.arange(width, dtype=np.int32), shape).copy()
-    return Batch(input_ids=input_ids, targets=targets, segments=segments, positions=positions)
+    return TokenBatch(input_ids=input_ids, targets=targets, segments=segments, positions=positions)
 
 
-def pack_rows(rows: Sequence[Sequence[Example]], *, pad_id: int) -> Batch:
+def pack_rows(rows: Sequence[Sequence[Example]], *, pad_id: int) -> TokenBatch:
     """Several examples a row, one behind the other. Positions start again at each, and once more at the padding,
     which is thereby a document of its own that carries no loss."""
     longest = max(sum(len(example.tokens) for example in row) for row in rows)
@@ -49,15 +49,15 @@ def pack_rows(rows: Sequence[Sequence[Example]], *, pad_id: int) -> Batch:
             positions[number, start:end] = np.arange(end - start)
             start = end
         positions[number, start:] = np.arange(width - start)
-    return Batch(input_ids=input_ids, targets=targets, segments=segments, positions=positions)
+    return TokenBatch(input_ids=input_ids, targets=targets, segments=segments, positions=positions)
 
 
-def split_packed(rows: Sequence[Sequence[Example]], *, batch_size: int, pad_id: int) -> Iterator[Batch]:
+def split_packed(rows: Sequence[Sequence[Example]], *, batch_size: int, pad_id: int) -> Iterator[TokenBatch]:
     for start in range(0, len(rows), batch_size):
         yield pack_rows(rows[start : start + batch_size], pad_id=pad_id)
 
 
-def split_rows(examples: Sequence[Example], *, batch_size: int, pad_id: int) -> Iterator[Batch]:
+def split_rows(examples: Sequence[Example], *, batch_size: int, pad_id: int) -> Iterator[TokenBatch]:
     for start in range(0, len(examples), batch_size):
         yield pad_rows(examples[start : start + batch_size], pad_id=pad_id)
 

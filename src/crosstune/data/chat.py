@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
-from crosstune.core.protocols import Example
 from crosstune.data.template import Message, Span, Tools, load_template, render_text
+from crosstune.data.token_batch import Example
 from crosstune.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
-from crosstune.core.protocols import Example
 from crosstune.core.record import write_json
 from crosstune.data.encode import Encoder, OnProgress, encode_source, source_format
 from crosstune.data.sources import Source
 from crosstune.data.store import ARRAYS, DiskFiles, MemoryFiles, StoreWriter, TokenStore, open_store
+from crosstune.data.token_batch import Example
 from crosstune.data.tokenizer import Tokenizer
 
 LAYOUT = 2

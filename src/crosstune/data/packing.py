@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -94,8 +95,13 @@ class PackedOrder:
         self.lengths, self.capacity, self.seed = lengths, capacity, seed
         self._counts: list[int] = []
         self._packed: dict[int, PackedRows] = {}
+        self._lock = threading.RLock()  # the next steps are prepared in a thread beside the loop
 
     def epoch(self, number: int) -> PackedRows:
+        with self._lock:
+            return self._epoch(number)
+
+    def _epoch(self, number: int) -> PackedRows:
         if number not in self._packed:
             order = epoch_order(len(self.lengths), seed=self.seed, epoch=number)
             packed = pack(order, self.lengths, capacity=self.capacity)
@@ -139,6 +145,7 @@ class PackedOrder:
         return float(self.lengths.sum()) / (self._count(0) * self.capacity)
 
     def _count(self, epoch: int) -> int:
-        while len(self._counts) <= epoch:
-            self._counts.append(len(self.epoch(len(self._counts))))
-        return self._counts[epoch]
+        with self._lock:
+            while len(self._counts) <= epoch:
+                self._counts.append(len(self.epoch(len(self._counts))))
+            return self._counts[epoch]

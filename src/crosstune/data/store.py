@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.core.protocols import IntArray
+from crosstune.data.token_batch import IntArray
 
 _BLOCK_EXAMPLES = 4096
 

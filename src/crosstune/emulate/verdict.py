@@ -19,6 +19,7 @@ from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.names import load_plugin
 from crosstune.core.protocols import Evaluation, Observer, Observers, Recipe
+from crosstune.loop.step import prepare_window, take_step
 from crosstune.machines.probe import load_machine
 from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import make_plan
@@ -125,7 +126,7 @@ def emulate(config: Config, *, machine: str | None = None, observers: Sequence[O
 def _run(plan: Plan, model: ModelFolder, recipe: Recipe, watch: Any, screen: Observers) -> Tried:
     started = time.perf_counter()
     screen.on_event("loading", {"model": model.name})
-    session: Any = open_session(plan, model)
+    session: Any = open_session(plan, model, task=recipe.task(plan.engine))
     watch.check_loaded(session)
     trained, everything = session.num_parameters()
     screen.on_event("loaded", {"trained_parameters": trained, "parameters": everything})
@@ -136,7 +137,8 @@ def _run(plan: Plan, model: ModelFolder, recipe: Recipe, watch: Any, screen: Obs
     losses = []
     for step in range(recipe.num_steps()):
         with watch.during(f"step {step + 1}"):
-            losses.append(session.step(recipe.window(step), lr=plan.config.lr).loss)
+            window = prepare_window(session, recipe.window(step))
+            losses.append(take_step(session, window, lr=plan.config.lr).loss)
     with watch.during("checkpoint"):
         session.export_state()
     return Tried(

@@ -77,7 +77,7 @@ def measure(
         first_step=first_step,
         num_steps=len(windows),
         loss=result.loss,
-        num_supervised=result.num_supervised,
+        num_supervised=result.weight,
         backend=backend,
         precision=precision,
         quantization=quantization,

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from crosstune.core.protocols import Memory, StepResult
+from crosstune.core.protocols import Backward, Memory
 
 # What a checkpoint holds of it. The rate belongs to the process that measured it.
 _CARRIED = (
     "steps",
     "tokens",
-    "supervised_tokens",
     "first_loss",
     "final_loss",
     "skipped",
@@ -29,7 +28,10 @@ class Progress:
     start_step: int = 0
     """Steps that an earlier process of this run had done."""
     tokens: int = 0
-    supervised_tokens: int = 0
+    weight: int = 0
+    """What all losses so far were sums over."""
+    weight_name: str = "supervised_tokens"
+    """What the recipe calls it."""
     skipped: int = 0
     """Steps left out because their loss or gradient was not finite."""
     first_loss: float | None = None
@@ -47,7 +49,7 @@ class Progress:
     evaluations: dict[int, float] = field(default_factory=dict)
     """Step -> loss on held-out data."""
 
-    def add(self, result: StepResult | None, *, step_s: float, memory: Memory) -> None:
+    def add(self, result: Backward | None, *, step_s: float, memory: Memory) -> None:
         """Count a step; None for one that was left out."""
         self.steps += 1
         self.seconds += step_s
@@ -57,7 +59,7 @@ class Progress:
             self.skipped += 1
             return
         self.tokens += result.num_tokens
-        self.supervised_tokens += result.num_supervised
+        self.weight += result.weight
         self.first_loss = result.loss if self.first_loss is None else self.first_loss
         self.final_loss = result.loss
         if self.steps - self.start_step != 2:
@@ -74,7 +76,7 @@ class Progress:
             "status": self.status,
             "steps": self.steps,
             "tokens": self.tokens,
-            "supervised_tokens": self.supervised_tokens,
+            self.weight_name: self.weight,
             "skipped_steps": self.skipped,
             "first_loss": self.first_loss,
             "final_loss": self.final_loss,
@@ -87,13 +89,15 @@ class Progress:
 
     def to_manifest(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _CARRIED} | {
+            self.weight_name: self.weight,
             "eval_before": dict(self.eval_before),
             "evaluations": {str(step): loss for step, loss in self.evaluations.items()},
         }
 
     @classmethod
-    def from_manifest(cls, carried: Mapping[str, Any]) -> Progress:
+    def from_manifest(cls, carried: Mapping[str, Any], *, weight_name: str = "supervised_tokens") -> Progress:
         known = {name: carried[name] for name in _CARRIED if name in carried}
+        known |= {"weight": int(carried.get(weight_name) or 0), "weight_name": weight_name}
         progress = cls(**known, eval_before=dict(carried.get("eval_before") or {}))
         progress.start_step = progress.steps
         progress.evaluations = {int(s): float(v) for s, v in (carried.get("evaluations") or {}).items()}

@@ -75,18 +75,26 @@ class Checkpoints:
         return step > self.last_step and (self.policy.at_end or self.newest is not None)
 
     def save(
-        self, session: Session, step: int, *, evaluations: Mapping[int, float], wait: bool = False
+        self,
+        session: Session,
+        step: int,
+        *,
+        evaluations: Mapping[int, float],
+        facts: Mapping[str, Any] | None = None,
+        wait: bool = False,
     ) -> None:
-        """Take the state of a session and have it written. Blocks for the copy, and for a write still in progress."""
-        if not self.writes:
-            self.last_step = step
-            return
+        """Take the state of a session and have it written. Blocks for the copy, and for a write still in progress.
+
+        Every process of a run exports its state, as that may need all of them; one writes.
+        """
         started = time.perf_counter()
         self.finish()
         beside = not wait and _fits_in_memory(session.num_parameters()[0])
-        state = session.export_state(copy=beside)
-        fields = dict(self.fields(step)) | {"trainable": _trainable(state), "facts": dict(state.facts)}
+        state = session.export_state(copy=beside and self.writes)
         self.last_step, self._last_time = step, time.monotonic()
+        if not self.writes:
+            return
+        fields = dict(self.fields(step)) | {"trainable": _trainable(state), "facts": dict(facts or {})}
         writing = _Writing(step=step, blocked_s=0.0, started=started)
         self._writing = writing
         judged = dict(evaluations)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.config.schema import Config
 from crosstune.core.errors import NonFiniteError, OutOfMemory, PeerLost
-from crosstune.core.protocols import Batch, Observer, Recipe, Session, StepResult
+from crosstune.core.protocols import Backward, Observer, PreparedBatch, Recipe, Session
+from crosstune.core.ranks import Alone, Group
+from crosstune.core.scaling import LossScale
 from crosstune.core.schedule import learning_rate, warmup_steps
+from crosstune.loop.prefetch import Prefetch
 from crosstune.loop.progress import Progress
 from crosstune.loop.save import Checkpoints
+from crosstune.loop.step import take_step
 from crosstune.loop.stop import StopRequested, StopSignal
 
 
@@ -39,6 +43,8 @@ class Training:
     progress: Progress
     checkpoints: Checkpoints
     deadline: Deadline | None = None
+    group: Group = field(default_factory=Alone)
+    scale: LossScale = field(default_factory=lambda: LossScale(enabled=False))
 
     def run(self) -> None:
         """Every step that is left. Progress is kept up to date throughout; a stop leaves a checkpoint."""
@@ -49,10 +55,7 @@ class Training:
             self.observer.on_event("training", {"num_steps": num_steps, "done": progress.steps})
             if progress.steps not in progress.evaluations:
                 self._evaluate_if_due(num_steps)  # a run that was stopped between a step and its evaluation
-            while progress.steps < num_steps:
-                self._check_stop()
-                self._take_step(progress.steps)
-                self._save_and_evaluate(num_steps)
+            self._take_steps(num_steps)
             progress.eval_after = self._evaluate(when="after")
             progress.status = "finished"
         except StopRequested:
@@ -69,6 +72,17 @@ class Training:
                 raise error from None
             raise
         self.checkpoints.finish()
+
+    def _take_steps(self, num_steps: int) -> None:
+        progress = self.progress
+        prefetch = Prefetch(self.recipe, self.session, first=progress.steps)
+        try:
+            while progress.steps < num_steps:
+                self._check_stop()
+                self._take_step(progress.steps, prefetch.window(progress.steps))
+                self._save_and_evaluate(num_steps)
+        finally:
+            prefetch.close()
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
@@ -96,7 +110,7 @@ class Training:
 
     def _stop_together(self) -> None:
         """Every process of the run stops here, or none."""
-        if self.session.agree(self.stop.requested):
+        if self.group.any(self.stop.requested):
             self.stop.request("another process of the run")
             raise StopRequested(self.stop.reason)
 
@@ -105,7 +119,7 @@ class Training:
         done = self.progress.steps
         self.checkpoints.poll()
         ends = done == num_steps and self.checkpoints.wanted_at_end(done)
-        if ends or self.checkpoints.due(done):
+        if ends or self.group.any(self.checkpoints.due(done)):
             self._save()
         self._evaluate_if_due(num_steps)
 
@@ -117,26 +131,41 @@ class Training:
     def _save(self, *, wait: bool = False) -> None:
         progress = self.progress
         if progress.steps > self.checkpoints.last_step:
-            self.checkpoints.save(self.session, progress.steps, evaluations=progress.evaluations, wait=wait)
+            self.checkpoints.save(
+                self.session,
+                progress.steps,
+                evaluations=progress.evaluations,
+                facts={"loss_scale": self.scale.to_json()},
+                wait=wait,
+            )
 
-    def _take_step(self, step: int) -> None:
-        window, lr = self.recipe.window(step), self.rate(step)
+    def _take_step(self, step: int, window: Sequence[PreparedBatch]) -> None:
+        lr = self.rate(step)
         started = time.perf_counter()
         try:
-            result = self.session.step(window, lr=lr)
+            result: Backward | None = take_step(self.session, window, lr=lr, scale=self.scale)
         except NonFiniteError as error:
-            self._blame(error, step, window)
+            self._find_nonfinite(error, step, window)
             result = None
         step_s = time.perf_counter() - started
         memory = self.session.memory()
         self.progress.add(result, step_s=step_s, memory=memory)
-        self.observer.on_step(_metrics(step, result, lr=lr, step_s=step_s, used_bytes=memory.used_bytes))
+        self.observer.on_step(
+            _metrics(
+                step,
+                result,
+                weight_name=self.recipe.weight_name,
+                lr=lr,
+                step_s=step_s,
+                used_bytes=memory.used_bytes,
+            )
+        )
 
-    def _blame(self, error: NonFiniteError, step: int, window: Sequence[Batch]) -> None:
+    def _find_nonfinite(self, error: NonFiniteError, step: int, window: Sequence[PreparedBatch]) -> None:
         """Say which examples and which layer it was; raise unless such a step may be left out."""
         allowed = self.config.skip_nonfinite
         skipped = self.progress.skipped < allowed
-        blame = self.session.blame(window)
+        blame = self.session.find_nonfinite(window)
         facts = {"step": step + 1, "error": error.asked, "blame": blame, "examples": self.recipe.rows(step)}
         self.observer.on_event("nonfinite", facts | {"skipped": skipped, "allowed": allowed})
         if not skipped:
@@ -168,18 +197,25 @@ class Training:
 
 
 def _metrics(
-    step: int, result: StepResult | None, *, lr: float, step_s: float, used_bytes: int
+    step: int,
+    result: Backward | None,
+    *,
+    weight_name: str,
+    lr: float,
+    step_s: float,
+    used_bytes: int,
 ) -> dict[str, Any]:
     """One line of metrics.jsonl."""
     line: dict[str, Any] = {
         "step": step + 1,
         "loss": result.loss if result else None,
         "tokens": result.num_tokens if result else 0,
-        "supervised_tokens": result.num_supervised if result else 0,
+        weight_name: result.weight if result else 0,
         "lr": lr,
         "grad_norm": result.grad_norm if result else None,
         "step_s": step_s,
         "tokens_per_s": result.num_tokens / step_s if result else 0.0,
         "memory_bytes": used_bytes,
+        **(result.metrics if result else {}),
     }
     return line if result else line | {"skipped": True}

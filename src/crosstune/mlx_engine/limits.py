@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -39,9 +41,15 @@ def read_memory() -> Memory:
     return Memory(used_bytes=mx.get_active_memory(), peak_bytes=mx.get_peak_memory())
 
 
-def raise_if_out_of_memory(error: RuntimeError) -> None:
-    """MLX has no error of its own for memory: what Metal, CUDA and its allocator say is told by the words."""
-    if _OUT_OF_MEMORY.search(str(error)):
+@contextlib.contextmanager
+def memory_errors() -> Iterator[None]:
+    """Turn "out of memory" into OutOfMemory. MLX has no error of its own for it: only the words of what Metal, CUDA and
+    its allocator say tell."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _OUT_OF_MEMORY.search(str(error)):
+            raise
         mx.clear_cache()
         raise OutOfMemory(str(error).strip().splitlines()[0]) from error
 

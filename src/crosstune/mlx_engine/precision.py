@@ -11,12 +11,10 @@ import mlx.core as mx
 class Precision:
     weights: mx.Dtype
     """Of the weights as they lie in memory. What is trained has fp32 masters besides, whatever this is."""
-    scaled: bool = False
-    """fp16 gradients underflow unless the loss is scaled up."""
 
 
 PRECISIONS = {
     "fp32": Precision(weights=mx.float32),
     "bf16": Precision(weights=mx.bfloat16),
-    "fp16": Precision(weights=mx.float16, scaled=True),
+    "fp16": Precision(weights=mx.float16),
 }

@@ -36,6 +36,12 @@ def save_model(folder: Path, model: Any, *, base: Path) -> None:
     save_arrays(folder, dict(tree_flatten(model.parameters())), base=base)
 
 
+def save_tensors(folder: Path, model: Any) -> None:
+    """Write the weights of a model alone, in shards."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _save_shards(folder, dict(tree_flatten(model.parameters())), lambda done, total: None)
+
+
 def save_arrays(
     folder: Path, tensors: dict[str, mx.array], *, base: Path, on_write: OnWrite | None = None
 ) -> None:

@@ -1,176 +1,168 @@
-"""A model, its trained part and its optimizer on MLX's device, behind the Session protocol."""
+"""Train a model on MLX's device: gradients of a window, updates, evaluation and state, behind `Session`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
-from crosstune.config.plan import Plan
 from crosstune.core.check_shapes import check_fit
-from crosstune.core.errors import NonFiniteError, PeerLost
-from crosstune.core.logit_distance import Logits, Prompts
-from crosstune.core.protocols import Array, Batch, EvalResult, Memory, SessionState, StepResult, weight_of
-from crosstune.core.scaling import LossScale
+from crosstune.core.protocols import (
+    Array,
+    Backward,
+    Batch,
+    EvalResult,
+    Memory,
+    Metrics,
+    PreparedBatch,
+    RecordsBase,
+    SessionState,
+)
 from crosstune.mlx_engine import state as states
-from crosstune.mlx_engine.adapters import add_adapters, name_targets
+from crosstune.mlx_engine.adapters import name_targets
 from crosstune.mlx_engine.find_nonfinite import bad_arrays, watch_outputs
-from crosstune.mlx_engine.generate import OnToken, generate
 from crosstune.mlx_engine.gradients import Gradients
 from crosstune.mlx_engine.group import RingGroup
-from crosstune.mlx_engine.limits import raise_if_out_of_memory, read_memory, set_limits
-from crosstune.mlx_engine.load import check_stored, load_model, num_parameters
-from crosstune.mlx_engine.losses import CausalLoss, make_feed
+from crosstune.mlx_engine.limits import memory_errors, read_memory
 from crosstune.mlx_engine.masters import Masters
 from crosstune.mlx_engine.optimizer import Optimizer
-from crosstune.mlx_engine.precision import PRECISIONS
-from crosstune.mlx_engine.save_model import quantization_record, save_model, to_host
-from crosstune.mlx_engine.wrap_call import recompute_in_backward
+from crosstune.mlx_engine.save_model import save_tensors, to_host
+from crosstune.mlx_engine.task import (
+    Arrays,
+    ChecksBatches,
+    HasOwnGradient,
+    Loss,
+    MetricSums,
+    MlxTask,
+    Opening,
+    WritesModel,
+)
 from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.models.adapter_files import load_adapter, save_adapter
-from crosstune.models.locate import identity
+from crosstune.models.adapter_files import save_adapter
 from crosstune.models.mlx_adapters import to_mlx
 
 RANDOM = "mlx"
 
 
+@dataclass(kw_only=True)
+class Parts:
+    """What opening a model makes, and a session works with."""
+
+    opening: Opening
+    task: MlxTask
+    model: nn.Module
+    adapters: dict[str, Any]
+    loss: Loss
+    gradients: Gradients
+    masters: Masters
+    optimizer: Optimizer
+    total_parameters: int
+    group: RingGroup | None
+    """None for a single process."""
+
+
 class MlxSession:
-    """`trained=False` opens the model to evaluate and generate only: no masters, no optimizer.
-
-    With a `group`, micro-batches are divided over its processes. Each has the whole model and does the same update.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        *,
-        model_folder: Path,
-        base_name: str | None = None,
-        trained: bool = True,
-        group: RingGroup | None = None,
-    ) -> None:
-        config = plan.config
-        self.plan = plan
-        self.group = group
-        self.model_folder = model_folder
-        self.base_name = base_name
-        self.limits = set_limits(config)
-        self.precision = PRECISIONS[plan.precision]
-        self.key = mx.random.key(config.seed)
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.plan, self.task, self.model = parts.opening.plan, parts.task, parts.model
+        self.adapters, self.masters = parts.adapters, parts.masters
+        self.optimizer, self.group = parts.optimizer, parts.group
+        self.key = mx.random.key(self.plan.config.seed)
         """What dropout draws from next."""
-        self.model = load_model(model_folder, plan=plan, dtype=self.precision.weights, trained=trained)
-        self.total_parameters = num_parameters(self.model)
-        self.settings = AdapterSettings.from_config(config, method=plan.method)
-        self.adapters: dict[str, Any] = {}
-        if plan.method in ("lora", "dora"):
-            self._add_adapters()
-        self.loss = CausalLoss(self.model)
-        if config.use_gradient_checkpointing and trained:
-            for layer in self.model.layers:
-                recompute_in_backward(layer)
-        self.masters = Masters(self.model if trained else None)
-        compiled = self.limits.compiled
-        self.gradients = Gradients(self.model, self.loss, list(self.adapters.values()), compiled=compiled)
-        self.optimizer = Optimizer(
-            config.optimizer, weight_decay=config.wd, b_ratio=config.loraplus_lr_ratio, compiled=compiled
-        )
-        self.scale = LossScale(enabled=self.precision.scaled)
-        if trained:
-            self._check_stored()
+        self._key_before = self.key
+        self._pending: dict[str, mx.array] = {}
 
-    def step(self, window: Sequence[Batch], *, lr: float) -> StepResult:
-        """One optimizer step. The gradient is that of one large batch: each micro-batch's sum of losses is divided
-        by the supervised tokens of the whole window."""
+    def prepare(self, batch: Batch) -> PreparedBatch:
+        return PreparedBatch(weight=batch.weight, num_tokens=batch.num_tokens, arrays=self.task.arrays(batch))
+
+    def backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
         assert self.masters.arrays, "this session was opened without training"
-        weight = weight_of(window)
-        before = self.key
-        while True:
-            try:
-                loss, norm, gradients = self._backward(window, weight)
-            except PeerLost:
-                self.key = before  # a checkpoint now is one of the step before
-                raise
-            except RuntimeError as error:
-                self.key = before
-                raise_if_out_of_memory(error)
-                raise
-            if math.isfinite(loss) and math.isfinite(norm):
-                break
-            if not (math.isfinite(loss) and self.scale.shrink()):
-                self.key = before  # as if the step had not been tried
-                raise NonFiniteError(
-                    f"The {'loss' if not math.isfinite(loss) else 'gradient'} is not a finite number.",
-                    why="the step was stopped before the optimizer moved; the weights are those of the step before.",
-                    do="lower --lr, use --precision bf16 or fp32, or look at the data of this step",
-                )
-        self.masters.replace(self.optimizer.step(self.masters.arrays, self._clip(gradients, norm), lr=lr))
-        mx.eval(self.masters.arrays, self.optimizer.slots, self.model.parameters())
-        self.scale.grow()
+        self._key_before = self.key
+        weight = sum(batch.weight for batch in window)
+        with memory_errors():
+            loss, metrics, gradients = self._gradients_of(window, weight, loss_scale=loss_scale)
+            if self.group is not None:
+                [loss] = self.group.sum_numbers(loss)
+                gradients = self.group.sum_arrays({name: gradients[name] for name in self.masters.arrays})
+            if loss_scale != 1.0:
+                gradients = {name: array / loss_scale for name, array in gradients.items()}
+            norm = float(mx.sqrt(mx.stack([(array * array).sum() for array in gradients.values()]).sum()))
+        self._pending = self._clip(gradients, norm)
+        return Backward(
+            loss=loss,
+            grad_norm=norm,
+            weight=weight,
+            num_tokens=sum(batch.num_tokens for batch in window),
+            metrics=metrics.means(self.group),
+        )
+
+    def discard(self) -> None:
+        self._pending = {}
+        self.key = self._key_before
+
+    def update(self, *, lr: float) -> None:
+        gradients, self._pending = self._pending, {}
+        with memory_errors():
+            self.masters.replace(self.optimizer.step(self.masters.arrays, gradients, lr=lr))
+            mx.eval(self.masters.arrays, self.optimizer.slots, self.model.parameters())
         del gradients
         if self.plan.config.low_memory:
             mx.clear_cache()
-        return StepResult(
-            loss=loss,
-            grad_norm=norm,
-            num_tokens=sum(batch.num_tokens for batch in window),
-            num_supervised=weight,
-        )
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
-        total, weight = 0.0, 0
-        for place, batch in enumerate(batches):
-            weight += batch.num_supervised
-            self._check_packing([batch])  # by every process, so that none waits for one that refuses
-            if self._is_own(place):
-                total += float(self.loss(make_feed(batch)))
+        total, weight, metrics = 0.0, 0, MetricTotals(self.task.metric_names)
+        with memory_errors():
+            for place, batch in enumerate(batches):
+                weight += batch.weight
+                prepared = self.prepare(batch)
+                self._check_batches([prepared])
+                if self._is_own(place):
+                    loss, sums = self.parts.loss(self._to_device(prepared))
+                    total += float(loss)
+                    metrics.add(sums)
         if self.group is not None:
             [total] = self.group.sum_numbers(total)
-        return EvalResult(loss=total / weight if weight else math.nan, num_supervised=weight)
+        mean = total / weight if weight else math.nan
+        return EvalResult(loss=mean, weight=weight, metrics=metrics.means(self.group))
 
-    def logits(self, prompts: Prompts) -> Logits:
-        """Of the model as it is trained, without dropout."""
-        return [np.array(self.model(mx.array([list(prompt)]))[0].astype(mx.float32)) for prompt in prompts]
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        stop_ids: Sequence[int] = (),
-        temperature: float = 0.0,
-        seed: int = 0,
-        on_token: OnToken | None = None,
-    ) -> list[list[int]]:
-        return generate(
-            self.model,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            stop_ids=stop_ids,
-            temperature=temperature,
-            seed=seed,
-            on_token=on_token,
-        )
-
-    def agree(self, flag: bool) -> bool:
-        return self.group.any(flag) if self.group is not None else flag
+    def find_nonfinite(self, window: Sequence[PreparedBatch]) -> str:
+        if broken := bad_arrays(self.masters.arrays):
+            return f"the weight {broken[0]} was not finite before the step"
+        before = self.key
+        with watch_outputs(self.model) as layers:
+            for batch in window:
+                self.parts.gradients.forward(self._to_device(batch), self._next_key())
+        self.key = before
+        weight = sum(batch.weight for batch in window)
+        _, _, gradients = self._gradients_of(window, weight, divided=False)
+        self.key = before
+        if layers:
+            return f"the output of {layers[0]} was the first that is not finite"
+        if bad := bad_arrays(dict(reversed(list(gradients.items())))):
+            return f"every output was finite; the gradient of {bad[0]} was the first that is not"
+        return "run again, every number was finite"
 
     def memory(self) -> Memory:
         return read_memory()
 
     def num_parameters(self) -> tuple[int, int]:
-        return sum(array.size for array in self.masters.arrays.values()), self.total_parameters
+        return sum(array.size for array in self.masters.arrays.values()), self.parts.total_parameters
+
+    def trained_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(array.shape) for name, array in self.masters.arrays.items()}
 
     def export_state(self, *, copy: bool = True) -> SessionState:
-        """Arrays of MLX are never changed, so a state without a copy is as lasting as one with it."""
+        """Arrays of MLX are never changed, so a state without a copy lasts as long as one with it."""
         return SessionState(
             weights={name: states.to_host(array) for name, array in self.masters.arrays.items()},
             moments=states.export_moments(self.optimizer),
             random={RANDOM: states.to_host(self.key)},
-            facts={"loss_scale": {"factor": self.scale.factor, "good_steps": self.scale.good_steps}},
         )
 
     def import_state(self, state: SessionState) -> None:
@@ -178,97 +170,81 @@ class MlxSession:
         states.import_moments(self.optimizer, self.masters.arrays, state.moments)
         if RANDOM in state.random:
             self.key = mx.array(np.asarray(state.random[RANDOM], np.uint32))
-        scale = state.facts.get("loss_scale")
-        if scale is not None and self.scale.enabled:
-            self.scale.factor, self.scale.good_steps = float(scale["factor"]), int(scale["good_steps"])
 
     def import_weights(self, weights: Mapping[str, Array]) -> None:
-        check_fit({name: array.shape for name, array in self.masters.arrays.items()}, weights)
+        check_fit(self.trained_shapes(), weights)
         self.masters.replace(
             {name: mx.array(np.asarray(array, np.float32)) for name, array in weights.items()}
         )
 
-    def blame(self, window: Sequence[Batch]) -> str:
-        """Run a window again, with the random numbers that its step would have, and watch."""
-        if broken := bad_arrays(self.masters.arrays):
-            return f"the weight {broken[0]} was not finite before the step"
-        now = self.key
-        with watch_outputs(self.model) as layers:
-            for batch in window:
-                self.gradients.forward(make_feed(batch), self._next_key())
-        self.key = now
-        _, gradients = self._gradients_of(window, sum(batch.num_supervised for batch in window))
-        self.key = now
-        if layers:
-            return f"the output of {layers[0]} was the first that is not finite"
-        if bad := bad_arrays(dict(reversed(list(gradients.items())))):
-            return f"every output was finite; the gradient of {bad[0]} was the first that is not"
-        return "run again, every number was finite"
+    def save_result(self, folder: Path | None) -> Path | None:
+        if folder is None:  # each process has the whole model: the one that writes needs no help
+            return None
+        if self.adapters:
+            return self._save_adapter(folder / "adapter")
+        target = folder / "model"
+        if isinstance(self.task, WritesModel):
+            self.task.write_model(self.model, target)
+        else:
+            save_tensors(target, self.model)
+        return target
 
-    def save_result(self, run_dir: Path) -> Path:
-        if not self.adapters:
-            save_model(run_dir / "model", self.model, base=self.model_folder)
-            return run_dir / "model"
-        folder = run_dir / "adapter"
+    def _save_adapter(self, folder: Path) -> Path:
+        opening = self.parts.opening
         save_adapter(
             folder,
             to_host(self.masters.arrays),
-            settings=self.settings,
+            settings=AdapterSettings.from_config(self.plan.config, method=self.plan.method),
             targets=name_targets(self.model, self.adapters),
-            base=self.model_folder,
-            base_name=self.base_name,
-            record=self._base_record(),
+            base=opening.folder,
+            base_name=opening.base_name,
+            record=self.task.base_record() if isinstance(self.task, RecordsBase) else {},
         )
         to_mlx(folder, folder / "mlx")
         return folder
 
-    def _base_record(self) -> dict[str, Any]:
-        """Which weights, quantized how, the adapter was trained over."""
-        plan = self.plan
-        form = quantization_record(bits=plan.n_bits, group_size=plan.config.group_size)
-        return {
-            "base": {"name": plan.config.model_name, "identity": identity(self.model_folder)},
-            "quantization": form if plan.quantizer != "none" else None,
-            "precision": plan.precision,
-        }
-
-    def _backward(self, window: Sequence[Batch], weight: int) -> tuple[float, float, dict[str, mx.array]]:
-        """The loss of the window, the norm of its gradient, and the gradient itself, unscaled and in fp32."""
-        loss, gradients = self._gradients_of(window, weight, divided=self.group is not None)
-        if self.group is not None:
-            [loss] = self.group.sum_numbers(loss)
-            gradients = self.group.sum_arrays({name: gradients[name] for name in self.masters.arrays})
-        if self.scale.factor != 1.0:
-            gradients = {name: array / self.scale.factor for name, array in gradients.items()}
-        norm = mx.sqrt(mx.stack([(array * array).sum() for array in gradients.values()]).sum())
-        return loss, float(norm), gradients
-
     def _gradients_of(
-        self, window: Sequence[Batch], weight: int, *, divided: bool = False
-    ) -> tuple[float, dict[str, mx.array]]:
-        """Summed over the micro-batches of this process, or of all. Each draws the random numbers of its place in the
-        window, whoever computes it."""
-        self._check_packing(window)
+        self,
+        window: Sequence[PreparedBatch],
+        weight: int,
+        *,
+        loss_scale: float = 1.0,
+        divided: bool = True,
+    ) -> tuple[float, MetricTotals, dict[str, mx.array]]:
+        """Sum the gradients over the micro-batches of this process; over all of them when not `divided`.
+
+        Each draws the random numbers of its place in the window, whichever process computes it.
+        """
+        self._check_batches(window)
         total, gradients = 0.0, dict[str, mx.array]()
+        metrics = MetricTotals(self.task.metric_names)
         for place, batch in enumerate(window):
             key = self._next_key()
             if divided and not self._is_own(place):
                 continue
-            loss, found = self.gradients(
-                self.masters.published,
-                make_feed(batch, few_shapes=self.limits.compiled),
-                key,
-                scale=self.scale.factor / weight,
+            if not isinstance(self.task, HasOwnGradient):
+                self._seed_from(key)
+            loss, sums, found = self.parts.gradients(
+                self.masters.published, self._to_device(batch), key, scale=loss_scale / weight
             )
             found = {name: array.astype(mx.float32) for name, array in found.items()}
             gradients = (
                 {name: gradients[name] + array for name, array in found.items()} if gradients else found
             )
             mx.eval(loss, gradients)
-            total += float(loss) / self.scale.factor
+            metrics.add(sums)
+            total += float(loss) / loss_scale
         if not gradients:  # the last window of a run may have fewer micro-batches than there are processes
             gradients = {name: mx.zeros_like(array) for name, array in self.masters.arrays.items()}
-        return total, gradients
+        return total, metrics, gradients
+
+    def _check_batches(self, batches: Sequence[PreparedBatch]) -> None:
+        if isinstance(self.task, ChecksBatches):
+            for batch in batches:
+                self.task.check_batch(batch.arrays)
+
+    def _to_device(self, batch: PreparedBatch) -> Arrays:
+        return {name: mx.array(array) for name, array in batch.arrays.items()}
 
     def _is_own(self, place: int) -> bool:
         return self.group is None or place % self.group.ranks.size == self.group.ranks.rank
@@ -284,38 +260,30 @@ class MlxSession:
         self.key, drawn = mx.random.split(self.key)
         return drawn
 
-    def _check_packing(self, batches: Sequence[Batch]) -> None:
-        if any(batch.segments.max() > 1 for batch in batches):
-            self.loss.ensure_separates_documents()
-
-    def _check_stored(self) -> None:
-        layers = {f"{name}.weight": adapter.base for name, adapter in self.adapters.items()}
-        kind = str(getattr(self.model, "model_type", "?"))
-        check_stored(self.model_folder, layers or self.masters.published, kind=kind)
-
-    def _add_adapters(self) -> None:
-        config = self.plan.config
-        self.adapters = add_adapters(
-            self.model,
-            targets=config.lora_target_modules,
-            settings=self.settings,
-            seed=config.seed,
-            last_layers=self.limits.num_layers,
-        )
-        if config.base_adapter:
-            masters = Masters(self.model)
-            shapes = {name: array.shape for name, array in masters.arrays.items()}
-            folder = Path(config.base_adapter).expanduser()
-            found = load_adapter(folder, shapes, settings=self.settings)
-            masters.replace({name: mx.array(array) for name, array in found.items()})
+    def _seed_from(self, key: mx.array) -> None:
+        """Let a task draw from MLX's global generator: what it draws follows from the state of the session."""
+        high, low = np.array(key).tolist()
+        mx.random.seed((high << 32 | low) % 2**63)
 
 
-def open_session(
-    plan: Plan,
-    *,
-    model_folder: Path,
-    base_name: str | None = None,
-    trained: bool = True,
-    group: RingGroup | None = None,
-) -> MlxSession:
-    return MlxSession(plan, model_folder=model_folder, base_name=base_name, trained=trained, group=group)
+class MetricTotals:
+    """Sums of a task's metrics and of their weights."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._sums: dict[str, tuple[float, float]] = dict.fromkeys(names, (0.0, 0.0))
+
+    def add(self, sums: MetricSums) -> None:
+        for name, (total, weight) in sums.items():
+            before = self._sums[name]
+            self._sums[name] = (before[0] + float(total), before[1] + float(weight))
+
+    def means(self, group: RingGroup | None) -> Metrics:
+        """Divide, over all processes. Every one of them has the same names."""
+        numbers = [number for pair in self._sums.values() for number in pair]
+        if group is not None and numbers:
+            numbers = group.sum_numbers(*numbers)
+        pairs = zip(numbers[::2], numbers[1::2], strict=True)
+        return {
+            name: total / weight if weight else math.nan
+            for name, (total, weight) in zip(self._sums, pairs, strict=True)
+        }

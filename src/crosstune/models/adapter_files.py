@@ -36,7 +36,7 @@ def save_adapter(
     *,
     settings: AdapterSettings,
     targets: Sequence[str],
-    base: Path,
+    base: Path | None,
     base_name: str | None = None,
     record: Mapping[str, Any],
 ) -> None:
@@ -52,9 +52,10 @@ def save_adapter(
             for name, array in sorted(tensors.items())
         ],
     )
-    write_json(folder / SETTINGS, peft_settings(settings, targets, base=base_name or str(base)))
+    write_json(folder / SETTINGS, peft_settings(settings, targets, base=base_name or str(base or "")))
     write_json(folder / RECORD, record)
-    copy_tokenizer(base, folder)
+    if base is not None:
+        copy_tokenizer(base, folder)
 
 
 def peft_settings(settings: AdapterSettings, targets: Sequence[str], *, base: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,17 +13,26 @@ import numpy as np
 
 from crosstune.config.load import cache_override
 from crosstune.config.schema import Config
-from crosstune.core.protocols import Batch, Evaluation, Observer, Observers, Sample, Session
+from crosstune.core.protocols import (
+    Evaluation,
+    Generates,
+    Observer,
+    Observers,
+    Sample,
+    Session,
+    Task,
+)
 from crosstune.data.batches import split_packed, split_rows
 from crosstune.data.chat import encode_prompt, plain_template
 from crosstune.data.corpus import Corpus, open_corpus
 from crosstune.data.dummy import dummy_corpus
 from crosstune.data.formats import to_conversation, tools_of
 from crosstune.data.named_datasets import BUNDLED, DUMMY
-from crosstune.data.order import rows_in_epochs, rows_of_step, steps_of_rows, total_steps
 from crosstune.data.packing import PackedOrder
 from crosstune.data.preflight import format_warnings, leave_out_unsupervised, num_shared, warnings_of
+from crosstune.data.row_order import RowOrder
 from crosstune.data.sources import Row, Source, open_source
+from crosstune.data.token_batch import TokenBatch
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.llama_layout import CHAT_TEMPLATE
 
@@ -42,6 +52,8 @@ class Question:
 
 class SftRecipe:
     """The data of one run, tokenized, and how to judge what was learned from it."""
+
+    weight_name = "supervised_tokens"
 
     def __init__(
         self,
@@ -75,31 +87,23 @@ class SftRecipe:
     def configure(self, config: Config) -> None:
         self.config = config
 
-    def num_steps(self) -> int:
-        config = self.config
-        if self._packed is None:
-            return total_steps(
-                len(self.train),
-                rows_per_step=self._rows_per_step(),
-                num_epochs=config.num_epochs,
-                max_steps=config.max_steps,
-            )
-        return steps_of_rows(
-            self._packed.num_rows(config.num_epochs, at_most=self._most_rows()),
-            rows_per_step=self._rows_per_step(),
-            num_epochs=config.num_epochs,
-            max_steps=config.max_steps,
-        )
+    def task(self, engine: str) -> Task:
+        module = importlib.import_module(f"crosstune.{engine}_engine.tasks.causal_lm")
+        task: Task = module.CausalLM()
+        return task
 
-    def window(self, step: int) -> list[Batch]:
+    def num_steps(self) -> int:
+        return self._order().num_steps()
+
+    def window(self, step: int) -> list[TokenBatch]:
         batch_size, pad_id = self.config.batch_size, self.tokenizer.pad_id
-        rows = [[self.train[place] for place in row] for row in self._places(step)]
+        rows = [[self.train[place] for place in row] for row in self._order().rows(step)]
         if self._packed is not None:
             return list(split_packed(rows, batch_size=batch_size, pad_id=pad_id))
         return list(split_rows([row[0] for row in rows], batch_size=batch_size, pad_id=pad_id))
 
     def rows(self, step: int) -> list[int]:
-        return [self.train[place].index for row in self._places(step) for place in row]
+        return [self.train[place].index for row in self._order().rows(step) for place in row]
 
     def identity(self) -> str:
         """Of the token ids and how many of them are learned from: the same from a copy of the file, or from a
@@ -110,38 +114,14 @@ class SftRecipe:
         return sha.hexdigest()
 
     def order(self) -> Mapping[str, Any]:
-        return {
-            "seed": self.config.seed,
-            "rows_per_step": self._rows_per_step(),
-            "packing": self._packed.capacity if self._packed is not None else None,
-        }
+        return self._order().identity()
 
     def position(self, step: int) -> Mapping[str, Any]:
-        """Rows are packed an epoch at a time, from its order alone: no half-filled row outlives a step."""
-        done = step * self._rows_per_step()
-        if self._packed is not None:
-            epoch, row = self._packed.place(done)
-        else:
-            epoch, row = divmod(done, len(self.train))
         following = self.rows(step) if step < self.num_steps() else []
-        return {"rows_done": done, "epoch": epoch, "row_in_epoch": row, "next_examples": following}
+        return self._order().position(step) | {"next_examples": following}
 
-    def _places(self, step: int) -> list[list[int]]:
-        """Places in the corpus of the examples in each row of a step; one a row unless rows are packed."""
-        config, first = self.config, step * self._rows_per_step()
-        if self._packed is not None:
-            in_all = self._packed.num_rows(config.num_epochs, at_most=self._most_rows())
-            last = min(first + self._rows_per_step(), in_all or first + self._rows_per_step())
-            return [row.tolist() for row in self._packed.rows(first, last)]
-        by_epochs = rows_in_epochs(len(self.train), config.num_epochs)
-        indices = rows_of_step(
-            step,
-            num_examples=len(self.train),
-            rows_per_step=self._rows_per_step(),
-            num_rows_in_all=by_epochs or config.max_steps * self._rows_per_step(),
-            seed=config.seed,
-        )
-        return [[index] for index in indices]
+    def _order(self) -> RowOrder:
+        return RowOrder.from_config(self.config, num_examples=len(self.train), packed=self._packed)
 
     def describe(self) -> Mapping[str, Any]:
         """The report before training, for the screen, plan.json and the HTML page."""
@@ -194,7 +174,8 @@ class SftRecipe:
         batches = split_rows(
             list(self.held_out), batch_size=self.config.batch_size, pad_id=self.tokenizer.pad_id
         )
-        metrics = {"loss": session.evaluate(batches).loss}
+        result = session.evaluate(batches)
+        metrics = {"loss": result.loss, **result.metrics}
         judged = (
             self.questions if self.metric() == "exact_match" else self.questions[: self.config.num_samples]
         )
@@ -213,6 +194,7 @@ class SftRecipe:
         size = max(16, self.config.batch_size)
         for start in range(0, len(questions), size):
             part = questions[start : start + size]
+            assert isinstance(session, Generates), "the task of this recipe generates"
             answers = session.generate(
                 [question.tokens for question in part],
                 max_new_tokens=self.config.max_new_tokens,
@@ -223,14 +205,6 @@ class SftRecipe:
                 samples.append(Sample(prompt=question.text, answer=text, reference=question.reference))
             observer.on_event("evaluating", {"done": len(samples), "total": len(questions)})
         return samples
-
-    def _rows_per_step(self) -> int:
-        config = self.config
-        return config.batch_size * config.gradient_accumulation_steps * max(1, config.world_size)
-
-    def _most_rows(self) -> int | None:
-        config = self.config
-        return None if config.max_steps == -1 else config.max_steps * self._rows_per_step()
 
     def _pack(self) -> PackedOrder | None:
         if not self.config.packing:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from crosstune.config.load import load_config, make_config
-from crosstune.core.protocols import Observer, Session
+from crosstune.core.protocols import Generates, Observer
 from crosstune.data.chat import Message, encode_prompt
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.machines.probe import probe_machine
@@ -21,7 +21,7 @@ from crosstune.runs.open_parts import find_model, open_session
 class ChatModel:
     """A model ready to answer."""
 
-    session: Session
+    session: Generates
     tokenizer: Tokenizer
 
     def answer(
@@ -84,9 +84,9 @@ def open_chat_model(
     held = read_quantization(model.path) if trained.adapter is None else None
     if held is not None:
         plan = plan_over_quantized(plan, held.spec, folder=model.path)
-    return ChatModel(
-        session=open_session(plan, model, trained=False), tokenizer=Tokenizer.from_folder(model.path)
-    )
+    session = open_session(plan, model, trained=False)
+    assert isinstance(session, Generates), "a causal language model generates"
+    return ChatModel(session=session, tokenizer=Tokenizer.from_folder(model.path))
 
 
 def _needs_mlx(trained: Trained) -> bool:

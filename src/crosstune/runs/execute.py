@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from crosstune.config.schema import mismatches
 from crosstune.core.disk import put_in_place
 from crosstune.core.errors import NonFiniteError, OutOfMemory, PeerLost, UserError
 from crosstune.core.protocols import Observer, Recipe, Session, SessionState
-from crosstune.core.ranks import Ranks
+from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import Record, RecordFailed, read_json
+from crosstune.core.scaling import LossScale, needs_loss_scale
 from crosstune.loop import move_check
 from crosstune.loop.move_check import Measured
 from crosstune.loop.progress import Progress
@@ -81,16 +82,21 @@ class Execution:
     start: Start | None
     described: Mapping[str, Any]
     deadline: Deadline | None
-    ranks: Ranks
+    group: Group = field(default_factory=Alone)
     failure: UserError | None = None
     """What ended the run early, with everything up to the step before it kept."""
     checkpoints: Checkpoints | None = None
+
+    def __post_init__(self) -> None:
+        self.ranks = self.group.ranks
+        self.scale = LossScale(enabled=needs_loss_scale(self.plan.precision))
 
     def run(self) -> dict[str, Any]:
         """Returns the summary."""
         plan, record = self.plan, self.record
         carried = self.start.checkpoint.manifest["progress"] if self.start else {}
-        self.progress, stop = Progress.from_manifest(carried), StopSignal(shared=self.ranks.size > 1)
+        self.progress = Progress.from_manifest(carried, weight_name=self.recipe.weight_name)
+        stop = StopSignal(shared=self.ranks.size > 1)
         extra: dict[str, Any] = {"name": record.folder.name, "backend": plan.backend.name}
         extra |= {"engine": plan.engine, "checkpoint": None, "result": None}
         with stop.listening():
@@ -113,9 +119,9 @@ class Execution:
                 extra["error"] = str(self.failure)
                 observer.on_event("failed", {"error": str(self.failure), "step": self.progress.steps})
             extra["checkpoint"] = self._newest()
-            wanted = plan.config.save_model and self.ranks.first and self.progress.steps
-            if wanted and self._is_good(session):
-                extra["result"] = str(self._save_result(session))
+            wanted = plan.config.save_model and self.progress.steps
+            if wanted and self._is_good(session) and (result := self._save_result(session)):
+                extra["result"] = str(result)
                 saved = {"path": extra["result"], "step": self.progress.steps}
                 observer.on_event("saved", saved | _cost_of_saving(Path(extra["result"])))
         except StopRequested:
@@ -152,6 +158,8 @@ class Execution:
             progress=self.progress,
             checkpoints=self.checkpoints,
             deadline=self.deadline,
+            group=self.group,
+            scale=self.scale,
         )
         self._rate = training.rate
         try:
@@ -165,12 +173,12 @@ class Execution:
         config, allowed = self.plan.config, set(mismatches(self.plan.config.allow_mismatch))
         state = resume.fitting_state(
             start.checkpoint.load(),
-            session.export_state(copy=False),
-            partial="trainable" in allowed,
+            own=session.export_state(copy=False).weights if "trainable" in allowed else None,
             optimizer=config.optimizer,
             moments=not any(difference.kind == "optimizer" for difference in start.differences),
         )
         session.import_state(state)
+        self.scale.load(state.facts.get("loss_scale") or self.scale.to_json())
         if "trainable" in allowed:
             self._say_what_fits(start, state)
         manifest = start.checkpoint.manifest
@@ -273,8 +281,9 @@ class Execution:
         }
 
     def _is_good(self, session: Session) -> bool:
-        """Weights that are not finite are no result; only a run that failed can have them."""
-        if self.failure is None:
+        """Weights that are not finite are no result; only a run that failed can have them. Exporting them may need every
+        process, so a run that lost one takes the weights of its last whole step as they are."""
+        if self.failure is None or isinstance(self.failure, PeerLost):
             return True
         weights = session.export_state(copy=False).weights
         bad = next((name for name, array in weights.items() if not np.isfinite(array).all()), None)
@@ -283,12 +292,19 @@ class Execution:
             self.observer.on_event("warning", {"message": message, "step": self.progress.steps})
         return bad is None
 
-    def _save_result(self, session: Session) -> Path:
-        """Write the result beside its place and put it there, so that an older one is replaced in one step."""
+    def _save_result(self, session: Session) -> Path | None:
+        """Write the result beside its place and put it there, so that an older one is replaced in one step.
+
+        Every process takes part, as gathering the weights may need all of them; the first one writes.
+        """
         folder = self.record.folder
+        if not self.ranks.first:
+            session.save_result(None)
+            return None
         try:
             with tempfile.TemporaryDirectory(prefix=_RESULT_STAGING, dir=folder) as staging:
                 written = session.save_result(Path(staging))
+                assert written is not None
                 self.recipe.complete_result(written)
                 target = folder / written.name
                 put_in_place(written, target, aside=Path(staging) / "old")

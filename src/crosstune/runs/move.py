@@ -129,7 +129,7 @@ def _check_training(checkpoint: Checkpoint, side: Side) -> None:
 def _measure(
     checkpoint: Checkpoint, side: Side, *, like: move_check.Measured | None = None
 ) -> move_check.Measured:
-    session = open_session(side.plan, side.model)
+    session = open_session(side.plan, side.model, task=side.recipe.task(side.plan.engine))
     session.import_weights(checkpoint.load().weights)
     measured = move_check.measure(
         session,

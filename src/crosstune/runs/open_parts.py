@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from crosstune.checkpoint.read import Checkpoint
 from crosstune.config.load import add_environment, cache_override
@@ -14,7 +12,8 @@ from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
 from crosstune.core.names import load_plugin
-from crosstune.core.protocols import Observer, Recipe, Session
+from crosstune.core.protocols import Observer, Recipe, Session, Task
+from crosstune.core.ranks import Group
 from crosstune.core.record import read_json
 from crosstune.models.locate import ModelFolder, identity, locate
 
@@ -48,10 +47,26 @@ def open_recipe(config: Config, model: ModelFolder, observer: Observer) -> Recip
     return module.open_recipe(config, model_folder=model.path, observer=observer)
 
 
-def open_session(plan: Plan, model: ModelFolder, **options: Any) -> Session:
+def open_session(
+    plan: Plan,
+    model: ModelFolder | None,
+    *,
+    task: Task | None = None,
+    trained: bool = True,
+    group: Group | None = None,
+) -> Session:
+    """Open the model of a task on the plan's engine; of a causal language model when no task is named."""
     add_environment(backend_specs()[plan.backend.name])
-    hub_id = model.name if model.source == "hub" else None
-    return _engine(plan).open_session(plan, model_folder=model.path, base_name=hub_id, **options)
+    engine = importlib.import_module(f"crosstune.{plan.engine}_engine.open")
+    session: Session = engine.open_session(
+        plan,
+        model_folder=model.path if model is not None else None,
+        base_name=model.name if model is not None and model.source == "hub" else None,
+        task=task,
+        trained=trained,
+        group=group,
+    )
+    return session
 
 
 def weights_identity(folder: Path) -> str:
@@ -59,7 +74,3 @@ def weights_identity(folder: Path) -> str:
     record = read_json(folder / "crosstune.json")
     made = record.get("converted") or record.get("exported") or {}
     return str(made.get("source_identity") or identity(folder)["weights_sha256"])
-
-
-def _engine(plan: Plan) -> ModuleType:
-    return importlib.import_module(f"crosstune.{plan.engine}_engine.session")

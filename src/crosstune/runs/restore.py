@@ -97,5 +97,7 @@ def export_checkpoint(
     whole = checkpoint.manifest.get("method") not in ("lora", "dora")
     need = 4 * (everything if whole else trained) + _SPARE_BYTES
     with staged(out, need_bytes=need) as stage:
-        session.save_result(stage.scratch).rename(stage.result)
+        written = session.save_result(stage.scratch)
+        assert written is not None
+        written.rename(stage.result)
     return {"path": str(out), "step": checkpoint.step, "checkpoint": str(checkpoint.folder)}

@@ -169,25 +169,26 @@ def measured_before(checkpoint: Checkpoint) -> Measured | None:
 
 
 def fitting_state(
-    state: SessionState, own: SessionState, *, partial: bool, optimizer: str, moments: bool
+    state: SessionState, *, own: Mapping[str, Array] | None, optimizer: str, moments: bool
 ) -> SessionState:
-    """What of a stored state a session takes: all of it, or (`partial`) the weights that it has in the same shape.
+    """Return what of a stored state a session takes: all of it or, given its `own` weights, those that it has in the
+    same shape, and its own for the rest.
 
     Moments in 8 bits are made plain for an optimizer that has them in full.
     """
     kept: Mapping[str, Mapping[str, Array]] = state.moments if moments else {}
     if holds_eight_bit(kept) and not optimizer.endswith("_8bit"):
         kept = plain_moments(kept, state.weights)
-    if not partial:
+    if own is None:
         return dataclasses.replace(state, moments=kept)
-    fits = {n for n, a in state.weights.items() if n in own.weights and own.weights[n].shape == a.shape}
+    fits = {n for n, a in state.weights.items() if n in own and own[n].shape == a.shape}
     if not fits:
         raise UserError(
             "Nothing that the checkpoint has learned fits this run.",
             why="not one of its arrays has the name and shape of one that is trained now.",
             do="continue with its own method, rank and targets, or start a new run",
         )
-    weights = {name: state.weights[name] if name in fits else array for name, array in own.weights.items()}
+    weights = {name: state.weights[name] if name in fits else array for name, array in own.items()}
     kept = {slot: {n: a for n, a in arrays.items() if n in fits} for slot, arrays in kept.items()}
     return dataclasses.replace(state, weights=weights, moments=kept)
 

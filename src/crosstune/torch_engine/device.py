@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import psutil
 import torch
+from torch import nn
 
+from crosstune.core.errors import OutOfMemory
 from crosstune.core.machine import BackendReport
 from crosstune.core.protocols import Memory
+
+# The CPU's and Apple's allocators raise a plain RuntimeError: only its words tell.
+_OUT_OF_MEMORY = re.compile(r"DefaultCPUAllocator|out of memory|can't allocate memory", re.IGNORECASE)
 
 
 def open_device(report: BackendReport) -> torch.device:
@@ -34,6 +42,35 @@ def read_memory(device: torch.device) -> Memory:
     return Memory(used_bytes=psutil.Process().memory_info().rss, peak_bytes=_peak_resident_bytes())
 
 
+@contextlib.contextmanager
+def memory_errors(device: torch.device) -> Iterator[None]:
+    """Turn every form of "out of memory" into OutOfMemory, after giving cached memory back."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        if not isinstance(error, torch.OutOfMemoryError) and not _OUT_OF_MEMORY.search(str(error)):
+            raise
+        clear_cache(device)
+        raise OutOfMemory(str(error).partition(". ")[0].splitlines()[0]) from error
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch a model to evaluation, and back to what it was whatever happens inside."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def clear_cache(device: torch.device) -> None:
+    module = torch.get_device_module(device)
+    if hasattr(module, "empty_cache"):  # torch.cpu keeps nothing
+        module.empty_cache()
+
+
 @dataclass
 class CacheClearing:
     """Hands memory that torch keeps for reuse back to the device every so many steps; never when `every` is 0."""
@@ -45,9 +82,7 @@ class CacheClearing:
     def after_step(self) -> None:
         self.num_steps += 1
         if self.every and self.num_steps % self.every == 0:
-            module = torch.get_device_module(self.device)
-            if hasattr(module, "empty_cache"):  # torch.cpu keeps nothing
-                module.empty_cache()
+            clear_cache(self.device)
 
 
 def give_back_freed() -> None:

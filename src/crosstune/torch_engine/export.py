@@ -62,7 +62,17 @@ def save_model(
     base: Path,
     stem: str = PLAIN_STEM,
 ) -> None:
-    """A whole model folder, in shards: never more than one shard of it is in memory beside the source.
+    """Write a whole model folder that transformers loads."""
+    save_tensors(folder, tensors, stem=stem)
+    config.save_pretrained(folder)
+    respell_folder(folder)
+    copy_tokenizer(base, folder)
+
+
+def save_tensors(
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, stem: str = PLAIN_STEM
+) -> None:
+    """Write tensors in shards: never more than one shard is in memory beside the source.
 
     transformers looks for files named after `PLAIN_STEM`; another `stem` is for weights that it cannot read.
     """
@@ -77,9 +87,6 @@ def save_model(
     if held:
         shards.append(_write_shard(folder, held, len(shards)))
     _name_shards(folder, shards, stem)
-    config.save_pretrained(folder)
-    respell_folder(folder)
-    copy_tokenizer(base, folder)
 
 
 def _num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:

@@ -14,8 +14,6 @@ class Precision:
     """Of the weights as they lie in memory. What is trained has fp32 masters besides, whatever this is."""
     autocast: torch.dtype | None = None
     buffers: torch.dtype | None = None
-    scaled: bool = False
-    """fp16 gradients underflow unless the loss is scaled up."""
 
     def context(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
         if self.autocast is None:
@@ -26,9 +24,9 @@ class Precision:
 PRECISIONS = {
     "fp32": Precision(weights=torch.float32),
     "bf16": Precision(weights=torch.bfloat16),
-    "fp16": Precision(weights=torch.float16, scaled=True),
+    "fp16": Precision(weights=torch.float16),
     "bf16_autocast": Precision(weights=torch.float32, autocast=torch.bfloat16),
-    "fp16_autocast": Precision(weights=torch.float32, autocast=torch.float16, scaled=True),
+    "fp16_autocast": Precision(weights=torch.float32, autocast=torch.float16),
     "bf16_buffers_autocast": Precision(
         weights=torch.float32, autocast=torch.bfloat16, buffers=torch.bfloat16
     ),

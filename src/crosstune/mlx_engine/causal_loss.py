@@ -1,74 +1,23 @@
-"""The loss of causal language models: a sum over supervised tokens and never a mean."""
+"""The loss of causal language models on MLX: a sum over supervised tokens, its logits made in parts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from crosstune.core.errors import UserError
-from crosstune.core.protocols import IGNORED, Batch
 from crosstune.mlx_engine.masters import put
 from crosstune.mlx_engine.packed_mask import document_caches
 from crosstune.mlx_engine.split_head import TRIAL_ERRORS, cut, weights_of_the_rest
+from crosstune.mlx_engine.task import Arrays, MetricSums
 
-SMALLEST_MULTIPLE = 32
 LOGITS_AT_A_TIME, PLACES_AT_LEAST = 2**24, 512
 """Parts of fewer places would leave a GPU idle."""
 _ROUNDING = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 1e-1}
 """How far two ways to compute the same logits may be apart, relative to the largest."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Feed:
-    """A batch on the device. `places` are the supervised positions of all its rows, counted through them."""
-
-    input_ids: mx.array
-    places: mx.array
-    targets: mx.array
-    counted: mx.array
-    """1 for a place that carries loss, 0 for one that only fills up to a common size."""
-    segments: mx.array | None
-
-    def arrays(self) -> list[mx.array]:
-        packed = [self.segments] if self.segments is not None else []
-        return [self.input_ids, self.places, self.targets, self.counted, *packed]
-
-    @classmethod
-    def of(cls, arrays: list[mx.array]) -> Feed:
-        return cls(
-            input_ids=arrays[0],
-            places=arrays[1],
-            targets=arrays[2],
-            counted=arrays[3],
-            segments=arrays[4] if len(arrays) > 4 else None,
-        )
-
-
-def make_feed(batch: Batch, *, few_shapes: bool = False) -> Feed:
-    """`few_shapes` rounds sizes up, as a compiled step is made anew for each. What is added carries no loss, and lies
-    behind everything that does."""
-    length = batch.input_ids.shape[1]
-    width = _round_up(length) if few_shapes else length
-    pad = ((0, 0), (0, width - length))
-    row, column = (batch.targets != IGNORED).nonzero()
-    num_places = max(1, _round_up(len(row)) if few_shapes else len(row))
-    places = np.zeros(num_places, dtype=np.int32)
-    targets = np.zeros(num_places, dtype=np.int32)
-    places[: len(row)] = row * width + column
-    targets[: len(row)] = batch.targets[row, column]
-    packed = batch.segments.max() > 1
-    return Feed(
-        input_ids=mx.array(np.pad(batch.input_ids, pad)),
-        places=mx.array(places),
-        targets=mx.array(targets),
-        counted=mx.array((np.arange(num_places) < len(row)).astype(np.float32)),
-        segments=mx.array(np.pad(batch.segments, pad)) if packed else None,
-    )
 
 
 class CausalLoss:
@@ -86,20 +35,22 @@ class CausalLoss:
         self._trained = weights_of_the_rest(self._halves) if self._halves is not None else []
         self._separates = False
 
-    def __call__(self, feed: Feed) -> mx.array:
-        """The loss alone."""
+    def __call__(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
         if self._halves is None:
-            return self._whole(feed)
-        return self._by_parts(self._hidden(feed), {}, feed, gradients=False)[0]
+            return self._whole(arrays), {}
+        return self._by_parts(self._hidden(arrays), {}, arrays, gradients=False)[0], {}
 
-    def differentiable(self, feed: Feed, weights: Mapping[str, mx.array]) -> mx.array:
-        """The loss, to take the gradient of by `weights`, which lie in the model.
+    def scaled(
+        self, arrays: Arrays, weights: Mapping[str, mx.array], scale: mx.array
+    ) -> tuple[mx.array, MetricSums]:
+        """Return the loss times `scale`, to be differentiated by `weights`, which lie in the model.
 
         A part of the logits is made, used for its share of loss and gradient, and gone before the next: all of them
         are the largest thing of a step. So the gradient of the head is there with the loss, and is only handed back.
         """
+        feed = {**arrays, "counted": arrays["counted"] * scale}
         if self._halves is None:
-            return self._whole(feed)
+            return self._whole(feed), {}
 
         @mx.custom_function
         def total(hidden: mx.array, head: dict[str, mx.array]) -> Any:
@@ -114,18 +65,20 @@ class CausalLoss:
 
         head = {name: weights[name] for name in self._trained}
         found: Any = total(self._hidden(feed), head)
-        return found[0]
+        return found[0], {}
 
-    def _hidden(self, feed: Feed) -> mx.array:
+    def _hidden(self, feed: Arrays) -> mx.array:
         assert self._halves is not None
-        return self._halves.hidden(feed.input_ids, **self._caches(feed))[feed.places]
+        return self._halves.hidden(feed["input_ids"], **self._caches(feed))[feed["places"]]
 
-    def _whole(self, feed: Feed) -> mx.array:
-        logits = self.model(feed.input_ids, **self._caches(feed))
-        return _cross_entropy(logits.reshape(-1, logits.shape[-1])[feed.places], feed.targets, feed.counted)
+    def _whole(self, feed: Arrays) -> mx.array:
+        logits = self.model(feed["input_ids"], **self._caches(feed))
+        return _cross_entropy(
+            logits.reshape(-1, logits.shape[-1])[feed["places"]], feed["targets"], feed["counted"]
+        )
 
     def _by_parts(
-        self, hidden: mx.array, weights: dict[str, mx.array], feed: Feed, *, gradients: bool
+        self, hidden: mx.array, weights: dict[str, mx.array], feed: Arrays, *, gradients: bool
     ) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
         """The loss, and its gradients by hidden states and by the trained weights behind them."""
         halves = self._halves
@@ -144,7 +97,7 @@ class CausalLoss:
         for start in range(0, hidden.shape[0], size):
             part = slice(start, start + size)
             one = mx.depends(hidden[part], [total, *by_hidden[-1:], *by_weight.values()])
-            found = compute((one, weights), feed.targets[part], feed.counted[part])
+            found = compute((one, weights), feed["targets"][part], feed["counted"][part])
             if gradients:
                 found, (slope, slopes) = found
                 by_hidden.append(slope)
@@ -159,8 +112,10 @@ class CausalLoss:
             {name: array.astype(weights[name].dtype) for name, array in by_weight.items()},
         )
 
-    def _caches(self, feed: Feed) -> dict[str, Any]:
-        return {} if feed.segments is None else {"cache": document_caches(self.model, feed.segments)}
+    def _caches(self, feed: Arrays) -> dict[str, Any]:
+        if "segments" not in feed:
+            return {}
+        return {"cache": document_caches(self.model, feed["segments"])}
 
     def ensure_separates_documents(self) -> None:
         """Raise unless a document in a packed row is what it is alone. Tried once per model: not every kind of model
@@ -194,9 +149,3 @@ def _cross_entropy(logits: mx.array, targets: mx.array, counted: mx.array) -> mx
     logits = logits.astype(mx.float32)
     picked = mx.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
     return ((mx.logsumexp(logits, axis=-1) - picked) * counted).sum()
-
-
-def _round_up(number: int) -> int:
-    """To the next of eight sizes between two powers of two: an eighth is added at most."""
-    multiple = max(SMALLEST_MULTIPLE, 1 << max(0, (number - 1).bit_length() - 4))
-    return -(-number // multiple) * multiple

@@ -1,0 +1,63 @@
+"""Prepare the micro-batches of the next steps in a thread, while the current step is computed."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from crosstune.core.protocols import PreparedBatch, Recipe, Session
+from crosstune.loop.step import prepare_window
+
+DEPTH = 2
+"""Steps prepared ahead."""
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    step: int
+    window: Sequence[PreparedBatch]
+    error: BaseException | None = None
+
+
+class Prefetch:
+    """The windows of a run from `first` on, in order. A step is a function of its number, so preparing it earlier changes
+    nothing; an error comes up where the window is asked for."""
+
+    def __init__(self, recipe: Recipe, session: Session, *, first: int) -> None:
+        self._recipe, self._session = recipe, session
+        self._queue: queue.Queue[_Prepared] = queue.Queue(maxsize=DEPTH)
+        self._closed = threading.Event()
+        steps = range(first, recipe.num_steps())
+        self._thread = threading.Thread(target=self._prepare_all, args=(steps,), name="prefetch", daemon=True)
+        self._thread.start()
+
+    def window(self, step: int) -> Sequence[PreparedBatch]:
+        """Return the prepared micro-batches of a step; steps are asked for in order."""
+        found = self._queue.get()
+        if found.error is not None:
+            raise found.error
+        assert found.step == step, f"step {step} was asked for, and step {found.step} is next"
+        return found.window
+
+    def close(self) -> None:
+        """End the thread. Whatever it had prepared is dropped."""
+        self._closed.set()
+        while self._thread.is_alive():
+            try:
+                self._queue.get_nowait()
+            except queue.Empty:
+                self._thread.join(timeout=0.01)
+
+    def _prepare_all(self, steps: range) -> None:
+        for step in steps:
+            if self._closed.is_set():
+                return
+            try:
+                prepared = _Prepared(step, prepare_window(self._session, self._recipe.window(step)))
+            except BaseException as error:  # noqa: BLE001  (raised again in the thread of the loop)
+                prepared = _Prepared(step, (), error)
+            self._queue.put(prepared)
+            if prepared.error is not None:
+                return

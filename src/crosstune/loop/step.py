@@ -1,0 +1,58 @@
+"""Take one optimizer step: retry with a smaller loss scale, and stop before the optimizer moves by bad numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from crosstune.core.errors import NonFiniteError, OutOfMemory, PeerLost, UserError
+from crosstune.core.protocols import Backward, Batch, PreparedBatch, Session
+from crosstune.core.scaling import LossScale
+
+
+def take_step(
+    session: Session, window: Sequence[PreparedBatch], *, lr: float, scale: LossScale | None = None
+) -> Backward:
+    """Compute the gradients of a window and update the weights.
+
+    When this raises, session and scale are as they were before the step.
+    """
+    scale = scale if scale is not None else LossScale(enabled=False)
+    check_weight(window)
+    before = scale.to_json()
+    while True:
+        try:
+            result = session.backward(window, loss_scale=scale.factor)
+        except (OutOfMemory, PeerLost):
+            session.discard()
+            scale.load(before)
+            raise
+        if result.is_finite:
+            break
+        session.discard()
+        if not (math.isfinite(result.loss) and scale.shrink()):
+            scale.load(before)
+            raise _nonfinite(result)
+    session.update(lr=lr)
+    scale.grow()
+    return result
+
+
+def prepare_window(session: Session, window: Sequence[Batch]) -> list[PreparedBatch]:
+    return [session.prepare(batch) for batch in window]
+
+
+def check_weight(window: Sequence[PreparedBatch]) -> None:
+    if not sum(batch.weight for batch in window):
+        raise UserError(
+            "There is nothing to learn in this step.", why="not one token of its rows carries loss."
+        )
+
+
+def _nonfinite(result: Backward) -> NonFiniteError:
+    what = "loss" if not math.isfinite(result.loss) else "gradient"
+    return NonFiniteError(
+        f"The {what} is not a finite number.",
+        why="the step was stopped before the optimizer moved; the weights are those of the step before.",
+        do="lower --lr, use --precision bf16 or fp32, or look at the data of this step",
+    )

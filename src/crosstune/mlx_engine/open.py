@@ -1,0 +1,136 @@
+"""Open a model for training on MLX: plain functions, in the order in which they happen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from crosstune.config.plan import Plan
+from crosstune.core.errors import UserError
+from crosstune.core.ranks import Alone
+from crosstune.mlx_engine.adapters import add_adapters
+from crosstune.mlx_engine.gradients import Gradients
+from crosstune.mlx_engine.group import RingGroup
+from crosstune.mlx_engine.limits import Limits, memory_errors, set_limits
+from crosstune.mlx_engine.load import num_parameters
+from crosstune.mlx_engine.masters import Masters
+from crosstune.mlx_engine.optimizer import Optimizer
+from crosstune.mlx_engine.precision import PRECISIONS
+from crosstune.mlx_engine.session import MlxSession, Parts
+from crosstune.mlx_engine.task import (
+    ChecksWeights,
+    HasOwnGradient,
+    Loss,
+    MlxTask,
+    Opening,
+    PlainLoss,
+)
+from crosstune.mlx_engine.tasks.causal_lm import CausalLM
+from crosstune.mlx_engine.text_session import TextSession
+from crosstune.mlx_engine.wrap_call import recompute_in_backward
+from crosstune.models.adapter_choice import AdapterSettings
+from crosstune.models.adapter_files import load_adapter
+
+
+def open_session(
+    plan: Plan,
+    *,
+    model_folder: Path | None,
+    base_name: str | None = None,
+    task: MlxTask | None = None,
+    trained: bool = True,
+    group: RingGroup | Alone | None = None,
+) -> MlxSession:
+    """Open the model of a task; of a causal language model when no task is named.
+
+    `trained=False` opens it to evaluate and generate only: no masters, no optimizer. With a `group`, micro-batches are
+    divided over its processes; each has the whole model and makes the same update.
+    """
+    task = task if task is not None else CausalLM()
+    config = plan.config
+    limits = set_limits(config)
+    mx.random.seed(config.seed)
+    compiled = limits.compiled and isinstance(task, HasOwnGradient)
+    opening = Opening(
+        plan=plan,
+        dtype=PRECISIONS[plan.precision].weights,
+        folder=model_folder,
+        base_name=base_name,
+        trained=trained,
+        compiled=compiled,
+    )
+    with memory_errors():
+        model = task.build(opening)
+        total_parameters = num_parameters(model)
+        adapters = adapt(model, plan, limits=limits)
+        loss = prepare_loss(task, model)
+        if config.use_gradient_checkpointing and trained:
+            recompute_activations(model)
+        masters = Masters(model if trained else None)
+    if trained and isinstance(task, ChecksWeights):
+        layers = {f"{name}.weight": adapter.base for name, adapter in adapters.items()}
+        task.check_weights(model, layers or masters.published)
+    parts = Parts(
+        opening=opening,
+        task=task,
+        model=model,
+        adapters=adapters,
+        loss=loss,
+        gradients=Gradients(model, loss, list(adapters.values()), compiled=compiled),
+        masters=masters,
+        optimizer=optimize(plan, compiled=limits.compiled),
+        total_parameters=total_parameters,
+        group=group if isinstance(group, RingGroup) else None,
+    )
+    return TextSession(parts) if isinstance(task, CausalLM) else MlxSession(parts)
+
+
+def adapt(model: nn.Module, plan: Plan, *, limits: Limits) -> dict[str, Any]:
+    """Add LoRA or DoRA adapters where the method asks for them, with the weights of --base_adapter."""
+    config = plan.config
+    if plan.method not in ("lora", "dora"):
+        return {}
+    settings = AdapterSettings.from_config(config, method=plan.method)
+    adapters: dict[str, Any] = dict(
+        add_adapters(
+            model,
+            targets=config.lora_target_modules,
+            settings=settings,
+            seed=config.seed,
+            last_layers=limits.num_layers,
+        )
+    )
+    if config.base_adapter:
+        masters = Masters(model)
+        shapes = {name: array.shape for name, array in masters.arrays.items()}
+        found = load_adapter(Path(config.base_adapter).expanduser(), shapes, settings=settings)
+        masters.replace({name: mx.array(array) for name, array in found.items()})
+    return adapters
+
+
+def prepare_loss(task: MlxTask, model: nn.Module) -> Loss:
+    """Return the loss of the task over the model as it is now, with its adapters."""
+    return task.prepare_loss(model) if isinstance(task, HasOwnGradient) else PlainLoss(model, task.loss)
+
+
+def recompute_activations(model: nn.Module) -> None:
+    """Recompute activations in the backward pass instead of keeping them."""
+    layers: Any = getattr(model, "layers", None)
+    if not layers:
+        raise UserError(
+            f"--use_gradient_checkpointing does not work with {type(model).__name__}.",
+            why="the model has no list `layers`.",
+            do="leave it out, or use a smaller --batch_size",
+        )
+    for layer in layers:
+        recompute_in_backward(layer)
+
+
+def optimize(plan: Plan, *, compiled: bool) -> Optimizer:
+    config = plan.config
+    return Optimizer(
+        config.optimizer, weight_decay=config.wd, b_ratio=config.loraplus_lr_ratio, compiled=compiled
+    )

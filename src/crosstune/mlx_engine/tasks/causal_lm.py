@@ -1,0 +1,108 @@
+"""Causal language models on MLX: built from a model folder, trained by next-token cross entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from crosstune.core.protocols import Array
+from crosstune.data.token_batch import IGNORED, TokenBatch
+from crosstune.mlx_engine.causal_loss import CausalLoss
+from crosstune.mlx_engine.load import check_stored, load_model
+from crosstune.mlx_engine.save_model import quantization_record, save_model
+from crosstune.mlx_engine.task import Arrays, MetricSums, Opening
+from crosstune.models.locate import identity
+
+SMALLEST_MULTIPLE = 32
+
+
+class CausalLM:
+    """The task of `sft`, and of every recipe that trains a language model on tokens."""
+
+    metric_names: Sequence[str] = ()
+
+    def __init__(self) -> None:
+        self.opening: Opening | None = None
+        self._loss: CausalLoss | None = None
+
+    def build(self, opening: Opening) -> nn.Module:
+        """Load the model folder, quantized as the plan says."""
+        assert opening.folder is not None, "a causal language model is built from a folder"
+        self.opening = opening
+        return load_model(opening.folder, plan=opening.plan, dtype=opening.dtype, trained=opening.trained)
+
+    def arrays(self, batch: TokenBatch) -> Mapping[str, Array]:
+        """`places` are the supervised positions of all rows, counted through them.
+
+        For a compiled step sizes are rounded up, as it is compiled anew for each. What is added carries no loss (its
+        `counted` is 0), and lies behind everything that does.
+        """
+        few_shapes = self._opened().compiled
+        length = batch.input_ids.shape[1]
+        width = _round_up(length) if few_shapes else length
+        pad = ((0, 0), (0, width - length))
+        row, column = (batch.targets != IGNORED).nonzero()
+        num_places = max(1, _round_up(len(row)) if few_shapes else len(row))
+        places = np.zeros(num_places, dtype=np.int32)
+        targets = np.zeros(num_places, dtype=np.int32)
+        places[: len(row)] = row * width + column
+        targets[: len(row)] = batch.targets[row, column]
+        arrays: dict[str, Array] = {
+            "input_ids": np.pad(batch.input_ids, pad),
+            "places": places,
+            "targets": targets,
+            "counted": (np.arange(num_places) < len(row)).astype(np.float32),
+        }
+        return arrays | ({"segments": np.pad(batch.segments, pad)} if batch.is_packed else {})
+
+    def prepare_loss(self, model: nn.Module) -> CausalLoss:
+        self._loss = CausalLoss(model)
+        return self._loss
+
+    def loss(self, model: nn.Module, arrays: Arrays) -> tuple[mx.array, MetricSums]:
+        assert self._loss is not None and self._loss.model is model, "the loss is prepared for another model"
+        return self._loss(arrays)
+
+    def check_batch(self, arrays: Mapping[str, Any]) -> None:
+        """Raise where a row is packed and the model does not keep its documents apart."""
+        if "segments" in arrays:
+            assert self._loss is not None
+            self._loss.ensure_separates_documents()
+
+    def check_weights(self, model: nn.Module, trained: Mapping[str, Any]) -> None:
+        folder = self._opened().folder
+        assert folder is not None
+        check_stored(folder, trained, kind=str(getattr(model, "model_type", "?")))
+
+    def base_record(self) -> dict[str, Any]:
+        """Return which weights, quantized how, the training started from."""
+        opening = self._opened()
+        plan = opening.plan
+        assert opening.folder is not None
+        form = quantization_record(bits=plan.n_bits, group_size=plan.config.group_size)
+        return {
+            "base": {"name": plan.config.model_name, "identity": identity(opening.folder)},
+            "quantization": form if plan.quantizer != "none" else None,
+            "precision": plan.precision,
+        }
+
+    def write_model(self, model: nn.Module, folder: Path) -> None:
+        """Write a model folder that transformers and mlx-lm load."""
+        base = self._opened().folder
+        assert base is not None
+        save_model(folder, model, base=base)
+
+    def _opened(self) -> Opening:
+        assert self.opening is not None, "the model is not built yet"
+        return self.opening
+
+
+def _round_up(number: int) -> int:
+    """To the next of eight sizes between two powers of two: an eighth is added at most."""
+    multiple = max(SMALLEST_MULTIPLE, 1 << max(0, (number - 1).bit_length() - 4))
+    return -(-number // multiple) * multiple

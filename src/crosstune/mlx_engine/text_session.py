@@ -1,0 +1,38 @@
+"""A session of a causal language model: it gives logits and generates text besides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from crosstune.core.logit_distance import Logits, Prompts
+from crosstune.mlx_engine.generate import OnToken, generate
+from crosstune.mlx_engine.session import MlxSession
+
+
+class TextSession(MlxSession):
+    def logits(self, prompts: Prompts) -> Logits:
+        """Return the logits of the model as it is trained, without dropout."""
+        return [np.array(self.model(mx.array([list(prompt)]))[0].astype(mx.float32)) for prompt in prompts]
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        stop_ids: Sequence[int] = (),
+        temperature: float = 0.0,
+        seed: int = 0,
+        on_token: OnToken | None = None,
+    ) -> list[list[int]]:
+        return generate(
+            self.model,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            stop_ids=stop_ids,
+            temperature=temperature,
+            seed=seed,
+            on_token=on_token,
+        )

@@ -1,0 +1,120 @@
+"""Open a model for training on a torch device: plain functions, in the order in which they happen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from crosstune.config.mlx_settings import read_mlx_settings
+from crosstune.config.plan import Plan
+from crosstune.core.backend import backend_specs
+from crosstune.core.errors import UserError
+from crosstune.core.ranks import Group
+from crosstune.models.adapter_choice import AdapterSettings
+from crosstune.torch_engine import export
+from crosstune.torch_engine.adapters import AdaptedLinear, add_adapters
+from crosstune.torch_engine.device import CacheClearing, memory_errors, open_device
+from crosstune.torch_engine.load import shrink_frozen
+from crosstune.torch_engine.optimizer import Masters, make_optimizer
+from crosstune.torch_engine.precision import PRECISIONS, Precision
+from crosstune.torch_engine.session import Parts, TorchSession
+from crosstune.torch_engine.task import Opening, TorchTask
+from crosstune.torch_engine.tasks.causal_lm import CausalLM
+from crosstune.torch_engine.text_session import TextSession
+
+
+def open_session(
+    plan: Plan,
+    *,
+    model_folder: Path | None,
+    base_name: str | None = None,
+    task: TorchTask | None = None,
+    trained: bool = True,
+    group: Group | None = None,
+) -> TorchSession:
+    """Open the model of a task; of a causal language model when no task is named.
+
+    `trained=False` opens it to evaluate and generate only: no masters, no optimizer. A group of several processes is
+    refused before this, in the plan.
+    """
+    task = task if task is not None else CausalLM()
+    device, precision = open_device(plan.backend), PRECISIONS[plan.precision]
+    torch.manual_seed(plan.config.seed)
+    opening = Opening(plan=plan, device=device, precision=precision, folder=model_folder, base_name=base_name)
+    with memory_errors(device):
+        model = task.build(opening)
+        adapters = adapt(model, plan, precision=precision)
+        recompute_activations(model, plan)
+        if not trained:
+            model.requires_grad_(False)
+        masters = Masters(trained_parameters(model, adapters) if trained else {})
+        optimizer = optimize(masters, plan) if trained else None
+    spec = backend_specs()[plan.backend.name]
+    parts = Parts(
+        opening=opening,
+        task=task,
+        model=model.train(),
+        adapters=adapters,
+        masters=masters,
+        optimizer=optimizer,
+        cache=CacheClearing(device, every=spec.clear_cache_every),
+        pin_memory=spec.pinned_memory and device.type == "cuda",
+    )
+    return TextSession(parts) if isinstance(task, CausalLM) else TorchSession(parts)
+
+
+def adapt(model: nn.Module, plan: Plan, *, precision: Precision) -> dict[str, AdaptedLinear]:
+    """Add LoRA or DoRA adapters where the method asks for them, with the weights of --base_adapter."""
+    config = plan.config
+    if plan.method not in ("lora", "dora"):
+        return {}
+    settings = AdapterSettings.from_config(config, method=plan.method)
+    adapters = add_adapters(
+        model,
+        targets=config.lora_target_modules,
+        settings=settings,
+        seed=config.seed,
+        last_layers=read_mlx_settings(config.mlx_config).num_layers,
+    )
+    if precision.autocast is not None:
+        shrink_frozen(model, dtype=precision.autocast)
+    if config.base_adapter:
+        export.load_adapter(Path(config.base_adapter).expanduser(), adapters, settings=settings)
+    return adapters
+
+
+def recompute_activations(model: nn.Module, plan: Plan) -> None:
+    """Recompute activations in the backward pass instead of keeping them, where that is asked."""
+    config = plan.config
+    if not config.use_gradient_checkpointing:
+        return
+    if not hasattr(model, "gradient_checkpointing_enable"):
+        raise UserError(
+            f"--use_gradient_checkpointing does not work with {type(model).__name__}.",
+            why="the model has no method gradient_checkpointing_enable.",
+            do="leave it out, or use a smaller --batch_size",
+        )
+    reentrant = config.reentrant_checkpointing
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant and plan.method != "full":
+        # Re-entrant checkpointing passes gradients only through inputs that ask for one.
+        model.enable_input_require_grads()
+
+
+def trained_parameters(
+    model: nn.Module, adapters: Mapping[str, AdaptedLinear]
+) -> dict[str, torch.nn.Parameter]:
+    """Return what is trained, by canonical name: the adapters, or every parameter that requires gradients."""
+    if adapters:
+        return export.adapter_weights(adapters)
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def optimize(masters: Masters, plan: Plan) -> torch.optim.Optimizer:
+    config = plan.config
+    return make_optimizer(
+        config.optimizer, masters.masters, weight_decay=config.wd, b_ratio=config.loraplus_lr_ratio
+    )

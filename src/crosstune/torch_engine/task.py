@@ -1,0 +1,56 @@
+"""What the torch engine asks of a task: a model, the arrays of a batch, a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from crosstune.config.plan import Plan
+from crosstune.core.protocols import Array
+from crosstune.torch_engine.precision import Precision
+
+Tensors = Mapping[str, torch.Tensor]
+MetricSums = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]]
+"""Name -> a sum and the weight it is over; the metric is their quotient over all batches and ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """What a model is built for."""
+
+    plan: Plan
+    device: torch.device
+    precision: Precision
+    folder: Path | None
+    """The base model; None for a recipe without one."""
+    base_name: str | None = None
+    """The hub id of the base model, if it came from there."""
+
+
+class TorchTask(Protocol):
+    metric_names: Sequence[str]
+    """Names of the metrics that `loss` returns."""
+
+    def build(self, opening: Opening) -> nn.Module:
+        """Return the model on the device, with its weights. Parameters that stand still do not require gradients."""
+        ...
+
+    def arrays(self, batch: Any) -> Mapping[str, Array]:
+        """Return the arrays of a batch that the loss reads. Called in a thread ahead of the step."""
+        ...
+
+    def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
+        """Return the sum of losses over a batch, and the sums of its metrics."""
+        ...
+
+
+@runtime_checkable
+class WritesModel(Protocol):
+    """A task that writes its whole model itself, in the form that other tools read."""
+
+    def write_model(self, model: nn.Module, folder: Path, *, trained: Tensors) -> None: ...

@@ -1,0 +1,156 @@
+"""Causal language models: built from a model folder, trained by next-token cross entropy."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from crosstune.core.errors import UserError
+from crosstune.core.logit_distance import compare
+from crosstune.core.protocols import Array
+from crosstune.core.record import write_json
+from crosstune.data.token_batch import IGNORED, TokenBatch
+from crosstune.models.locate import identity
+from crosstune.torch_engine import export
+from crosstune.torch_engine.blocks import Expansion
+from crosstune.torch_engine.cross_entropy import cross_entropy_sum
+from crosstune.torch_engine.device import evaluating
+from crosstune.torch_engine.load import load_model, quant_spec
+from crosstune.torch_engine.original_weights import original_weights
+from crosstune.torch_engine.stream import find_tensors, read_tensor
+from crosstune.torch_engine.task import MetricSums, Opening, Tensors
+from crosstune.torch_engine.verify import model_logits
+
+_PROBE_TOKENS = 32
+
+
+class CausalLM:
+    """The task of `sft`, and of every recipe that trains a language model on tokens."""
+
+    metric_names: Sequence[str] = ()
+
+    def __init__(self) -> None:
+        self.opening: Opening | None = None
+        self.expansion: Expansion | None = None
+
+    def build(self, opening: Opening) -> nn.Module:
+        """Load the model folder: quantized and with new blocks as the plan says."""
+        assert opening.folder is not None, "a causal language model is built from a folder"
+        model, self.expansion = load_model(
+            opening.folder, plan=opening.plan, precision=opening.precision, device=opening.device
+        )
+        self.opening = opening
+        if self.expansion is not None:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(self.expansion.is_new(name))
+        return model
+
+    def arrays(self, batch: TokenBatch) -> Mapping[str, Array]:
+        """Keep the columns where some row is supervised: most of a prompt never reaches the head."""
+        columns = (batch.targets != IGNORED).any(axis=0).nonzero()[0]
+        if not len(columns):
+            columns = np.zeros(1, dtype=np.int64)
+        arrays = {
+            "input_ids": batch.input_ids.astype("int64"),
+            "columns": columns.astype("int64"),
+            "targets": batch.targets[:, columns].astype("int64"),
+        }
+        return arrays | ({"positions": batch.positions.astype("int64")} if batch.is_packed else {})
+
+    def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
+        """Return the cross entropy in fp32, summed over the supervised tokens of a batch.
+
+        Rows are padded on the right and attention is causal, so no token sees padding and no mask is needed. In packed
+        rows, positions that start again tell transformers where a document begins: it keeps attention within each.
+        """
+        options: dict[str, Any] = {"input_ids": tensors["input_ids"], "use_cache": False}
+        if "positions" in tensors:
+            ensure_separates_documents(model, device=tensors["input_ids"].device)
+            options["position_ids"] = tensors["positions"]
+        if takes_logits_to_keep(model):
+            logits = model(**options, logits_to_keep=tensors["columns"]).logits
+        else:
+            logits = model(**options).logits[:, tensors["columns"]]
+        flat = tensors["targets"].reshape(-1)
+        kept = flat != IGNORED
+        return cross_entropy_sum(logits.reshape(-1, logits.shape[-1])[kept], flat[kept]), {}
+
+    def base_record(self) -> dict[str, Any]:
+        """Return which weights, quantized how, the training started from."""
+        opening = self._opened()
+        assert opening.folder is not None
+        spec = quant_spec(opening.plan)
+        return {
+            "base": {"name": opening.plan.config.model_name, "identity": identity(opening.folder)},
+            "quantization": dataclasses.asdict(spec) if spec is not None else None,
+            "precision": opening.plan.precision,
+        }
+
+    def write_model(self, model: nn.Module, folder: Path, *, trained: Tensors) -> None:
+        """Write a model folder that transformers loads."""
+        base = self._opened().folder
+        assert base is not None
+        export.save_model(folder, model.config, self._result_tensors(model, base, trained), base=base)
+        write_json(folder / "crosstune.json", self.base_record() | self._expansion_record(model, base))
+
+    def _result_tensors(
+        self, model: nn.Module, base: Path, trained: Tensors
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the whole model. With new blocks over a frozen base, the base comes unchanged from its files."""
+        if self.expansion is None:
+            skipped = set(model.all_tied_weights_keys or ())
+            yield from ((name, t) for name, t in model.state_dict().items() if name not in skipped)
+            return
+        for name, place in sorted(find_tensors(base).items()):
+            for target, _ in self.expansion.names(name):
+                is_new = self.expansion.is_new(target)
+                yield target, trained[target].to(place.dtype) if is_new else read_tensor(place)
+
+    def _expansion_record(self, model: nn.Module, base: Path) -> dict[str, Any]:
+        """Say which blocks are new and, where they learned over a quantized base, what saving the original costs."""
+        if self.expansion is None:
+            return {}
+        opening = self._opened()
+        record: dict[str, Any] = {"new_blocks": sorted(self.expansion.new)}
+        if quant_spec(opening.plan) is None:
+            return record
+        prompts = [list(range(start, start + _PROBE_TOKENS)) for start in (0, _PROBE_TOKENS)]
+        with evaluating(model):
+            as_trained = model_logits(model, prompts, precision=opening.precision, device=opening.device)
+            with original_weights(model, base, self.expansion):
+                as_saved = model_logits(model, prompts, precision=opening.precision, device=opening.device)
+        return record | {"against_trained": {"original": compare(as_trained, as_saved).to_json()}}
+
+    def _opened(self) -> Opening:
+        assert self.opening is not None, "the model is not built yet"
+        return self.opening
+
+
+def takes_logits_to_keep(model: nn.Module) -> bool:
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def ensure_separates_documents(model: nn.Module, *, device: torch.device) -> None:
+    """Raise unless a document in a packed row is blind to the one before it. Tried once per model: not every kind of
+    model in transformers heeds positions, and one that does not would train on wrong text without a word."""
+    if getattr(model, "separates_documents", False):
+        return
+    documents = torch.arange(1, 25, device=device).reshape(3, 8)
+    rows = torch.stack([documents[[0, 2]].reshape(-1), documents[[1, 2]].reshape(-1)])
+    positions = torch.arange(8, device=device).repeat(2, 2)
+    with evaluating(model), torch.no_grad():
+        logits = model(input_ids=rows, position_ids=positions, use_cache=False).logits[:, 8:].float()
+    if (logits[0] - logits[1]).abs().max() > 1e-4 * logits.abs().max():
+        raise UserError(
+            f"--packing cannot be used with {type(model).__name__}.",
+            why="its attention reaches over the border between documents of a row.",
+            do="leave out --packing",
+        )
+    model.separates_documents = True

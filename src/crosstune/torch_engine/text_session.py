@@ -1,0 +1,40 @@
+"""A session of a causal language model: it gives logits and generates text besides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from crosstune.core.logit_distance import Logits, Prompts
+from crosstune.torch_engine.device import evaluating
+from crosstune.torch_engine.generate import OnToken, generate
+from crosstune.torch_engine.session import TorchSession
+from crosstune.torch_engine.verify import model_logits
+
+
+class TextSession(TorchSession):
+    def logits(self, prompts: Prompts) -> Logits:
+        """Return the logits of the model as it is trained, in the dtypes of its training, without dropout."""
+        with evaluating(self.model):
+            return model_logits(self.model, prompts, precision=self.precision, device=self.device)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        stop_ids: Sequence[int] = (),
+        temperature: float = 0.0,
+        seed: int = 0,
+        on_token: OnToken | None = None,
+    ) -> list[list[int]]:
+        with evaluating(self.model), self.precision.context(self.device):
+            return generate(
+                self.model,
+                prompts,
+                device=self.device,
+                max_new_tokens=max_new_tokens,
+                stop_ids=stop_ids,
+                temperature=temperature,
+                seed=seed,
+                on_token=on_token,
+            )
