@@ -15,6 +15,7 @@ from injection.kills import damage
 from crosstune.checkpoint.folders import checkpoint_folders
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
+from crosstune.core.events import Event, Warned
 from crosstune.core.record import read_jsonl
 from crosstune.loop import save
 from crosstune.models.tiny import tiny_model
@@ -27,16 +28,16 @@ class Listener:
     """An observer that remembers."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[str, Mapping[str, Any]]] = []
+        self.events: list[Event] = []
 
-    def on_event(self, kind: str, data: Mapping[str, Any]) -> None:
-        self.events.append((kind, data))
+    def on_event(self, event: Event) -> None:
+        self.events.append(event)
 
     def on_step(self, metrics: Mapping[str, Any]) -> None:
         pass
 
     def warnings(self) -> list[str]:
-        return [data["message"] for kind, data in self.events if kind == "warning"]
+        return [event.message for event in self.events if isinstance(event, Warned)]
 
 
 @pytest.fixture(scope="module")
