@@ -20,6 +20,7 @@ from typing import Any
 
 from crosstune import run
 from crosstune.config.load import cache_override, make_config
+from crosstune.core.events import CheckpointSaved, Event, StepMetrics
 from crosstune.core.record import RunRecord, read_jsonl
 from crosstune.models.locate import shape
 from crosstune.models.tiny import tiny_model
@@ -37,10 +38,10 @@ RESUMING = (
 
 
 class Quiet:
-    def on_event(self, kind: str, data: Mapping[str, Any]) -> None:
+    def on_event(self, event: Event) -> None:
         pass
 
-    def on_step(self, metrics: Mapping[str, Any]) -> None:
+    def on_step(self, metrics: StepMetrics) -> None:
         pass
 
 
@@ -75,7 +76,9 @@ def measure(options: Mapping[str, Any], *, steps: int) -> dict[str, Any]:
     with timed() as parts:
         run.train(make_config(**options, max_steps=steps + 2, resume="auto"), observers=[Quiet()])
     rows = read_jsonl(first.folder / "metrics.jsonl")
-    saves = [event for event in read_jsonl(first.folder / "events.jsonl") if event["kind"] == "checkpoint"]
+    saves = [
+        event for event in read_jsonl(first.folder / "events.jsonl") if event["kind"] == CheckpointSaved.kind
+    ]
     return {
         "step_s": statistics.median(row["step_s"] for row in rows[1:]),
         "blocked_s": [event["blocked_s"] for event in saves],

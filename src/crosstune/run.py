@@ -12,7 +12,8 @@ from crosstune.config.schema import Config
 from crosstune.config.unbuilt import unbuilt
 from crosstune.core.durations import parse_duration
 from crosstune.core.errors import UserError, raise_all
-from crosstune.core.protocols import Observer, Observers, Recipe
+from crosstune.core.events import Observer, Observers, Started, Warned
+from crosstune.core.protocols import Recipe
 from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import (
     SilentRecord,
@@ -71,13 +72,11 @@ def train(
     described = describe(ready, command=command)
     record = begin(ready, described, screen) if ranks.first else SilentRecord(folder)
     observer = Observers([record, screen])
-    observer.on_event(
-        "start", {"folder": str(folder), "data": recipe.describe(), "num_steps": recipe.num_steps()}
-    )
-    for kind, data in ready.early.heard:
-        record.on_event(kind, data)
+    observer.on_event(Started(folder=str(folder), data=recipe.describe(), num_steps=recipe.num_steps()))
+    for event in ready.early.heard:
+        record.on_event(event)
     for sentence in ready.warnings:
-        observer.on_event("warning", {"message": sentence})
+        observer.on_event(Warned(message=sentence))
     execution = Execution(
         plan=plan,
         recipe=recipe,

@@ -16,6 +16,7 @@ from torch import nn
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
+from crosstune.core.events import Observers
 from crosstune.emulate.operators import operator_table
 from crosstune.emulate.verdict import Verdict, emulate
 from crosstune.emulate.watch import Watch
@@ -128,7 +129,7 @@ def test_ordinary_training_passes(tiny_model: Path, tmp_path: Path, train_type: 
 def test_backward_and_optimizer_are_seen_and_the_numbers_are_those_of_a_plain_run(tiny_model: Path) -> None:
     options = {"model_name": str(tiny_model), "precision": "fp32", "batch_size": 2, "max_steps": 2}
     config = make_config(backend="cpu", skip_eval=True, dataset_samples=4, **options)
-    plan, nobody = make_plan(config), SimpleNamespace(on_event=lambda kind, data: None)
+    plan, nobody = make_plan(config), Observers()
     model = find_model(plan.config, nobody)
     recipe = open_recipe(plan.config, model, nobody)
     plain, watched = open_session(plan, model), open_session(plan, model)

@@ -19,7 +19,7 @@ from crosstune.checkpoint.read import open_checkpoint
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.core.protocols import Observers
+from crosstune.core.events import Observers
 from crosstune.core.record import read_json, read_jsonl
 from crosstune.models.weights import read_arrays
 from crosstune.run import train

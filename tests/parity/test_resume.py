@@ -15,6 +15,7 @@ from injection.kills import damage
 from crosstune.checkpoint.folders import checkpoint_folders
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
+from crosstune.core.events import Event, Resumed, Warned
 from crosstune.core.record import read_jsonl
 from crosstune.loop import save
 from crosstune.models.tiny import tiny_model
@@ -27,16 +28,16 @@ class Listener:
     """An observer that remembers."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[str, Mapping[str, Any]]] = []
+        self.events: list[Event] = []
 
-    def on_event(self, kind: str, data: Mapping[str, Any]) -> None:
-        self.events.append((kind, data))
+    def on_event(self, event: Event) -> None:
+        self.events.append(event)
 
     def on_step(self, metrics: Mapping[str, Any]) -> None:
         pass
 
     def warnings(self) -> list[str]:
-        return [data["message"] for kind, data in self.events if kind == "warning"]
+        return [event.message for event in self.events if isinstance(event, Warned)]
 
 
 @pytest.fixture(scope="module")
@@ -194,8 +195,8 @@ def test_another_training_is_refused_unless_allowed(
         return
     result = run(bench, "lora", folder, **asked, allow_mismatch=kind, observer=observer)
     assert result.summary["status"] == "finished"
-    (resumed,) = [data for name, data in observer.events if name == "resumed"]
-    assert any(words.split(":")[0] in sentence for sentence in resumed["allowed_differences"])
+    (resumed,) = [event for event in observer.events if isinstance(event, Resumed)]
+    assert any(words.split(":")[0] in sentence for sentence in resumed.allowed_differences)
 
 
 def test_auto_passes_over_damaged_ones_and_says_so(bench: Bench, straight: Any) -> None:

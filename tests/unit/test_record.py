@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from crosstune.core.errors import UserError
+from crosstune.core.events import Warned
 from crosstune.core.record import RunRecord, holds_run, move_aside, read_jsonl, write_json
 
 
 def test_lines_are_on_disk_as_soon_as_they_are_said(tmp_path: Path) -> None:
     record = RunRecord.create(tmp_path / "run", config_yaml="lr: 1\n", plan={"a": 1})
     record.on_step({"step": 1, "loss": 0.1 + 0.2})
-    record.on_event("warning", {"message": "x"})
+    record.on_event(Warned(message="x"))
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl") == [{"step": 1, "loss": 0.1 + 0.2}]
     assert read_jsonl(tmp_path / "run" / "events.jsonl")[0]["kind"] == "warning"
     record.finish({"status": "finished", "loss": math.nan})

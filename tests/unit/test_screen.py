@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from crosstune.cli.screen import Screen
+from crosstune.core.events import TrainingStarted
 
 
 class Terminal(io.StringIO):
@@ -20,7 +21,7 @@ def test_lines_above_the_live_bar_are_for_those_who_ask(options: dict[str, Any],
     stream = Terminal()
     screen = Screen(live=True, stream=stream, **options)
     assert screen.live
-    screen.on_event("training", {"num_steps": 4, "done": 0})
+    screen.on_event(TrainingStarted(num_steps=4, done=0))
     for step in range(1, 5):
         screen.on_step(
             {

@@ -1,23 +1,54 @@
-"""A run on the terminal: a live line where there is one, plain lines elsewhere."""
+"""Show a run on the terminal: a live bar where there is one, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any, TextIO
+from functools import singledispatchmethod
+from typing import TextIO
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from crosstune.cli.arguments import count, duration, size
+from crosstune.core.events import (
+    Adjusted,
+    CheckpointFailed,
+    CheckpointSaved,
+    CheckpointSetAside,
+    Evaluated,
+    Evaluating,
+    EvaluationStarted,
+    Event,
+    Failed,
+    Interrupted,
+    Loaded,
+    Loading,
+    LossCompared,
+    LossMeasured,
+    ModelProgress,
+    Moved,
+    NonFinite,
+    ResultSaved,
+    Resumed,
+    RunMovedAside,
+    Started,
+    StepMetrics,
+    Stopped,
+    Tokenizing,
+    TrainingStarted,
+    Warned,
+)
+from crosstune.core.measured import Comparison
 
 PLAIN_SECONDS = 5.0
+NOT_SHOWN: tuple[type[Event], ...] = (Failed, Interrupted)
+"""Events without a line here: the command prints the error that ended a run."""
 
 
 class Screen:
-    """Prints events and steps. On a terminal a bar shows the step, loss, rate, time left and memory."""
+    """Print events and steps. On a terminal a bar shows the step, loss, rate, time left and memory."""
 
     def __init__(
         self,
@@ -46,7 +77,7 @@ class Screen:
         self._stage_finished = False
         self._last_metrics: dict[str, float] = {}
 
-    def on_step(self, metrics: Mapping[str, Any]) -> None:
+    def on_step(self, metrics: StepMetrics) -> None:
         self._steps += 1
         if self._steps > 1:  # the first step pays for warming up
             self._seconds += metrics["step_s"]
@@ -64,10 +95,9 @@ class Screen:
         if metrics["step"] % self.every == 0 and self.lines:
             self._print(f"step {metrics['step']}/{self.num_steps}  {words}")
 
-    def on_event(self, kind: str, data: Mapping[str, Any]) -> None:
-        handler = getattr(self, f"_on_{kind}", None)
-        if handler is not None:
-            handler(data)
+    @singledispatchmethod
+    def on_event(self, event: Event) -> None:
+        """Print an event with the handler that is registered for its class; those in `NOT_SHOWN` have none."""
 
     def close(self) -> None:
         if self._bar is not None:
@@ -78,19 +108,22 @@ class Screen:
         target = self._bar.console if self._bar is not None else self.console
         target.print(escape(text), style=style)
 
-    def _on_adjustment(self, data: Mapping[str, Any]) -> None:
-        style = {"change": "yellow", "warning": "yellow"}.get(data["sort"], "dim")
-        label = {"change": "changed ", "warning": "warning "}.get(data["sort"], "chosen  ")
-        self._print(f"{label} {data['sentence']}", style=style)
+    @on_event.register
+    def _on_adjustment(self, event: Adjusted) -> None:
+        style = {"change": "yellow", "warning": "yellow"}.get(event.sort, "dim")
+        label = {"change": "changed ", "warning": "warning "}.get(event.sort, "chosen  ")
+        self._print(f"{label} {event.sentence}", style=style)
 
-    def _on_moved_aside(self, data: Mapping[str, Any]) -> None:
-        self._print(f"moved    the old run is now {data['path']}", style="dim")
+    @on_event.register
+    def _on_moved_aside(self, event: RunMovedAside) -> None:
+        self._print(f"moved    the old run is now {event.path}", style="dim")
 
-    def _on_model_progress(self, data: Mapping[str, Any]) -> None:
+    @on_event.register
+    def _on_model_progress(self, event: ModelProgress) -> None:
         now = time.monotonic()
-        total = data["total"]
-        finished = total is not None and data["done"] >= total
-        stage_changed = data["stage"] != self._last_stage
+        total = event.total
+        finished = total is not None and event.done >= total
+        stage_changed = event.stage != self._last_stage
         if finished and not stage_changed and self._stage_finished:
             return
         self._stage_finished = finished
@@ -98,20 +131,21 @@ class Screen:
             return
         if stage_changed:
             self._stage_started = now
-        self._last_shown, self._last_stage = now, data["stage"]
-        rate = data["done"] / (now - self._stage_started) if now > self._stage_started else 0.0
-        share = f"{size(data['done'])} of {size(total)}" if total else size(data["done"])
+        self._last_shown, self._last_stage = now, event.stage
+        rate = event.done / (now - self._stage_started) if now > self._stage_started else 0.0
+        share = f"{size(event.done)} of {size(total)}" if total else size(event.done)
         ending = f"  {size(rate)}/s" if rate else ""
-        text = f"model    {data['model']}: {data['stage']} {share}{ending}"
+        text = f"model    {event.model}: {event.stage} {share}{ending}"
         if self.live:
             self.console.print(escape(text).ljust(90), end="\n" if finished else "\r")
         else:
             self._print(text)
 
-    def _on_tokenizing(self, data: Mapping[str, Any]) -> None:
+    @on_event.register
+    def _on_tokenizing(self, event: Tokenizing) -> None:
         now = time.monotonic()
-        stage = f"tokenizing {data['source']}"
-        done, total = data["done_bytes"], data["total_bytes"]
+        stage = f"tokenizing {event.source}"
+        done, total = event.done_bytes, event.total_bytes
         if stage != self._last_stage:
             self._last_stage, self._stage_started, self._last_shown = stage, now, now
         seconds = now - self._stage_started
@@ -125,7 +159,7 @@ class Screen:
             f"left {duration((total - done) / rate)}" if rate and not finished else f"in {duration(seconds)}"
         )
         text = (
-            f"tokens   {data['source']}: {data['examples']:,} examples, {size(done)} of {size(total)}  "
+            f"tokens   {event.source}: {event.examples:,} examples, {size(done)} of {size(total)}  "
             f"{size(rate)}/s  {left}"
         )
         if self.live:
@@ -133,57 +167,65 @@ class Screen:
         else:
             self._print(text)
 
-    def _on_start(self, data: Mapping[str, Any]) -> None:
-        train = data["data"].get("train", {})
+    @on_event.register
+    def _on_start(self, event: Started) -> None:
+        train = event.data.get("train", {})
         parts = [f"{train.get('examples', 0):,} examples", f"{count(train.get('tokens', 0))} tokens"]
         parts.append(f"{count(train.get('supervised_tokens', 0))} supervised")
         parts.append(f"longest {train.get('longest', 0)}")
-        self._print(f"data     {data['data'].get('dataset')}: {', '.join(parts)}")
-        for sentence in data["data"].get("warnings", ()):
+        self._print(f"data     {event.data.get('dataset')}: {', '.join(parts)}")
+        for sentence in event.data.get("warnings", ()):
             self._print(f"warning  {sentence}", style="yellow")
-        self.num_steps = data["num_steps"]
-        self._print(f"run      {data['folder']}")
+        self.num_steps = event.num_steps
+        self._print(f"run      {event.folder}")
 
-    def _on_warning(self, data: Mapping[str, Any]) -> None:
-        self._print(f"warning  {data['message']}", style="yellow")
+    @on_event.register
+    def _on_warning(self, event: Warned) -> None:
+        self._print(f"warning  {event.message}", style="yellow")
 
-    def _on_loading(self, data: Mapping[str, Any]) -> None:
-        self._print(f"loading  {data['model']}")
+    @on_event.register
+    def _on_loading(self, event: Loading) -> None:
+        self._print(f"loading  {event.model}")
 
-    def _on_loaded(self, data: Mapping[str, Any]) -> None:
-        trained, everything = data["trained_parameters"], data["parameters"]
+    @on_event.register
+    def _on_loaded(self, event: Loaded) -> None:
+        trained, everything = event.trained_parameters, event.parameters
         share = 100 * trained / everything
         self._print(f"loaded   {count(everything)} parameters, {count(trained)} trained ({share:.2f} %)")
 
-    def _on_evaluation_start(self, data: Mapping[str, Any]) -> None:
+    @on_event.register
+    def _on_evaluation_start(self, event: EvaluationStarted) -> None:
         self._last_shown = time.monotonic()
         if self.verbose or self.live:
-            self._print(f"evaluating at step {data['step']} ...", style="dim")
+            self._print(f"evaluating at step {event.step} ...", style="dim")
 
-    def _on_evaluating(self, data: Mapping[str, Any]) -> None:
+    @on_event.register
+    def _on_evaluating(self, event: Evaluating) -> None:
         now = time.monotonic()
         if now - self._last_shown >= PLAIN_SECONDS:
             self._last_shown = now
-            self._print(f"  answered {data['done']} of {data['total']} held-out prompts", style="dim")
+            self._print(f"  answered {event.done} of {event.total} held-out prompts", style="dim")
 
-    def _on_evaluation(self, data: Mapping[str, Any]) -> None:
-        metrics: dict[str, float] = dict(data["metrics"])
+    @on_event.register
+    def _on_evaluation(self, event: Evaluated) -> None:
+        metrics: dict[str, float] = dict(event.metrics)
         parts = []
         for name, value in metrics.items():
             before = self._last_metrics.get(name)
             parts.append(f"{name} {value:.4f}" + (f" (was {before:.4f})" if before is not None else ""))
         self._last_metrics = metrics
         self._print(
-            f"eval     step {data['step']}: {'  '.join(parts)}  in {duration(data['seconds'])}", style="bold"
+            f"eval     step {event.step}: {'  '.join(parts)}  in {duration(event.seconds)}", style="bold"
         )
-        for sample in data["samples"][:3]:
+        for sample in event.samples[:3]:
             mark = (
                 "" if not sample["reference"] else ("= " if sample["answer"] == sample["reference"] else "x ")
             )
             self._print(f"  > {_short(sample['prompt'])}\n  {mark}{_short(sample['answer'])}", style="dim")
 
-    def _on_training(self, data: Mapping[str, Any]) -> None:
-        self.num_steps = data["num_steps"]
+    @on_event.register
+    def _on_training(self, event: TrainingStarted) -> None:
+        self.num_steps = event.num_steps
         if self.live:
             self._bar = Progress(
                 TextColumn("step"),
@@ -194,69 +236,76 @@ class Screen:
                 transient=False,
             )
             self._task = self._bar.add_task(
-                "train", total=self.num_steps, completed=data["done"], words="first step ..."
+                "train", total=self.num_steps, completed=event.done, words="first step ..."
             )
             self._bar.start()
 
-    def _on_resumed(self, data: Mapping[str, Any]) -> None:
-        self._print(f"resumed  step {data['step']} of {data['checkpoint']}", style="bold")
-        for sentence in dict.fromkeys(
-            (*data["adapted"], *data["allowed_differences"], *data["changed_options"])
-        ):
+    @on_event.register
+    def _on_resumed(self, event: Resumed) -> None:
+        self._print(f"resumed  step {event.step} of {event.checkpoint}", style="bold")
+        for sentence in dict.fromkeys((*event.adapted, *event.allowed_differences, *event.changed_options)):
             self._print(f"changed  {sentence}", style="yellow")
 
-    def _on_measured(self, data: Mapping[str, Any]) -> None:
-        self._print(f"measured loss {data['loss']:.6f} on {data['backend']}: {_terms(data)}")
+    @on_event.register
+    def _on_measured(self, event: LossMeasured) -> None:
+        measured = event.measured
+        self._print(f"measured loss {measured.loss:.6f} on {measured.backend}: {measured.terms()}")
 
-    def _on_compared(self, data: Mapping[str, Any]) -> None:
-        there, here = data["from"], data["to"]
+    @on_event.register
+    def _on_compared(self, event: LossCompared) -> None:
+        self._print_comparison(event.comparison)
+
+    @on_event.register
+    def _on_moved(self, event: Moved) -> None:
+        self._print_comparison(event.comparison)
+
+    def _print_comparison(self, compared: Comparison) -> None:
+        there, here = compared.there, compared.here
         self._print(
-            f"compared the same batches: {there['loss']:.6f} on {there['backend']} ({_terms(there)}), "
-            f"{here['loss']:.6f} on {here['backend']} ({_terms(here)}): {data['difference']:.2e} apart, "
-            f"at most {data['bound']:g}",
+            f"compared the same batches: {there.loss:.6f} on {there.backend} ({there.terms()}), "
+            f"{here.loss:.6f} on {here.backend} ({here.terms()}): {compared.difference:.2e} apart, "
+            f"at most {compared.bound:g}",
             style="bold",
         )
 
-    _on_moved = _on_compared
+    @on_event.register
+    def _on_set_aside(self, event: CheckpointSetAside) -> None:
+        self._print(f"aside    a checkpoint after step {event.step} is now {event.path}", style="dim")
 
-    def _on_set_aside(self, data: Mapping[str, Any]) -> None:
-        self._print(f"aside    a checkpoint after step {data['step']} is now {data['path']}", style="dim")
-
-    def _on_checkpoint(self, data: Mapping[str, Any]) -> None:
+    @on_event.register
+    def _on_checkpoint(self, event: CheckpointSaved) -> None:
         self._print(
-            f"kept     checkpoint of step {data['step']}: {size(data['bytes'])} in {data['seconds']:.1f} s, "
-            f"training waited {data['blocked_s'] * 1000:.0f} ms",
+            f"kept     checkpoint of step {event.step}: {size(event.bytes)} in {event.seconds:.1f} s, "
+            f"training waited {event.blocked_s * 1000:.0f} ms",
             style="dim",
         )
 
-    def _on_checkpoint_failed(self, data: Mapping[str, Any]) -> None:
-        self._print(f"warning  {data['error']}", style="bold red")
+    @on_event.register
+    def _on_checkpoint_failed(self, event: CheckpointFailed) -> None:
+        self._print(f"warning  {event.error}", style="bold red")
 
-    def _on_nonfinite(self, data: Mapping[str, Any]) -> None:
-        ending = f"step left out ({data['allowed']} allowed)" if data["skipped"] else "stopping"
-        self._print(
-            f"warning  step {data['step']}: {data['error']} {data['blame']}; {ending}", style="bold red"
-        )
+    @on_event.register
+    def _on_nonfinite(self, event: NonFinite) -> None:
+        ending = f"step left out ({event.allowed} allowed)" if event.skipped else "stopping"
+        self._print(f"warning  step {event.step}: {event.error} {event.blame}; {ending}", style="bold red")
 
-    def _on_stopped(self, data: Mapping[str, Any]) -> None:
+    @on_event.register
+    def _on_stopped(self, event: Stopped) -> None:
         self.close()
         self._print(
-            f"stopped  by {data['reason']} after step {data['step']} of {data['num_steps']}", style="yellow"
+            f"stopped  by {event.reason} after step {event.step} of {event.num_steps}", style="yellow"
         )
 
-    def _on_saved(self, data: Mapping[str, Any]) -> None:
+    @on_event.register
+    def _on_saved(self, event: ResultSaved) -> None:
         self.close()
-        self._print(f"saved    {data['path']}")
-        for name, agreement in data.get("against_trained", {}).items():
+        self._print(f"saved    {event.path}")
+        for name, agreement in (event.against_trained or {}).items():
             self._print(
                 f"warning  the new blocks are saved over the {name} weights, {agreement['relative']:.2g} (relative) from "
                 "the model that was trained; crosstune export --to hf --into dequantized writes that one",
                 style="yellow",
             )
-
-
-def _terms(side: Mapping[str, Any]) -> str:
-    return f"{side['precision']}, {side['quantization'] or 'not quantized'}"
 
 
 def _short(text: str, limit: int = 110) -> str:

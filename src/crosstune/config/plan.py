@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from crosstune.config.schema import Config
+from crosstune.core.events import Adjusted
 from crosstune.core.machine import BackendReport, Machine
 
 Kind = Literal["choice", "change", "warning"]
@@ -26,10 +27,16 @@ class Adjustment:
     reason: str
     kind: Kind
 
-    def to_event(self) -> dict[str, Any]:
-        """As an event of a run, whose own `kind` is taken: the kind of the adjustment is its `sort`."""
-        data = asdict(self)
-        return data | {"sort": data.pop("kind"), "sentence": self.sentence()}
+    def to_event(self) -> Adjusted:
+        """Return the event of a run that says so."""
+        return Adjusted(
+            option=self.option,
+            asked=self.asked,
+            used=self.used,
+            reason=self.reason,
+            sort=self.kind,
+            sentence=self.sentence(),
+        )
 
     def sentence(self) -> str:
         if self.kind == "warning":

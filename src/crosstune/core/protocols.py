@@ -1,4 +1,4 @@
-"""The seams: what a recipe, an engine's session and an observer of a run look like to the loop."""
+"""The seams: what a recipe and an engine's session look like to the loop."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
+
+from crosstune.core.events import Observer
 
 Array = NDArray[Any]
 Metrics = Mapping[str, float]
@@ -244,26 +246,3 @@ class Recipe(Protocol):
     def complete_result(self, folder: Path) -> None:
         """Put beside the trained weights what others need to use them as they were trained."""
         ...
-
-
-class Observer(Protocol):
-    """Who is told what happens in a run: the record on disk, the screen."""
-
-    def on_event(self, kind: str, data: Mapping[str, Any]) -> None: ...
-
-    def on_step(self, metrics: Mapping[str, Any]) -> None: ...
-
-
-@dataclass
-class Observers:
-    """Several observers as one; each hears everything, in order."""
-
-    members: list[Observer] = field(default_factory=list)
-
-    def on_event(self, kind: str, data: Mapping[str, Any]) -> None:
-        for member in self.members:
-            member.on_event(kind, data)
-
-    def on_step(self, metrics: Mapping[str, Any]) -> None:
-        for member in self.members:
-            member.on_step(metrics)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from crosstune.core.errors import UserError
+from crosstune.core.events import Event, StepMetrics
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -191,9 +192,9 @@ class Record(Protocol):
 
     folder: Path
 
-    def on_step(self, metrics: Mapping[str, Any]) -> None: ...
+    def on_step(self, metrics: StepMetrics) -> None: ...
 
-    def on_event(self, kind: str, data: Mapping[str, Any]) -> None: ...
+    def on_event(self, event: Event) -> None: ...
 
     def finish(self, summary: Mapping[str, Any]) -> None: ...
 
@@ -204,10 +205,10 @@ class SilentRecord:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def on_step(self, metrics: Mapping[str, Any]) -> None:
+    def on_step(self, metrics: StepMetrics) -> None:
         return None
 
-    def on_event(self, kind: str, data: Mapping[str, Any]) -> None:
+    def on_event(self, event: Event) -> None:
         return None
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -267,19 +268,18 @@ class RunRecord:
         """Begin with the steps of another run that this one continues, so that its curve is whole."""
         for row in read_jsonl(metrics):
             if row.get("step", 0) <= step:
-                self.on_step(row)
+                self._append(self._metrics, row)
 
     def _open_logs(self, plan: Mapping[str, Any]) -> None:
         write_json(self.folder / "plan.json", plan)
         self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._events = (self.folder / "events.jsonl").open("a", encoding="utf-8")
 
-    def on_step(self, metrics: Mapping[str, Any]) -> None:
+    def on_step(self, metrics: StepMetrics) -> None:
         self._append(self._metrics, metrics)
 
-    def on_event(self, kind: str, data: Mapping[str, Any]) -> None:
-        assert "kind" not in data and "time" not in data, f"an event of kind {kind} brings its own"
-        self._append(self._events, {"time": time.time(), "kind": kind, **data})
+    def on_event(self, event: Event) -> None:
+        self._append(self._events, {"time": time.time(), "kind": event.kind, **event.to_json()})
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         path = self.folder / "summary.json"

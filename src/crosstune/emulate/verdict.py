@@ -17,8 +17,9 @@ from crosstune.config.schema import EMULATED_PACKAGE, Config
 from crosstune.config.unbuilt import unbuilt
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError, raise_all
+from crosstune.core.events import Loaded, Loading, Observer, Observers
 from crosstune.core.names import load_plugin
-from crosstune.core.protocols import Evaluation, Observer, Observers, Recipe
+from crosstune.core.protocols import Evaluation, Recipe
 from crosstune.loop.step import prepare_window, take_step
 from crosstune.machines.probe import load_machine
 from crosstune.models.locate import ModelFolder
@@ -113,7 +114,7 @@ def emulate(config: Config, *, machine: str | None = None, observers: Sequence[O
     recipe = open_recipe(_shorten(plan).config, model, screen)
     plan = make_plan(config, machine=there, longest_row=recipe.longest_row())
     for adjustment in plan.adjustments:
-        screen.on_event("adjustment", adjustment.to_event())
+        screen.on_event(adjustment.to_event())
     recipe.configure(_shorten(plan).config)
     environment = environment_of(backend_specs()[device.BACKEND])
     watch = importlib.import_module("crosstune.emulate.watch").Watch(
@@ -125,11 +126,21 @@ def emulate(config: Config, *, machine: str | None = None, observers: Sequence[O
 
 def _run(plan: Plan, model: ModelFolder, recipe: Recipe, watch: Any, screen: Observers) -> Tried:
     started = time.perf_counter()
-    screen.on_event("loading", {"model": model.name})
+    screen.on_event(Loading(model=model.name))
     session: Any = open_session(plan, model, task=recipe.task(plan.engine))
     watch.check_loaded(session)
     trained, everything = session.num_parameters()
-    screen.on_event("loaded", {"trained_parameters": trained, "parameters": everything})
+    screen.on_event(
+        Loaded(
+            name=None,
+            backend=plan.backend.name,
+            engine=plan.engine,
+            checkpoint=None,
+            result=None,
+            trained_parameters=trained,
+            parameters=everything,
+        )
+    )
     evaluation = Evaluation(metrics={})
     if not plan.config.skip_eval:
         with watch.during("evaluation"):

@@ -2,48 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 from crosstune.core.errors import UserError
+from crosstune.core.measured import Comparison, Measured
 from crosstune.core.protocols import Batch, Recipe, Session
 
 NUM_BATCHES = 4
 # Largest relative difference of the loss that a move may make: numbers of another length, another quantized base.
 BOUND, BOUND_REQUANTIZED = 0.02, 0.25
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """The loss of a few batches as the weights of a step have it, without dropout."""
-
-    step: int
-    first_step: int
-    """The step whose rows these begin with."""
-    num_steps: int
-    """As many steps' rows as are compared: how a step divides into batches may be another matter elsewhere."""
-    loss: float
-    num_supervised: int
-    backend: str
-    precision: str
-    quantization: str | None
-
-    def to_json(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Measured:
-        return cls(
-            step=int(data["step"]),
-            first_step=int(data["first_step"]),
-            num_steps=int(data["num_steps"]),
-            loss=float(data["loss"]),
-            num_supervised=int(data["num_supervised"]),
-            backend=str(data["backend"]),
-            precision=str(data["precision"]),
-            quantization=data.get("quantization"),
-        )
 
 
 def _windows(recipe: Recipe, *, step: int, like: Measured | None) -> tuple[int, list[Sequence[Batch]]]:
@@ -84,39 +51,37 @@ def measure(
     )
 
 
-def compare(there: Measured, here: Measured) -> dict[str, Any]:
-    """Both losses, how far they are apart, and how far they may be."""
+def compare(there: Measured, here: Measured) -> Comparison:
+    """Compare both losses with the largest difference that the move may make."""
     bound = BOUND if there.quantization == here.quantization else BOUND_REQUANTIZED
     difference = abs(here.loss - there.loss) / max(abs(there.loss), 1e-12)
-    return {
-        "from": there.to_json(),
-        "to": here.to_json(),
-        "difference": difference,
-        "bound": bound,
-        "within": difference <= bound and there.num_supervised == here.num_supervised,
-        "same_rows": there.num_supervised == here.num_supervised,
-    }
+    same_rows = there.num_supervised == here.num_supervised
+    return Comparison(
+        there=there,
+        here=here,
+        difference=difference,
+        bound=bound,
+        within=difference <= bound and same_rows,
+        same_rows=same_rows,
+    )
 
 
-def check(compared: Mapping[str, Any], *, allowed: bool) -> None:
-    if compared["within"] or allowed:
+def check(compared: Comparison, *, allowed: bool) -> None:
+    """Raise where the move changes the loss by more than its bound, unless that is allowed."""
+    if compared.within or allowed:
         return
-    there, here = compared["from"], compared["to"]
-    if not compared["same_rows"]:
+    there, here = compared.there, compared.here
+    if not compared.same_rows:
         raise UserError(
             "What the move changes cannot be told.",
-            why=f"the rows that were measured on {there['backend']} have {there['num_supervised']:,} tokens that carry "
-            f"loss, and those of the same steps here {here['num_supervised']:,}.",
+            why=f"the rows that were measured on {there.backend} have {there.num_supervised:,} tokens that carry "
+            f"loss, and those of the same steps here {here.num_supervised:,}.",
             do="continue with as many steps as the run has, its data and its rows per step, or add --allow_mismatch loss",
         )
     raise UserError(
         "The run would not go on as it was.",
-        why=f"the same batches have the loss {there['loss']:.6f} on {there['backend']} ({_words(there)}) and "
-        f"{here['loss']:.6f} on {here['backend']} ({_words(here)}): {compared['difference']:.2%} apart, "
-        f"{compared['bound']:.0%} at most.",
+        why=f"the same batches have the loss {there.loss:.6f} on {there.backend} ({there.terms()}) and "
+        f"{here.loss:.6f} on {here.backend} ({here.terms()}): {compared.difference:.2%} apart, "
+        f"{compared.bound:.0%} at most.",
         do="use the same precision and bits on both sides, or add --allow_mismatch loss to go on all the same",
     )
-
-
-def _words(side: Mapping[str, Any]) -> str:
-    return f"{side['precision']}, {side['quantization'] or 'not quantized'}"

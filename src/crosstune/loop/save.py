@@ -15,7 +15,8 @@ from crosstune.checkpoint.rotate import Keep, rotate
 from crosstune.checkpoint.tensors import word_of
 from crosstune.checkpoint.write import Committed, SaveFailed, write_checkpoint
 from crosstune.core.errors import UserError
-from crosstune.core.protocols import Observer, Session, SessionState
+from crosstune.core.events import CheckpointFailed, CheckpointSaved, Observer, Warned
+from crosstune.core.protocols import Session, SessionState
 
 SNAPSHOT_SHARE = 0.25
 """Of the free memory: a larger snapshot is not made; the state is then written while training waits."""
@@ -130,19 +131,18 @@ class Checkpoints:
         assert writing.committed is not None
         self.newest = writing.committed.folder
         self.observer.on_event(
-            "checkpoint",
-            {
-                "step": writing.step,
-                "path": str(writing.committed.folder),
-                "bytes": writing.committed.num_bytes,
-                "blocked_s": writing.blocked_s,
-                "seconds": writing.seconds,
-                "removed": writing.removed,
-            },
+            CheckpointSaved(
+                step=writing.step,
+                path=str(writing.committed.folder),
+                bytes=writing.committed.num_bytes,
+                blocked_s=writing.blocked_s,
+                seconds=writing.seconds,
+                removed=writing.removed,
+            )
         )
         for message in (writing.committed.latest_error, writing.problem):
             if message:
-                self.observer.on_event("warning", {"message": message, "step": writing.step})
+                self.observer.on_event(Warned(message=message, step=writing.step))
 
     def _write(
         self,
@@ -167,7 +167,7 @@ class Checkpoints:
     def _report_failure(self, step: int, error: BaseException) -> None:
         if not isinstance(error, SaveFailed):
             raise error
-        self.observer.on_event("checkpoint_failed", {"step": step, "error": str(error)})
+        self.observer.on_event(CheckpointFailed(step=step, error=str(error)))
         if self.policy.stop_on_error:
             raise error
 

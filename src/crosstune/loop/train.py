@@ -5,12 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.config.schema import Config
 from crosstune.core.errors import NonFiniteError, OutOfMemory, PeerLost
-from crosstune.core.protocols import Backward, Observer, PreparedBatch, Recipe, Session
+from crosstune.core.events import (
+    Evaluated,
+    EvaluationStarted,
+    NonFinite,
+    Observer,
+    SampleRow,
+    StepMetrics,
+    Stopped,
+    TrainingStarted,
+)
+from crosstune.core.protocols import Backward, PreparedBatch, Recipe, Session
 from crosstune.core.ranks import Alone, Group
 from crosstune.core.scaling import LossScale
 from crosstune.core.schedule import learning_rate, warmup_steps
@@ -52,7 +62,7 @@ class Training:
         try:
             if not progress.steps:
                 progress.eval_before = self._evaluate(when="before")
-            self.observer.on_event("training", {"num_steps": num_steps, "done": progress.steps})
+            self.observer.on_event(TrainingStarted(num_steps=num_steps, done=progress.steps))
             if progress.steps not in progress.evaluations:
                 self._evaluate_if_due(num_steps)  # a run that was stopped between a step and its evaluation
             self._take_steps(num_steps)
@@ -61,9 +71,7 @@ class Training:
         except StopRequested:
             progress.status = "stopped"
             self._save(wait=True)
-            self.observer.on_event(
-                "stopped", {"reason": self.stop.reason, "step": progress.steps, "num_steps": num_steps}
-            )
+            self.observer.on_event(Stopped(reason=self.stop.reason, step=progress.steps, num_steps=num_steps))
         except (NonFiniteError, OutOfMemory, PeerLost) as error:
             try:
                 self._save(wait=True)  # the weights are those of the last good step
@@ -166,8 +174,16 @@ class Training:
         allowed = self.config.skip_nonfinite
         skipped = self.progress.skipped < allowed
         blame = self.session.find_nonfinite(window)
-        facts = {"step": step + 1, "error": error.asked, "blame": blame, "examples": self.recipe.rows(step)}
-        self.observer.on_event("nonfinite", facts | {"skipped": skipped, "allowed": allowed})
+        self.observer.on_event(
+            NonFinite(
+                step=step + 1,
+                error=error.asked,
+                blame=blame,
+                examples=self.recipe.rows(step),
+                skipped=skipped,
+                allowed=allowed,
+            )
+        )
         if not skipped:
             raise error.with_blame(blame, num_skipped=self.progress.skipped) from None
 
@@ -176,20 +192,22 @@ class Training:
             return {}
         step, started = self.progress.steps, time.perf_counter()
         self._stop_together()
-        self.observer.on_event("evaluation_start", {"step": step, "when": when})
+        self.observer.on_event(EvaluationStarted(step=step, when=when))
         with self.stop.droppable():
             evaluation = self.recipe.evaluate(self.session, observer=self.observer)
         if not evaluation.metrics:
             return {}
         self.observer.on_event(
-            "evaluation",
-            {
-                "step": step,
-                "when": when,
-                "metrics": dict(evaluation.metrics),
-                "samples": [vars(sample) for sample in evaluation.samples],
-                "seconds": time.perf_counter() - started,
-            },
+            Evaluated(
+                step=step,
+                when=when,
+                metrics=dict(evaluation.metrics),
+                samples=[
+                    SampleRow(prompt=sample.prompt, answer=sample.answer, reference=sample.reference)
+                    for sample in evaluation.samples
+                ],
+                seconds=time.perf_counter() - started,
+            )
         )
         if "loss" in evaluation.metrics:
             self.progress.evaluations[step] = evaluation.metrics["loss"]
@@ -204,9 +222,9 @@ def _metrics(
     lr: float,
     step_s: float,
     used_bytes: int,
-) -> dict[str, Any]:
-    """One line of metrics.jsonl."""
-    line: dict[str, Any] = {
+) -> StepMetrics:
+    """Return the row of metrics.jsonl of a step; `result` is None for one that was skipped."""
+    row: dict[str, Any] = {
         "step": step + 1,
         "loss": result.loss if result else None,
         "tokens": result.num_tokens if result else 0,
@@ -218,4 +236,6 @@ def _metrics(
         "memory_bytes": used_bytes,
         **(result.metrics if result else {}),
     }
-    return line if result else line | {"skipped": True}
+    if result is None:
+        row["skipped"] = True
+    return cast(StepMetrics, row)  # with what the recipe counts and its task's metrics besides

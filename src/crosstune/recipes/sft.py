@@ -13,15 +13,8 @@ import numpy as np
 
 from crosstune.config.load import cache_override
 from crosstune.config.schema import Config
-from crosstune.core.protocols import (
-    Evaluation,
-    Generates,
-    Observer,
-    Observers,
-    Sample,
-    Session,
-    Task,
-)
+from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing
+from crosstune.core.protocols import Evaluation, Generates, Sample, Session, Task
 from crosstune.data.batches import split_packed, split_rows
 from crosstune.data.chat import encode_prompt, plain_template
 from crosstune.data.corpus import Corpus, open_corpus
@@ -203,7 +196,7 @@ class SftRecipe:
             for question, answer in zip(part, answers, strict=True):
                 text = self.tokenizer.decode(answer).strip()
                 samples.append(Sample(prompt=question.text, answer=text, reference=question.reference))
-            observer.on_event("evaluating", {"done": len(samples), "total": len(questions)})
+            observer.on_event(Evaluating(done=len(samples), total=len(questions)))
         return samples
 
     def _pack(self) -> PackedOrder | None:
@@ -249,13 +242,9 @@ class SftRecipe:
 
         def show(done_bytes: int, total_bytes: int, examples: int) -> None:
             self._observer.on_event(
-                "tokenizing",
-                {
-                    "source": source.name,
-                    "done_bytes": done_bytes,
-                    "total_bytes": total_bytes,
-                    "examples": examples,
-                },
+                Tokenizing(
+                    source=source.name, done_bytes=done_bytes, total_bytes=total_bytes, examples=examples
+                )
             )
 
         corpus = open_corpus(

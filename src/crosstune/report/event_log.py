@@ -7,18 +7,12 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
+from crosstune.core.events import CheckpointFailed, Failed, Interrupted, Moved, NonFinite, Stopped, Warned
 from crosstune.report.files import RunFiles, is_adjustment, number
 from crosstune.report.quantity import Shown, label_of, read_time, show_named, show_seconds, show_time
 
-NOTABLE_KINDS = (
-    "warning",
-    "failed",
-    "stopped",
-    "error",
-    "recovery",
-    "nonfinite",
-    "checkpoint_failed",
-    "moved",
+NOTABLE_KINDS = frozenset(
+    event.kind for event in (Warned, Failed, Stopped, Interrupted, NonFinite, CheckpointFailed, Moved)
 )
 MOST_EVENTS = 400
 
@@ -37,7 +31,7 @@ def event_rows(run: RunFiles) -> list[EventRow]:
 
 
 def _event_row(event: Mapping[str, Any], start: datetime | None) -> EventRow:
-    kind = "adjustment" if is_adjustment(event) else str(event.get("kind", "event"))
+    kind = str(event.get("kind", "event"))
     return EventRow(
         time=_event_time(number(event.get("time")), start),
         kind=kind,
@@ -56,11 +50,11 @@ def _event_time(seconds: float | None, start: datetime | None) -> Shown:
 
 
 def _event_text(event: Mapping[str, Any]) -> str:
-    """The sentence an event carries, or its values one after the other."""
+    """Return the sentence an event carries, or else its values one after the other."""
     for name in ("message", "error", "reason"):
         if event.get(name) and not is_adjustment(event):
             return str(event[name])
-    if event.get("kind") == "moved":
+    if event.get("kind") == Moved.kind:
         return _move_text(event)
     words = []
     for name, value in event.items():

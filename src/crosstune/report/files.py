@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from crosstune.core.errors import UserError
+from crosstune.core.events import Adjusted, Event
 from crosstune.core.record import RUN_FILES, read_jsonl
 
 IDENTIFYING_FILES = ("plan.json", "config.yaml")
@@ -54,8 +55,8 @@ class RunFiles:
             next((step for step in [*steps, number(self.summary.get("steps"))] if step is not None), 0)
         )
 
-    def events_of(self, kind: str) -> list[Mapping[str, Any]]:
-        return [event for event in self.events if event.get("kind") == kind]
+    def events_of(self, event: type[Event]) -> list[Mapping[str, Any]]:
+        return [row for row in self.events if row.get("kind") == event.kind]
 
 
 def load_run(run_dir: Path) -> RunFiles:
@@ -111,7 +112,7 @@ def mapping(value: Any) -> Mapping[str, Any]:
 
 
 def is_adjustment(event: Mapping[str, Any]) -> bool:
-    return event.get("kind") == "adjustment"
+    return event.get("kind") == Adjusted.kind
 
 
 def _read_rows(path: Path, problems: list[str]) -> list[Mapping[str, Any]]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from crosstune.core.events import Evaluated, Event, Failed, Loaded, Stopped
 from crosstune.report.files import RunFiles, mapping, number
 from crosstune.report.metric import Change, change_between, display_of, ordered
 from crosstune.report.quantity import (
@@ -52,7 +53,7 @@ class Total:
 
 def end_of(run: RunFiles) -> End:
     """The status the run gave itself; where it gave none, what its last words and its silence say."""
-    words = {kind: _last(run, kind) for kind in ("failed", "stopped")}
+    words = {event.kind: _last(run, event) for event in (Failed, Stopped)}
     status = run.summary.get("status")
     if status is None:
         status = next((kind for kind, event in words.items() if event), None)
@@ -78,8 +79,8 @@ def _unspoken_end(run: RunFiles) -> End:
     )
 
 
-def _last(run: RunFiles, kind: str) -> Mapping[str, Any]:
-    return next(reversed(run.events_of(kind)), {})
+def _last(run: RunFiles, event: type[Event]) -> Mapping[str, Any]:
+    return next(reversed(run.events_of(event)), {})
 
 
 def evaluations(run: RunFiles) -> list[Measured]:
@@ -105,7 +106,7 @@ def training_loss(run: RunFiles) -> Measured | None:
 
 
 def _metrics_when(run: RunFiles, when: str) -> Mapping[str, Any]:
-    found = [event for event in run.events_of("evaluation") if event.get("when") == when]
+    found = [event for event in run.events_of(Evaluated) if event.get("when") == when]
     return mapping(found[-1].get("metrics")) if found else {}
 
 
@@ -113,7 +114,7 @@ def _last_evaluation(run: RunFiles) -> tuple[Mapping[str, Any], str]:
     after = mapping(run.summary.get("eval_after")) or _metrics_when(run, "after")
     if after:
         return after, "after"
-    later = [event for event in run.events_of("evaluation") if event.get("when") != "before"]
+    later = [event for event in run.events_of(Evaluated) if event.get("when") != "before"]
     if later:
         return mapping(later[-1].get("metrics")), f"at step {evaluation_step(later[-1], run):,.0f}"
     if number(run.summary.get("eval_loss")) is not None:
@@ -213,7 +214,7 @@ def devices(run: RunFiles) -> list[Mapping[str, Any]]:
 
 
 def _parameters(run: RunFiles) -> Total | None:
-    counted = run.summary if "trained_parameters" in run.summary else _last(run, "loaded")
+    counted = run.summary if "trained_parameters" in run.summary else _last(run, Loaded)
     trained, whole = number(counted.get("trained_parameters")), number(counted.get("parameters"))
     if trained is None:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from crosstune.core.events import Loaded, Resumed
 from crosstune.report.chart import Chart, Mark, Scale, Series, byte_scale
 from crosstune.report.files import RunFiles, number
 from crosstune.report.metric import display_of, ordered
@@ -44,10 +45,10 @@ def run_moves(run: RunFiles) -> list[Mark]:
     """Where a run went on on another backend than before."""
     found, backend = list[Mark](), ""
     for event in run.events:
-        if event.get("kind") == "loaded":
+        if event.get("kind") == Loaded.kind:
             backend = str(event.get("backend", ""))
         step, before = number(event.get("step")), event.get("backend")
-        if event.get("kind") == "resumed" and step is not None and before and backend not in ("", before):
+        if event.get("kind") == Resumed.kind and step is not None and before and backend not in ("", before):
             found.append(Mark(step=step, label=f"{before} → {backend}"))
     return found
 

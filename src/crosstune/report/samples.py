@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from crosstune.core.events import Evaluated
 from crosstune.report.files import RunFiles, mapping
 from crosstune.report.series import evaluation_step
 
@@ -51,7 +52,7 @@ class Samples:
 
 
 def collect_samples(run: RunFiles) -> Samples:
-    recorded = [event for event in run.events_of("evaluation") if isinstance(event.get("samples"), list)]
+    recorded = [event for event in run.events_of(Evaluated) if isinstance(event.get("samples"), list)]
     recorded = [event for event in recorded if event["samples"]]
     moments = _choose(recorded)
     tables = [dict(_keyed(event["samples"])) for event in moments]

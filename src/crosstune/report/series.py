@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from crosstune.core.events import Evaluated
 from crosstune.report.files import RunFiles, mapping, number
 
 Point = tuple[float, float | None]
@@ -25,7 +26,7 @@ def step_points(rows: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
 def evaluation_points(run: RunFiles) -> dict[str, list[Point]]:
     """Every evaluated metric over the steps. A step evaluated twice counts as it was seen last."""
     found: dict[str, dict[float, float | None]] = {}
-    for event in run.events_of("evaluation"):
+    for event in run.events_of(Evaluated):
         step = evaluation_step(event, run)
         for name, value in mapping(event.get("metrics")).items():
             found.setdefault(str(name), {})[step] = number(value)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from crosstune.config.load import load_config, make_config
-from crosstune.core.protocols import Generates, Observer
+from crosstune.core.events import Observer
+from crosstune.core.protocols import Generates
 from crosstune.data.chat import Message, encode_prompt
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.machines.probe import probe_machine
@@ -79,7 +80,7 @@ def open_chat_model(
     plan = make_plan(make_config(**options, backend=backend))
     for adjustment in plan.adjustments:
         if adjustment.kind == "change":
-            observer.on_event("adjustment", adjustment.to_event())
+            observer.on_event(adjustment.to_event())
     model = find_model(plan.config, observer)
     held = read_quantization(model.path) if trained.adapter is None else None
     if held is not None:

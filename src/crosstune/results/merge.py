@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crosstune.core.errors import UserError
+from crosstune.core.events import ModelProgress, Observer
 from crosstune.core.logit_distance import Logits, compare
-from crosstune.core.protocols import Observer
 from crosstune.core.record import write_json
 from crosstune.models.adapter_files import copy_template
 from crosstune.models.locate import ModelFolder, identity
@@ -93,7 +93,7 @@ def base_candidates(opened: Opened, into: str | None) -> dict[str, Base]:
 
 def show_bytes(observer: Observer, stage: str, name: str) -> Callable[[int, int], None]:
     def show(done: int, total: int) -> None:
-        observer.on_event("model_progress", {"stage": stage, "done": done, "total": total, "model": name})
+        observer.on_event(ModelProgress(stage=stage, done=done, total=total, model=name))
 
     return show
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from crosstune.config.load import cache_override
 from crosstune.core.errors import UserError
+from crosstune.core.events import ModelProgress, Observer
 from crosstune.core.logit_distance import Logits, compare
-from crosstune.core.protocols import Observer
 from crosstune.core.record import write_json
 from crosstune.models import mlx_adapters
 from crosstune.models.adapter_files import copy_tokenizer
@@ -229,6 +229,6 @@ def _transformers_logits(folder: Path, prompts: list[list[int]]) -> Logits | Non
 
 def _find(name: str, observer: Observer) -> ModelFolder:
     def show(stage: str, done: int, total: int | None) -> None:
-        observer.on_event("model_progress", {"stage": stage, "done": done, "total": total, "model": name})
+        observer.on_event(ModelProgress(stage=stage, done=done, total=total, model=name))
 
     return locate(name, cache=cache_override(), progress=show)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.config.load import make_config
+from crosstune.core.events import Observer
 from crosstune.core.logit_distance import Logits, compare
-from crosstune.core.protocols import Observer
 from crosstune.core.record import write_json
 from crosstune.models.adapter_files import copy_template
 from crosstune.models.folder import weight_files

@@ -12,8 +12,8 @@ from typing import Any
 from crosstune.config.load import load_config, make_config
 from crosstune.config.plan import Plan
 from crosstune.core.errors import UserError
+from crosstune.core.events import Observer
 from crosstune.core.logit_distance import BOUNDS, Agreement, Logits
-from crosstune.core.protocols import Observer
 from crosstune.data.chat import encode_prompt, render
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.locate import ModelFolder

@@ -24,12 +24,25 @@ from crosstune.config.plan import Plan
 from crosstune.config.schema import mismatches
 from crosstune.core.disk import put_in_place
 from crosstune.core.errors import NonFiniteError, OutOfMemory, PeerLost, UserError
-from crosstune.core.protocols import Observer, Recipe, Session, SessionState
+from crosstune.core.events import (
+    CheckpointSetAside,
+    Failed,
+    Interrupted,
+    Loaded,
+    Loading,
+    Moved,
+    Observer,
+    ResultSaved,
+    Resumed,
+    Stopped,
+    Warned,
+)
+from crosstune.core.measured import Measured
+from crosstune.core.protocols import Recipe, Session, SessionState
 from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import Record, RecordFailed, read_json
 from crosstune.core.scaling import LossScale, needs_loss_scale
 from crosstune.loop import move_check
-from crosstune.loop.move_check import Measured
 from crosstune.loop.progress import Progress
 from crosstune.loop.save import Checkpoints, SavePolicy
 from crosstune.loop.stop import StopRequested, StopSignal
@@ -111,38 +124,51 @@ class Execution:
             self.checkpoints = self._open_checkpoints()
             session = self._load(stop)
             extra["trained_parameters"], extra["parameters"] = session.num_parameters()
-            observer.on_event("loaded", dict(extra))
+            observer.on_event(
+                Loaded(
+                    name=record.folder.name,
+                    backend=plan.backend.name,
+                    engine=plan.engine,
+                    checkpoint=None,
+                    result=None,
+                    trained_parameters=extra["trained_parameters"],
+                    parameters=extra["parameters"],
+                )
+            )
             if self.start is not None:
                 self._take_up(session, self.start)
             self.failure = self._train(session, stop)
             if self.failure is not None:
                 extra["error"] = str(self.failure)
-                observer.on_event("failed", {"error": str(self.failure), "step": self.progress.steps})
+                observer.on_event(Failed(error=str(self.failure), step=self.progress.steps))
             extra["checkpoint"] = self._newest()
             wanted = plan.config.save_model and self.progress.steps
             if wanted and self._is_good(session) and (result := self._save_result(session)):
                 extra["result"] = str(result)
-                saved = {"path": extra["result"], "step": self.progress.steps}
-                observer.on_event("saved", saved | _cost_of_saving(Path(extra["result"])))
+                costs = _cost_of_saving(result)
+                observer.on_event(
+                    ResultSaved(path=extra["result"], step=self.progress.steps, against_trained=costs)
+                )
         except StopRequested:
             self.progress.status = "stopped"
             observer.on_event(
-                "stopped",
-                {"reason": stop.reason, "step": self.progress.steps, "num_steps": self.recipe.num_steps()},
+                Stopped(reason=stop.reason, step=self.progress.steps, num_steps=self.recipe.num_steps())
             )
         except BaseException as error:
-            self.progress.status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            stopped = isinstance(error, KeyboardInterrupt)
+            self.progress.status = "stopped" if stopped else "failed"
             extra["error"] = f"{type(error).__name__}: {error}"
             extra["checkpoint"] = self._newest()
             with contextlib.suppress(RecordFailed):  # which may be what ended it
-                record.on_event(self.progress.status, {"error": extra["error"], "step": self.progress.steps})
+                ending = Interrupted if stopped else Failed
+                record.on_event(ending(error=extra["error"], step=self.progress.steps))
             raise
         finally:
             extra["seconds"] = self.progress.wall_s = time.perf_counter() - self._started
             record.finish(self.progress.summary() | extra)
 
     def _load(self, stop: StopSignal) -> Session:
-        self.observer.on_event("loading", {"model": self.described["model"]["name"]})
+        self.observer.on_event(Loading(model=self.described["model"]["name"]))
         with stop.droppable():
             return self.open_model()
 
@@ -182,7 +208,7 @@ class Execution:
         if "trainable" in allowed:
             self._say_what_fits(start, state)
         manifest = start.checkpoint.manifest
-        self.observer.on_event("resumed", start.facts() | {"engine": manifest["engine"]})
+        self.observer.on_event(Resumed(**start.facts(), engine=manifest["engine"]))
         if manifest["backend"] != self.plan.backend.name or start.measured is not None:
             self._compare_machines(session, start, allowed="loss" in allowed)
 
@@ -190,7 +216,7 @@ class Execution:
         stored = start.checkpoint.manifest["trainable"]
         fits = [n for n, a in state.weights.items() if stored.get(n, {}).get("shape") == list(a.shape)]
         message = f"{len(fits)} of {len(state.weights)} trained arrays come from the checkpoint; the others start anew"
-        self.observer.on_event("warning", {"message": message})
+        self.observer.on_event(Warned(message=message))
 
     def _compare_machines(self, session: Session, start: Start, *, allowed: bool) -> None:
         """Before a run goes on elsewhere: the same batches, there and here."""
@@ -199,7 +225,7 @@ class Execution:
                 f"what the move from {start.checkpoint.manifest['backend']} changes was not measured; "
                 "`crosstune move` does that"
             )
-            self.observer.on_event("warning", {"message": message})
+            self.observer.on_event(Warned(message=message))
             return
         here = move_check.measure(
             session,
@@ -211,7 +237,7 @@ class Execution:
             quantization=same_training.quantization_name(self.plan),
         )
         compared = move_check.compare(start.measured, here)
-        self.observer.on_event("moved", compared)
+        self.observer.on_event(Moved(comparison=compared))
         move_check.check(compared, allowed=allowed)
 
     def _open_checkpoints(self) -> Checkpoints:
@@ -244,7 +270,7 @@ class Execution:
             shutil.rmtree(path, ignore_errors=True)
         if self.start is not None and resume.continues_in_place(self.record.folder, self.start.checkpoint):
             for path in resume.settle_folder(self.record.folder, self.start.checkpoint):
-                self.observer.on_event("set_aside", {"path": str(path), "step": self.start.step})
+                self.observer.on_event(CheckpointSetAside(path=str(path), step=self.start.step))
 
     def _newest(self) -> str | None:
         newest = self.checkpoints.newest if self.checkpoints is not None else None
@@ -289,7 +315,7 @@ class Execution:
         bad = next((name for name, array in weights.items() if not np.isfinite(array).all()), None)
         if bad is not None:
             message = f"no result is written: {bad} holds numbers that are not finite"
-            self.observer.on_event("warning", {"message": message, "step": self.progress.steps})
+            self.observer.on_event(Warned(message=message, step=self.progress.steps))
         return bad is None
 
     def _save_result(self, session: Session) -> Path | None:
@@ -318,11 +344,11 @@ class Execution:
         return target
 
 
-def _cost_of_saving(result: Path) -> dict[str, Any]:
-    """How far what was saved is from what was trained, where the two are not the same."""
+def _cost_of_saving(result: Path) -> dict[str, Any] | None:
+    """Return the distance of what was saved from what was trained, where the two differ."""
     record = result / "crosstune.json"
     costs = read_json(record).get("against_trained") if record.is_file() else None
-    return {"against_trained": costs} if costs else {}
+    return costs or None
 
 
 def _export_words(newest: str | None) -> str:

@@ -15,7 +15,8 @@ from crosstune.checkpoint.write import write_checkpoint
 from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
-from crosstune.core.protocols import Array, Observer, SessionState
+from crosstune.core.events import Observer
+from crosstune.core.protocols import Array, SessionState
 from crosstune.models.locate import ModelFolder, identity
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import find_model, open_session

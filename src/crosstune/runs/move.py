@@ -16,8 +16,10 @@ from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
+from crosstune.core.events import LossCompared, LossMeasured, Observer, Warned
+from crosstune.core.measured import Comparison, Measured
 from crosstune.core.names import unknown_name
-from crosstune.core.protocols import Observer, Recipe
+from crosstune.core.protocols import Recipe
 from crosstune.loop import move_check
 from crosstune.machines.probe import load_machine, probe_machine, profile_names
 from crosstune.models.locate import ModelFolder
@@ -60,10 +62,10 @@ def move(
     here = _open_side(checkpoint, _own_backend(own, observer), observer, model_name)
     _check_training(checkpoint, here)
     measured = _measure(checkpoint, here)
-    observer.on_event("measured", measured.to_json())
+    observer.on_event(LossMeasured(measured=measured))
     there = _plan_there(checkpoint, to, machine, model_name)
     for adjustment in there.adjustments:
-        observer.on_event("adjustment", adjustment.to_event())
+        observer.on_event(adjustment.to_event())
     compared = _compare_here(checkpoint, measured, to, observer, model_name)
     if compared is not None:
         move_check.check(compared, allowed=force)
@@ -78,7 +80,7 @@ def move(
         "model": checkpoint.manifest["identity"].get("model"),
         "options": {option: f"data/{Path(next(iter(files))).parts[0]}" for option, files in data.items()},
         "measured": measured.to_json(),
-        "compared": compared,
+        "compared": compared.to_json() if compared is not None else None,
     }
     out = out or home.with_name(f"{home.name}-step{checkpoint.step}-{to}{SUFFIX}")
     num_bytes = write_archive(out, _members(checkpoint, home, data), note)
@@ -91,7 +93,7 @@ def move(
         "model_name": model_name,
         "processes": int((checkpoint.manifest.get("options") or {}).get("world_size", 1)),
         "measured": measured.to_json(),
-        "compared": compared,
+        "compared": compared.to_json() if compared is not None else None,
         "changes": [a.sentence() for a in there.adjustments if a.kind == "change"],
         "model": note["model"],
         "data": sorted(data),
@@ -113,7 +115,7 @@ def _own_backend(own: str, observer: Observer) -> str:
     message = (
         f"{own}, on which the run was trained, is not here: what the move from there changes is not measured"
     )
-    observer.on_event("warning", {"message": message})
+    observer.on_event(Warned(message=message))
     return "auto"
 
 
@@ -126,9 +128,7 @@ def _check_training(checkpoint: Checkpoint, side: Side) -> None:
     check_same([d for d in differences if d.kind not in on_other_terms], side.plan.config)
 
 
-def _measure(
-    checkpoint: Checkpoint, side: Side, *, like: move_check.Measured | None = None
-) -> move_check.Measured:
+def _measure(checkpoint: Checkpoint, side: Side, *, like: Measured | None = None) -> Measured:
     session = open_session(side.plan, side.model, task=side.recipe.task(side.plan.engine))
     session.import_weights(checkpoint.load().weights)
     measured = move_check.measure(
@@ -159,11 +159,11 @@ def _plan_there(checkpoint: Checkpoint, to: str, machine: str | None, model_name
 
 def _compare_here(
     checkpoint: Checkpoint,
-    measured: move_check.Measured,
+    measured: Measured,
     to: str,
     observer: Observer,
     model_name: str | None,
-) -> dict[str, Any] | None:
+) -> Comparison | None:
     """The same batches on the other backend, when this machine happens to have it."""
     if to == measured.backend:
         return None
@@ -171,7 +171,7 @@ def _compare_here(
         return None
     side = _open_side(checkpoint, to, observer, model_name)
     found = move_check.compare(measured, _measure(checkpoint, side, like=measured))
-    observer.on_event("compared", found)
+    observer.on_event(LossCompared(comparison=found))
     return found
 
 

@@ -11,8 +11,9 @@ from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
+from crosstune.core.events import ModelProgress, Observer
 from crosstune.core.names import load_plugin
-from crosstune.core.protocols import Observer, Recipe, Session, Task
+from crosstune.core.protocols import Recipe, Session, Task
 from crosstune.core.ranks import Group
 from crosstune.core.record import read_json
 from crosstune.models.locate import ModelFolder, identity, locate
@@ -20,9 +21,7 @@ from crosstune.models.locate import ModelFolder, identity, locate
 
 def find_model(config: Config, observer: Observer) -> ModelFolder:
     def show(stage: str, done: int, total: int | None) -> None:
-        observer.on_event(
-            "model_progress", {"stage": stage, "done": done, "total": total, "model": config.model_name}
-        )
+        observer.on_event(ModelProgress(stage=stage, done=done, total=total, model=config.model_name))
 
     return locate(config.model_name, cache=cache_override(), progress=show)
 

@@ -17,7 +17,8 @@ from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.config.unbuilt import unbuilt
 from crosstune.core.errors import UserError, raise_all
-from crosstune.core.protocols import Observer, Recipe
+from crosstune.core.events import Event, Observer, RunMovedAside, StepMetrics, Warned
+from crosstune.core.protocols import Recipe
 from crosstune.core.ranks import Group
 from crosstune.core.record import (
     Record,
@@ -45,16 +46,16 @@ from crosstune.runs.same_training import check_base
 
 @dataclass
 class EarlyEvents:
-    """Hears what happens before there is a record, so that it can be put into it."""
+    """Keeps the events from before there is a record, to be written into it later."""
 
     screen: Observer
-    heard: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    heard: list[Event] = field(default_factory=list)
 
-    def on_event(self, kind: str, data: Mapping[str, Any]) -> None:
-        self.heard.append((kind, dict(data)))
-        self.screen.on_event(kind, data)
+    def on_event(self, event: Event) -> None:
+        self.heard.append(event)
+        self.screen.on_event(event)
 
-    def on_step(self, metrics: Mapping[str, Any]) -> None:
+    def on_step(self, metrics: StepMetrics) -> None:
         self.screen.on_step(metrics)
 
 
@@ -89,7 +90,7 @@ def prepare(given: Config, group: Group, screen: Observer) -> Ready:
     checkpoint = resume.find_checkpoint(config, folder, early)
     if checkpoint is not None:
         if passed := resume.passed_archive(given, checkpoint):
-            early.on_event("warning", {"message": passed})
+            early.on_event(Warned(message=passed))
         config = resume.without_start_adapter(config, checkpoint)
         plan = make_plan(config, machine=machine, ranks=ranks)
     in_place = checkpoint is not None and resume.continues_in_place(folder, checkpoint)
@@ -103,7 +104,7 @@ def prepare(given: Config, group: Group, screen: Observer) -> Ready:
     plan = make_plan(config, machine=machine, ranks=ranks, longest_row=recipe.longest_row())
     recipe.configure(plan.config)
     for adjustment in plan.adjustments:
-        screen.on_event("adjustment", adjustment.to_event())
+        screen.on_event(adjustment.to_event())
     if recipe.num_steps() == 0:
         raise UserError(
             "There is no step to run.", why="the data set and --num_epochs add up to less than one."
@@ -141,11 +142,11 @@ def begin(ready: Ready, described: Mapping[str, Any], screen: Observer) -> Recor
     """Make the run folder, or open it again."""
     folder = ready.folder
     if not ready.in_place and holds_run(folder):
-        screen.on_event("moved_aside", {"path": str(move_aside(folder))})
+        screen.on_event(RunMovedAside(path=str(move_aside(folder))))
     record = _open_record(folder, described, ready.start, config=ready.config, in_place=ready.in_place)
     _keep_mlx_config(folder, ready.plan.config)
     for adjustment in ready.plan.adjustments:
-        record.on_event("adjustment", adjustment.to_event())
+        record.on_event(adjustment.to_event())
     return record
 
 

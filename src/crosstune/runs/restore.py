@@ -10,7 +10,8 @@ from crosstune.checkpoint.read import Checkpoint, newest_valid, open_checkpoint
 from crosstune.config.load import make_config
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
-from crosstune.core.protocols import Observer, Session
+from crosstune.core.events import Observer
+from crosstune.core.protocols import Session
 from crosstune.core.record import holds_run
 from crosstune.models.locate import ModelFolder
 from crosstune.models.staged import check_out, staged
@@ -35,7 +36,7 @@ def pick_checkpoint(path: Path, observer: Observer) -> Checkpoint:
             why="it ran without --save_steps and --save_minutes, and was not stopped.",
             do=f"start a new run with --save_steps N{learned}",
         )
-    found = newest_valid(root, on_damaged=lambda error: observer.on_event("warning", passed_over(error)))
+    found = newest_valid(root, on_damaged=lambda error: observer.on_event(passed_over(error)))
     if found is None:
         raise UserError(
             f"{path} has no checkpoint that is whole.", do=f"see: crosstune checkpoint verify {path}"

@@ -15,9 +15,10 @@ from crosstune.checkpoint.read import Checkpoint, find_run, newest_valid, open_c
 from crosstune.config.load import make_config
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
-from crosstune.core.protocols import Array, Observer, SessionState
+from crosstune.core.events import Observer, Warned
+from crosstune.core.measured import Measured
+from crosstune.core.protocols import Array, SessionState
 from crosstune.core.record import holds_run, read_json
-from crosstune.loop.move_check import Measured
 
 MLX_CONFIG_COPY = "mlx_config.yaml"
 # Options that speak of one start of a run, not of the run.
@@ -193,16 +194,16 @@ def fitting_state(
     return dataclasses.replace(state, weights=weights, moments=kept)
 
 
-def passed_over(error: DamagedCheckpoint) -> dict[str, str]:
-    """The event of a damaged checkpoint that is not used."""
-    return {"message": f"passed over: {error.asked} {error.why}"}
+def passed_over(error: DamagedCheckpoint) -> Warned:
+    """Return the warning about a damaged checkpoint that is not used."""
+    return Warned(message=f"passed over: {error.asked} {error.why}")
 
 
 def _newest(root: Path, observer: Observer) -> Checkpoint | None:
     damaged: list[DamagedCheckpoint] = []
     found = newest_valid(root, on_damaged=damaged.append)
     for error in damaged:
-        observer.on_event("warning", passed_over(error))
+        observer.on_event(passed_over(error))
     strange = [path for path in root.iterdir() if step_of(path) is not None] if root.is_dir() else []
     if found is None and not damaged and strange:
         raise UserError(

@@ -18,6 +18,7 @@ from crosstune.checkpoint.manifest import WEIGHTS
 from crosstune.checkpoint.read import open_checkpoint
 from crosstune.checkpoint.rotate import Keep, superfluous
 from crosstune.core.errors import UserError
+from crosstune.core.events import CheckpointSaved, Event
 from crosstune.core.record import RunRecord, read_jsonl
 from crosstune.models.tiny import tiny_model
 from injection.children import Child
@@ -208,9 +209,9 @@ def _die_after(step: int) -> None:
     """End this process with SIGKILL once the checkpoint of a step is acknowledged."""
     plain = RunRecord.on_event
 
-    def on_event(self: RunRecord, kind: str, data: Any) -> None:
-        plain(self, kind, data)
-        if kind == "checkpoint" and data["step"] == step:
+    def on_event(self: RunRecord, event: Event) -> None:
+        plain(self, event)
+        if isinstance(event, CheckpointSaved) and event.step == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
     RunRecord.on_event = on_event  # type: ignore[method-assign]

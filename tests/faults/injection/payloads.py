@@ -289,7 +289,7 @@ def _find(run: Path) -> int:
     """What a resume does first."""
     from crosstune.config.load import make_config
     from crosstune.core.errors import UserError
-    from crosstune.core.protocols import Observers
+    from crosstune.core.events import Observers
     from crosstune.runs.resume import find_checkpoint
 
     config = make_config(resume="auto", name=run.name, output_dir=str(run.parent))

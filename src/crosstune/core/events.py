@@ -1,0 +1,332 @@
+"""The events of a run, one class each, and the observers that receive them.
+
+`kind` and `to_json()` of an event are its row in events.jsonl. Reports read rows of older runs, so both are a file
+format: add a class or a field with a default, and keep the names that exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, ClassVar, Literal, Protocol, TypedDict
+
+from crosstune.core.measured import Comparison, Measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened in a run."""
+
+    kind: ClassVar[str]
+    """Its name in events.jsonl. A row has `time` and `kind` besides the fields of the event."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of the row. A field that still has its default is left out."""
+        values = {item.name: (getattr(self, item.name), item.default) for item in fields(self)}
+        return {
+            name: value for name, (value, default) in values.items() if default is MISSING or value != default
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warned(Event):
+    """The user should know something that does not stop the run."""
+
+    kind = "warning"
+    message: str
+    step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adjusted(Event):
+    """An option was chosen or changed by the resolver; see `config.plan.Adjustment`."""
+
+    kind = "adjustment"
+    option: str
+    asked: Any
+    used: Any
+    reason: str
+    sort: Literal["choice", "change", "warning"]
+    """The kind of the adjustment; `kind` is the event's own."""
+    sentence: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelProgress(Event):
+    """Bytes of a model were downloaded, converted, merged or otherwise processed."""
+
+    kind = "model_progress"
+    stage: str
+    done: int
+    total: int | None
+    """None while the size is unknown."""
+    model: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenizing(Event):
+    """A part of a data set was tokenized."""
+
+    kind = "tokenizing"
+    source: str
+    done_bytes: int
+    total_bytes: int
+    examples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunMovedAside(Event):
+    """An older run was renamed to make room for this one."""
+
+    kind = "moved_aside"
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started(Event):
+    """The run folder exists and the data is ready."""
+
+    kind = "start"
+    folder: str
+    data: Mapping[str, Any]
+    """The recipe's description of its data."""
+    num_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading(Event):
+    """The engine begins to load the model."""
+
+    kind = "loading"
+    model: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded(Event):
+    """The model is on its device, with adapters and optimizer."""
+
+    kind = "loaded"
+    name: str | None
+    """The run's; None outside of a run folder."""
+    backend: str
+    engine: str
+    checkpoint: str | None
+    result: str | None
+    trained_parameters: int
+    parameters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed(Event):
+    """The session has taken the state of a checkpoint."""
+
+    kind = "resumed"
+    checkpoint: str
+    step: int
+    backend: str
+    """The backend and engine that wrote the checkpoint."""
+    adapted: Sequence[str]
+    allowed_differences: Sequence[str]
+    changed_options: Sequence[str]
+    engine: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSetAside(Event):
+    """A checkpoint was renamed because the run continues from an earlier one."""
+
+    kind = "set_aside"
+    path: str
+    step: int
+    """The step that the run continues from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossMeasured(Event):
+    """The loss of fixed batches was measured before a move."""
+
+    kind = "measured"
+    measured: Measured
+
+    def to_json(self) -> dict[str, Any]:
+        return self.measured.to_json()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossCompared(Event):
+    """The target backend of a move, present on this machine, was measured on the same batches."""
+
+    kind = "compared"
+    comparison: Comparison
+
+    def to_json(self) -> dict[str, Any]:
+        return self.comparison.to_json()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved(Event):
+    """A run continues on another machine, where the same batches were measured again."""
+
+    kind = "moved"
+    comparison: Comparison
+
+    def to_json(self) -> dict[str, Any]:
+        return self.comparison.to_json()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStarted(Event):
+    """The first step comes next; `done` steps were taken before a resume."""
+
+    kind = "training"
+    num_steps: int
+    done: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationStarted(Event):
+    kind = "evaluation_start"
+    step: int
+    when: str
+    """`before`, `during` or `after` training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluating(Event):
+    """Some of the held-out prompts are answered."""
+
+    kind = "evaluating"
+    done: int
+    total: int
+
+
+class SampleRow(TypedDict):
+    """A generated answer beside the expected one."""
+
+    prompt: str
+    answer: str
+    reference: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Event):
+    kind = "evaluation"
+    step: int
+    when: str
+    metrics: Mapping[str, float]
+    samples: Sequence[SampleRow]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSaved(Event):
+    kind = "checkpoint"
+    step: int
+    path: str
+    bytes: int
+    blocked_s: float
+    """How long training waited."""
+    seconds: float
+    removed: Sequence[str]
+    """Older checkpoints that were deleted for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFailed(Event):
+    kind = "checkpoint_failed"
+    step: int
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonFinite(Event):
+    """The loss or the gradient of a step is not finite; the optimizer did not move."""
+
+    kind = "nonfinite"
+    step: int
+    error: str
+    blame: str
+    """The layer or the weight where it began."""
+    examples: Sequence[int]
+    skipped: bool
+    allowed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultSaved(Event):
+    """The adapter or the model was written for other tools."""
+
+    kind = "saved"
+    path: str
+    step: int
+    against_trained: Mapping[str, Mapping[str, Any]] | None = None
+    """Distance of what was saved from what was trained, where they differ, by the name of the saved weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopped(Event):
+    """A signal or the time limit ended the run in order."""
+
+    kind = "stopped"
+    reason: str
+    step: int
+    num_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interrupted(Event):
+    """Ctrl-C ended the run at once."""
+
+    kind = "stopped"
+    error: str
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed(Event):
+    """An error ended the run."""
+
+    kind = "failed"
+    error: str
+    step: int
+
+
+class _StepRow(TypedDict):
+    step: int
+    loss: float | None
+    tokens: int
+    supervised_tokens: int
+    lr: float
+    grad_norm: float | None
+    step_s: float
+    tokens_per_s: float
+    memory_bytes: int
+
+
+class StepMetrics(_StepRow, total=False):
+    """One row of metrics.jsonl. Loss and gradient norm are None in a step that was skipped."""
+
+    skipped: bool
+
+
+class Observer(Protocol):
+    """Receives what happens in a run: the record on disk, the screen."""
+
+    def on_event(self, event: Event) -> None: ...
+
+    def on_step(self, metrics: StepMetrics) -> None: ...
+
+
+@dataclass
+class Observers:
+    """Several observers as one; each receives everything, in order."""
+
+    members: list[Observer] = field(default_factory=list)
+
+    def on_event(self, event: Event) -> None:
+        for member in self.members:
+            member.on_event(event)
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        for member in self.members:
+            member.on_step(metrics)
