@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,46 @@ from crosstune.machines.probe import load_machine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    marked = [item for item in items if item.get_closest_marker("cuda")]
-    if not marked or _has_cuda():
-        return
-    for item in marked:
-        item.add_marker(
-            pytest.mark.skip(reason="no NVIDIA GPU here; run `pytest -m cuda` on a machine with one")
-        )
+    _skip(
+        [item for item in items if item.get_closest_marker("cuda")],
+        unless=_has_cuda,
+        reason="no NVIDIA GPU here; run `pytest -m cuda` on a machine with one",
+    )
+    _skip(
+        [item for item in items if _computes_in_16_bits(item)],
+        unless=_has_16_bit_arithmetic,
+        reason="16-bit products of torch run at less than a fifth of fp32 on this processor; use one with AMX, "
+        "AVX512-BF16 or Arm's bf16",
+    )
+
+
+def _skip(items: list[pytest.Item], *, unless: Callable[[], bool], reason: str) -> None:
+    if items and not unless():
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _computes_in_16_bits(item: pytest.Item) -> bool:
+    """Marked so, or run for a precision of 16 bits on torch's CPU."""
+    if item.get_closest_marker("sixteen_bit"):
+        return True
+    if item.path.parent.name not in ("engine", "parity") or item.get_closest_marker("cuda"):
+        return False
+    spec = getattr(item, "callspec", None)
+    values = [str(value) for value in spec.params.values()] if spec is not None else []
+    return any("bf16" in value or "fp16" in value for value in values) and "mlx" not in values
 
 
 def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def _has_16_bit_arithmetic() -> bool:
+    from crosstune.torch_engine.capabilities import bf16_speedup
+
+    return bf16_speedup("cpu") > 0.2
 
 
 @pytest.fixture(scope="session")

@@ -382,7 +382,7 @@ def test_the_doctor_needs_no_torch_and_answers_without_it(tiny_model: Path, tmp_
 
 def test_too_little_memory_is_told_from_other_errors() -> None:
     from crosstune.core.errors import OutOfMemory
-    from crosstune.mlx_engine.limits import raise_if_out_of_memory
+    from crosstune.mlx_engine.limits import memory_errors
 
     for words in (
         "[METAL] Command buffer execution failed: Insufficient Memory (00000008)",
@@ -390,6 +390,7 @@ def test_too_little_memory_is_told_from_other_errors() -> None:
         "cudaMallocAsync failed: out of memory",
         "[metal::malloc] Attempting to allocate 9 bytes which is greater than the maximum allowed buffer size",
     ):
-        with pytest.raises(OutOfMemory, match="not enough memory"):
-            raise_if_out_of_memory(RuntimeError(words))
-    raise_if_out_of_memory(RuntimeError("[matmul] shapes (2, 3) and (4, 5) do not fit"))
+        with pytest.raises(OutOfMemory, match="not enough memory"), memory_errors():
+            raise RuntimeError(words)
+    with pytest.raises(RuntimeError, match="do not fit"), memory_errors():
+        raise RuntimeError("[matmul] shapes (2, 3) and (4, 5) do not fit")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from support import train_step
 
 from crosstune.config.load import make_config
 from crosstune.config.plan import Plan
-from crosstune.core.errors import NonFiniteError, UserError
+from crosstune.core.errors import NonFiniteError, OutOfMemory, UserError
 from crosstune.core.scaling import LossScale
 from crosstune.data.batches import pad_rows, split_rows
 from crosstune.data.chat import encode_conversation, encode_prompt
@@ -20,6 +21,7 @@ from crosstune.data.token_batch import TokenBatch
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.loop.step import prepare_window
 from crosstune.planner.gather import make_plan
+from crosstune.torch_engine.device import memory_errors
 from crosstune.torch_engine.open import open_session as open_torch
 from crosstune.torch_engine.session import TorchSession
 
@@ -117,6 +119,7 @@ def test_short_formats_train_with_masters_in_fp32(
     assert loss < 0.98 * open_session(tiny_model).evaluate(window).loss
 
 
+@pytest.mark.sixteen_bit
 def test_fp16_retries_a_step_whose_gradients_overflow(tiny_model: Path, examples: list[Any]) -> None:
     session = open_session(tiny_model, precision="fp16_autocast")
     scale = LossScale(enabled=True)
@@ -264,3 +267,27 @@ def test_cuda_follows_the_cpu(
         expected = train_step(reference, window, lr=1e-3).loss
         assert train_step(session, window, lr=1e-3).loss == pytest.approx(expected, rel=bound)
     assert session.memory().peak_bytes > 0
+
+
+def test_the_processors_own_word_for_too_little_memory_is_understood() -> None:
+    with pytest.raises(OutOfMemory, match="not enough memory"), memory_errors(torch.device("cpu")):
+        torch.empty(2**60)
+    with pytest.raises(RuntimeError, match="shapes"), memory_errors(torch.device("cpu")):
+        torch.ones(2, 3) @ torch.ones(4, 5)
+
+
+def test_an_evaluation_that_fails_leaves_the_model_training(
+    tiny_model: Path, examples: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = open_session(tiny_model, lora_dropout=0.2)
+    [batch] = batches(examples, 6)
+    bad = replace(batch, input_ids=batch.input_ids + 10**6)  # no such token
+    with pytest.raises(IndexError):
+        session.evaluate([bad])
+    assert session.model.training
+    with pytest.raises(IndexError):
+        session.generate([[10**6]], max_new_tokens=2)
+    assert session.model.training
+    with pytest.raises(IndexError):
+        session.logits([[10**6]])
+    assert session.model.training
