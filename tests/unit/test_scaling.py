@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from crosstune.core.scaling import SMALLEST, START, STEPS_TO_GROW, LossScale, needs_loss_scale
@@ -11,7 +13,7 @@ def test_the_factor_halves_until_nothing_is_left() -> None:
     while scale.shrink():
         factors.append(scale.factor)
     assert factors[0] == START and factors[-1] == SMALLEST
-    assert all(after == before / 2 for before, after in zip(factors, factors[1:], strict=False))
+    assert all(after == before / 2 for before, after in itertools.pairwise(factors))
     assert not scale.shrink() and scale.factor == SMALLEST
 
 
