@@ -12,12 +12,10 @@ from crosstune.config.schema import Config
 from crosstune.config.unbuilt import unbuilt
 from crosstune.core.durations import parse_duration
 from crosstune.core.errors import UserError, raise_all
+from crosstune.core.json_files import read_json
 from crosstune.core.protocols import Observer, Observers, Recipe
 from crosstune.core.ranks import Alone, Group
-from crosstune.core.record import (
-    SilentRecord,
-    read_json,
-)
+from crosstune.core.record import SilentRecord
 from crosstune.loop.train import Deadline
 from crosstune.planner.gather import make_plan
 from crosstune.runs import resume

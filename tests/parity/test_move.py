@@ -19,8 +19,8 @@ from crosstune.checkpoint.read import open_checkpoint
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
+from crosstune.core.json_files import read_json, read_jsonl
 from crosstune.core.protocols import Observers
-from crosstune.core.record import read_json, read_jsonl
 from crosstune.models.weights import read_arrays
 from crosstune.run import train
 from crosstune.runs.move import move

@@ -15,7 +15,7 @@ from injection.kills import damage
 from crosstune.checkpoint.folders import checkpoint_folders
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.core.record import read_jsonl
+from crosstune.core.json_files import read_jsonl
 from crosstune.loop import save
 from crosstune.models.tiny import tiny_model
 from crosstune.run import RunResult, train

@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from crosstune.core.errors import UserError
-from crosstune.core.record import RUN_FILES, read_jsonl
+from crosstune.core.json_files import read_jsonl
+from crosstune.core.record import RUN_FILES
 
 IDENTIFYING_FILES = ("plan.json", "config.yaml")
 """A folder with neither of these holds no run."""

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crosstune.core.errors import UserError
+from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import Logits, compare
 from crosstune.core.protocols import Observer
-from crosstune.core.record import write_json
 from crosstune.models.adapter_files import copy_template
 from crosstune.models.locate import ModelFolder, identity
 from crosstune.models.quantized_folder import read_quantization

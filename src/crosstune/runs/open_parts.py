@@ -13,9 +13,9 @@ from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
+from crosstune.core.json_files import read_json
 from crosstune.core.names import load_plugin
 from crosstune.core.protocols import Observer, Recipe, Session
-from crosstune.core.record import read_json
 from crosstune.models.locate import ModelFolder, identity, locate
 
 

@@ -14,9 +14,9 @@ from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.plan import Plan
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import NonFiniteError, OutOfMemory
+from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import Logits, Prompts, compare
 from crosstune.core.protocols import Array, Batch, EvalResult, Memory, SessionState, StepResult, weight_of
-from crosstune.core.record import write_json
 from crosstune.core.scaling import LossScale
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import save_adapter
