@@ -1,4 +1,4 @@
-"""The run directory: what was asked, what ran, every step, every event, how it ended."""
+"""Write the run directory: what was asked, what ran, every step, every event, how it ended."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def holds_run(folder: Path) -> bool:
 
 
 def check_free(folder: Path, *, resuming: bool = False) -> None:
-    """Raise where a new run would meet an old one. One that ended before its first checkpoint is no hindrance to a
-    run that is to be continued: there is nothing in it to continue, and it is moved aside."""
+    """Raise if a new run would mix with an old one. With `resuming`, an unfinished run without a checkpoint is allowed:
+    it holds nothing to continue from, and is moved aside."""
     if not holds_run(folder):
         return
     if not resuming:
@@ -67,7 +67,7 @@ def _cannot_write(folder: Path, error: OSError) -> UserError:
 
 
 def move_aside(folder: Path) -> Path:
-    """Rename a run folder to the first free `<name>~<n>` and return the new path; not one that is being written."""
+    """Rename a run folder to the first free `<name>~<n>` and return the new path; refuse if it is being written."""
     lock = hold(folder)
     try:
         return set_aside(folder)
@@ -78,7 +78,7 @@ def move_aside(folder: Path) -> Path:
 
 
 def hold(folder: Path) -> FileLock:
-    """Only one process writes to a run. The lock goes with the process, however that ends."""
+    """Lock a run, so that one process writes to it. The lock ends with the process, however that ends."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / LOCK)
@@ -107,7 +107,7 @@ class RecordFailed(UserError):
 
 
 class Record(Protocol):
-    """Where a run leaves what it did."""
+    """Receive the steps, the events and the end of a run."""
 
     folder: Path
 
@@ -119,7 +119,7 @@ class Record(Protocol):
 
 
 class SilentRecord:
-    """Of a process whose run another one records."""
+    """Record nothing, in a process whose run another one records."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -135,7 +135,7 @@ class SilentRecord:
 
 
 class RunRecord:
-    """Writes one run directory. Lines are flushed as they come, so a kill loses at most the line being written."""
+    """Write one run directory. Lines are flushed as they come, so a kill loses at most the line being written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -167,8 +167,8 @@ class RunRecord:
 
     @classmethod
     def reopen(cls, folder: Path, *, config_yaml: str, plan: Mapping[str, Any], step: int) -> RunRecord:
-        """Go on with the record of a run that stands at `step`: lines of later steps are taken out of metrics.jsonl,
-        as those steps are done again; events stay, as they happened."""
+        """Continue the record of a run that resumes at `step`. Lines of later steps are removed from metrics.jsonl,
+        since those steps are trained again; events stay."""
         record = cls(folder)
         record._lock = hold(folder)
         try:
@@ -184,7 +184,7 @@ class RunRecord:
         return record
 
     def carry_on(self, metrics: Path, *, step: int) -> None:
-        """Begin with the steps of another run that this one continues, so that its curve is whole."""
+        """Copy the steps of the run that this one continues, so that its curve is whole."""
         for row in read_jsonl(metrics):
             if row.get("step", 0) <= step:
                 self.on_step(row)
