@@ -21,7 +21,8 @@ from typing import Any
 from crosstune import run
 from crosstune.config.load import cache_override, make_config
 from crosstune.core.events import CheckpointSaved, Event, StepMetrics
-from crosstune.core.record import RunRecord, read_jsonl
+from crosstune.core.json_files import read_jsonl
+from crosstune.core.record import RunRecord
 from crosstune.models.locate import shape
 from crosstune.models.tiny import tiny_model
 from crosstune.runs import resume

@@ -13,12 +13,10 @@ from crosstune.config.unbuilt import unbuilt
 from crosstune.core.durations import parse_duration
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.events import Observer, Observers, Started, Warned
+from crosstune.core.json_files import read_json
 from crosstune.core.protocols import Recipe
 from crosstune.core.ranks import Alone, Group
-from crosstune.core.record import (
-    SilentRecord,
-    read_json,
-)
+from crosstune.core.record import SilentRecord
 from crosstune.loop.train import Deadline
 from crosstune.planner.gather import make_plan
 from crosstune.runs import resume

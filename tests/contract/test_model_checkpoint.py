@@ -15,6 +15,7 @@ from crosstune.checkpoint.manifest import DamagedCheckpoint
 from crosstune.checkpoint.read import open_checkpoint
 from crosstune.cli.main import main
 from crosstune.core.errors import UserError
+from crosstune.runs.open_parts import weights_identity
 from mps_fsdp_wrapper import MPSFSDPWrapper
 
 
@@ -85,9 +86,13 @@ def test_only_one_module_reads_pickles() -> None:
     reading = re.compile(
         r"torch\.load\(|pickle\.loads?\(|allow_pickle=True|joblib\.load|shelve\.|marshal\.load|dill"
     )
-    found = {path.name: reading.findall(path.read_text()) for path in source.rglob("*.py")}
-    assert {name: hits for name, hits in found.items() if hits} == {"foreign.py": ["torch.load("]}
-    assert "weights_only=True" in (source / "crosstune/torch_engine/foreign.py").read_text()
+    found = {
+        path.relative_to(source).as_posix(): reading.findall(path.read_text())
+        for path in source.rglob("*.py")
+    }
+    reader = "crosstune/torch_engine/import_torch_save.py"
+    assert {name: hits for name, hits in found.items() if hits} == {reader: ["torch.load("]}
+    assert "weights_only=True" in (source / reader).read_text()
 
 
 def foreign_state(model_folder: Path, steps: int) -> tuple[dict[str, Any], nn.Module]:
@@ -128,6 +133,24 @@ def test_a_file_of_torch_save_becomes_a_checkpoint(tiny_model: Path, tmp_path: P
         np.testing.assert_array_equal(loaded.moments["first_moment"][name], moment.numpy())
     words = ["--resume", str(tmp_path / "run"), "--max_steps", "5", "--skip_eval", "--batch_size", "2"]
     assert main(["train", *words]) == 0
+
+
+def test_a_checkpoint_imported_over_a_converted_folder_continues_there(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A converted folder holds the weights it was made from, and is known by their hash everywhere."""
+    state, _ = foreign_state(tiny_model, 3)
+    torch.save(state, tmp_path / "old.pt")
+    packed, base = tmp_path / "bnb", tmp_path / "dense"
+    assert main(["convert", str(tiny_model), "--to", "bnb", "--out", str(packed)]) == 0
+    words = ["--to", "none", "--original", "none", "--out", str(base)]
+    assert main(["convert", str(packed), *words]) == 0
+    words = f"--model_name {base} --train_type full --backend cpu --precision fp32 --out {tmp_path / 'run'}".split()
+    assert main(["checkpoint", "import", str(tmp_path / "old.pt"), *words]) == 0
+    model = open_checkpoint(tmp_path / "run" / "checkpoints" / "latest").manifest["identity"]["model"]
+    assert model["identity"] == weights_identity(base) == weights_identity(tiny_model)
+    words = ["--resume", str(tmp_path / "run"), "--max_steps", "5", "--skip_eval", "--batch_size", "2"]
+    assert main(["train", *words]) == 0, capsys.readouterr().err
 
 
 def test_a_file_that_could_run_code_is_refused(

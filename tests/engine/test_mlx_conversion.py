@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
 
 from crosstune.cli.main import main
+from crosstune.core.safetensors_header import read_header
 from crosstune.models.tiny import tiny_model as make_tiny
-from crosstune.models.weights import read_header
 
 
 def report_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:

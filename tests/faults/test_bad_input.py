@@ -16,7 +16,7 @@ import pytest
 
 from crosstune.checkpoint.read import open_checkpoint
 from crosstune.cli.main import main
-from crosstune.core.record import read_jsonl
+from crosstune.core.json_files import read_jsonl
 
 ROW = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there"}]}
 

@@ -21,7 +21,7 @@ from crosstune.checkpoint.read import open_checkpoint
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import ConfigError, UserError
-from crosstune.core.record import read_json, read_jsonl
+from crosstune.core.json_files import read_json, read_jsonl
 from crosstune.distributed.environment import LAUNCHER
 from crosstune.distributed.launch import ring_environments
 from crosstune.run import train

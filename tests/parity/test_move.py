@@ -20,7 +20,7 @@ from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observers
-from crosstune.core.record import read_json, read_jsonl
+from crosstune.core.json_files import read_json, read_jsonl
 from crosstune.models.weights import read_arrays
 from crosstune.run import train
 from crosstune.runs.move import move

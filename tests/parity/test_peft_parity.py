@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from crosstune.config.load import make_config
-from crosstune.core.record import read_jsonl
+from crosstune.core.json_files import read_jsonl
 from crosstune.run import train
 
 NUM_STEPS = 20

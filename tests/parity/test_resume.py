@@ -16,7 +16,7 @@ from crosstune.checkpoint.folders import checkpoint_folders
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, Resumed, Warned
-from crosstune.core.record import read_jsonl
+from crosstune.core.json_files import read_jsonl
 from crosstune.loop import save
 from crosstune.models.tiny import tiny_model
 from crosstune.run import RunResult, train

@@ -27,10 +27,12 @@ from crosstune.checkpoint.manifest import (
 )
 from crosstune.checkpoint.read import newest_valid, open_checkpoint
 from crosstune.checkpoint.rotate import Keep, rotate, superfluous
-from crosstune.checkpoint.tensors import BadTensors, describe_tensors, read_tensors, write_tensors
+from crosstune.checkpoint.tensors import describe_tensors, read_tensors, write_tensors
 from crosstune.checkpoint.write import SaveFailed, write_checkpoint
+from crosstune.core.atomic_files import set_aside, staging_path
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import SessionState
+from crosstune.core.safetensors_header import BadSafetensors
 
 
 def make_state(seed: int = 0) -> SessionState:
@@ -201,8 +203,8 @@ def test_nothing_is_removed_while_the_newest_is_damaged(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_is_set_aside_is_kept_and_not_taken(tmp_path: Path) -> None:
     folder = save(tmp_path, 1, 2)
-    assert folders.set_aside(folder).name == "step-00000002~1"
-    assert folders.set_aside(save(tmp_path, 2)).name == "step-00000002~2"
+    assert set_aside(folder).name == "step-00000002~1"
+    assert set_aside(save(tmp_path, 2)).name == "step-00000002~2"
     found = newest_valid(tmp_path)
     assert found is not None
     assert found.step == 1
@@ -211,14 +213,16 @@ def test_a_checkpoint_that_is_set_aside_is_kept_and_not_taken(tmp_path: Path) ->
 
 def test_leftovers_are_cleared_and_nothing_else(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    for stem in ("step-00000002", "trash"):
-        staged = folders.staging_path(tmp_path, stem)
+    for name in ("step-00000002", "step-00000001"):
+        staged = staging_path(tmp_path / name)
         staged.mkdir()
         (staged / "weights.safetensors").write_bytes(b"half")
-    folders.staging_path(tmp_path, "latest").symlink_to("step-00000001")
-    (tmp_path / "notes.txt").write_text("mine")
+    staging_path(tmp_path / "latest").symlink_to("step-00000001")
+    other = staging_path(tmp_path / "notes.txt")
+    for path in (tmp_path / "notes.txt", other):
+        path.write_text("mine")
     assert folders.clear_leftovers(tmp_path) == 3
-    assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "latest", "notes.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "latest", "notes.txt", other.name}
 
 
 def test_a_folder_that_is_there_already_is_not_replaced(tmp_path: Path) -> None:
@@ -333,6 +337,7 @@ def entry(*, shape: list[int], offsets: list[int], dtype: str = "F32") -> dict[s
         (json.dumps({"a": entry(shape=[2], offsets=[0, 8])}).encode(), 9),
         (json.dumps({"a": entry(shape=[2], offsets=[4, 12])}).encode(), 12),
         (json.dumps({"a": entry(shape=[2], offsets=[0, 8], dtype="O")}).encode(), 8),
+        (json.dumps({"a": entry(shape=[2], offsets=[0, 4], dtype="BF16")}).encode(), 4),
         (json.dumps({n: entry(shape=[2], offsets=[0, 8]) for n in "ab"}).encode(), 8),
         (b'{"a":%b,"a":%b}' % ((json.dumps(entry(shape=[0], offsets=[0, 0])).encode(),) * 2), 0),
     ],
@@ -341,7 +346,7 @@ def test_a_header_that_we_would_not_write_is_refused(tmp_path: Path, header: byt
     path = tmp_path / "x.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(data_bytes))
     for read in (read_tensors, describe_tensors):
-        with pytest.raises(BadTensors):
+        with pytest.raises(BadSafetensors):
             read(path)
 
 
@@ -349,7 +354,7 @@ def test_a_header_that_we_would_not_write_is_refused(tmp_path: Path, header: byt
 def test_a_header_longer_than_its_file_is_not_read(tmp_path: Path, length: int) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(struct.pack("<Q", length) + b"{}      ")
-    with pytest.raises(BadTensors, match="header"):
+    with pytest.raises(BadSafetensors, match="header"):
         read_tensors(path)
 
 

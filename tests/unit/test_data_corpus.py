@@ -82,14 +82,14 @@ def test_tokens_on_disk_are_made_once(data: Path, tokenizer: Tokenizer, tmp_path
     (damaged.parent / "tokens.bin").write_bytes(b"torn")
     for whole in (False, True):
         opened_again(whole=whole)
-    assert not list(cache_folder(tmp_path).glob(".staging*"))
+    assert not list(cache_folder(tmp_path).glob(f".*.{'[0-9a-f]' * 32}"))
 
 
 def test_a_staging_folder_left_by_a_kill_is_replaced(
     data: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     key_folder = next(iter(_made(data, tokenizer, tmp_path / "one").iterdir()))
-    stale = cache_folder(tmp_path / "two") / f".staging-{key_folder.name}"
+    stale = cache_folder(tmp_path / "two") / f".{key_folder.name}.{'0' * 32}"
     stale.mkdir(parents=True)
     (stale / "tokens.bin").write_bytes(b"half")
     made = _made(data, tokenizer, tmp_path / "two")

@@ -14,8 +14,9 @@ from crosstune.cli.screen import NOT_SHOWN, Screen
 from crosstune.config.plan import Adjustment
 from crosstune.core import events
 from crosstune.core.events import Event
+from crosstune.core.json_files import read_jsonl
 from crosstune.core.measured import Comparison, Measured
-from crosstune.core.record import RunRecord, read_jsonl
+from crosstune.core.record import RunRecord
 from crosstune.report.event_log import NOTABLE_KINDS
 
 MEASURED_ROW: dict[str, Any] = {

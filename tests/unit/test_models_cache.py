@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from crosstune.core.atomic_files import staged_name
 from crosstune.core.errors import UserError
 from crosstune.models import cache
 from crosstune.models.disk import DiskFullError, disk_errors, ensure_space
@@ -55,7 +56,7 @@ def build_never(folder: Path, scratch: Path) -> Mapping[str, Any]:
 
 
 def staged(root: Path) -> list[Path]:
-    return list((root / "models" / ".staging").iterdir())
+    return [path for path in (root / "models").iterdir() if staged_name(path)]
 
 
 def start(script: str, *arguments: object) -> subprocess.Popen[str]:
@@ -186,7 +187,20 @@ def test_damaged_model_is_noticed_said_and_made_again(
     assert cache.list_models(cache=tmp_path)[0].problems
     assert cache.install("m", build_small, need_bytes=1, cache=tmp_path) == folder
     assert cache.verify(folder) == []
-    assert "is damaged" in caplog.text
+    assert "it is made again" in caplog.text
+
+
+def test_a_model_from_another_source_is_made_again(tmp_path: Path) -> None:
+    cache.install("m", build_small, need_bytes=1, cache=tmp_path)
+    kept = cache.install("m", build_never, need_bytes=1, source={"kind": "test"}, cache=tmp_path)
+    assert cache.check(kept, source={"kind": "other"}) == ["it was made from other weights"]
+
+    def build_other(folder: Path, scratch: Path) -> Mapping[str, Any]:
+        build_small(folder, scratch)
+        return {"kind": "other"}
+
+    cache.install("m", build_other, need_bytes=1, source={"kind": "other"}, cache=tmp_path)
+    assert cache.check(kept, source={"kind": "other"}) == []
 
 
 def test_a_flipped_bit_needs_the_full_check(tmp_path: Path) -> None:

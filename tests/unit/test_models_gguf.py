@@ -11,9 +11,10 @@ import pytest
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
+from crosstune.core.safetensors_header import read_header
 from crosstune.models.locate import locate, shape
 from crosstune.models.tiny import tiny_model
-from crosstune.models.weights import bfloat16_bits, read_header
+from crosstune.models.weights import bfloat16_bits
 
 gguf = pytest.importorskip("gguf", reason="needs the extra crosstune[gguf]")
 LAYER_NAMES = {

@@ -90,6 +90,14 @@ def test_folder_with_weights_cut_short(model: Path) -> None:
         assert "is not a whole safetensors file" in refused(model)
 
 
+def test_a_bundled_name_is_made_again_from_its_own_source(tmp_path: Path) -> None:
+    path = locate("tiny-random", cache=tmp_path).path
+    marker = json.loads((path / "crosstune.json").read_text())
+    (path / "crosstune.json").write_text(json.dumps(marker | {"source": {"kind": "hub"}}))
+    assert locate("tiny-random", cache=tmp_path).path == path
+    assert json.loads((path / "crosstune.json").read_text())["source"] == {"kind": "random", "seed": 0}
+
+
 def test_folder_with_a_missing_shard(model: Path) -> None:
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))

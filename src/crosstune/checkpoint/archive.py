@@ -1,4 +1,4 @@
-"""One file to take a run along in: a plain tar of folders that crosstune wrote, unpacked with every name checked."""
+"""Pack a run into one plain tar file, and unpack such a file with every name and every hash checked."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from crosstune.checkpoint.folders import staging_path
-from crosstune.core.disk import file_sha256, free_space, readable_bytes, sync_folder
+from crosstune.core.atomic_files import put_new, staged_file, staging_folder
+from crosstune.core.disk import file_sha256, free_space, readable_bytes
 from crosstune.core.errors import UserError
 
 SUFFIX = ".crosstune.tar"
@@ -23,14 +23,10 @@ _MEMBER_LIMIT = 100_000
 
 
 def write_archive(path: Path, members: Mapping[str, Path], note: Mapping[str, Any]) -> int:
-    """A tar with each file under its name and the note first; whole or not there. Returns its size in bytes."""
-    staged = staging_path(path.parent, "trash")
+    """Write a tar with each file under its name and the note first, whole or not at all; return its size in bytes."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            staged.open("xb") as file,
-            tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar,
-        ):
+        with staged_file(path) as staged, tarfile.open(staged, mode="x:", format=tarfile.PAX_FORMAT) as tar:
             files = {name: file_sha256(source) for name, source in members.items()}
             whole = {**note, "files": files}
             raw = (json.dumps({**whole, "sha256": _hash_of(whole)}, indent=1) + "\n").encode()
@@ -38,19 +34,13 @@ def write_archive(path: Path, members: Mapping[str, Path], note: Mapping[str, An
             for name, source in members.items():
                 with source.open("rb") as content:
                     _add(tar, name, content, os.fstat(content.fileno()).st_size)
-            tar.close()
-            file.flush()
-            os.fsync(file.fileno())
-        staged.replace(path)
-        sync_folder(path.parent)
     except OSError as error:
-        staged.unlink(missing_ok=True)
         raise UserError(f"The archive {path} could not be written.", why=str(error)) from error
     return path.stat().st_size
 
 
 def read_note(path: Path) -> dict[str, Any]:
-    """The note of an archive, which is its first member."""
+    """Return the note of an archive, which is its first member."""
     with _opened(path) as tar, _readable(path):
         first = tar.next()
         content = tar.extractfile(first) if first is not None and first.isfile() else None
@@ -68,9 +58,8 @@ def read_note(path: Path) -> dict[str, Any]:
 
 
 def unpack_archive(path: Path, folder: Path) -> None:
-    """Make `folder` from an archive. It appears when everything is in it, byte for byte; nothing is written elsewhere."""
+    """Make `folder` from an archive. It appears once everything is in it and checked; nothing is written elsewhere."""
     files = read_note(path)["files"]
-    staged = staging_path(folder.parent, "trash")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _opened(path) as tar, _readable(path):
         members = _checked(path, tar)
@@ -84,27 +73,26 @@ def unpack_archive(path: Path, folder: Path) -> None:
                 f"There is no room to unpack {path}.",
                 why=f"it takes {readable_bytes(need)} and {readable_bytes(free)} are free.",
             )
-        try:
+        with staging_folder(folder) as staged:
             for member in members:
                 target = staged / member.name
-                target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                content = tar.extractfile(member)
-                assert content is not None, member.name
-                with target.open("xb") as file:
-                    shutil.copyfileobj(content, file)
-                    os.fsync(file.fileno())
-                target.chmod(0o600)
+                _extract(tar, member, target)
                 if member.name != NOTE and file_sha256(target) != files[member.name]:
                     raise _damaged(path, f"{member.name} is not as it was written")
-            staged.rename(folder)
-        except BaseException:
-            shutil.rmtree(staged, ignore_errors=True)
-            raise
-    sync_folder(folder.parent)
+            put_new(staged, folder)
+
+
+def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    content = tar.extractfile(member)
+    assert content is not None, member.name
+    with target.open("xb") as file:
+        shutil.copyfileobj(content, file)
+    target.chmod(0o600)
 
 
 def _checked(path: Path, tar: tarfile.TarFile) -> list[tarfile.TarInfo]:
-    """Regular files under plain relative names, each once; a link, a device or a name that leads out is refused."""
+    """Return the members if they are regular files under plain relative names, each once; refuse anything else."""
     found: dict[str, tarfile.TarInfo] = {}
     for member in tar:
         name = PurePosixPath(member.name)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from crosstune.core.errors import UserError
-from crosstune.core.record import finite, unique_keys
+from crosstune.core.json_files import finite, unique_keys
 
 FORMAT = "crosstune-checkpoint"
 VERSION = 1

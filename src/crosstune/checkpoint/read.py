@@ -21,9 +21,10 @@ from crosstune.checkpoint.manifest import (
     DamagedCheckpoint,
     decode,
 )
-from crosstune.checkpoint.tensors import CHUNK_BYTES, BadTensors, describe_tensors, read_tensors
+from crosstune.checkpoint.tensors import CHUNK_BYTES, describe_tensors, read_tensors
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array, SessionState
+from crosstune.core.safetensors_header import BadSafetensors
 
 _SEAL_LIMIT = 1024
 
@@ -49,7 +50,9 @@ class Checkpoint:
                 slot, _, name = key.partition("/")
                 moments.setdefault(slot, {})[name] = array
             weights, random = read_tensors(self.folder / WEIGHTS), read_tensors(self.folder / RANDOM)
-        except (BadTensors, OSError) as error:
+        except BadSafetensors as error:
+            raise DamagedCheckpoint(self.folder, error.short()) from error
+        except OSError as error:
             raise DamagedCheckpoint(self.folder, str(error)) from error
         return SessionState(
             weights=weights, moments=moments, random=random, facts=dict(self.manifest["facts"])
@@ -152,8 +155,8 @@ def _check_arrays(folder: Path, manifest: Mapping[str, Any]) -> None:
     """The arrays that the manifest promises are those in the files."""
     try:
         found = {name: describe_tensors(folder / name) for name in (WEIGHTS, MOMENTS, RANDOM)}
-    except BadTensors as error:
-        raise DamagedCheckpoint(folder, str(error)) from error
+    except BadSafetensors as error:
+        raise DamagedCheckpoint(folder, error.short()) from error
     described = {name: [word, list(shape)] for name, (word, shape) in found[WEIGHTS].items()}
     promised = {
         name: [facts.get("dtype"), facts.get("shape")]

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from crosstune.checkpoint.folders import checkpoint_folders, remove
+from crosstune.checkpoint.folders import checkpoint_folders
 from crosstune.checkpoint.manifest import DamagedCheckpoint
 from crosstune.checkpoint.read import open_checkpoint
+from crosstune.core.atomic_files import remove_folder
 from crosstune.core.errors import UserError
 
 
@@ -54,5 +55,5 @@ def rotate(root: Path, keep: Keep, evaluations: Mapping[int, float], *, only_say
         ) from error
     removed = [path for step, path in folders if step in set(going)]
     for path in reversed(removed if not only_say else []):
-        remove(path)
+        remove_folder(path)
     return removed

@@ -1,9 +1,7 @@
-"""Write a checkpoint so that it is whole or not there: staged beside its place, on disk, hashed, then renamed."""
+"""Write a checkpoint so that it is whole or not there: staged beside its place, hashed, synced, then renamed."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from crosstune.checkpoint.folders import name_of, point_latest, staging_path
+from crosstune.checkpoint.folders import name_of, point_latest
 from crosstune.checkpoint.manifest import MANIFEST, MOMENTS, RANDOM, SEAL, WEIGHTS, encode, seal
-from crosstune.checkpoint.tensors import file_bytes, write_all, write_tensors
-from crosstune.core.disk import NO_ROOM, free_space, readable_bytes, sync_folder
+from crosstune.checkpoint.tensors import file_bytes, write_new, write_tensors
+from crosstune.core.atomic_files import put_new, staging_folder
+from crosstune.core.disk import NO_ROOM, free_space, readable_bytes
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array, SessionState
 
@@ -46,34 +45,28 @@ def write_checkpoint(root: Path, state: SessionState, fields: Mapping[str, Any])
 
 
 def write_folder(target: Path, state: SessionState, fields: Mapping[str, Any]) -> int:
-    """Write and commit one checkpoint, which is not there yet, under any name. Returns its size in bytes.
+    """Write and commit one new checkpoint under any name, and return its size in bytes.
 
-    `fields` is the manifest without what is said of the files here.
+    `fields` is the manifest without its description of the files.
     """
     _check_finite(state)
     parts = state_files(state)
     need = sum(file_bytes(arrays) for arrays in parts.values())
-    root, staged = target.parent, staging_path(target.parent, name_of(fields["step"]))
+    root = target.parent
     try:
-        root.mkdir(
-            mode=0o700, exist_ok=True
-        )  # its parent has to be there: a disk that went away is not made anew
+        # Its parent must exist: a disk that went away is not made anew.
+        root.mkdir(mode=0o700, exist_ok=True)
         _check_room(root, need)
-        staged.mkdir(mode=0o700)
-        try:
+        with staging_folder(target) as staged:
             _fill(staged, parts, fields)
-            staged.rename(target)
-        except BaseException:
-            shutil.rmtree(staged, ignore_errors=True)
-            raise
-        sync_folder(root)
+            put_new(staged, target)
     except OSError as error:
         raise _failed(target, need, error) from error
     return need
 
 
 def state_files(state: SessionState) -> dict[str, dict[str, Array]]:
-    """File -> its arrays. A moment's key is its slot, a slash and the canonical name of the weight."""
+    """Return the arrays of each file. A moment's key is its slot, a slash and the canonical name of the weight."""
     moments = {f"{slot}/{name}": a for slot, arrays in state.moments.items() for name, a in arrays.items()}
     return {WEIGHTS: dict(state.weights), MOMENTS: moments, RANDOM: dict(state.random)}
 
@@ -84,22 +77,12 @@ def _fill(staged: Path, parts: Mapping[str, Mapping[str, Array]], fields: Mappin
         written = write_tensors(staged / name, arrays)
         files[name] = {"bytes": written.num_bytes, "sha256": written.sha256}
     raw = encode({**fields, "files": files})
-    _write_file(staged / MANIFEST, raw)
-    _write_file(staged / SEAL, seal(raw))
-    sync_folder(staged)
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        write_all(handle, data)
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    write_new(staged / MANIFEST, [raw])
+    write_new(staged / SEAL, [seal(raw)])
 
 
 def _check_finite(state: SessionState) -> None:
-    """A state that cannot be trained any further never takes the place of a good one."""
+    """Refuse a state that cannot be trained any further."""
     for name, array in state.weights.items():
         if not np.isfinite(array).all():
             raise SaveFailed(

@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{self.prog}: {message}", do=f"see: {self.prog} --help")
 
 
-def read_config(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespace, Config]:
+def parse_config(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     """The subcommand's own words, and the options of a run from all the others."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with options")
     if "-h" in words or "--help" in words:
@@ -57,7 +57,7 @@ def at_least(low: int | float) -> Callable[[str], int | float]:
 def print_json(data: object) -> None:
     import json
 
-    from crosstune.core.record import finite
+    from crosstune.core.json_files import finite
 
     print(json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False))
 

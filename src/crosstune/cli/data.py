@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from crosstune.cli.arguments import Parser, count, print_json, read_config
+from crosstune.cli.arguments import Parser, count, parse_config, print_json
 from crosstune.core.errors import EXIT_DONE, UserError
 
 EXAMPLES = """examples:
@@ -30,7 +30,7 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument(
         "--show", type=int, default=3, metavar="N", help="print the first N examples (default 3)"
     )
-    own, config = read_config(parser, _with_dataset(words))
+    own, config = parse_config(parser, _with_dataset(words))
     if config.recipe != "sft":
         raise UserError(
             f"crosstune data reads conversations and texts, not the data of the recipe {config.recipe}.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from crosstune.cli.arguments import Parser, print_json, read_config, size
+from crosstune.cli.arguments import Parser, parse_config, print_json, size
 from crosstune.config.load import environment_of
 from crosstune.config.plan import Plan
 from crosstune.core.backend import backend_specs
@@ -29,7 +29,7 @@ def run(words: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--machine", metavar="NAME|FILE", help="plan for another machine instead of this one")
-    own, config = read_config(parser, words)
+    own, config = parse_config(parser, words)
 
     from crosstune.config.unbuilt import unbuilt
     from crosstune.machines.probe import load_machine, profile_names

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.arguments import Parser, duration, print_json, read_config, size
+from crosstune.cli.arguments import Parser, duration, parse_config, print_json, size
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, PeerLost, UserError
 from crosstune.core.ranks import Group
@@ -27,7 +27,7 @@ def run(words: Sequence[str]) -> int:
     parser = Parser("train", description="Fine-tune a model on this machine.", epilog=EXAMPLES)
     parser.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
     parser.add_argument("--machine", metavar="NAME|FILE", help="with --emulate: the machine to stand in for")
-    own, config = read_config(parser, words)
+    own, config = parse_config(parser, words)
     if config.emulate is not None:
         return _emulate(config, machine=own.machine, as_json=own.json)
     if own.machine is not None:

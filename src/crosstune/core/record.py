@@ -1,46 +1,23 @@
-"""The run directory: what was asked, what ran, every step, every event, how it ended."""
+"""Write the run directory: what was asked, what ran, every step, every event, how it ended."""
 
 from __future__ import annotations
 
 import json
-import math
-import os
-import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from crosstune.core.atomic_files import clear_leftovers, set_aside, write_text
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, StepMetrics
+from crosstune.core.json_files import finite, read_json, read_jsonl, write_json
 
 if TYPE_CHECKING:
     from filelock import FileLock
 
 LOCK = ".lock"
 RUN_FILES = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "summary.json")
-_STAGED = re.compile(rf"\.({'|'.join(map(re.escape, RUN_FILES))})\.\d+")
-
-
-def write_json(path: Path, data: Any) -> None:
-    write_text(path, json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write beside, flush to disk, rename: a reader sees the old file or the new one, never half of one."""
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    with staged.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    staged.replace(path)
-
-
-def _clear_staged(folder: Path) -> None:
-    """Remove what `write_text` of a killed process left; only for whoever holds the run."""
-    for path in folder.iterdir():
-        if _STAGED.fullmatch(path.name):
-            path.unlink(missing_ok=True)
 
 
 def _end_line(path: Path) -> None:
@@ -53,66 +30,13 @@ def _end_line(path: Path) -> None:
             file.truncate(written.rfind(b"\n") + 1)
 
 
-def finite(value: Any) -> Any:
-    """The same value with NaN and infinities as null, which is all that JSON can say of them."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [finite(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    return value
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `object_pairs_hook`: an object that says one thing twice could be read in two ways."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{max(names, key=names.count)!r} is said twice")
-    return found
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """An object of a record; empty when there is no such file."""
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON.", why=str(error), do="restore it from a copy") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} holds no JSON object.", do="restore it from a copy")
-    return found
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Lines of a record. A last line cut short by a kill is left out; any other bad line is an error."""
-    if not path.exists():
-        return []
-    rows: list[dict[str, Any]] = []
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(json.loads(line))
-        except (ValueError, RecursionError) as error:
-            if number == len(lines):
-                break
-            raise UserError(f"{path}, line {number} is not JSON.", why=str(error)) from error
-    return rows
-
-
 def holds_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in RUN_FILES)
 
 
 def check_free(folder: Path, *, resuming: bool = False) -> None:
-    """Raise where a new run would meet an old one. One that ended before its first checkpoint is no hindrance to a
-    run that is to be continued: there is nothing in it to continue, and it is moved aside."""
+    """Raise if a new run would mix with an old one. With `resuming`, an unfinished run without a checkpoint is allowed:
+    it holds nothing to continue from, and is moved aside."""
     if not holds_run(folder):
         return
     if not resuming:
@@ -144,22 +68,18 @@ def _cannot_write(folder: Path, error: OSError) -> UserError:
 
 
 def move_aside(folder: Path) -> Path:
-    """Rename a run folder to the first free `<name>~<n>` and return the new path; not one that is being written."""
+    """Rename a run folder to the first free `<name>~<n>` and return the new path; refuse if it is being written."""
     lock = hold(folder)
-    number = 1
-    while (target := folder.with_name(f"{folder.name}~{number}")).exists():
-        number += 1
     try:
-        folder.rename(target)
+        return set_aside(folder)
     except OSError as error:
         raise _cannot_write(folder, error) from error
     finally:
         lock.release()
-    return target
 
 
 def hold(folder: Path) -> FileLock:
-    """Only one process writes to a run. The lock goes with the process, however that ends."""
+    """Lock a run, so that one process writes to it. The lock ends with the process, however that ends."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / LOCK)
@@ -188,7 +108,7 @@ class RecordFailed(UserError):
 
 
 class Record(Protocol):
-    """Where a run leaves what it did."""
+    """Receive the steps, the events and the end of a run."""
 
     folder: Path
 
@@ -200,7 +120,7 @@ class Record(Protocol):
 
 
 class SilentRecord:
-    """Of a process whose run another one records."""
+    """Record nothing, in a process whose run another one records."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -216,7 +136,7 @@ class SilentRecord:
 
 
 class RunRecord:
-    """Writes one run directory. Lines are flushed as they come, so a kill loses at most the line being written."""
+    """Write one run directory. Lines are flushed as they come, so a kill loses at most the line being written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -248,12 +168,12 @@ class RunRecord:
 
     @classmethod
     def reopen(cls, folder: Path, *, config_yaml: str, plan: Mapping[str, Any], step: int) -> RunRecord:
-        """Go on with the record of a run that stands at `step`: lines of later steps are taken out of metrics.jsonl,
-        as those steps are done again; events stay, as they happened."""
+        """Continue the record of a run that resumes at `step`. Lines of later steps are removed from metrics.jsonl,
+        since those steps are trained again; events stay."""
         record = cls(folder)
         record._lock = hold(folder)
         try:
-            _clear_staged(folder)
+            clear_leftovers(folder, of=RUN_FILES.__contains__)
             rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row.get("step", 0) <= step]
             lines = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
             write_text(folder / "metrics.jsonl", lines)
@@ -265,7 +185,7 @@ class RunRecord:
         return record
 
     def carry_on(self, metrics: Path, *, step: int) -> None:
-        """Begin with the steps of another run that this one continues, so that its curve is whole."""
+        """Copy the steps of the run that this one continues, so that its curve is whole."""
         for row in read_jsonl(metrics):
             if row.get("step", 0) <= step:
                 self._append(self._metrics, row)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,8 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from crosstune.core.atomic_files import clear_leftovers, put_in_place, staging_folder
+from crosstune.core.disk import NO_ROOM
 from crosstune.core.errors import UserError
-from crosstune.core.record import write_json
+from crosstune.core.json_files import write_json
 from crosstune.data.encode import Encoder, OnProgress, encode_source, source_format
 from crosstune.data.sources import Source
 from crosstune.data.store import ARRAYS, DiskFiles, MemoryFiles, StoreWriter, TokenStore, open_store
@@ -183,23 +184,22 @@ def _cached_store(
     from filelock import FileLock
 
     root = cache_folder(cache)
-    folder, staging = root / key[:32], root / f".staging-{key[:32]}"
+    folder = root / key[:32]
     try:
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f".{key[:32]}.lock"):
             facts = _sound(folder)
             if facts is None:
-                # Whoever holds the lock owns the staging folder; one that is there was left by a kill.
-                for stale in (staging, folder):
-                    if stale.exists():
-                        shutil.rmtree(stale)
-                staging.mkdir()
-                facts = _write_store(source, encoder, staging, limit=limit, progress=progress)
-                staging.rename(folder)
+                # The lock is held, so what was staged for this folder belongs to a process that was killed.
+                clear_leftovers(root, of=folder.name.__eq__)
+                with staging_folder(folder) as staging:
+                    store = staging / "store"
+                    store.mkdir()
+                    facts = _write_store(source, encoder, store, limit=limit, progress=progress)
+                    put_in_place(store, folder, aside=staging / "damaged")
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS):
+        if error.errno not in NO_ROOM | {errno.EACCES, errno.EROFS}:
             raise
-        shutil.rmtree(staging, ignore_errors=True)
         raise UserError(
             f"The tokens of {source.name} cannot be kept in {root}.",
             why=f"{error.strerror}; they need about {source.size_bytes * 3 // 2 >> 20:,} MiB.",

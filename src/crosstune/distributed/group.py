@@ -12,9 +12,9 @@ from typing import Any
 from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
+from crosstune.core.json_files import finite
 from crosstune.core.machine import Machine
 from crosstune.core.ranks import Alone, Group, Ranks
-from crosstune.core.record import finite
 
 
 def connect(ranks: Ranks | None) -> Group:

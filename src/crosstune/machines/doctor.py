@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from crosstune.core.json_files import read_jsonl
 from crosstune.core.machine import Machine
-from crosstune.core.record import read_jsonl
 from crosstune.machines.probe import probe_machine, recommend
 from crosstune.planner.gather import ALL_QUANTIZERS
 

@@ -63,9 +63,9 @@ def _check_groups(folder: Path, group_size: int) -> list[str]:
     import mlx.nn as nn
 
     from crosstune.mlx_engine.load import read_model
-    from crosstune.models.folder import read_config
+    from crosstune.models.folder import read_config_json
 
-    modules = (module for _, module in read_model(folder, read_config(folder)).named_modules())
+    modules = (module for _, module in read_model(folder, read_config_json(folder)).named_modules())
     widths = [
         module.weight.shape[-1]
         for module in modules
@@ -96,9 +96,9 @@ def write_plain(source: Path, target: Path, *, dtype: str) -> str:
     from crosstune.mlx_engine.load import check_readable, read_model
     from crosstune.mlx_engine.precision import PRECISIONS
     from crosstune.mlx_engine.save_model import save_model
-    from crosstune.models.folder import read_config
+    from crosstune.models.folder import read_config_json
 
-    config = read_config(source)
+    config = read_config_json(source)
     check_readable(source, config)
     model = dequantize_model(read_model(source, config))
     words = {precision.weights: word for word, precision in PRECISIONS.items()}
@@ -116,11 +116,11 @@ def weights_error(folder: Path, original: Path) -> float:
 
     from crosstune.mlx_engine.load import read_model
     from crosstune.mlx_engine.quantized import dense_weight
-    from crosstune.models.folder import read_config
+    from crosstune.models.folder import read_config_json
 
-    plain = dict(read_model(original, read_config(original)).named_modules())
+    plain = dict(read_model(original, read_config_json(original)).named_modules())
     error = whole = 0.0
-    for name, layer in read_model(folder, read_config(folder)).named_modules():
+    for name, layer in read_model(folder, read_config_json(folder)).named_modules():
         if isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding)) and name in plain:
             weight = dense_weight(plain[name], mx.float32)
             error += float(mx.square(dense_weight(layer, mx.float32) - weight).sum())

@@ -16,13 +16,14 @@ from mlx.utils import tree_flatten
 
 from crosstune.config.plan import Plan
 from crosstune.core.errors import UserError
+from crosstune.core.safetensors_header import read_header
 from crosstune.mlx_engine.adapters import linear_layers
 from crosstune.mlx_engine.quant_limits import check_form
 from crosstune.mlx_engine.quantized import dense_weight, linear_shape, quantize_layers
 from crosstune.models.config_spelling import spell_positions
-from crosstune.models.folder import read_config, weight_files
+from crosstune.models.folder import read_config_json, weight_files
 from crosstune.models.quantized_folder import FolderQuantization, read_quantization
-from crosstune.models.weights import read_header, read_rows
+from crosstune.models.weights import read_rows
 
 READ_BY_MLX_LM = ("bitnet", "mxfp4", "mxfp8", "fp8", "compressed-tensors", "modelopt", "awq", "gptq")
 """Quantizations of others that mlx-lm turns into its own while it reads them."""
@@ -33,7 +34,7 @@ _LOST_TO_BITS = {2: 0.25, 3: 0.1}
 
 def load_model(folder: Path, *, plan: Plan, dtype: mx.Dtype, trained: bool = True) -> nn.Module:
     """The model with its dense weights in `dtype`, its linear layers in few bits where the plan says so."""
-    config = read_config(folder)
+    config = read_config_json(folder)
     held = check_readable(folder, config)
     if trained or plan.method != "full":
         check_asked(folder, held, plan)

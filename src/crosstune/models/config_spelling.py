@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from crosstune.core.record import write_json
-from crosstune.models.folder import read_config
+from crosstune.core.json_files import write_json
+from crosstune.models.folder import read_config_json
 from crosstune.models.llama_layout import CONFIG
 
 
@@ -40,4 +40,4 @@ def _spell_windows(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def respell_folder(folder: Path) -> None:
-    write_json(folder / CONFIG, spell_positions(read_config(folder)))
+    write_json(folder / CONFIG, spell_positions(read_config_json(folder)))

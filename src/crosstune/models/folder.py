@@ -11,8 +11,8 @@ from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.memory import ModelShape
+from crosstune.core.safetensors_header import read_header
 from crosstune.models.llama_layout import CONFIG, Llama
-from crosstune.models.weights import read_header
 
 PLAIN_STEM, QUANTIZED_STEM = "model", "quantized"
 """What weight files are named after. transformers finds the first kind; what it would misread has the second."""
@@ -34,7 +34,7 @@ def check_folder(folder: Path) -> None:
     """Raise the one error that says why a folder cannot be used as a model; return when it can."""
     if not (folder / CONFIG).is_file():
         raise _no_config(folder)
-    read_config(folder)
+    read_config_json(folder)
     files = weight_files(folder)
     if not files:
         raise _no_weights(folder)
@@ -59,18 +59,18 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config_json(folder: Path) -> dict[str, Any]:
     return _read_json(folder / CONFIG)
 
 
 def folder_shape(folder: Path) -> ModelShape | None:
     """The shape of the model in a folder; None when its config.json does not hold the numbers."""
-    config = read_config(folder)
+    config = read_config_json(folder)
     shape = config_shape(config)
     files = weight_files(folder)
     if shape is None or not files or "quantization_config" in config:
         return shape
-    counted = sum(math.prod(entry["shape"]) for path in files for entry in read_header(path)[0].values())
+    counted = sum(math.prod(entry["shape"]) for path in files for entry in read_header(path).tensors.values())
     return _with_parameters(shape, counted)
 
 
@@ -118,7 +118,7 @@ def identity(folder: Path) -> dict[str, Any]:
     for path in weight_files(folder):
         files[path.name] = path.stat().st_size
         weights.update(f"{path.name}\0{files[path.name]}\0".encode())
-        weights.update(read_header(path)[1])
+        weights.update(read_header(path).raw)
         _update_with_samples(weights, path, files[path.name])
     config = hashlib.sha256((folder / CONFIG).read_bytes()).hexdigest()
     both = hashlib.sha256(f"{config}\0{weights.hexdigest()}".encode()).hexdigest()

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
-from crosstune.models.folder import read_config, weight_files
+from crosstune.core.json_files import read_json
+from crosstune.core.safetensors_header import TensorEntry, read_header
+from crosstune.models.folder import read_config_json, weight_files
 from crosstune.models.gguf import ARCHITECTURES, require_gguf
 from crosstune.models.gguf_tokenizer import PRE_TOKENIZERS
 from crosstune.models.progress import Progress, silent
-from crosstune.models.weights import read_header
+from crosstune.models.weights import to_float32
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -27,25 +29,41 @@ _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 
 
+class _Stored(NamedTuple):
+    """A tensor of the folder: its file, where it lies in it, and what the header says of it."""
+
+    file: Path
+    data_start: int
+    entry: TensorEntry
+
+    @property
+    def num_bytes(self) -> int:
+        begin, end = self.entry["data_offsets"]
+        return end - begin
+
+
 def write_gguf(folder: Path, path: Path, *, kind: str, progress: Progress = silent) -> None:
     """Write the model of a plain folder as one GGUF file with numbers of `kind`."""
     require_gguf(str(path))
     from gguf import GGUFWriter
 
-    config = read_config(folder)
+    config = read_config_json(folder)
     _check_config(folder, config)
     stored = {
-        name: (file, entry) for file in weight_files(folder) for name, entry in read_header(file)[0].items()
+        name: _Stored(file, header.data_start, entry)
+        for file in weight_files(folder)
+        for header in [read_header(file)]
+        for name, entry in header.tensors.items()
     }
     if config.get("tie_word_embeddings"):
         stored.pop("lm_head.weight", None)
     names = _gguf_names(folder, sorted(stored), config["num_hidden_layers"])
     writer = GGUFWriter(path, "llama")
     _add_numbers(writer, config, kind)
-    _add_tokenizer(writer, folder, num_rows=stored["model.embed_tokens.weight"][1]["shape"][0])
-    kinds = {name: _tensor_kind(folder, name, stored[name][1]["shape"], kind) for name in names}
+    _add_tokenizer(writer, folder, num_rows=stored["model.embed_tokens.weight"].entry["shape"][0])
+    kinds = {name: _tensor_kind(folder, name, stored[name].entry["shape"], kind) for name in names}
     for name, gguf_name in names.items():
-        shape = stored[name][1]["shape"]
+        shape = stored[name].entry["shape"]
         block, block_bytes = _block(kinds[name])
         num_bytes = math.prod(shape) // block * block_bytes
         writer.add_tensor_info(gguf_name, shape, np.dtype(np.float32), num_bytes, raw_dtype=kinds[name])
@@ -58,19 +76,18 @@ def write_gguf(folder: Path, path: Path, *, kind: str, progress: Progress = sile
 
 def _write_tensors(
     writer: GGUFWriter,
-    stored: dict[str, tuple[Path, dict[str, Any]]],
+    stored: dict[str, _Stored],
     kinds: dict[str, Any],
     config: dict[str, Any],
     progress: Progress,
 ) -> None:
     from gguf.quants import quantize
 
-    spans = {name: stored[name][1]["data_offsets"] for name in kinds}
-    total, done = sum(end - start for start, end in spans.values()), 0
+    total, done = sum(stored[name].num_bytes for name in kinds), 0
     for name, kind in kinds.items():
-        values = _interleaved(_read(*stored[name]), name, config)
+        values = _interleaved(_read(stored[name]), name, config)
         writer.write_tensor_data(np.ascontiguousarray(quantize(values, kind)))
-        done += spans[name][1] - spans[name][0]
+        done += stored[name].num_bytes
         progress("write", done, total)
 
 
@@ -147,7 +164,7 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path, *, num_rows: int) -> None:
     writer.add_token_merges(
         [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     )
-    settings = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+    settings = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
     for role, key in _ROLES.items():
         token = settings.get(f"{role}_token")
         token = token["content"] if isinstance(token, dict) else token
@@ -213,19 +230,17 @@ def _block(kind: Any) -> tuple[int, int]:
     return weights, num_bytes
 
 
-def _read(file: Path, entry: dict[str, Any]) -> NDArray[np.float32]:
+def _read(stored: _Stored) -> NDArray[np.float32]:
+    entry = stored.entry
     dtype = _NUMPY.get(entry["dtype"])
     if dtype is None:
         raise UserError(
-            f"{file} holds numbers of the type {entry['dtype']}.", why="GGUF files are made from floats."
+            f"{stored.file} holds numbers of the type {entry['dtype']}.",
+            why="GGUF files are made from floats.",
         )
-    start, end = entry["data_offsets"]
-    with file.open("rb") as stream:
-        offset = 8 + int.from_bytes(stream.read(8), "little")
-        values = np.fromfile(stream, dtype, (end - start) // dtype.itemsize, offset=offset + start - 8)
-    if entry["dtype"] == "BF16":
-        values = (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32, copy=False).reshape(entry["shape"])
+    offset = stored.data_start + entry["data_offsets"][0]
+    values = np.fromfile(stored.file, dtype, stored.num_bytes // dtype.itemsize, offset=offset)
+    return to_float32(entry["dtype"], values).reshape(entry["shape"])
 
 
 def _interleaved(values: NDArray[np.float32], name: str, config: dict[str, Any]) -> NDArray[np.float32]:
@@ -237,7 +252,3 @@ def _interleaved(values: NDArray[np.float32], name: str, config: dict[str, Any])
         return values
     halves = values.reshape(heads, 2, -1, values.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -22,12 +22,12 @@ _CHILD = (
 _MOST_REASON_CHARS = 600
 
 
-def fetch_from_hub(repo: str, *, folder: Path | None = None, progress: Progress = silent) -> Path:
-    """Download a model into the hub's own cache, or into `folder` when one is given, and return where it is.
+def fetch_from_hub(repo: str, *, progress: Progress = silent) -> Path:
+    """Download a model into the hub's own cache and return where it is.
 
     The hub's library downloads in threads that do not hear Ctrl-C, so it works in a child that can be killed.
     """
-    command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), repo, *([str(folder)] if folder else [])]
+    command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), repo]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as noise:
         child = subprocess.Popen(
             command,
@@ -49,7 +49,7 @@ def fetch_from_hub(repo: str, *, folder: Path | None = None, progress: Progress 
 
 
 def cached_config(repo: str) -> Path | None:
-    """config.json of a hub model, if the hub's cache has it; nothing is downloaded."""
+    """Return config.json of a hub model if the hub's cache has it; nothing is downloaded."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import sys
 import threading
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
-from crosstune.models.disk import CACHE_VARIABLE, HUB_VARIABLE, DiskFullError, disk_errors, ensure_space
+from crosstune.models.disk import HUB_VARIABLE, DiskFullError, disk_errors, ensure_space
 from crosstune.models.hub import unreachable
 from crosstune.models.progress import Progress
 
@@ -43,9 +42,9 @@ def main() -> None:
     def progress(stage: str, done: int, total: int | None, /) -> None:
         say({"progress": [stage, done, total]})
 
-    repo, *folder = sys.argv[1:]
+    (repo,) = sys.argv[1:]
     try:
-        found = download(repo, folder=Path(folder[0]) if folder else None, progress=progress)
+        found = download(repo, progress=progress)
     except UserError as error:
         say(
             {"error": error.asked, "why": error.why, "do": error.do, "full": isinstance(error, DiskFullError)}
@@ -54,33 +53,29 @@ def main() -> None:
         say({"path": str(found)})
 
 
-def download(repo: str, *, folder: Path | None, progress: Progress) -> Path:
-    """Into the hub's own cache, or into `folder` when one is given."""
+def download(repo: str, *, progress: Progress) -> Path:
+    """Download a model into the hub's own cache."""
     from huggingface_hub import constants, snapshot_download
 
-    place = Path(constants.HF_HUB_CACHE) if folder is None else folder
-    variable = HUB_VARIABLE if folder is None else CACHE_VARIABLE
-    need_bytes = _bytes_to_fetch(repo, whole=folder is not None)
-    ensure_space(place, need_bytes, variable=variable)
+    place = Path(constants.HF_HUB_CACHE)
+    need_bytes = _bytes_to_fetch(repo)
+    ensure_space(place, need_bytes, variable=HUB_VARIABLE)
     try:
-        with disk_errors(place, need_bytes, variable=variable):
+        with disk_errors(place, need_bytes, variable=HUB_VARIABLE):
             found = snapshot_download(
                 repo,
-                local_dir=folder,
                 allow_patterns=_WANTED,
                 ignore_patterns=_UNWANTED,
                 tqdm_class=_bar_class(progress, total=need_bytes or None),
             )
     except _hub_errors() as error:
         raise _explain(repo, error) from error
-    if folder is not None:
-        shutil.rmtree(folder / ".cache", ignore_errors=True)
     return Path(found)
 
 
-def _bytes_to_fetch(repo: str, *, whole: bool) -> int:
-    """Bytes of the model, less what is in the hub's cache unless `whole`; 0 when the hub does not answer: then the
-    download that follows says why."""
+def _bytes_to_fetch(repo: str) -> int:
+    """Return the bytes of the model that the hub's cache lacks; 0 when the hub does not answer: then the download that
+    follows says why."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     try:
@@ -88,8 +83,6 @@ def _bytes_to_fetch(repo: str, *, whole: bool) -> int:
     except _hub_errors():
         return 0
     wanted = {file.rfilename: file.size or 0 for file in info.siblings or [] if _is_wanted(file.rfilename)}
-    if whole:
-        return sum(wanted.values())
     return sum(
         size
         for name, size in wanted.items()

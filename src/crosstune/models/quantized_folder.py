@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
-from crosstune.core.record import read_json
-from crosstune.models.folder import read_config, weight_files
-from crosstune.models.weights import read_header
+from crosstune.core.json_files import read_json
+from crosstune.core.safetensors_header import read_header
+from crosstune.models.folder import read_config_json, weight_files
 
 RECORD = "crosstune_quantization.json"
 OWN_METHOD = "crosstune"
@@ -49,7 +49,7 @@ def read_quantization(folder: Path) -> FolderQuantization | None:
     """None for a folder of plain weights, and for kinds of quantization that only transformers knows."""
     if (folder / RECORD).is_file():
         return _read_own(folder / RECORD)
-    config = read_config(folder)
+    config = read_config_json(folder)
     if isinstance(config.get("quantization"), dict) and "group_size" in config["quantization"]:
         return _read_mlx(folder, config)
     quantization = config.get("quantization_config")
@@ -81,13 +81,13 @@ def dense_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
     """The shape of every weight as it is when it is dense, by the name of its tensor; None for a folder of packed
     weights that only transformers knows."""
     held = read_quantization(folder)
-    if held is None and isinstance(read_config(folder).get("quantization_config"), dict):
+    if held is None and isinstance(read_config_json(folder).get("quantization_config"), dict):
         return None
     layers = held.layers if held is not None else {}
     shapes = {
         name: tuple(entry["shape"])
         for path in weight_files(folder)
-        for name, entry in read_header(path)[0].items()
+        for name, entry in read_header(path).tensors.items()
         if _layer_of(name) not in layers
     }
     return shapes | {f"{layer}.weight": tuple(facts["shape"]) for layer, facts in layers.items()}
@@ -103,7 +103,9 @@ def _layer_of(name: str) -> str:
 def _read_mlx(folder: Path, config: Mapping[str, Any]) -> FolderQuantization:
     """MLX keeps the words in config.json and the scales of a layer beside its packed weight."""
     form = config["quantization"]
-    entries = {name: entry for path in weight_files(folder) for name, entry in read_header(path)[0].items()}
+    entries = {
+        name: entry for path in weight_files(folder) for name, entry in read_header(path).tensors.items()
+    }
     scales = {
         name.removesuffix(".scales"): entry["shape"]
         for name, entry in entries.items()
@@ -160,12 +162,12 @@ def _read_packed_states(folder: Path) -> dict[str, dict[str, Any]]:
     """bitsandbytes keeps what is not a tensor as JSON in one."""
     layers: dict[str, dict[str, Any]] = {}
     for path in weight_files(folder):
-        header, raw = read_header(path)
+        header = read_header(path)
         with path.open("rb") as file:
-            for name, entry in header.items():
+            for name, entry in header.tensors.items():
                 layer, found, _ = name.partition(_PACKED_STATE)
                 if found:
                     start, end = entry["data_offsets"]
-                    file.seek(len(raw) + start)
+                    file.seek(header.data_start + start)
                     layers[layer] = json.loads(file.read(end - start))
     return layers

@@ -1,15 +1,13 @@
-"""A result folder that is whole or not there: written beside its place, checked for room, renamed when done."""
+"""Stage a result folder beside its place: check for room, put it there when it is done, keep it apart when unverified."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from crosstune.core.atomic_files import put_new, staging_folder
 from crosstune.core.errors import UserError
 from crosstune.models.disk import DiskFullError, disk_errors, ensure_space
 
@@ -23,29 +21,26 @@ class Unverified(UserError):
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     result: Path
-    """Becomes the folder that was asked for. It does not exist yet."""
+    """Where to write what becomes the folder that was asked for. It does not exist yet."""
     scratch: Path
-    """Room for what is needed on the way; it is gone afterwards."""
+    """A folder for intermediate files; it is removed afterwards."""
 
 
 @contextmanager
 def staged(out: Path, *, need_bytes: int) -> Iterator[Stage]:
-    """Fill `result` inside the block. A kill leaves a hidden folder and nothing under the name `out`."""
+    """Yield where to write a result; it is put at `out` when the block ends. A kill leaves a hidden folder and no `out`."""
     check_out(out)
     _make_parent(out)
     try:
-        with _room(out, need_bytes):
-            home = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        with _room(out, need_bytes), staging_folder(out) as home:
             stage = Stage(result=home / "result", scratch=home / "scratch")
             stage.scratch.mkdir()
             try:
                 yield stage
-                _put_in_place(stage.result, out)
+                put_new(stage.result, out)
             except Unverified:
-                _put_in_place(stage.result, unverified_path(out))
+                put_new(stage.result, unverified_path(out))
                 raise
-            finally:
-                shutil.rmtree(home, ignore_errors=True)
     except DiskFullError as error:
         raise UserError(
             error.asked, why=error.why, do="free some space, or choose an --out on a larger disk"
@@ -65,7 +60,7 @@ def check_out(out: Path) -> None:
 
 
 def unverified_path(out: Path) -> Path:
-    """The first free name for a result at `out` that did not pass its check."""
+    """Return the first free name for a result at `out` that did not pass its check."""
     path, number = out.with_name(out.name + UNVERIFIED), 1
     while path.exists():
         number += 1
@@ -87,13 +82,3 @@ def _make_parent(out: Path) -> None:
         raise UserError(
             f"Cannot write to {out.parent}.", why=str(error), do="choose another --out"
         ) from error
-
-
-def _put_in_place(folder: Path, target: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("r+b") as file:
-                os.fsync(file.fileno())
-    if target.is_dir():
-        target.rmdir()
-    folder.rename(target)

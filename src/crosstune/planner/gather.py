@@ -17,7 +17,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.machine import Machine
 from crosstune.core.ranks import Ranks
 from crosstune.machines.probe import probe_machine
-from crosstune.models.folder import read_config
+from crosstune.models.folder import read_config_json
 from crosstune.models.locate import shape
 from crosstune.models.quantized_folder import quantization_options, read_quantization
 
@@ -65,7 +65,7 @@ def unreadable(plan: Plan) -> list[UserError]:
     from crosstune.mlx_engine.load import check_readable
 
     try:
-        check_readable(folder, read_config(folder))
+        check_readable(folder, read_config_json(folder))
     except UserError as error:
         return [error]
     return []

@@ -13,7 +13,8 @@ import yaml
 
 from crosstune.core.errors import UserError
 from crosstune.core.events import Adjusted, Event
-from crosstune.core.record import RUN_FILES, read_jsonl
+from crosstune.core.json_files import read_jsonl
+from crosstune.core.record import RUN_FILES
 
 IDENTIFYING_FILES = ("plan.json", "config.yaml")
 """A folder with neither of these holds no run."""

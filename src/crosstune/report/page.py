@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from datetime import datetime
 from importlib import resources
 from pathlib import Path
@@ -14,6 +13,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from crosstune import __version__
+from crosstune.core.atomic_files import write_bytes
 from crosstune.core.errors import UserError
 from crosstune.report.chart import draw, legend_key
 from crosstune.report.event_log import MOST_EVENTS, event_rows
@@ -48,13 +48,10 @@ def write_report(run_dir: Path) -> Path:
     """Write `report.html` into a run folder; a reader sees the old page or the new one, never half of one."""
     html = render(load_run(run_dir))
     target = run_dir / REPORT_FILE
-    staged = target.with_name(f".{REPORT_FILE}.{os.getpid()}")
     try:
         # A model may answer with half a surrogate pair, which UTF-8 has no bytes for.
-        staged.write_bytes(html.encode("utf-8", errors="replace"))
-        staged.replace(target)
+        write_bytes(target, html.encode("utf-8", errors="replace"))
     except OSError as error:
-        staged.unlink(missing_ok=True)
         raise UserError(f"Cannot write the report {target}.", why=str(error)) from error
     return target
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
+from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import compare
-from crosstune.core.record import write_json
 from crosstune.models.locate import ModelFolder
 from crosstune.models.quantized_folder import FolderQuantization, read_quantization
 from crosstune.models.staged import check_out, staged

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.events import Observer
+from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import Logits, compare
-from crosstune.core.record import write_json
 from crosstune.models.quantized_folder import RECORD as QUANTIZATION_RECORD
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.models.staged import Stage, check_out, staged

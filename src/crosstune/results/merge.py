@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.events import ModelProgress, Observer
+from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import Logits, compare
-from crosstune.core.record import write_json
 from crosstune.models.adapter_files import copy_template
 from crosstune.models.locate import ModelFolder, identity
 from crosstune.models.quantized_folder import read_quantization

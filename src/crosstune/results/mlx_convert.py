@@ -11,8 +11,8 @@ from typing import Any
 from crosstune.config.load import cache_override
 from crosstune.core.errors import UserError
 from crosstune.core.events import ModelProgress, Observer
+from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import Logits, compare
-from crosstune.core.record import write_json
 from crosstune.models import mlx_adapters
 from crosstune.models.adapter_files import copy_tokenizer
 from crosstune.models.adapter_fit import check_fit

@@ -10,14 +10,14 @@ from typing import Any
 
 from crosstune.config.load import make_config
 from crosstune.core.events import Observer
+from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import Logits, compare
-from crosstune.core.record import write_json
+from crosstune.core.safetensors_header import read_header
 from crosstune.models.adapter_files import copy_template
 from crosstune.models.folder import weight_files
 from crosstune.models.locate import ModelFolder
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.models.staged import Stage, check_out, staged
-from crosstune.models.weights import read_header
 from crosstune.planner.gather import make_plan
 from crosstune.results.merge import (
     RECORD,

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
-from crosstune.core.record import read_json
+from crosstune.core.json_files import read_json
+from crosstune.core.safetensors_header import read_header
 from crosstune.models.quantized_folder import quantization_options
-from crosstune.models.weights import read_header
 
 _UNREAD = ("rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "layer_replication")
 

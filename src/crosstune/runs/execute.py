@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +20,7 @@ from crosstune.checkpoint.rotate import Keep
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.config.plan import Plan
 from crosstune.config.schema import mismatches
-from crosstune.core.disk import put_in_place
+from crosstune.core import atomic_files
 from crosstune.core.errors import NonFiniteError, OutOfMemory, PeerLost, UserError
 from crosstune.core.events import (
     CheckpointSetAside,
@@ -37,10 +35,11 @@ from crosstune.core.events import (
     Stopped,
     Warned,
 )
+from crosstune.core.json_files import read_json
 from crosstune.core.measured import Measured
 from crosstune.core.protocols import Recipe, Session, SessionState
 from crosstune.core.ranks import Alone, Group
-from crosstune.core.record import Record, RecordFailed, read_json
+from crosstune.core.record import Record, RecordFailed
 from crosstune.core.scaling import LossScale, needs_loss_scale
 from crosstune.loop import move_check
 from crosstune.loop.progress import Progress
@@ -49,7 +48,7 @@ from crosstune.loop.stop import StopRequested, StopSignal
 from crosstune.loop.train import Deadline, Training
 from crosstune.runs import resume, same_training
 
-_RESULT_STAGING = ".result."
+_RESULT = "result"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,8 +265,7 @@ class Execution:
 
     def _tidy(self, root: Path) -> None:
         clear_leftovers(root)
-        for path in self.record.folder.glob(f"{_RESULT_STAGING}*"):  # of a process that was killed
-            shutil.rmtree(path, ignore_errors=True)
+        atomic_files.clear_leftovers(self.record.folder, of=_RESULT.__eq__)
         if self.start is not None and resume.continues_in_place(self.record.folder, self.start.checkpoint):
             for path in resume.settle_folder(self.record.folder, self.start.checkpoint):
                 self.observer.on_event(CheckpointSetAside(path=str(path), step=self.start.step))
@@ -328,12 +326,12 @@ class Execution:
             session.save_result(None)
             return None
         try:
-            with tempfile.TemporaryDirectory(prefix=_RESULT_STAGING, dir=folder) as staging:
-                written = session.save_result(Path(staging))
+            with atomic_files.staging_folder(folder / _RESULT) as staging:
+                written = session.save_result(staging)
                 assert written is not None
                 self.recipe.complete_result(written)
                 target = folder / written.name
-                put_in_place(written, target, aside=Path(staging) / "old")
+                atomic_files.put_in_place(written, target, aside=staging / "old")
         except (OSError, SafetensorError) as error:
             said = error.strerror if isinstance(error, OSError) else None
             raise SaveFailed(

@@ -12,10 +12,10 @@ from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
 from crosstune.core.events import ModelProgress, Observer
+from crosstune.core.json_files import read_json
 from crosstune.core.names import load_plugin
 from crosstune.core.protocols import Recipe, Session, Task
 from crosstune.core.ranks import Group
-from crosstune.core.record import read_json
 from crosstune.models.locate import ModelFolder, identity, locate
 
 

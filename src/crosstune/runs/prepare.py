@@ -18,16 +18,10 @@ from crosstune.config.schema import Config
 from crosstune.config.unbuilt import unbuilt
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.events import Event, Observer, RunMovedAside, StepMetrics, Warned
+from crosstune.core.json_files import read_json
 from crosstune.core.protocols import Recipe
 from crosstune.core.ranks import Group
-from crosstune.core.record import (
-    Record,
-    RunRecord,
-    check_free,
-    holds_run,
-    move_aside,
-    read_json,
-)
+from crosstune.core.record import Record, RunRecord, check_free, holds_run, move_aside
 from crosstune.data.sources import check_name
 from crosstune.distributed.group import (
     check_same_everywhere,

@@ -9,16 +9,18 @@ from typing import Any
 
 from crosstune.checkpoint.archive import NOTE, read_note, unpack_archive
 from crosstune.checkpoint.eight_bit import holds_eight_bit, plain_moments
-from crosstune.checkpoint.folders import FOLDER, checkpoint_folders, set_aside, step_of
+from crosstune.checkpoint.folders import FOLDER, checkpoint_folders, step_of
 from crosstune.checkpoint.manifest import DamagedCheckpoint
 from crosstune.checkpoint.read import Checkpoint, find_run, newest_valid, open_checkpoint
 from crosstune.config.load import make_config
 from crosstune.config.schema import Config
+from crosstune.core.atomic_files import set_aside
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer, Warned
+from crosstune.core.json_files import read_json
 from crosstune.core.measured import Measured
 from crosstune.core.protocols import Array, SessionState
-from crosstune.core.record import holds_run, read_json
+from crosstune.core.record import holds_run
 
 MLX_CONFIG_COPY = "mlx_config.yaml"
 # Options that speak of one start of a run, not of the run.

@@ -11,7 +11,7 @@ from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.plan import Plan
 from crosstune.config.schema import MISMATCHES, Config, mismatches
 from crosstune.core.errors import UserError
-from crosstune.core.record import read_json
+from crosstune.core.json_files import read_json
 
 # Optimizers that keep the same moments.
 _FAMILIES = {"fused_adamw": "adamw", "fused_adam": "adam", "paged_adamw_8bit": "adamw_8bit"}

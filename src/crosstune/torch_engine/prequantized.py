@@ -14,8 +14,8 @@ import torch
 
 from crosstune.config.plan import TRAIN_TYPE_PARTS
 from crosstune.core.errors import UserError
-from crosstune.core.record import write_json
-from crosstune.models.folder import read_config
+from crosstune.core.json_files import write_json
+from crosstune.models.folder import read_config_json
 from crosstune.models.quantized_folder import (
     FORMAT,
     OWN_METHOD,
@@ -147,7 +147,7 @@ def check_asked(held: Prequantized, asked: QuantSpec | None, *, train_type: str)
 
 def check_plain(folder: Path) -> None:
     """Raise when a folder says that its weights are quantized in a way that is not read here."""
-    settings = read_config(folder).get("quantization_config")
+    settings = read_config_json(folder).get("quantization_config")
     if not settings:
         return
     bits = next((f" with {n} bits" for n in (8, 4) if settings.get(f"load_in_{n}bit")), "")

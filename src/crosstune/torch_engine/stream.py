@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 
 from crosstune.core.errors import UserError
+from crosstune.core.safetensors_header import read_header
 
 _DTYPES = {
     "F64": torch.float64,
@@ -26,7 +26,6 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-_LARGEST_HEADER_BYTES = 100 * 2**20
 
 
 @dataclass(frozen=True)
@@ -41,31 +40,22 @@ class Place:
 
 
 def find_tensors(folder: Path) -> dict[str, Place]:
-    """Every tensor of a model folder, from the headers of its files alone."""
+    """Return where every tensor of a model folder lies, from the headers of its files alone."""
     places: dict[str, Place] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        places |= _read_header(file)
+        places |= _places_in(file)
     return places
 
 
-def _read_header(path: Path) -> dict[str, Place]:
+def _places_in(path: Path) -> dict[str, Place]:
     """Plain reads instead of a memory map: mapped pages would stay in memory as long as the file is open."""
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > min(size - 8, _LARGEST_HEADER_BYTES):
-                raise ValueError(f"its header says {length} bytes")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        places = {}
-        for name, entry in header.items():
-            start, end = (8 + length + offset for offset in entry["data_offsets"])
-            if not 8 + length <= start <= end <= size:
-                raise ValueError(f"{name} lies outside the file")
-            places[name] = Place(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), start, end)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not a sound safetensors file.", why=str(error)) from error
+    header = read_header(path)
+    places = {}
+    for name, entry in header.tensors.items():
+        if entry["dtype"] not in _DTYPES:
+            raise UserError(f"{path} holds {name} as {entry['dtype']}.", why="torch does not read that type.")
+        start, end = (header.data_start + offset for offset in entry["data_offsets"])
+        places[name] = Place(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), start, end)
     return places
 
 

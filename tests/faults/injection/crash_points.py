@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from crosstune.core import disk
+from crosstune.core import atomic_files
 from crosstune.core.record import RunRecord
 
 _BY_PATH = ("open", "mkdir", "rename", "replace", "symlink", "unlink", "remove", "rmdir", "link", "truncate")
@@ -39,7 +39,7 @@ class CrashPoints:
         for name in _BY_HANDLE:
             torn = _half_write if name == "write" else None
             setattr(os, name, self._watch(getattr(os, name), name, lambda *_, **__: True, torn=torn))
-        disk._swap = self._watch(disk._swap, "swap", self._inside)
+        atomic_files._swap = self._watch(atomic_files._swap, "swap", self._inside)
         io.open = self._watch(io.open, "io.open", self._opens_to_write)
         RunRecord._append = self._watch(  # type: ignore[method-assign]
             RunRecord._append, "log line", lambda *_, **__: True, torn=_half_line

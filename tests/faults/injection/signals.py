@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.checkpoint.read import newest_valid
-from crosstune.core.record import read_json, read_jsonl
+from crosstune.core.json_files import read_json, read_jsonl
 from injection.bench import Bench, acknowledged, differences, lost_or_torn, make_model, read_bits, write_chats
 from injection.children import Child, Ended
 from injection.kills import Trial

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from crosstune.checkpoint.folders import remove, staging_path
 from crosstune.checkpoint.read import open_checkpoint
 from crosstune.checkpoint.tensors import word_of
 from crosstune.checkpoint.write import write_folder
+from crosstune.core.atomic_files import put_in_place, staging_folder
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import SessionState
 from crosstune.torch_engine import state as states
@@ -85,12 +85,9 @@ def _replace(path: Path, state: SessionState, fields: Mapping[str, Any]) -> Path
         write_folder(path, state, fields)
         return path
     open_checkpoint(path, hashes=False)  # what is not a checkpoint is not replaced
-    fresh = staging_path(path.parent, f"step-{fields['step']:08d}")
-    write_folder(fresh, state, fields)
-    old = staging_path(path.parent, "trash")
-    path.rename(old)
-    fresh.rename(path)
-    remove(old)
+    with staging_folder(path) as staging:
+        write_folder(staging / "new", state, fields)
+        put_in_place(staging / "new", path, aside=staging / "old")
     return path
 
 

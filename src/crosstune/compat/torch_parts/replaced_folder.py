@@ -21,7 +21,7 @@ from crosstune.compat.torch_parts.layer_storage import (
 )
 from crosstune.compat.torch_parts.replace_layers import HalfLinear, QuantizedLinear, put_module
 from crosstune.core.errors import UserError
-from crosstune.core.record import write_json
+from crosstune.core.json_files import write_json
 from crosstune.torch_engine.adapters import AdaptedLinear
 from crosstune.torch_engine.quantized import QuantLinear
 

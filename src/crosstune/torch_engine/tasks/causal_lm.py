@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from crosstune.core.errors import UserError
+from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import compare
 from crosstune.core.protocols import Array
-from crosstune.core.record import write_json
 from crosstune.data.token_batch import IGNORED, TokenBatch
 from crosstune.models.locate import identity
 from crosstune.torch_engine import export
