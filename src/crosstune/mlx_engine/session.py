@@ -28,7 +28,7 @@ from crosstune.mlx_engine.losses import CausalLoss, make_feed
 from crosstune.mlx_engine.masters import Masters
 from crosstune.mlx_engine.optimizer import Optimizer
 from crosstune.mlx_engine.precision import PRECISIONS
-from crosstune.mlx_engine.save_model import quantization_record, save_model, to_host
+from crosstune.mlx_engine.save_model import host_weights, quantization_record, save_model
 from crosstune.mlx_engine.wrap_call import recompute_in_backward
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import load_adapter, save_adapter
@@ -212,7 +212,7 @@ class MlxSession:
         folder = run_dir / "adapter"
         save_adapter(
             folder,
-            to_host(self.masters.arrays),
+            host_weights(self.masters.arrays),
             settings=self.settings,
             targets=name_targets(self.model, self.adapters),
             base=self.model_folder,

@@ -14,7 +14,7 @@ from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.plan import Plan
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import NonFiniteError, OutOfMemory
-from crosstune.core.logit_distance import Logits, Prompts, compare
+from crosstune.core.logit_distance import Logits, Prompts, measure_agreement
 from crosstune.core.protocols import Array, Batch, EvalResult, Memory, SessionState, StepResult, weight_of
 from crosstune.core.record import write_json
 from crosstune.core.scaling import LossScale
@@ -241,7 +241,7 @@ class TorchSession:
         trained = self.logits(prompts)
         with original_weights(self.model, self.model_folder, self.expansion):
             saved = self.logits(prompts)
-        return record | {"against_trained": {"original": compare(trained, saved).to_json()}}
+        return record | {"against_trained": {"original": measure_agreement(trained, saved).to_json()}}
 
     def _base_record(self) -> dict[str, Any]:
         """Which weights, quantized how, the adapter was trained over."""
