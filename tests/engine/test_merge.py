@@ -72,7 +72,7 @@ def merged(adapter: Path, base: Path, out: Path) -> Path:
     settings = json.loads((adapter / "adapter_config.json").read_text())
     spec = json.loads((adapter / "crosstune.json").read_text())["quantization"]
     source = engine.Base(folder=base, spec=QuantSpec(**spec) if spec else None)
-    engine.write_merged(out, source, engine.read_adapter(adapter, settings))
+    engine.write_dense(out, source, engine.read_adapter(adapter, settings))
     return out
 
 

@@ -1,4 +1,4 @@
-"""Reading a subcommand's own words, and printing sizes and times for people."""
+"""Parse the arguments of a subcommand, and print its result as JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_config(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-    """The subcommand's own words, and the options of a run from all the others."""
+    """Return the subcommand's own arguments, and the configuration of a run from all the others."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with options")
     if "-h" in words or "--help" in words:
         from crosstune.config.table import help_text
@@ -43,7 +43,7 @@ def parse_config(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespa
 
 
 def at_least(low: int | float) -> Callable[[str], int | float]:
-    """A type for argparse: a number of the kind of `low`, not below it and of a size that fits 63 bits."""
+    """Return a type for argparse: a number of the type of `low`, not below it and within 63 bits."""
 
     def read(text: str) -> int | float:
         value = type(low)(text)
@@ -55,32 +55,9 @@ def at_least(low: int | float) -> Callable[[str], int | float]:
 
 
 def print_json(data: object) -> None:
+    """Print data as JSON, with null for numbers that are not finite."""
     import json
 
     from crosstune.core.json_files import finite
 
     print(json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False))
-
-
-def size(num_bytes: float) -> str:
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.1f} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
-def duration(seconds: float) -> str:
-    seconds = max(0, round(seconds))
-    if seconds < 60:
-        return f"{seconds}s"
-    minutes, rest = divmod(seconds, 60)
-    if minutes < 60:
-        return f"{minutes}m{rest:02d}s"
-    return f"{minutes // 60}h{minutes % 60:02d}m"
-
-
-def count(number: float) -> str:
-    for unit, factor in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= factor:
-            return f"{number / factor:.1f}{unit}"
-    return f"{number:.0f}"

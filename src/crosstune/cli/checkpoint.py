@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.arguments import Parser, at_least, print_json, size
+from crosstune.cli.arguments import Parser, at_least, print_json
+from crosstune.cli.units import size
 from crosstune.core.errors import EXIT_DONE, EXIT_USER_MUST_ACT, UserError
 
 EXAMPLES = """examples:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from crosstune.cli.arguments import Parser, at_least, print_json
-from crosstune.cli.merge import numbers, print_report, print_warnings
-from crosstune.core.errors import EXIT_DONE
+from crosstune.cli.arguments import Parser, at_least
+from crosstune.cli.results import (
+    add_output_arguments,
+    format_agreement,
+    print_report,
+    print_warnings,
+    show_result,
+)
 
 EXAMPLES = """examples:
   crosstune convert models/llama-bnb-4bit --from bnb --to hqq --n_bits 4 --group_size 128
@@ -56,28 +60,17 @@ def run(words: Sequence[str]) -> int:
         "--double_quant", choices=("true", "false"), help="bnb: quantize scales too (default true)"
     )
     parser.add_argument(
-        "--dtype",
-        choices=("auto", "bf16", "fp16", "fp32"),
-        default="auto",
-        help="of weights that stay dense, and of scales (default: the model's)",
-    )
-    parser.add_argument(
         "--original",
         help="folder of the weights before quantization; none to do without them. Of an adapter: its base model",
     )
-    parser.add_argument(
-        "--out",
-        type=lambda text: Path(text).expanduser().absolute(),
-        help="folder for the result (default: named after the model, the form and its bits, such as NAME-mlx-4bit)",
+    add_output_arguments(
+        parser,
+        out="folder for the result (default: named after the model, the form and its bits, such as NAME-mlx-4bit)",
+        dtype="of weights that stay dense, and of scales (default: the model's)",
+        force="take --original though it is not the recorded one",
     )
-    parser.add_argument(
-        "--force", action="store_true", help="take --original though it is not the recorded one"
-    )
-    parser.add_argument("--backend", default="auto", help="where to run (default auto)")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     own = parser.parse_args(list(words))
 
-    from crosstune.cli.screen import Screen
     from crosstune.results.convert import ConvertRequest, convert
 
     request = ConvertRequest(
@@ -94,11 +87,17 @@ def run(words: Sequence[str]) -> int:
         force=own.force,
         backend=own.backend,
     )
-    report = convert(request, observer=Screen(live=not own.json))
-    report["warnings"] = [*report.get("warnings", ()), *_without_effect(own, report)]
-    if own.json:
-        print_json(report)
-    elif "exact" in report:
+    return show_result(
+        lambda observer: convert(request, observer=observer),
+        own,
+        unused=lambda report: _without_effect(own, report),
+        show=_print_report,
+    )
+
+
+def _print_report(report: Mapping[str, Any]) -> None:
+    """Print the report of an adapter, of a judged conversion, or of one whose errors are measured."""
+    if "exact" in report:
         print_warnings(report)
         print(f"checked  {report['num_matrices']} matrices, the same bits there and back")
         print(f"written  {report['path']}")
@@ -106,11 +105,10 @@ def run(words: Sequence[str]) -> int:
         print(f"converted {_source_words(report)}, compared with {report['reference']}")
         if "before" in report:
             print(f"  before  weights {report['before']['weights']:.4f} off")
-            print(f"          {numbers(report['before']['agreement'])}")
+            print(f"          {format_agreement(report['before']['agreement'])}")
         print_report(report)
     else:
-        _print_conversion(report)
-    return EXIT_DONE
+        _print_errors(report)
 
 
 def _source_words(report: Mapping[str, Any]) -> str:
@@ -136,7 +134,7 @@ def _without_effect(own: argparse.Namespace, report: Mapping[str, Any]) -> list[
     ]
 
 
-def _print_conversion(report: Mapping[str, Any]) -> None:
+def _print_errors(report: Mapping[str, Any]) -> None:
     print_warnings(report)
     print(f"converted  {_source_words(report)}")
     print(f"measured against {report['reference']}:")
@@ -146,5 +144,5 @@ def _print_conversion(report: Mapping[str, Any]) -> None:
             print(
                 f"  {name:<7} weights {weights['relative']:.4f} off (worst {weights['worst']:.4f}, {weights['worst_layer']})"
             )
-            print(f"  {'':<7} {numbers(report['logits'][name])}")
+            print(f"  {'':<7} {format_agreement(report['logits'][name])}")
     print(f"written    {report['path']}")

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from crosstune.cli.arguments import Parser, count, parse_config, print_json
+from crosstune.cli.arguments import Parser, parse_config, print_json
+from crosstune.cli.units import count
 from crosstune.core.errors import EXIT_DONE, UserError
 
 EXAMPLES = """examples:

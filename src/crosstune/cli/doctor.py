@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from crosstune.cli.arguments import Parser, print_json, size
+from crosstune.cli.arguments import Parser, print_json
+from crosstune.cli.units import size
 
 if TYPE_CHECKING:
     from crosstune.core.machine import BackendReport

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from crosstune.cli.arguments import duration
+from crosstune.cli.units import duration
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_USER_MUST_ACT
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from crosstune.cli.arguments import Parser, at_least, print_json
-from crosstune.cli.merge import add_result_words, print_report, read_request
-from crosstune.core.errors import EXIT_DONE
+from crosstune.cli.arguments import Parser, at_least
+from crosstune.cli.results import add_request_arguments, read_request, show_result
 
 EXAMPLES = """examples:
   crosstune export runs/demo --to hf
@@ -33,22 +32,19 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument(
         "--group_size", type=at_least(1), help="weights that share a scale, for MLX (default 64)"
     )
-    add_result_words(parser)
+    add_request_arguments(parser)
     own = parser.parse_args(list(words))
 
-    from crosstune.cli.screen import Screen
     from crosstune.results.export import Form, export
 
     form = Form(
         to=own.to, bits=own.n_bits or 16, group_size=own.group_size or 64, kind=own.gguf_type or "auto"
     )
-    report = export(read_request(own), form, observer=Screen(live=not own.json))
-    report["warnings"] = [*report["warnings"], *_without_effect(own)]
-    if own.json:
-        print_json(report)
-    else:
-        print_report(report)
-    return EXIT_DONE
+    return show_result(
+        lambda observer: export(read_request(own), form, observer=observer),
+        own,
+        unused=lambda report: _without_effect(own),
+    )
 
 
 def _without_effect(own: argparse.Namespace) -> list[str]:

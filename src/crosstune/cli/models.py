@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from crosstune.cli.arguments import Parser, print_json, size
+from crosstune.cli.arguments import Parser, print_json
+from crosstune.cli.units import size
 from crosstune.config.load import cache_override
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.arguments import Parser, print_json, size
+from crosstune.cli.arguments import Parser, print_json
+from crosstune.cli.units import size
 from crosstune.core.errors import EXIT_DONE
 
 EXAMPLES = """examples:

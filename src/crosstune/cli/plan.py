@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from crosstune.cli.arguments import Parser, parse_config, print_json, size
+from crosstune.cli.arguments import Parser, parse_config, print_json
+from crosstune.cli.units import size
 from crosstune.config.load import environment_of
 from crosstune.config.plan import Plan
 from crosstune.core.backend import backend_specs

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from crosstune.cli.arguments import count, duration, size
+from crosstune.cli.units import count, duration, size
 from crosstune.core.events import (
     Adjusted,
     CheckpointFailed,

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.arguments import Parser, duration, parse_config, print_json, size
+from crosstune.cli.arguments import Parser, parse_config, print_json
+from crosstune.cli.units import duration, size
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, PeerLost, UserError
 from crosstune.core.ranks import Group

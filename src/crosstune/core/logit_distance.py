@@ -1,4 +1,4 @@
-"""How far two models are apart, told from their logits on a few prompts."""
+"""Measure how far two models are apart by their logits on a few prompts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Agreement:
         return asdict(self)
 
 
-def compare(reference: Logits, other: Logits) -> Agreement:
-    """Over every position of every prompt; the divergence is that of `other` from `reference`, in nats."""
+def measure_agreement(reference: Logits, other: Logits) -> Agreement:
+    """Compare every position of every prompt; the divergence is that of `other` from `reference`, in nats."""
     max_abs, kl, same, count = 0.0, 0.0, 0, 0
     squared_difference, squared_reference = 0.0, 0.0
     for expected, found in zip(reference, other, strict=True):

@@ -1,27 +1,25 @@
-"""A Hugging Face folder rewritten for mlx-lm, and the logits of what was written."""
+"""Rewrite model folders with mlx-lm, dense or quantized, and compute the logits of what was written."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
+from crosstune.core.logit_distance import Logits, Prompts
+from crosstune.core.model_folders import PLAIN_BITS
 from crosstune.mlx_engine import quant_limits
 from crosstune.models.config_spelling import respell_folder
 from crosstune.models.llama_layout import CONFIG
 
-PLAIN_BITS = 16
-"""The weights stay as they are."""
-
 
 def require_mlx() -> None:
+    """Raise a UserError when mlx-lm is not installed."""
     if importlib.util.find_spec("mlx_lm") is None:
         raise UserError(
             "Cannot write a model for MLX.",
@@ -30,21 +28,14 @@ def require_mlx() -> None:
         )
 
 
-def check_form(*, bits: int, group_size: int) -> None:
-    """Raise unless MLX can write it; before anything is merged for it."""
-    require_mlx()
-    if bits != PLAIN_BITS:
-        quant_limits.check_form(bits=bits, group_size=group_size)
-
-
 def convert_folder(view: Path, target: Path, *, bits: int, group_size: int) -> list[str]:
-    """Write what `make_view` has made, quantized unless there are 16 bits. `target` must not exist yet. Returns what
-    should be known about the result."""
+    """Write a folder from `make_view` in MLX's form, quantized unless `bits` is 16, and return warnings about the result.
+    `target` must not exist yet."""
     from mlx_lm.convert import convert
 
     warnings = _check_groups(view, group_size) if bits != PLAIN_BITS else []
     try:
-        # mlx-lm tells its progress on standard output, which belongs to our own result.
+        # mlx-lm prints its progress on standard output, which is for our own result.
         with contextlib.redirect_stdout(sys.stderr):
             convert(
                 str(view),
@@ -59,7 +50,7 @@ def convert_folder(view: Path, target: Path, *, bits: int, group_size: int) -> l
 
 
 def _check_groups(folder: Path, group_size: int) -> list[str]:
-    """mlx-lm passes over layers whose rows a group does not divide: a warning for some, an error for all of them."""
+    """Warn of layers that mlx-lm leaves dense because groups do not divide their rows; raise when it would be all of them."""
     import mlx.nn as nn
 
     from crosstune.mlx_engine.load import read_model
@@ -87,9 +78,9 @@ def _check_groups(folder: Path, group_size: int) -> list[str]:
     ]
 
 
-def write_plain(source: Path, target: Path, *, dtype: str) -> str:
-    """A folder of MLX's quantized weights with every weight dense again, as transformers and mlx-lm read it. Returns the
-    word of its number format, which for `auto` is that of the scales."""
+def write_plain(source: Path, target: Path, *, dtype: str) -> None:
+    """Write a folder with every weight dense, as transformers and mlx-lm read it. With the dtype `auto`, a quantized
+    weight gets that of its scales."""
     import mlx.core as mx
     from mlx_lm.utils import dequantize_model
 
@@ -101,16 +92,14 @@ def write_plain(source: Path, target: Path, *, dtype: str) -> str:
     config = read_config_json(source)
     check_readable(source, config)
     model = dequantize_model(read_model(source, config))
-    words = {precision.weights: word for word, precision in PRECISIONS.items()}
     if dtype != "auto":
         model.set_dtype(PRECISIONS[dtype].weights)
     mx.eval(model.parameters())
     save_model(target, model, base=source)
-    return dtype if dtype != "auto" else words[next(iter(_norms(model))).weight.dtype]
 
 
 def weights_error(folder: Path, original: Path) -> float:
-    """How far the few bits of a folder are from the weights of another, over all of them (relative)."""
+    """Return the relative error of a folder's quantized weights, over all of them."""
     import mlx.core as mx
     import mlx.nn as nn
 
@@ -128,13 +117,8 @@ def weights_error(folder: Path, original: Path) -> float:
     return (error / whole) ** 0.5 if whole else 0.0
 
 
-def _norms(model: Any) -> Any:
-    """Layers that are never quantized, whose type is that of everything dense."""
-    return (module for _, module in model.named_modules() if "Norm" in type(module).__name__)
-
-
 def make_view(source: Path, view: Path) -> Path:
-    """The same files with a config.json that mlx-lm reads rightly."""
+    """Make a folder of links to the same files, with a config.json that mlx-lm reads correctly."""
     view.mkdir()
     for path in source.iterdir():
         if path.is_file() and path.name != CONFIG:
@@ -144,8 +128,8 @@ def make_view(source: Path, view: Path) -> Path:
     return view
 
 
-def folder_logits(folder: Path, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-    """Logits of a folder as mlx-lm loads it."""
+def mlx_lm_logits(folder: Path, prompts: Prompts) -> Logits:
+    """Return the logits of a folder as mlx-lm loads it."""
     import mlx.core as mx
     from mlx_lm import load
 
@@ -160,7 +144,7 @@ def folder_logits(folder: Path, prompts: Sequence[Sequence[int]]) -> list[NDArra
 
 
 def _dense_in_fp32(model: Any) -> Any:
-    """The same weights without bits and halves: MLX's kernels for those take minutes on a CPU."""
+    """Return the model with its weights dense in fp32: MLX's kernels for other formats take minutes on a CPU."""
     import mlx.core as mx
     from mlx.utils import tree_map
     from mlx_lm.utils import dequantize_model

@@ -1,4 +1,4 @@
-"""An adapter folded into the weights beneath it, by MLX alone."""
+"""Fold the adapters of an MLX session into the weights beneath them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from crosstune.core.errors import UserError
+from crosstune.core.model_folders import OnBytes
 from crosstune.mlx_engine.adapters import AdaptedLinear
 from crosstune.mlx_engine.precision import PRECISIONS
 from crosstune.mlx_engine.quantized import dense_weight
-from crosstune.mlx_engine.save_model import OnWrite, save_arrays
+from crosstune.mlx_engine.save_model import save_arrays
 from crosstune.mlx_engine.session import MlxSession
 from crosstune.models.folder import weight_files
 
 
 def write_merged(
-    target: Path, source: Path, session: MlxSession, *, dequantized: bool, dtype: str, on_write: OnWrite
+    target: Path,
+    source: Path,
+    session: MlxSession,
+    *,
+    dequantized: bool,
+    dtype: str,
+    on_write: OnBytes | None,
 ) -> None:
-    """`source` with the session's adapters folded in, every weight dense: those of few bits as training saw them where
-    `dequantized`. Names and number formats are those of the files, unless `dtype` names one format for all."""
+    """Write `source` with the session's adapters folded in and every weight dense; with `dequantized`, quantized weights
+    have the values that training saw. Names and number formats are those of the files, unless `dtype` names one format."""
     modules = _quantized(session) if dequantized else {}
     wanted = None if dtype == "auto" else PRECISIONS[dtype].weights
     arrays = _dense(source, adapters=session.adapters, modules=modules, dtype=wanted)
@@ -43,7 +50,7 @@ def _dense(
     modules: Mapping[str, Any],
     dtype: mx.Dtype | None,
 ) -> dict[str, mx.array]:
-    """Not one of them is computed yet."""
+    """Return the arrays to write, none of them computed yet."""
     found: dict[str, mx.array] = {}
     for path in weight_files(folder):
         arrays: Any = mx.load(str(path))
@@ -64,7 +71,7 @@ def _dense(
 
 
 def _quantized(session: MlxSession) -> dict[str, Any]:
-    """Layers of few bits, by the names that their dense ones have."""
+    """Return the quantized layers, by the names that the dense ones have."""
     return {
         name.removesuffix(".base"): module
         for name, module in session.model.named_modules()

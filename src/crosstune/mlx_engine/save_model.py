@@ -1,8 +1,9 @@
-"""What a session has trained, as files: an adapter for PEFT and for mlx-lm, or a whole model for both worlds."""
+"""Save a whole model as a folder that transformers and mlx-lm load, and copy trained arrays to the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
+from crosstune.core.model_folders import OnBytes
 from crosstune.core.protocols import Array
 from crosstune.models.adapter_files import copy_tokenizer, write_json
 from crosstune.models.config_spelling import spell_positions
@@ -17,22 +19,21 @@ from crosstune.models.folder import INDEXES, read_config_json
 from crosstune.models.llama_layout import CONFIG
 
 SHARD_BYTES = 4 * 2**30
-OnWrite = Callable[[int, int], None]
-"""Hears how many of how many bytes are written."""
 _WORDS = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
 
 
 def quantization_record(*, bits: int, group_size: int) -> dict[str, Any]:
-    """In the words that every engine uses for a quantized base."""
+    """Return the record of a quantized base in the fields that every engine uses."""
     return {"quantizer": "mlx", "bits": bits, "group_size": group_size, "kind": "auto", "double": False}
 
 
-def to_numpy_fp32(arrays: Mapping[str, mx.array]) -> dict[str, Array]:
+def host_weights(arrays: Mapping[str, mx.array]) -> dict[str, Array]:
+    """Return copies of the arrays on the host, in fp32."""
     return {name: np.array(array.astype(mx.float32)) for name, array in arrays.items()}
 
 
 def save_model(folder: Path, model: Any, *, base: Path) -> None:
-    """A whole model folder, in shards, that transformers and mlx-lm load."""
+    """Write a whole model folder, in shards, that transformers and mlx-lm load."""
     save_arrays(folder, dict(tree_flatten(model.parameters())), base=base)
 
 
@@ -43,13 +44,13 @@ def save_tensors(folder: Path, model: Any) -> None:
 
 
 def save_arrays(
-    folder: Path, tensors: dict[str, mx.array], *, base: Path, on_write: OnWrite | None = None
+    folder: Path, tensors: dict[str, mx.array], *, base: Path, on_write: OnBytes | None = None
 ) -> None:
-    """The same from arrays by name, which are taken out of the dictionary as they are written: those that are yet to be
-    computed never lie in memory together."""
+    """Write a model folder from arrays by name, and take each out of the dictionary when it is written: arrays that are
+    still to be computed are never in memory together."""
     folder.mkdir(parents=True, exist_ok=True)
-    types = [tensor.dtype for tensor in tensors.values()]
-    word = _WORDS[max(types, key=types.count)]
+    types = Counter(tensor.dtype for tensor in tensors.values())
+    word = _WORDS[types.most_common(1)[0][0]]
     _save_shards(folder, tensors, on_write or (lambda done, total: None))
     config = {
         key: value for key, value in read_config_json(base).items() if not key.startswith("quantization")
@@ -58,7 +59,7 @@ def save_arrays(
     copy_tokenizer(base, folder)
 
 
-def _save_shards(folder: Path, tensors: dict[str, mx.array], on_write: OnWrite) -> None:
+def _save_shards(folder: Path, tensors: dict[str, mx.array], on_write: OnBytes) -> None:
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     total, done = sum(sizes.values()), 0
     shards = list(_divide(sizes))
@@ -80,11 +81,14 @@ def _save_shards(folder: Path, tensors: dict[str, mx.array], on_write: OnWrite) 
 
 
 def _divide(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Yield the names of each shard."""
     held: list[str] = []
-    for name in sizes:
+    held_bytes = 0
+    for name, num_bytes in sizes.items():
         held.append(name)
-        if sum(sizes[other] for other in held) >= SHARD_BYTES:
+        held_bytes += num_bytes
+        if held_bytes >= SHARD_BYTES:
             yield held
-            held = []
+            held, held_bytes = [], 0
     if held:
         yield held

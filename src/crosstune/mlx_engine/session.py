@@ -32,10 +32,7 @@ from crosstune.mlx_engine.group import RingGroup
 from crosstune.mlx_engine.limits import memory_errors, read_memory
 from crosstune.mlx_engine.masters import Masters
 from crosstune.mlx_engine.optimizer import Optimizer
-from crosstune.mlx_engine.save_model import (
-    save_tensors,
-    to_numpy_fp32,
-)
+from crosstune.mlx_engine.save_model import host_weights, save_tensors
 from crosstune.mlx_engine.task import (
     Arrays,
     ChecksBatches,
@@ -196,7 +193,7 @@ class MlxSession:
         opening = self.parts.opening
         save_adapter(
             folder,
-            to_numpy_fp32(self.masters.arrays),
+            host_weights(self.masters.arrays),
             settings=AdapterSettings.from_config(self.plan.config, method=self.plan.method),
             targets=name_targets(self.model, self.adapters),
             base=opening.folder,

@@ -1,4 +1,4 @@
-"""Whether an adapter belongs over a model folder, told from the headers of both, without an engine."""
+"""Check from the headers alone, without an engine, that an adapter fits a model folder."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from crosstune.models.quantized_folder import dense_shapes
 Shape = tuple[int, ...]
 
 
-def check_fit(adapter: Path, base: Path) -> None:
-    """Every matrix of the adapter must have its weight in the base's files. Weights that only transformers can unpack
-    say nothing about their shapes, and pass."""
+def check_adapter_fit(adapter: Path, base: Path) -> None:
+    """Check that every matrix of the adapter has its weight in the base's files. Weights that only transformers can
+    unpack have no shapes in their headers, and pass."""
     shapes, layers = dense_shapes(base), _layer_shapes(adapter)
     if shapes is None:
         return
     wrong = [
         f"{layer} is {shape} there and {found} here"
         for layer, shape in sorted(layers.items())
-        if (found := _find(layer, shapes)) not in (shape, shape[::-1])  # GPT-2 stores its weights turned
+        if (found := _find(layer, shapes)) not in (shape, shape[::-1])  # GPT-2 stores its weights transposed
     ]
     if wrong:
         raise UserError(
@@ -34,7 +34,7 @@ def check_fit(adapter: Path, base: Path) -> None:
 
 
 def _layer_shapes(adapter: Path) -> dict[str, Shape]:
-    """Rows and columns of the weights that an adapter changes, by layer."""
+    """Return rows and columns of the weights that an adapter changes, by layer."""
     is_mlx = adapter_form(adapter) == "mlx"
     header = read_header(adapter / (MLX_WEIGHTS if is_mlx else PEFT_WEIGHTS)).tensors
     parts = {name.removeprefix(PEFT_PREFIX): tuple(entry["shape"]) for name, entry in header.items()}
@@ -49,7 +49,7 @@ def _layer_shapes(adapter: Path) -> dict[str, Shape]:
 
 
 def _find(layer: str, shapes: Mapping[str, Shape]) -> Shape | None:
-    """The shape of a layer's weight. Some files leave out the first part of every name."""
+    """Return the shape of a layer's weight. Some files leave out the first part of every name."""
     name = f"{layer}.weight"
     if name in shapes:
         return shapes[name]

@@ -1,4 +1,4 @@
-"""Opening what was trained, or any model, to talk to it."""
+"""Open what was trained, or any model, to talk to it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ChatModel:
         seed: int = 0,
         on_text: Callable[[str], None] | None = None,
     ) -> str:
-        """The model's next turn. `on_text` hears it piece by piece."""
+        """Return the model's next turn. `on_text` receives it piece by piece."""
         stream = _TextStream(self.tokenizer, on_text) if on_text is not None else None
         [tokens] = self.session.generate(
             [encode_prompt(messages, self.tokenizer)],
@@ -48,7 +48,7 @@ class ChatModel:
 
 
 class _TextStream:
-    """Tokens to text as they come; bytes of an unfinished character wait for the rest of it."""
+    """Decode tokens as they come; bytes of an unfinished character wait for the rest of it."""
 
     def __init__(self, tokenizer: Tokenizer, on_text: Callable[[str], None]) -> None:
         self.tokenizer, self.on_text = tokenizer, on_text
@@ -68,7 +68,7 @@ class _TextStream:
 def open_chat_model(
     target: str, *, observer: Observer, backend: str = "auto", precision: str = "auto"
 ) -> ChatModel:
-    """`target` is a run folder, an adapter folder, or anything that --model_name takes."""
+    """Open a run folder, an adapter folder, or anything that --model_name takes."""
     if backend == "auto":
         backend = load_config().backend  # which the environment may name
     trained = find_trained(target)
@@ -91,7 +91,7 @@ def open_chat_model(
 
 
 def _needs_mlx(trained: Trained) -> bool:
-    """Whether the weights are in MLX's bits, or were when an adapter was trained over them."""
+    """Tell whether the weights are quantized by MLX, or were when an adapter was trained over them."""
     folder = Path(trained.base).expanduser()
     held = read_quantization(folder) if (folder / "config.json").is_file() else None
     specs = (trained.quantization or {}, held.spec if held is not None else {})

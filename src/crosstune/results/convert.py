@@ -1,32 +1,34 @@
-"""A model folder from one quantization to another: from its original weights where they are found, else through the
-dense values of the quantized ones. The error is measured either way."""
+"""Convert a model folder from one quantization to another: from its original weights where they are found, else through
+the dense values of the quantized ones. The error is measured either way."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
 from crosstune.core.json_files import write_json
-from crosstune.core.logit_distance import compare
+from crosstune.core.logit_distance import Logits, measure_agreement
+from crosstune.core.model_folders import PLAIN_BITS, Rewrite, WeightForm
 from crosstune.models.locate import ModelFolder
+from crosstune.models.number_format import stored_format
 from crosstune.models.quantized_folder import FolderQuantization, read_quantization
 from crosstune.models.staged import check_out, staged
+from crosstune.results.convert_adapter import convert_adapter, holds_adapter
 from crosstune.results.export import Form, export
-from crosstune.results.merge import RECORD, Request, show_bytes, stored_word
-from crosstune.results.mlx_convert import (
-    MlxForm,
-    check_held,
-    convert_adapter,
-    convert_by_mlx,
-    default_out,
-    facts_of,
-    from_or_to_mlx,
-    holds_adapter,
+from crosstune.results.opened import (
+    RECORD,
+    Opened,
+    Request,
+    find_quantizer,
+    has_torch,
+    open_engine,
+    open_trained,
+    read_logits,
+    show_bytes,
 )
 from crosstune.results.original_model import (
     NOT_THE_ORIGINAL,
@@ -35,12 +37,10 @@ from crosstune.results.original_model import (
     original_record,
 )
 from crosstune.results.trained_folder import Trained
-from crosstune.results.verify import Opened, find_quantizer, folder_logits, open_trained
+from crosstune.results.verify import judge, refuse_unverified
 from crosstune.runs.open_parts import weights_identity
 
-if TYPE_CHECKING:
-    from crosstune.torch_engine.convert import Conversion
-    from crosstune.torch_engine.quantized import QuantSpec
+_PLAIN = ("none", "hf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,84 +60,150 @@ class ConvertRequest:
     force: bool = False
     backend: str = "auto"
 
+    def form(self) -> WeightForm:
+        """Return the form of the result; MLX has no kinds and no double quantization."""
+        if self.to in _PLAIN:
+            return WeightForm(quantizer="none", dtype=self.dtype)
+        choice = {} if self.to == "mlx" else {"kind": self.kind}
+        return WeightForm(
+            quantizer=self.to,
+            bits=self.bits,
+            group_size=self.group_size,
+            double=self.double and self.to != "mlx",
+            dtype=self.dtype,
+            **choice,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """The folder to convert, what it holds, and its original weights where they are found."""
+
+    opened: Opened
+    held: FolderQuantization | None
+    original: Path | None
+
+    @property
+    def model(self) -> ModelFolder:
+        return self.opened.model
+
+    @property
+    def start(self) -> Path:
+        return self.original or self.model.path
+
+    def facts(self, request: ConvertRequest) -> dict[str, Any]:
+        """Report what is converted, and from which weights."""
+        from_original = self.held is None or self.original is not None
+        return {
+            "model": request.model,
+            "from": self.held.spec["quantizer"] if self.held is not None else "none",
+            "started_from": "original" if from_original else "dequantized",
+            "reference": str(self.start),
+        }
+
 
 def convert(request: ConvertRequest, *, observer: Observer) -> dict[str, Any]:
+    """Convert a model or adapter folder, and return the report about it."""
     if holds_adapter(request.model):
         return convert_adapter(request.model, to=request.to, out=request.out, base=request.original)
     if request.to == "peft":
         raise UserError("--to peft is for adapters.", why=f"{request.model} is not an adapter folder.")
-    if from_or_to_mlx(request.model, request.to):
-        check_held(request.model, request.held)
-        return convert_by_mlx(
-            request.model,
-            MlxForm(to=request.to, bits=request.bits, group_size=request.group_size, dtype=request.dtype),
-            original=request.original,
-            force=request.force,
-            out=request.out,
-            observer=observer,
-        )
-    opened = open_trained(Trained(base=request.model, home=None), backend=request.backend, observer=observer)
-    path = opened.model.path
-    held = read_quantization(path)
-    _check_held(request, path, held)
-    if request.to == "mlx":
-        return _to_mlx(request, opened, held, observer)
-    spec = _target_spec(request, held, path)
-    if spec is not None:
-        opened = find_quantizer(opened, dataclasses.asdict(spec))
-    original = choose_original(request.original, opened.model, held, force=request.force)
-    start = original or path
-    dtype = request.dtype if request.dtype != "auto" else stored_word(start)
-    out = request.out or _default_out(opened.model, request)
+    source, form = _open_source(request, observer), request.form()
+    out = request.out or _default_out(source.model, form)
     check_out(out)
-    conversion = _make(opened, start, spec, dtype, replaces=held is not None and original is not None)
-    with staged(out, need_bytes=conversion.result_bytes()) as stage:
-        record = original_record(opened.model, held, original)
-        on_read = show_bytes(observer, "convert", request.model)
-        conversion.write(stage.result, tokenizer=path, original=record, on_read=on_read)
-        report = _measure(opened, conversion, stage.result, held, original)
-        _check_original(request, report)
-        report["source_identity"] = weights_identity(start)
-        report |= {"from": held.spec["quantizer"] if held else "none", "to": request.to, "dtype": dtype}
+    if form.quantizer == "mlx" and source.opened.engine.own_quantizer != "mlx":
+        return _export_to_mlx(request, source, out, observer)
+    return _rewrite(request, source, out, observer)
+
+
+def _rewrite(request: ConvertRequest, source: _Source, out: Path, observer: Observer) -> dict[str, Any]:
+    """Write the folder with the engine that reads it, and measure the result."""
+    opened, form, engine = source.opened, request.form(), source.opened.engine
+    replaced = source.model.path if source.held is not None and source.original is not None else None
+    record = original_record(source.model, source.held, source.original)
+    rewrite = Rewrite(
+        source=source.start, form=form, tokenizer=source.model.path, replaced=replaced, original=record
+    )
+    with staged(out, need_bytes=engine.result_bytes(rewrite)) as stage:
+        reference = engine.readable(source.start, view=stage.scratch / "reference")
+        errors = _check_original(request, source)
+        expected = read_logits(reference, opened)
+        before = read_logits(source.model.path, opened) if errors is not None else None
+        on_bytes = show_bytes(observer, "convert", request.model)
+        written = engine.rewrite_folder(stage.result, rewrite, scratch=stage.scratch, on_bytes=on_bytes)
+        report = source.facts(request) | {"to": request.to, "dtype": stored_format(stage.result)}
+        if written.errors is not None:
+            report["weights"] = {"after": written.errors}
+            found = read_logits(stage.result, opened)
+            report["logits"] = {"after": measure_agreement(expected, found).to_json()}
+            if before is not None:
+                report["weights"]["before"] = errors
+                report["logits"]["before"] = measure_agreement(expected, before).to_json()
+        else:
+            report |= _judge_result(opened, form, expected, stage.result) | {"warnings": written.warnings}
+            report |= _report_before(errors, expected, before)
+        report |= {"source_identity": weights_identity(source.start), "original": record}
         write_json(stage.result / RECORD, {"converted": report})
+        if "verified" in report:
+            refuse_unverified(report, out)
     return report | {"path": str(out)}
 
 
-def _make(opened: Opened, start: Path, spec: QuantSpec | None, dtype: str, *, replaces: bool) -> Conversion:
-    from crosstune.torch_engine.convert import Conversion
-    from crosstune.torch_engine.device import open_device
-    from crosstune.torch_engine.merge import DTYPES, Base
-    from crosstune.torch_engine.prequantized import read_prequantized
+def _export_to_mlx(request: ConvertRequest, source: _Source, out: Path, observer: Observer) -> dict[str, Any]:
+    """Write for MLX what only torch reads, or any plain model: an export, measured between the two engines."""
+    opened, facts = source.opened, source.facts(request)
+    errors = _check_original(request, source)
+    if errors is not None:
+        expected, before = read_logits(source.start, opened), read_logits(source.model.path, opened)
+        facts |= _report_before(errors, expected, before)
+    asked = Request(
+        target=str(source.original or request.model), out=out, dtype=request.dtype, backend=request.backend
+    )
+    form = Form(to="mlx", bits=request.bits, group_size=request.group_size)
+    return export(asked, form, observer=observer, facts=facts)
 
-    base = Base(folder=start, device=open_device(opened.plan.backend))
-    before = read_prequantized(opened.model.path) if replaces else None
-    return Conversion(start=base, spec=spec, dtype=DTYPES[dtype], before=before)
+
+def _open_source(request: ConvertRequest, observer: Observer) -> _Source:
+    """Open the folder with the engine that can read it, and check what is asked of it."""
+    form, name = request.form(), _choose_engine(request)
+    if form.quantizer == "mlx":
+        open_engine("mlx").check_form(form)
+    trained = Trained(base=request.model, home=None)
+    opened = open_trained(trained, engine=name, backend=request.backend, observer=observer)
+    path = opened.model.path
+    held = read_quantization(path)
+    _check_held(request, path, held)
+    if held is None and form.quantizer == "none":
+        raise UserError(f"{path} holds plain weights already.", do="use crosstune export to copy it")
+    if form.quantizer != "mlx":
+        opened.engine.check_form(form)
+    if held is not None and form.spec() == held.spec:
+        raise UserError(
+            f"{path} is quantized in exactly that way already.", do="ask for other bits or groups"
+        )
+    if form.quantizer not in ("none", "mlx"):
+        opened = find_quantizer(opened, form.spec())
+    original = choose_original(request.original, opened.model, held, force=request.force)
+    return _Source(opened=opened, held=held, original=original)
 
 
-def _measure(
-    opened: Opened,
-    conversion: Conversion,
-    folder: Path,
-    held: FolderQuantization | None,
-    original: Path | None,
-) -> dict[str, Any]:
-    """Against the original weights where there are some, else against those of the folder that was converted."""
-
-    reference = original or opened.model.path
-    expected = folder_logits(reference, opened)
-    report: dict[str, Any] = {
-        "started_from": "original" if held is None or original is not None else "dequantized",
-        "reference": str(reference),
-        "weights": {"after": conversion.target_errors.to_json()},
-        "logits": {"after": compare(expected, folder_logits(folder, opened)).to_json()},
-    }
-    if conversion.before is not None:
-        report["weights"]["before"] = conversion.before_errors.to_json()
-        report["logits"]["before"] = compare(expected, folder_logits(opened.model.path, opened)).to_json()
-    return report
+def _choose_engine(request: ConvertRequest) -> str:
+    """Take MLX for its own quantized weights, and for plain ones where there is no torch; torch for the rest."""
+    folder = Path(request.model).expanduser()
+    held = read_quantization(folder) if (folder / "config.json").is_file() else None
+    if held is None or held.spec["quantizer"] != "mlx":
+        return "mlx" if request.to == "mlx" and not has_torch() else "torch"
+    if request.to not in (*_PLAIN, "mlx"):
+        raise UserError(
+            f"{request.model} cannot be converted to {request.to} in one step.",
+            why="it holds MLX's own bits, which only MLX reads.",
+            do=f"make it plain first: crosstune convert {request.model} --to hf",
+        )
+    return "mlx"
 
 
 def _check_held(request: ConvertRequest, path: Path, held: FolderQuantization | None) -> None:
+    """Check that the folder holds what --from says."""
     found = held.spec["quantizer"] if held is not None else "none"
     if request.held not in (None, found):
         words = "plain weights" if held is None else f"{found} weights of {held.spec['bits']} bits"
@@ -148,63 +214,43 @@ def _check_held(request: ConvertRequest, path: Path, held: FolderQuantization | 
         )
 
 
-def _target_spec(request: ConvertRequest, held: FolderQuantization | None, path: Path) -> QuantSpec | None:
-    from crosstune.torch_engine.quantized import QuantSpec, open_quantizer
+def _check_original(request: ConvertRequest, source: _Source) -> Mapping[str, Any] | None:
+    """Measure the quantized weights that are replaced against the original ones, and refuse those of another model.
 
-    if request.to in ("none", "hf"):
-        if held is None:
-            raise UserError(f"{path} holds plain weights already.", do="use crosstune export to copy it")
+    Return None where there is nothing to measure, or where the engine cannot read the quantized weights.
+    """
+    engine, held, original = source.opened.engine, source.held, source.original
+    if original is None or held is None or engine.own_quantizer not in (None, held.spec["quantizer"]):
         return None
-    spec = QuantSpec(
-        quantizer=request.to,
-        bits=request.bits,
-        group_size=request.group_size,
-        kind=request.kind,
-        double=request.double,
-    )
-    open_quantizer(spec)
-    if held is not None and dataclasses.asdict(spec) == held.spec:
-        raise UserError(
-            f"{path} is quantized in exactly that way already.", do="ask for other bits or groups"
-        )
-    return spec
+    errors = engine.weight_errors(source.model.path, original)
+    if errors["relative"] >= NOT_THE_ORIGINAL and not request.force:
+        why = f"the quantized weights are {errors['relative']:.2f} away from them (relative)."
+        raise not_the_original(request.original or original, request.model, why=why)
+    return errors
 
 
-def _check_original(request: ConvertRequest, report: Mapping[str, Any]) -> None:
-    before = report["weights"].get("before")
-    if before is not None and before["relative"] >= NOT_THE_ORIGINAL and not request.force:
-        why = f"the quantized weights are {before['relative']:.2f} away from them (relative)."
-        raise not_the_original(request.original or report["reference"], request.model, why=why)
-
-
-def _to_mlx(
-    request: ConvertRequest, opened: Opened, held: FolderQuantization | None, observer: Observer
+def _report_before(
+    errors: Mapping[str, Any] | None, expected: Logits, before: Logits | None
 ) -> dict[str, Any]:
-    from crosstune.torch_engine.convert import errors_of
-    from crosstune.torch_engine.device import open_device
-    from crosstune.torch_engine.merge import Base
-    from crosstune.torch_engine.prequantized import read_prequantized
-
-    model = opened.model
-    original = choose_original(request.original, model, held, force=request.force)
-    facts = facts_of(request.model, held, original, reference=original or model.path)
-    if original is not None:
-        before = read_prequantized(model.path)
-        assert before is not None
-        errors = errors_of(before, Base(folder=original, device=open_device(opened.plan.backend)))
-        _check_original(request, facts | {"weights": {"before": errors.to_json()}})
-        agreement = compare(folder_logits(original, opened), folder_logits(model.path, opened))
-        facts["before"] = {"weights": errors.relative, "agreement": agreement.to_json()}
-    form = Form(to="mlx", bits=request.bits, group_size=request.group_size)
-    asked = Request(
-        target=str(original or request.model),
-        out=request.out or default_out(model, form.word),
-        dtype=request.dtype,
-        backend=request.backend,
-    )
-    return export(asked, form, observer=observer, facts=facts)
+    if errors is None or before is None:
+        return {}
+    agreement = measure_agreement(expected, before).to_json()
+    return {"before": {"weights": errors["relative"], "agreement": agreement}}
 
 
-def _default_out(model: ModelFolder, request: ConvertRequest) -> Path:
-    word = "plain" if request.to in ("none", "hf") else f"{request.to}-{request.bits}bit"
-    return default_out(model, word)
+def _judge_result(opened: Opened, form: WeightForm, expected: Logits, folder: Path) -> dict[str, Any]:
+    """Compare a folder that MLX wrote with its source; a plain one is read by transformers where torch is here."""
+    if form.quantizer == "none":
+        checker = open_engine("torch") if has_torch() else opened.engine
+        agreement = measure_agreement(expected, checker.logits(folder, opened.prompts))
+        return {"checked_by": checker.reader} | judge(agreement, stored_format(folder), "fp32")
+    agreement = measure_agreement(expected, opened.engine.logits(folder, opened.prompts))
+    report = {"n_bits": form.bits, "checked_by": opened.engine.reader}
+    return report | judge(agreement, str(form.bits) if form.bits != PLAIN_BITS else "bf16")
+
+
+def _default_out(model: ModelFolder, form: WeightForm) -> Path:
+    """Return a folder beside the model's; for a model that is no folder, one here under the model's name."""
+    if model.source == "folder":
+        return model.path.with_name(f"{model.path.name}-{form.name}")
+    return Path(f"{Path(model.name).name.removesuffix('.gguf')}-{form.name}").absolute()

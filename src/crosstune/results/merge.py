@@ -1,307 +1,165 @@
-"""What was trained as something to keep: folded into its base, or written for other tools, and always checked."""
+"""Fold an adapter into full-precision weights, and compare the result with what was trained."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from crosstune.core.errors import UserError
-from crosstune.core.events import ModelProgress, Observer
+from crosstune.core.events import Observer
 from crosstune.core.json_files import write_json
-from crosstune.core.logit_distance import Logits, compare
+from crosstune.core.logit_distance import Logits, measure_agreement
+from crosstune.core.model_folders import AdapterFolder, DenseWeights
 from crosstune.models.adapter_files import copy_template
-from crosstune.models.locate import ModelFolder, identity
+from crosstune.models.number_format import dense_bytes, stored_format
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.models.staged import check_out, staged
+from crosstune.results.opened import RECORD, Opened, Request, open_adapter, open_request, show_bytes
 from crosstune.results.original_model import find_original
-from crosstune.results.trained_folder import Trained, find_trained
-from crosstune.results.verify import (
-    Opened,
-    find_quantizer,
-    judge,
-    open_trained,
-    refuse_unverified,
-    trained_logits,
-)
+from crosstune.results.trained_folder import Trained
+from crosstune.results.verify import chat_problems, judge, refuse_unverified
 
-if TYPE_CHECKING:
-    from crosstune.torch_engine.merge import Base
-
-RECORD = "crosstune.json"
-INTO = ("original", "dequantized")
+_INTO = ("original", "dequantized")
 _FAR_FROM_TRAINED = 0.1
 """Relative difference of logits that rounding to 16 bits does not explain."""
-SPARE_BYTES = 50_000_000
-_DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """What is asked of a result, whichever form it takes."""
+class DenseModel:
+    """A plain folder of what was trained, with the logits that it should have and a report about it."""
 
-    target: str
-    out: Path | None = None
-    into: str | None = None
-    """original or dequantized; None takes the original weights."""
-    dtype: str = "auto"
-    base: str | None = None
-    force: bool = False
-    backend: str = "auto"
+    folder: Path
+    expected: Logits
+    report: dict[str, Any] = field(default_factory=dict)
+    """Has `agreement` when the folder's logits have been compared with the expected ones."""
 
 
 def merge(request: Request, *, observer: Observer) -> dict[str, Any]:
-    """Fold an adapter into full-precision weights, and compare the folder with what was trained."""
+    """Write a merged model folder and return the report about it."""
     opened, warnings = open_request(request, observer)
     if opened.trained.adapter is None:
-        raise nothing_to_merge(opened.trained)
-    out = request.out or default_out(opened.trained, "merged")
+        raise _nothing_to_merge(opened.trained)
+    out = request.out or opened.trained.result_path("merged")
     check_out(out)
     with staged(out, need_bytes=dense_bytes(opened.model.path, request.dtype)) as stage:
-        report = merge_into(stage.result, opened, request, observer)[0]
+        report = merge_into(stage.result, opened, request, observer).report
         report["warnings"] = [*warnings, *report.get("warnings", ())]
         write_json(stage.result / RECORD, {"merged": report})
-        refuse_unverified(report, out)
+        problems = chat_problems(opened.model.path, stage.result)
+        refuse_unverified(report | {"problems": problems}, out)
     return report | {"path": str(out)}
 
 
-def base_candidates(opened: Opened, into: str | None) -> dict[str, Base]:
-    """The weights an adapter can be folded into, by the words of --into."""
-    from crosstune.torch_engine.device import open_device
-    from crosstune.torch_engine.merge import Base
-    from crosstune.torch_engine.precision import PRECISIONS
-    from crosstune.torch_engine.quantized import QuantSpec
-
-    trained, path = opened.trained, opened.model.path
-    device = open_device(opened.plan.backend)
-    if trained.quantization is None:
-        return {"original": Base(folder=path, device=device)}
-    precision = PRECISIONS[trained.precision]
-    compute = precision.autocast or precision.weights
-    seen = Base(folder=path, spec=QuantSpec(**trained.quantization), compute=compute, device=device)
-    held = read_quantization(path)
-    original = path if held is None else find_original(held.original)
-    if original is not None:
-        return {"original": Base(folder=original, device=device), "dequantized": seen}
-    if into != "dequantized":
-        raise no_original(path)
-    return {"dequantized": seen}
-
-
-def show_bytes(observer: Observer, stage: str, name: str) -> Callable[[int, int], None]:
-    def show(done: int, total: int) -> None:
-        observer.on_event(ModelProgress(stage=stage, done=done, total=total, model=name))
-
-    return show
-
-
-def default_out(trained: Trained, word: str) -> Path:
-    """Inside a run; beside an adapter or a model folder; else here, under the model's name."""
-    if trained.home is None:
-        return Path(f"{Path(trained.base).name}-{word}").absolute()
-    return trained.home / word if trained.is_run else trained.home.with_name(f"{trained.home.name}-{word}")
-
-
-def mlx_word(bits: int) -> str:
-    """What a folder for MLX is named after; 16 bits are dense."""
-    return "mlx" if bits == 16 else f"mlx-{bits}bit"
-
-
-def dense_bytes(folder: Path, dtype: str) -> int:
-    """Room that the weights of a folder need in full precision."""
-    from crosstune.torch_engine.merge import stored_dtypes, weight_shapes
-
-    dtypes = stored_dtypes(folder)
-    sizes = (
-        math.prod(shape) * _DTYPE_BYTES.get(dtype, dtypes[name].itemsize)
-        for name, shape in weight_shapes(folder).items()
-    )
-    return sum(sizes) + SPARE_BYTES
-
-
-def stored_word(folder: Path) -> str:
-    """The number format of most of a folder's weights."""
-    from crosstune.torch_engine.merge import DTYPES, stored_dtypes
-
-    words = {dtype: word for word, dtype in DTYPES.items()}
-    found = [words[dtype] for dtype in stored_dtypes(folder).values() if dtype in words]
-    return max(sorted(set(found)), key=found.count) if found else "fp32"
-
-
-def merge_into(
-    folder: Path, opened: Opened, request: Request, observer: Observer
-) -> tuple[dict[str, Any], Logits]:
-    """The merged folder: a report of how far it is from what was trained, and the logits that it should have."""
-    from crosstune.torch_engine import merge as engine
-
-    trained = opened.trained
+def merge_into(folder: Path, opened: Opened, request: Request, observer: Observer) -> DenseModel:
+    """Write the merged model into `folder` and measure how far it is from what was trained."""
+    trained, engine = opened.trained, opened.engine
     assert trained.adapter is not None
-    adapter = engine.read_adapter(trained.adapter, trained.settings)
-    dtype = engine.DTYPES.get(request.dtype)
-    bases = base_candidates(opened, request.into)
+    choices = _weight_choices(opened, request)
     into = request.into or "original"
-    engine.check_fit(bases[into], adapter)
-    wanted = trained_logits(opened)
-    if into == "dequantized" or trained.quantization is None:
-        expected = wanted
-    else:
-        expected = trained_logits(opened, quantized=False, folder=bases[into].folder)
-    on_read = show_bytes(observer, "merge", trained.base)
-    engine.write_merged(folder, bases[into], adapter, dtype=dtype, on_read=on_read)
+    engine.check_adapter(choices[into])
+    session = open_adapter(opened)
+    wanted = expected = session.logits(opened.prompts)
+    if into == "original" and trained.quantization is not None:
+        session = None
+        gc.collect()  # a session refers to itself in cycles, and the next one needs its memory
+        session = open_adapter(opened, quantized=False, folder=choices[into].folder)
+        expected = session.logits(opened.prompts)
+    if not engine.folds_sessions:
+        session = None
+    on_bytes = show_bytes(observer, "merge", trained.base)
+    engine.write_dense(folder, choices[into], session=session, on_bytes=on_bytes)
+    session = None
     copy_template(trained.adapter, folder)
-    kept = stored_word(folder)
+    stored = stored_format(folder)
+    others = {name: weights for name, weights in choices.items() if name != into}
+    own, found = engine.variant_logits(folder, opened.prompts, others)
     report: dict[str, Any] = {
         "adapter": str(trained.adapter),
         "base": trained.base,
         "into": into,
-        "dtype": kept,
+        "dtype": stored,
+        "checked_by": engine.reader,
     }
-    others = {name: engine.merged_tensors(base, adapter, dtype=dtype) for name, base in bases.items()}
-    del others[into]
-    found = _candidate_logits(folder, opened, others, into=into)
-    report |= judge(compare(expected, found[into]), opened.precision, kept)
+    report |= judge(measure_agreement(expected, own), opened.precision, stored)
     if trained.quantization is not None:
-        costs = {name: compare(wanted, found[name]).to_json() for name in INTO if name in found}
-        report |= {"against_trained": costs, "warnings": cost_warnings(costs, into)}
-    return report, expected
+        report |= _report_costs(wanted, {into: own, **found}, into)
+    return DenseModel(folder=folder, expected=expected, report=report)
 
 
-def expanded_into(
-    folder: Path, opened: Opened, request: Request, observer: Observer
-) -> tuple[Path, Logits, dict[str, Any]]:
-    """New blocks that were trained over a quantized base: over the original weights, as they are saved, or over what
-    training saw of them, written into `folder`. With the logits the result should have, and what the first costs."""
-    from crosstune.torch_engine import convert, verify
-    from crosstune.torch_engine import merge as engine
-    from crosstune.torch_engine.device import open_device
-    from crosstune.torch_engine.precision import PRECISIONS
-    from crosstune.torch_engine.quantized import QuantSpec
-
+def write_expanded(folder: Path, opened: Opened, request: Request, observer: Observer) -> DenseModel:
+    """Return a plain model of new blocks that were trained over a quantized base: over the original weights, as the
+    result was saved, or over what training saw of them. It is written into `folder` unless it is the saved one."""
     trained, path = opened.trained, opened.model.path
-    assert trained.quantization is not None
-    trained_in, device = PRECISIONS[trained.precision], open_device(opened.plan.backend)
-    seen = engine.Base(
+    seen = DenseWeights(
         folder=path,
-        spec=QuantSpec(**trained.quantization),
-        compute=trained_in.autocast or trained_in.weights,
+        quantization=trained.quantization,
+        precision=trained.precision,
         new_blocks=trained.new_blocks,
-        device=device,
+        dtype=request.dtype,
     )
-    precision = PRECISIONS[opened.precision]
-    model = verify.load_plainly(path, precision=precision, device=device)
-    original = verify.model_logits(model, opened.prompts, precision=precision, device=device)
-    verify.replace_weights(model, engine.base_tensors(seen))
-    wanted = verify.model_logits(model, opened.prompts, precision=precision, device=device)
+    exact = replace(seen, dtype="fp32")
+    original, found = opened.engine.variant_logits(path, opened.prompts, {"dequantized": exact})
+    wanted = found["dequantized"]
     into = request.into or "original"
-    costs = {"original": compare(wanted, original).to_json()}
     if into == "dequantized" or request.dtype != "auto":
-        source = seen if into == "dequantized" else engine.Base(folder=path)
-        on_read = show_bytes(observer, "read", trained.base)
-        convert.write_dense(folder, source, dtype=engine.DTYPES.get(request.dtype), on_read=on_read)
+        source = seen if into == "dequantized" else DenseWeights(folder=path, dtype=request.dtype)
+        on_bytes = show_bytes(observer, "read", trained.base)
+        opened.engine.write_dense(folder, source, on_bytes=on_bytes)
         path = folder
-    report = {"model": trained.base, "into": into, "dtype": stored_word(path), "against_trained": costs}
-    warnings = cost_warnings(costs, into)
-    return path, wanted if into == "dequantized" else original, report | {"warnings": warnings}
+    report = {"model": trained.base, "into": into, "dtype": stored_format(path)}
+    report |= _report_costs(wanted, {"original": original}, into)
+    expected = wanted if into == "dequantized" else original
+    return DenseModel(folder=path, expected=expected, report=report)
 
 
-def cost_warnings(costs: Mapping[str, Mapping[str, float]], into: str) -> list[str]:
-    """A result over the original weights that is far from what was trained over quantized ones."""
-    relative = costs.get(into, {}).get("relative", 0.0)
-    if into != "original" or relative <= _FAR_FROM_TRAINED:
-        return []
-    return [
-        f"over the original weights the result is {relative:.2g} (relative) from what was trained over the quantized ones; "
-        "--into dequantized keeps that"
-    ]
-
-
-def open_request(request: Request, observer: Observer) -> tuple[Opened, list[str]]:
-    """Find the base, and refuse another one than the adapter was trained over."""
-    trained, warnings = _over_original(find_trained(request.target, base=request.base), request)
-    if request.into == "dequantized" and trained.quantization is None:
-        raise not_quantized(request.target)
-    opened = open_trained(trained, backend=request.backend, observer=observer)
-    if trained.quantization is not None:
-        opened = find_quantizer(opened, trained.quantization)
-    return opened, [*warnings, *check_base(trained, opened.model, force=request.force)]
-
-
-def _over_original(trained: Trained, request: Request) -> tuple[Trained, list[str]]:
-    """torch cannot make the few bits of MLX again. What was trained over them is folded into the original weights,
-    which is the usual place for it, and only what that costs stays unmeasured."""
-    if (trained.quantization or {}).get("quantizer") != "mlx":
-        return trained, []
+def _weight_choices(opened: Opened, request: Request) -> dict[str, DenseWeights]:
+    """Return the weights that the adapter can be folded into, by the names of --into."""
+    trained, path = opened.trained, opened.model.path
+    assert trained.adapter is not None
+    adapter = AdapterFolder(path=trained.adapter, settings=trained.settings)
+    if trained.quantization is None:
+        return {"original": DenseWeights(folder=path, adapter=adapter, dtype=request.dtype)}
+    seen = DenseWeights(
+        folder=path,
+        adapter=adapter,
+        quantization=trained.quantization,
+        precision=trained.precision,
+        dtype=request.dtype,
+    )
+    held = read_quantization(path)
+    original = path if held is None else find_original(held.original)
+    if original is not None:
+        plain = DenseWeights(folder=original, adapter=adapter, dtype=request.dtype)
+        return {"original": plain, "dequantized": seen}
     if request.into == "dequantized":
-        raise UserError(
-            "--into dequantized is not possible for an adapter that was trained over an MLX base.",
-            why="torch, which folds adapters here, cannot read MLX's bits.",
-            do="leave --into out, or use mlx-lm: mlx_lm.fuse --dequantize --adapter-path ADAPTER/mlx",
-        )
-    plain = dataclasses.replace(trained, record={**trained.record, "quantization": None})
-    return plain, [
-        "it was trained over a base in MLX's bits; what the original weights change was not measured"
-    ]
-
-
-def _candidate_logits(
-    folder: Path, opened: Opened, others: Mapping[str, Iterator[tuple[str, Any]]], *, into: str
-) -> dict[str, Logits]:
-    """Logits of a merged folder, and of the same model with the weights of the other ways to merge."""
-    from crosstune.torch_engine import verify
-    from crosstune.torch_engine.device import open_device
-    from crosstune.torch_engine.precision import PRECISIONS
-
-    precision, device = PRECISIONS[opened.precision], open_device(opened.plan.backend)
-    model = verify.load_plainly(folder, precision=precision, device=device)
-    found = {into: verify.model_logits(model, opened.prompts, precision=precision, device=device)}
-    for name, tensors in others.items():
-        verify.replace_weights(model, tensors)
-        found[name] = verify.model_logits(model, opened.prompts, precision=precision, device=device)
-    return found
-
-
-def check_base(trained: Trained, model: ModelFolder, *, force: bool) -> list[str]:
-    if trained.adapter is None:
-        return []
-    recorded = trained.base_identity
-    if recorded is None:
-        return [f"{trained.adapter} does not say over which weights it was trained; the base was not checked"]
-    found = identity(model.path)["sha256"]
-    if found == recorded:
-        return []
-    name = trained.record["base"].get("name")
-    if force:
-        return [f"the base {model.path} ({found[:12]}) is not that of training, {name} ({recorded[:12]})"]
+        return {"dequantized": seen}
     raise UserError(
-        f"The adapter {trained.adapter} was trained over another base.",
-        why=f"it was trained over {name} with the identity {recorded[:12]}; {model.path} has {found[:12]}.",
-        do="name the right base with --base, or pass --force to go on with this one",
-    )
-
-
-def nothing_to_merge(trained: Trained) -> UserError:
-    how = f" (it was trained with {trained.method})" if trained.method else ""
-    return UserError(
-        f"There is nothing to merge in {trained.home or trained.base}.",
-        why=f"it holds a whole model{how}, not an adapter.",
-        do="use the model folder as it is, or crosstune export",
-    )
-
-
-def no_original(folder: Path) -> UserError:
-    return UserError(
-        f"The original weights of {folder} are not on this machine.",
+        f"The original weights of {path} are not on this machine.",
         why="the adapter was trained over weights that had been quantized before.",
         do="use --into dequantized, or put the original weights where the folder's record names them",
     )
 
 
-def not_quantized(target: str) -> UserError:
+def _report_costs(wanted: Logits, found: Mapping[str, Logits], into: str) -> dict[str, Any]:
+    """Report how far each way to merge is from what was trained, and warn when the chosen one is far."""
+    costs = {name: measure_agreement(wanted, found[name]).to_json() for name in _INTO if name in found}
+    relative = costs.get(into, {}).get("relative", 0.0)
+    if into != "original" or relative <= _FAR_FROM_TRAINED:
+        return {"against_trained": costs, "warnings": []}
+    warning = (
+        f"over the original weights the result is {relative:.2g} (relative) from what was trained over the quantized ones; "
+        "--into dequantized keeps that"
+    )
+    return {"against_trained": costs, "warnings": [warning]}
+
+
+def _nothing_to_merge(trained: Trained) -> UserError:
+    how = f" (it was trained with {trained.method})" if trained.method else ""
     return UserError(
-        "--into dequantized is for what was trained over a quantized base.",
-        why=f"{target} was not.",
-        do="leave --into out",
+        f"There is nothing to merge in {trained.home or trained.base}.",
+        why=f"it holds a whole model{how}, not an adapter.",
+        do="use the model folder as it is, or crosstune export",
     )

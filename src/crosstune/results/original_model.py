@@ -1,5 +1,4 @@
-"""The weights that a folder of quantized ones was made from: found by its record or by the user's word, and told apart
-from others."""
+"""Find the weights that a quantized folder was made from, by its record or as the user names them, and check them."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ NOT_THE_ORIGINAL = 1.0
 
 
 def find_original(recorded: Mapping[str, Any] | None) -> Path | None:
-    """The folder of the weights that a quantized one was made from, when it is still here and still the same."""
+    """Return the folder of the weights that a quantized one was made from, if it is still there and unchanged."""
     if recorded is None:
         return None
     path = Path(recorded["path"])
@@ -31,8 +30,8 @@ def find_original(recorded: Mapping[str, Any] | None) -> Path | None:
 def choose_original(
     asked: str | None, model: ModelFolder, held: FolderQuantization | None, *, force: bool
 ) -> Path | None:
-    """The weights before they were quantized, by what --original says; None for a plain folder, which is its own
-    original, and where a conversion goes through the quantized weights."""
+    """Return the weights before quantization, as --original asks; None for a plain folder, which is its own original,
+    and for a conversion that goes through the quantized weights."""
     if held is None or asked == NO_ORIGINAL:
         return None
     if asked is None:
@@ -46,6 +45,7 @@ def choose_original(
 
 
 def not_the_original(folder: str | Path, model: str, *, why: str) -> UserError:
+    """Return the error for weights that a quantized folder was not made from."""
     return UserError(
         f"{folder} does not hold the original weights of {model}.",
         why=why,
@@ -56,7 +56,7 @@ def not_the_original(folder: str | Path, model: str, *, why: str) -> UserError:
 def original_record(
     model: ModelFolder, held: FolderQuantization | None, original: Path | None
 ) -> Mapping[str, Any] | None:
-    """Name, path and identity of the weights behind a result; what the folder before knew is passed on."""
+    """Return name, path and identity of the weights behind a result; without them, what the converted folder records."""
     folder = model.path if held is None else original
     if folder is None:
         return held.original if held is not None else None
@@ -65,7 +65,7 @@ def original_record(
 
 
 def _other_shapes(ours: Path, folder: Path, held: FolderQuantization) -> str:
-    """mlx-lm gives some weights other names, which then cannot be looked for."""
+    """Say which weight has another shape. Weights that mlx-lm has renamed cannot be looked up, and are skipped."""
     here, there = dense_shapes(ours) or {}, dense_shapes(folder)
     if there is None:
         return "its weights are packed in a way that is not read here."
@@ -75,6 +75,7 @@ def _other_shapes(ours: Path, folder: Path, held: FolderQuantization) -> str:
 
 
 def _other_weights(model: ModelFolder, folder: Path, held: FolderQuantization) -> str:
+    """Say how the recorded identity differs from that of the folder."""
     known, found = (held.original or {}).get("identity"), identity(folder)["sha256"]
     if known is None and weights_identity(model.path) != identity(model.path)["weights_sha256"]:
         known, found = weights_identity(model.path), weights_identity(folder)

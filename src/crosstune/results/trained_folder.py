@@ -1,4 +1,4 @@
-"""What lies behind the name of a run, an adapter or a model: base, adapter, and how the two were trained."""
+"""Find what a run, an adapter or a model name stands for: base, adapter, and how the two were trained."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Trained:
         return self.record.get("base", {}).get("identity", {}).get("sha256")
 
     def options(self, *, quantized: bool = True) -> dict[str, Any]:
-        """Options of the session that was trained; with `quantized=False`, over the base's own weights."""
+        """Return the options of the session that was trained; with `quantized=False`, over the base's own weights."""
         if self.adapter is None:
             return {"model_name": self.base, "train_type": "full"}
         options = {
@@ -64,9 +64,15 @@ class Trained:
         spec = self.quantization if quantized else None
         return options | (quantization_options(spec) if spec else {})
 
+    def result_path(self, suffix: str) -> Path:
+        """Return the default folder for a result: in a run, beside an adapter or model folder, else here."""
+        if self.home is None:
+            return Path(f"{Path(self.base).name}-{suffix}").absolute()
+        return self.home / suffix if self.is_run else self.home.with_name(f"{self.home.name}-{suffix}")
+
 
 def find_trained(target: str, *, base: str | None = None) -> Trained:
-    """`target` is a run folder, an adapter folder or a model; `base` names the base where it has moved."""
+    """Read a run folder, an adapter folder or a model name; `base` names the base where it has moved."""
     folder = Path(target).expanduser().absolute()
     is_run = (folder / "plan.json").is_file()
     method = read_json(folder / "plan.json").get("method")
@@ -105,7 +111,7 @@ def _result_of_run(folder: Path) -> Path:
 
 
 def _targets(adapter: Path, written: str | list[str]) -> str:
-    """The adapter's layers as an option. PEFT lets a list name layers that a model does not have; the option does not."""
+    """Return the adapter's layers as an option. PEFT's list may name layers that the model lacks; the option may not."""
     file = adapter / "adapter_model.safetensors"
     if isinstance(written, str) or not file.is_file():
         return written if isinstance(written, str) else ",".join(written)
@@ -117,7 +123,7 @@ def _check_kind(folder: Path, settings: Mapping[str, Any]) -> None:
     if "fine_tune_type" in settings:
         raise UserError(
             f"{folder} holds an adapter in the form of mlx-lm.",
-            do=f"turn it first: crosstune convert {folder} --to peft",
+            do=f"convert it first: crosstune convert {folder} --to peft",
         )
     unread = [name for name in _UNREAD if settings.get(name)]
     if settings.get("peft_type") != "LORA" or settings.get("bias", "none") != "none" or unread:
@@ -130,7 +136,7 @@ def _check_kind(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _base_of(written: str, record: Mapping[str, Any]) -> str:
-    """The base as PEFT finds it; on a machine that has no such folder, the name it was asked for by."""
+    """Return the base as PEFT finds it; where no such folder exists, the name that training was given."""
     if not Path(written).is_absolute() or Path(written).is_dir():
         return written
     return str(record.get("base", {}).get("name", written))

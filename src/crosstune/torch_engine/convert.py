@@ -1,4 +1,4 @@
-"""A model folder rewritten with its weights quantized, quantized otherwise, or dense; and the error that this makes."""
+"""Rewrite a model folder with its weights quantized, quantized in another way, or dense, and measure the error."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from crosstune.models.config_spelling import respell_folder
+from crosstune.core.model_folders import OnBytes
 from crosstune.models.folder import PLAIN_STEM, QUANTIZED_STEM
 from crosstune.torch_engine import export
 from crosstune.torch_engine.load import quantizable_layers, read_config
-from crosstune.torch_engine.merge import Base, OnRead, base_tensors, stored_dtypes, weight_shapes
+from crosstune.torch_engine.merge import Base, base_tensors, weight_shapes
 from crosstune.torch_engine.prequantized import (
     Prequantized,
     own_config,
@@ -29,7 +29,7 @@ _SPARE_BYTES = 50_000_000
 
 @dataclass
 class WeightErrors:
-    """Norms of the differences to the reference over norms of the reference, summed over layers."""
+    """The norm of the difference to the reference over the norm of the reference, over all layers."""
 
     worst: float = 0.0
     worst_layer: str = ""
@@ -60,11 +60,10 @@ class Conversion:
     spec: QuantSpec | None
     """None: dense."""
     dtype: torch.dtype
-    """Of dense weights in the result, and of what a quantizer keeps in floats."""
-    before: Prequantized | None = None
-    """The quantized folder that is being replaced, where the start is its original."""
-    target_errors: WeightErrors = field(default_factory=WeightErrors)
-    before_errors: WeightErrors = field(default_factory=WeightErrors)
+    """Of dense weights in the result, and of what a quantizer keeps as floats."""
+    replaced: Prequantized | None = None
+    """The quantized folder that is being replaced, where the start is its original: its choice of layers is kept."""
+    errors: WeightErrors = field(default_factory=WeightErrors)
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def write(
@@ -73,7 +72,7 @@ class Conversion:
         *,
         tokenizer: Path,
         original: Mapping[str, Any] | None,
-        on_read: OnRead | None = None,
+        on_read: OnBytes | None = None,
     ) -> None:
         config = read_config(self.start.folder)
         config.dtype = self.dtype
@@ -82,44 +81,40 @@ class Conversion:
             config.quantization_config = own_config(self.spec)
         stem = PLAIN_STEM if self.spec is None else QUANTIZED_STEM
         export.save_model(folder, config, self._tensors(on_read), base=tokenizer, stem=stem)
-        respell_folder(folder)
         if self.spec is not None:
             write_record(folder, spec=self.spec, dtype=self.dtype, layers=self.layers, original=original)
 
     def result_bytes(self) -> int:
-        """About how much room the result needs; scales take up to two bits a weight."""
+        """Return about how much space the result needs; scales take up to two bits a weight."""
         chosen = self._chosen()
         bits = self.spec.bits + 2 if self.spec is not None else 8 * self.dtype.itemsize
         counts = {name: math.prod(shape) for name, shape in weight_shapes(self.start.folder).items()}
         few = sum(count for name, count in counts.items() if name.removesuffix(".weight") in chosen)
         return few * bits // 8 + (sum(counts.values()) - few) * self.dtype.itemsize + _SPARE_BYTES
 
-    def _tensors(self, on_read: OnRead | None) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self, on_read: OnBytes | None) -> Iterator[tuple[str, torch.Tensor]]:
         chosen = self._chosen()
         for name, tensor in base_tensors(self.start, on_read=on_read):
             layer = name.removesuffix(".weight")
             if layer not in chosen or not name.endswith(".weight"):
                 yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
                 continue
-            if self.before is not None:
-                old = self.before.stored(layer, self.start.device).dequantize(torch.float32)
-                self.before_errors.add(layer, old.cpu(), tensor)
             yield from self._convert(layer, tensor)
 
     def _convert(self, layer: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         if self.spec is None:
             dense = tensor.to(self.dtype)
-            self.target_errors.add(layer, dense, tensor)
+            self.errors.add(layer, dense, tensor)
             yield f"{layer}.weight", dense
             return
         stored = open_quantizer(self.spec).quantize(tensor.to(self.start.device), self.spec, self.dtype)
-        self.target_errors.add(layer, stored.dequantize(torch.float32).cpu(), tensor)
+        self.errors.add(layer, stored.dequantize(torch.float32).cpu(), tensor)
         tensors, self.layers[layer] = pieces(stored)
         yield from ((f"{layer}.weight.{part}", values) for part, values in tensors.items())
 
     def _chosen(self) -> set[str]:
-        """A quantized folder keeps its choice of layers."""
-        held = self.before or read_prequantized(self.start.folder)
+        """Return the layers to convert: those that are quantized already, else all that can be."""
+        held = self.replaced or read_prequantized(self.start.folder)
         return held.layers if held is not None else quantizable_layers(self.start.folder)
 
     def _check_shapes(self) -> None:
@@ -129,26 +124,11 @@ class Conversion:
             quantizer.check(self.spec, shapes[f"{layer}.weight"])
 
 
-def errors_of(held: Prequantized, original: Base) -> WeightErrors:
-    """How far a quantized folder is from the weights it was made from."""
+def measure_errors(held: Prequantized, original: Base) -> WeightErrors:
+    """Return how far a quantized folder is from the weights it was made from."""
     errors = WeightErrors()
     for name, tensor in base_tensors(original):
         layer = name.removesuffix(".weight")
         if layer in held.layers and name.endswith(".weight"):
             errors.add(layer, held.stored(layer, original.device).dequantize(torch.float32).cpu(), tensor)
     return errors
-
-
-def write_dense(
-    folder: Path, base: Base, *, dtype: torch.dtype | None, on_read: OnRead | None = None
-) -> None:
-    """A plain folder of any model, in its own number formats or in another."""
-    config, kept = read_config(base.folder), stored_dtypes(base.folder)
-    if dtype is not None:
-        config.dtype = dtype
-    tensors = (
-        (name, tensor.to(dtype or kept[name]) if tensor.is_floating_point() else tensor)
-        for name, tensor in base_tensors(base, on_read=on_read)
-    )
-    export.save_model(folder, config, tensors, base=base.folder)
-    respell_folder(folder)

@@ -1,4 +1,4 @@
-"""What was trained, as files that PEFT and transformers load as they are."""
+"""Save what was trained as files that PEFT and transformers load as they are."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ SHARD_BYTES = 4 * 2**30
 
 
 def adapter_weights(adapters: Mapping[str, AdaptedLinear]) -> dict[str, nn.Parameter]:
-    """Trained tensors by canonical name: the layer's name, then lora_A.weight, lora_B.weight, lora_magnitude_vector."""
+    """Return trained tensors by canonical name: the layer, then lora_A.weight, lora_B.weight or lora_magnitude_vector."""
     return {
         f"{name}.{part}": p for name, adapter in adapters.items() for part, p in adapter.trained().items()
     }
 
 
 def host_weights(adapters: Mapping[str, AdaptedLinear]) -> dict[str, Array]:
+    """Return copies of the trained tensors on the host, in fp32."""
     return {name: p.detach().float().cpu().numpy() for name, p in adapter_weights(adapters).items()}
 
 
 def read_adapter_file(folder: Path) -> dict[str, torch.Tensor]:
+    """Read the tensors of a PEFT adapter folder by their names there."""
     path = folder / "adapter_model.safetensors"
     if not path.is_file():
         raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
@@ -79,18 +81,16 @@ def save_tensors(
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[list[str]] = []
     held: dict[str, torch.Tensor] = {}
+    held_bytes = 0
     for name, tensor in tensors:
         held[name] = tensor.detach().cpu().contiguous()
-        if _num_bytes(held) >= SHARD_BYTES:
+        held_bytes += tensor.nbytes
+        if held_bytes >= SHARD_BYTES:
             shards.append(_write_shard(folder, held, len(shards)))
-            held = {}
+            held, held_bytes = {}, 0
     if held:
         shards.append(_write_shard(folder, held, len(shards)))
     _name_shards(folder, shards, stem)
-
-
-def _num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def _write_shard(folder: Path, tensors: dict[str, torch.Tensor], number: int) -> list[str]:
@@ -99,7 +99,7 @@ def _write_shard(folder: Path, tensors: dict[str, torch.Tensor], number: int) ->
 
 
 def _name_shards(folder: Path, shards: list[list[str]], stem: str) -> None:
-    """The names that transformers expects, which tell how many shards there are."""
+    """Rename the shards as transformers expects them, with their number in the name, and write the index."""
     if len(shards) == 1:
         (folder / "part-00000.safetensors").rename(folder / f"{stem}.safetensors")
         return

@@ -1,8 +1,8 @@
-"""An adapter folded into the weights beneath it, tensor by tensor, so that memory holds one shard of the result."""
+"""Fold an adapter into a base tensor by tensor, so that memory holds one shard of the result at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,14 @@ from typing import Any
 import torch
 
 from crosstune.core.errors import UserError
+from crosstune.core.model_folders import OnBytes
 from crosstune.models.adapter_files import PEFT_PREFIX
-from crosstune.models.config_spelling import respell_folder
 from crosstune.torch_engine import export
 from crosstune.torch_engine.blocks import in_blocks
 from crosstune.torch_engine.load import quantizable_layers, read_config
 from crosstune.torch_engine.prequantized import Prequantized, read_prequantized
 from crosstune.torch_engine.quantized import QuantSpec, open_quantizer
 from crosstune.torch_engine.stream import Place, find_tensors, read_ahead
-
-OnRead = Callable[[int, int], None]
-"""Hears how many of how many bytes of the base are read."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -41,18 +38,19 @@ class Adapter:
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """Weights to fold into. With `spec`, each passes through that quantization first, as it did in training."""
+    """Weights to fold into. With `spec`, each weight is quantized and made dense again, as training saw it."""
 
     folder: Path
     spec: QuantSpec | None = None
     compute: torch.dtype = torch.float32
-    """The type that dense weights had in training."""
+    """The dtype that dense weights had in training."""
     new_blocks: frozenset[int] = frozenset()
     """Blocks that training added: they were never quantized."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
 def read_adapter(folder: Path, settings: Mapping[str, Any]) -> Adapter:
+    """Read the matrices of a PEFT adapter folder in fp32; `settings` is its adapter_config.json."""
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in export.read_adapter_file(folder).items():
         layer, found, part = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
@@ -78,7 +76,7 @@ def read_adapter(folder: Path, settings: Mapping[str, Any]) -> Adapter:
 
 
 def fold(weight: torch.Tensor, matrices: Matrices, *, scale: float) -> torch.Tensor:
-    """One weight that does what the frozen one and its adapter do together, in fp32."""
+    """Return one weight that computes what the frozen one and its adapter compute together, in fp32."""
     merged = weight.float() + scale * (matrices.b @ matrices.a).to(weight.device)
     if matrices.magnitude is None:
         return merged
@@ -86,8 +84,8 @@ def fold(weight: torch.Tensor, matrices: Matrices, *, scale: float) -> torch.Ten
     return ratio[:, None] * merged
 
 
-def base_tensors(base: Base, *, on_read: OnRead | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """The base's tensors, dense. Those that were quantized in training are what training saw of them, in fp32."""
+def base_tensors(base: Base, *, on_read: OnBytes | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the base's tensors, dense; those that were quantized in training have the values that training saw, in fp32."""
     held = read_prequantized(base.folder)
     if held is not None:
         yield from _dense_again(held, base, on_read)
@@ -108,40 +106,44 @@ def base_tensors(base: Base, *, on_read: OnRead | None = None) -> Iterator[tuple
             yield name, tensor
 
 
-def merged_tensors(
-    base: Base, adapter: Adapter, *, dtype: torch.dtype | None = None, on_read: OnRead | None = None
+def dense_tensors(
+    base: Base,
+    adapter: Adapter | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    on_read: OnBytes | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the merged model. `dtype` None keeps the type in which the base's files hold each."""
-    check_fit(base, adapter)
+    """Yield every tensor of the dense, merged model. `dtype` None keeps the dtype in which the base stores each."""
+    layers = adapter.layers if adapter is not None else {}
+    if adapter is not None:
+        check_layers(base.folder, adapter)
     kept = stored_dtypes(base.folder)
     for name, tensor in base_tensors(base, on_read=on_read):
-        matrices = adapter.layers.get(name.removesuffix(".weight"))
-        if matrices is not None and name.endswith(".weight"):
+        matrices = layers.get(name.removesuffix(".weight"))
+        if adapter is not None and matrices is not None and name.endswith(".weight"):
             tensor = fold(tensor.to(base.device), matrices, scale=adapter.scale).cpu()
         yield name, tensor.to(dtype or kept[name]) if tensor.is_floating_point() else tensor
 
 
-def write_merged(
+def write_dense(
     folder: Path,
     base: Base,
-    adapter: Adapter,
+    adapter: Adapter | None = None,
     *,
     dtype: torch.dtype | None = None,
-    on_read: OnRead | None = None,
+    on_read: OnBytes | None = None,
 ) -> None:
-    """A model folder that transformers loads, in shards."""
+    """Write a plain model folder that transformers loads, in shards, with the adapter folded in."""
     config = read_config(base.folder)
     if dtype is not None:
         config.dtype = dtype
-    export.save_model(
-        folder, config, merged_tensors(base, adapter, dtype=dtype, on_read=on_read), base=base.folder
-    )
-    respell_folder(folder)
+    tensors = dense_tensors(base, adapter, dtype=dtype, on_read=on_read)
+    export.save_model(folder, config, tensors, base=base.folder)
 
 
-def check_fit(base: Base, adapter: Adapter) -> None:
-    """Every matrix of the adapter must have its weight in the base's files."""
-    shapes = weight_shapes(base.folder)
+def check_layers(base: Path, adapter: Adapter) -> None:
+    """Check that every matrix of the adapter has its weight, of the same shape, in the base's files."""
+    shapes = weight_shapes(base)
     wrong = [
         f"{layer} is {(matrices.b.shape[0], matrices.a.shape[1])} there and {shapes.get(layer + '.weight')} here"
         for layer, matrices in sorted(adapter.layers.items())
@@ -149,13 +151,14 @@ def check_fit(base: Base, adapter: Adapter) -> None:
     ]
     if wrong:
         raise UserError(
-            f"The adapter {adapter.folder} does not fit the base {base.folder}.",
+            f"The adapter {adapter.folder} does not fit the base {base}.",
             why=f"{len(wrong)} of {len(adapter.layers)} layers differ: {wrong[0]}.",
             do="name the base that it was trained over with --base",
         )
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every weight of a folder when it is dense."""
     held = read_prequantized(folder)
     places = find_tensors(folder) if held is None else held.dense
     shapes = {name: place.shape for name, place in places.items()}
@@ -163,7 +166,7 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
-    """In which type a folder holds each tensor; for a quantized one, in which it was computed with."""
+    """Return the dtype in which a folder stores each tensor; for a quantized one, the dtype it is computed in."""
     held = read_prequantized(folder)
     if held is None:
         return {name: place.dtype for name, place in find_tensors(folder).items()}
@@ -172,7 +175,7 @@ def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
 
 
 def _dense_again(
-    held: Prequantized, base: Base, on_read: OnRead | None
+    held: Prequantized, base: Base, on_read: OnBytes | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     yield from _counted(held.dense, None)
     for number, layer in enumerate(sorted(held.layers), start=1):
@@ -181,7 +184,7 @@ def _dense_again(
             on_read(number * held.num_bytes // len(held.layers), held.num_bytes)
 
 
-def _counted(places: dict[str, Place], on_read: OnRead | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _counted(places: dict[str, Place], on_read: OnBytes | None) -> Iterator[tuple[str, torch.Tensor]]:
     total, done = sum(place.end - place.start for place in places.values()), 0
     for name, tensor in read_ahead(sorted(places), places, num_workers=2):
         yield name, tensor

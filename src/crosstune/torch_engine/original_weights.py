@@ -1,4 +1,4 @@
-"""A quantized model that computes with its original weights for a while, each read from its file when it is needed."""
+"""Let a quantized model compute with its original weights for a while, each read from its file when needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from crosstune.torch_engine.stream import Place, find_tensors, read_tensor
 
 @dataclass
 class FileWeight:
-    """A weight on disk in the place of a quantized one: memory holds one of them at a time."""
+    """A weight on disk in place of a quantized one: memory holds one of them at a time."""
 
     shape: tuple[int, int]
     place: Place
@@ -32,7 +32,7 @@ class FileWeight:
 
 @contextlib.contextmanager
 def original_weights(model: nn.Module, folder: Path, expansion: Expansion) -> Iterator[None]:
-    """Lend the weights of the base's folder to the quantized layers of a model that was expanded from it."""
+    """Use the base folder's weights in the quantized layers of a model that was expanded from it."""
     places = {
         target: place for name, place in find_tensors(folder).items() for target, _ in expansion.names(name)
     }

@@ -1,4 +1,4 @@
-"""The logits of models on a few prompts: as they were trained, and as transformers loads them."""
+"""Compute the logits of models on a few prompts: as they were trained, and as transformers loads them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,11 @@ import torch
 
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.torch_engine.load import readable_errors
-from crosstune.torch_engine.precision import PRECISIONS, Precision
+from crosstune.torch_engine.precision import Precision
 
 
-def folder_logits(
-    folder: Path, prompts: Prompts, *, precision: Precision, device: torch.device, gguf: str | None = None
-) -> Logits:
-    """Logits of a folder as transformers loads it; `gguf` is the name of a GGUF file in it."""
-    model = load_plainly(folder, precision=precision, device=device, gguf=gguf)
-    return model_logits(model, prompts, precision=precision, device=device)
-
-
-def load_plainly(folder: Path, *, precision: Precision, device: torch.device, gguf: str | None = None) -> Any:
-    """The model as anyone would load it with transformers."""
+def load_plainly(folder: Path, precision: Precision, *, device: torch.device, gguf: str | None = None) -> Any:
+    """Load a folder, or the GGUF file `gguf` in it, as anyone would with transformers."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -38,7 +30,7 @@ def load_plainly(folder: Path, *, precision: Precision, device: torch.device, gg
 
 @torch.no_grad()
 def replace_weights(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Another set of weights in a loaded model; names it does not have (of tied weights) are passed over."""
+    """Put other weights into a loaded model; names that it does not have (of tied weights) are skipped."""
     own = model.state_dict()
     for name, tensor in tensors:
         if name in own:
@@ -47,14 +39,10 @@ def replace_weights(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> 
 
 @torch.inference_mode()
 def model_logits(model: Any, prompts: Prompts, *, precision: Precision, device: torch.device) -> Logits:
+    """Return the logits at every position of each prompt, in fp32."""
     found = []
     for prompt in prompts:
         with precision.context(device):
             ids = torch.tensor([list(prompt)], device=device)
             found.append(model(input_ids=ids).logits[0].float().cpu().numpy())
     return found
-
-
-def plain_logits(folder: Path, prompts: Prompts) -> Logits:
-    """Logits of a folder as transformers loads it on the processor in fp32."""
-    return folder_logits(folder, prompts, precision=PRECISIONS["fp32"], device=torch.device("cpu"))

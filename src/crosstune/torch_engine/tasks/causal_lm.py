@@ -14,7 +14,7 @@ from torch import nn
 
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import write_json
-from crosstune.core.logit_distance import compare
+from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.protocols import Array
 from crosstune.data.token_batch import IGNORED, TokenBatch
 from crosstune.models.locate import identity
@@ -126,7 +126,7 @@ class CausalLM:
             as_trained = model_logits(model, prompts, precision=opening.precision, device=opening.device)
             with original_weights(model, base, self.expansion):
                 as_saved = model_logits(model, prompts, precision=opening.precision, device=opening.device)
-        return record | {"against_trained": {"original": compare(as_trained, as_saved).to_json()}}
+        return record | {"against_trained": {"original": measure_agreement(as_trained, as_saved).to_json()}}
 
     def _opened(self) -> Opening:
         assert self.opening is not None, "the model is not built yet"

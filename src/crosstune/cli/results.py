@@ -1,0 +1,101 @@
+"""Share the arguments, the request and the printed report of merge, export and convert."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from crosstune.cli.arguments import Parser, print_json
+from crosstune.core.errors import EXIT_DONE
+from crosstune.core.events import Observer
+
+if TYPE_CHECKING:
+    from crosstune.results.opened import Request
+
+Report = dict[str, Any]
+
+
+def add_request_arguments(parser: Parser) -> None:
+    """Add what `read_request` reads."""
+    parser.add_argument(
+        "--into",
+        choices=("original", "dequantized"),
+        help="weights to fold into: the original ones (default), or the quantized ones made dense again",
+    )
+    parser.add_argument("--base", help="the base model, where it is not found under its recorded name")
+    add_output_arguments(
+        parser,
+        out="folder for the result",
+        dtype="number format (default: the base's)",
+        force="go on with a base that is not the recorded one",
+    )
+
+
+def add_output_arguments(parser: Parser, *, out: str, dtype: str, force: str) -> None:
+    """Add the arguments that every result has; the texts are those of --help."""
+    parser.add_argument("--out", type=lambda text: Path(text).expanduser().absolute(), help=out)
+    parser.add_argument("--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help=dtype)
+    parser.add_argument("--force", action="store_true", help=force)
+    parser.add_argument("--backend", default="auto", help="where to run (default auto)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def read_request(own: argparse.Namespace) -> Request:
+    """Return the request that the arguments of `add_request_arguments` make."""
+    from crosstune.results.opened import Request
+
+    return Request(
+        target=own.target,
+        out=own.out,
+        into=own.into,
+        dtype=own.dtype,
+        base=own.base,
+        force=own.force,
+        backend=own.backend,
+    )
+
+
+def show_result(
+    make: Callable[[Observer], Report],
+    own: argparse.Namespace,
+    *,
+    unused: Callable[[Report], list[str]] = lambda report: [],
+    show: Callable[[Report], None] | None = None,
+) -> int:
+    """Make a result while its progress is shown, and print its report. `unused` warns of options without effect."""
+    from crosstune.cli.screen import Screen
+
+    report = make(Screen(live=not own.json))
+    report["warnings"] = [*report.get("warnings", ()), *unused(report)]
+    if own.json:
+        print_json(report)
+    else:
+        (show or print_report)(report)
+    return EXIT_DONE
+
+
+def print_report(report: Mapping[str, Any]) -> None:
+    """Print the warnings, the comparisons of logits and the path of a result."""
+    print_warnings(report)
+    print(f"checked  {format_agreement(report['agreement'])} (bound {report['bound']:g})")
+    for name in ("unquantized", "own_reader"):
+        if name in report:
+            numbers = format_agreement(report[name]["agreement"])
+            print(f"{'  ' + name:<15} {numbers} (bound {report[name]['bound']:g})")
+    for name, agreement in report.get("against_trained", {}).items():
+        print(f"{'  ' + name:<15} against the trained model: {format_agreement(agreement)}")
+    print(f"written  {report['path']}")
+
+
+def print_warnings(report: Mapping[str, Any]) -> None:
+    for sentence in report.get("warnings", ()):
+        print(f"warning  {sentence}")
+
+
+def format_agreement(agreement: Mapping[str, float]) -> str:
+    return (
+        f"max difference {agreement['max_abs']:.2e}  mean KL {agreement['mean_kl']:.2e}  "
+        f"same first choice {100 * agreement['top1']:.1f} %  relative {agreement['relative']:.2e}"
+    )

@@ -1,0 +1,215 @@
+"""Open the target of a result: find its base on this machine, choose the engine, and compute logits with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from crosstune.config.load import load_config, make_config
+from crosstune.config.plan import Plan
+from crosstune.core.errors import UserError
+from crosstune.core.events import ModelProgress, Observer
+from crosstune.core.logit_distance import Logits
+from crosstune.core.model_folders import ModelFolders
+from crosstune.models.locate import ModelFolder, identity
+from crosstune.models.quantized_folder import read_quantization
+from crosstune.planner.gather import make_plan, plan_like, plan_over_quantized
+from crosstune.results.trained_folder import Trained, find_trained
+from crosstune.results.verify import make_prompts
+from crosstune.runs.open_parts import find_model, open_session
+
+RECORD = "crosstune.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A request to merge or export, whichever form the result has."""
+
+    target: str
+    out: Path | None = None
+    into: str | None = None
+    """original or dequantized; None takes the original weights."""
+    dtype: str = "auto"
+    base: str | None = None
+    force: bool = False
+    backend: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A trained target with its base found on this machine, its engine, and the prompts for comparing logits."""
+
+    trained: Trained
+    plan: Plan
+    model: ModelFolder
+    prompts: list[list[int]]
+    engine: ModelFolders
+
+    @property
+    def precision(self) -> str:
+        return self.plan.precision
+
+
+def open_engine(name: str, plan: Plan | None = None) -> ModelFolders:
+    """Return what the engine can do with model folders, on the plan's backend or else on the CPU in fp32."""
+    module = importlib.import_module(f"crosstune.{name}_engine.model_folders")
+    folders: ModelFolders = module.open_folders(plan)
+    return folders
+
+
+def open_request(
+    request: Request, observer: Observer, *, engine: str | None = None
+) -> tuple[Opened, list[str]]:
+    """Open the target of a request, and return warnings besides. `engine` None takes the one that fits the target."""
+    trained, warnings = find_trained(request.target, base=request.base), list[str]()
+    if engine is None:
+        engine = "mlx" if _folds_with_mlx(trained, request.backend) else "torch"
+    if engine == "torch":
+        trained, warnings = _over_original(trained, request)
+    if request.into == "dequantized" and trained.quantization is None:
+        raise UserError(
+            "--into dequantized is for what was trained over a quantized base.",
+            why=f"{request.target} was not.",
+            do="leave --into out",
+        )
+    opened = open_trained(trained, engine=engine, backend=request.backend, observer=observer)
+    if trained.quantization is not None:
+        opened = find_quantizer(opened, trained.quantization)
+    return opened, [*warnings, *_check_base(trained, opened.model, force=request.force)]
+
+
+def open_trained(trained: Trained, *, engine: str, backend: str, observer: Observer) -> Opened:
+    """Plan for the engine, find the base, and tokenize the prompts."""
+    plan = _plan_mlx(trained) if engine == "mlx" else _plan_torch(trained, backend)
+    model = find_model(plan.config, observer)
+    return Opened(
+        trained=trained,
+        plan=plan,
+        model=model,
+        prompts=make_prompts(model.path),
+        engine=open_engine(engine, plan),
+    )
+
+
+def find_quantizer(opened: Opened, spec: Mapping[str, Any]) -> Opened:
+    """Return the same with the machine's quantizers probed; raise where the one in `spec` does not run."""
+    plan = plan_over_quantized(opened.plan, spec, folder=opened.model.path)
+    return replace(opened, plan=replace(opened.plan, machine=plan.machine, backend=plan.backend))
+
+
+def open_adapter(opened: Opened, *, quantized: bool = True, folder: Path | None = None) -> Any:
+    """Open a session of the adapter over its base, as for training; `folder` replaces the base's."""
+    path = folder or opened.model.path
+    options = opened.trained.options(quantized=quantized)
+    options |= {"precision": opened.precision, "model_name": str(path)}
+    return open_session(plan_like(opened.plan, options), replace(opened.model, path=path), trained=False)
+
+
+def read_logits(folder: Path, opened: Opened, *, gguf: str | None = None) -> Logits:
+    """Return a folder's logits as its engine's library loads it or, where that cannot, as a session opens it."""
+    held = None if gguf else read_quantization(folder)
+    if held is None or held.spec["quantizer"] == opened.engine.own_quantizer:
+        return opened.engine.logits(folder, opened.prompts, gguf=gguf)
+    plan = plan_over_quantized(opened.plan, held.spec, folder=folder)
+    model = ModelFolder(name=str(folder), path=folder, source="folder")
+    session: Any = open_session(plan, model, trained=False)
+    logits: Logits = session.logits(opened.prompts)
+    return logits
+
+
+def show_bytes(observer: Observer, stage: str, name: str) -> Callable[[int, int], None]:
+    """Return a callback that reports progress to the observer."""
+
+    def show(done: int, total: int) -> None:
+        observer.on_event(ModelProgress(stage=stage, done=done, total=total, model=name))
+
+    return show
+
+
+def has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
+
+
+def _folds_with_mlx(trained: Trained, backend: str) -> bool:
+    """Tell whether MLX folds the adapter: it is asked for, or torch cannot read the base, or there is no torch."""
+    if (
+        importlib.util.find_spec("mlx_lm") is None
+        or backend not in ("auto", "mlx")
+        or trained.adapter is None
+    ):
+        return False
+    over_mlx = (trained.quantization or {}).get("quantizer") == "mlx"
+    return backend == "mlx" or over_mlx or not has_torch()
+
+
+def _plan_mlx(trained: Trained) -> Plan:
+    return make_plan(make_config(**trained.options() | {"backend": "mlx"}))
+
+
+def _plan_torch(trained: Trained, backend: str) -> Plan:
+    """Plan for a torch backend, also where MLX has trained the target and `auto` means MLX."""
+    if backend == "auto":
+        backend = load_config().backend  # which the environment may name
+    plan = make_plan(make_config(**trained.options(), backend=backend))
+    if plan.engine != "torch":
+        if backend != "auto":
+            raise UserError(
+                f"--backend {backend} cannot be used here.",
+                why="results are made and compared by torch.",
+                do="leave --backend out, or use --backend cpu",
+            )
+        if not has_torch():
+            raise UserError(
+                "Merging, exporting and converting needs torch.",
+                why="it is not installed here.",
+                do="pip install 'crosstune[torch]'",
+            )
+        plan = make_plan(dataclasses.replace(plan.config, backend="cpu", precision="auto"))
+    if trained.adapter is None and plan.backend.name == "cpu":
+        # It needs no more memory than autocast, and rounding does not hide differences.
+        plan = plan_like(plan, trained.options() | {"precision": "fp32"})
+    return plan
+
+
+def _over_original(trained: Trained, request: Request) -> tuple[Trained, list[str]]:
+    """Treat an adapter over MLX's quantized weights, which torch cannot read, as one over the original weights.
+
+    They are the usual place to fold it into; only what that changes is not measured.
+    """
+    if (trained.quantization or {}).get("quantizer") != "mlx":
+        return trained, []
+    if request.into == "dequantized":
+        raise UserError(
+            "--into dequantized is not possible for an adapter that was trained over an MLX base.",
+            why="torch, which folds adapters here, cannot read MLX's bits.",
+            do="leave --into out, or use mlx-lm: mlx_lm.fuse --dequantize --adapter-path ADAPTER/mlx",
+        )
+    plain = dataclasses.replace(trained, record={**trained.record, "quantization": None})
+    return plain, [
+        "it was trained over a base in MLX's bits; what the original weights change was not measured"
+    ]
+
+
+def _check_base(trained: Trained, model: ModelFolder, *, force: bool) -> list[str]:
+    """Check that the base is the one that the adapter was trained over, by its identity; return warnings."""
+    if trained.adapter is None:
+        return []
+    recorded = trained.base_identity
+    if recorded is None:
+        return [f"{trained.adapter} does not say over which weights it was trained; the base was not checked"]
+    found = identity(model.path)["sha256"]
+    if found == recorded:
+        return []
+    name = trained.record["base"].get("name")
+    if force:
+        return [f"the base {model.path} ({found[:12]}) is not that of training, {name} ({recorded[:12]})"]
+    raise UserError(
+        f"The adapter {trained.adapter} was trained over another base.",
+        why=f"it was trained over {name} with the identity {recorded[:12]}; {model.path} has {found[:12]}.",
+        do="name the right base with --base, or pass --force to go on with this one",
+    )

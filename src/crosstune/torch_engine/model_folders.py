@@ -1,0 +1,129 @@
+"""Implement core.model_folders.ModelFolders with torch and transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from crosstune.config.plan import Plan
+from crosstune.core.logit_distance import Logits, Prompts
+from crosstune.core.model_folders import DenseWeights, ModelFolders, OnBytes, Rewrite, WeightForm, Written
+from crosstune.models.number_format import stored_format
+from crosstune.torch_engine import verify
+from crosstune.torch_engine.convert import Conversion, measure_errors
+from crosstune.torch_engine.device import open_device
+from crosstune.torch_engine.merge import (
+    DTYPES,
+    Adapter,
+    Base,
+    check_layers,
+    dense_tensors,
+    read_adapter,
+    write_dense,
+)
+from crosstune.torch_engine.precision import PRECISIONS, Precision
+from crosstune.torch_engine.prequantized import read_prequantized
+from crosstune.torch_engine.quantized import QuantSpec, open_quantizer
+
+
+def open_folders(plan: Plan | None = None) -> ModelFolders:
+    """Return the operations on the plan's device in its precision; without a plan, on the CPU in fp32."""
+    if plan is None:
+        return TorchFolders(torch.device("cpu"), PRECISIONS["fp32"])
+    return TorchFolders(open_device(plan.backend), PRECISIONS[plan.precision])
+
+
+class TorchFolders:
+    reader = "transformers"
+    own_quantizer: str | None = None
+    folds_sessions = False
+
+    def __init__(self, device: torch.device, precision: Precision) -> None:
+        self.device, self.precision = device, precision
+
+    def check_adapter(self, weights: DenseWeights) -> None:
+        adapter = _read_adapter(weights)
+        if adapter is not None:
+            check_layers(weights.folder, adapter)
+
+    def check_form(self, form: WeightForm) -> None:
+        if form.quantizer != "none":
+            open_quantizer(QuantSpec(**form.spec()))
+
+    def logits(self, folder: Path, prompts: Prompts, *, gguf: str | None = None) -> Logits:
+        return self._logits(
+            verify.load_plainly(folder, self.precision, device=self.device, gguf=gguf), prompts
+        )
+
+    def variant_logits(
+        self, folder: Path, prompts: Prompts, variants: Mapping[str, DenseWeights]
+    ) -> tuple[Logits, dict[str, Logits]]:
+        """Load the model once: only its weights are exchanged."""
+        model = verify.load_plainly(folder, self.precision, device=self.device)
+        own, found = self._logits(model, prompts), dict[str, Logits]()
+        for name, weights in variants.items():
+            tensors = dense_tensors(self._base(weights), _read_adapter(weights), dtype=_dtype(weights))
+            verify.replace_weights(model, tensors)
+            found[name] = self._logits(model, prompts)
+        return own, found
+
+    def weight_errors(self, folder: Path, original: Path) -> Mapping[str, Any]:
+        held = read_prequantized(folder)
+        assert held is not None, f"{folder} holds plain weights"
+        return measure_errors(held, Base(folder=original, device=self.device)).to_json()
+
+    def write_dense(
+        self, target: Path, weights: DenseWeights, *, session: Any = None, on_bytes: OnBytes | None = None
+    ) -> None:
+        adapter = _read_adapter(weights)
+        write_dense(target, self._base(weights), adapter, dtype=_dtype(weights), on_read=on_bytes)
+
+    def result_bytes(self, rewrite: Rewrite) -> int:
+        return self._conversion(rewrite).result_bytes()
+
+    def rewrite_folder(
+        self, target: Path, rewrite: Rewrite, *, scratch: Path, on_bytes: OnBytes | None = None
+    ) -> Written:
+        conversion = self._conversion(rewrite)
+        conversion.write(target, tokenizer=rewrite.tokenizer, original=rewrite.original, on_read=on_bytes)
+        return Written(errors=conversion.errors.to_json())
+
+    def readable(self, folder: Path, *, view: Path) -> Path:
+        return folder
+
+    def _logits(self, model: Any, prompts: Prompts) -> Logits:
+        return verify.model_logits(model, prompts, precision=self.precision, device=self.device)
+
+    def _base(self, weights: DenseWeights) -> Base:
+        if weights.quantization is None:
+            return Base(folder=weights.folder, device=self.device)
+        trained = PRECISIONS[weights.precision]
+        return Base(
+            folder=weights.folder,
+            spec=QuantSpec(**weights.quantization),
+            compute=trained.autocast or trained.weights,
+            new_blocks=weights.new_blocks,
+            device=self.device,
+        )
+
+    def _conversion(self, rewrite: Rewrite) -> Conversion:
+        form = rewrite.form
+        replaced = read_prequantized(rewrite.replaced) if rewrite.replaced is not None else None
+        return Conversion(
+            start=Base(folder=rewrite.source, device=self.device),
+            spec=QuantSpec(**form.spec()) if form.quantizer != "none" else None,
+            dtype=DTYPES[form.dtype if form.dtype != "auto" else stored_format(rewrite.source)],
+            replaced=replaced,
+        )
+
+
+def _read_adapter(weights: DenseWeights) -> Adapter | None:
+    adapter = weights.adapter
+    return read_adapter(adapter.path, adapter.settings) if adapter is not None else None
+
+
+def _dtype(weights: DenseWeights) -> torch.dtype | None:
+    return DTYPES.get(weights.dtype)

@@ -1,0 +1,87 @@
+"""What a written tokenizer may do differently, and the number format and size that headers tell."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from crosstune.core.model_folders import WeightForm
+from crosstune.models.adapter_files import copy_template
+from crosstune.models.number_format import dense_bytes, stored_format
+from crosstune.models.tiny import tiny_model as make_tiny
+from crosstune.models.weights import Tensor, write_safetensors
+from crosstune.results.verify import chat_problems
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """A model without a chat template."""
+    folder = make_tiny(tmp_path / "bare")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_a_base_without_a_template_may_get_that_of_its_adapter(bare: Path, tmp_path: Path) -> None:
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    adapter.mkdir()
+    (adapter / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    shutil.copytree(bare, merged)
+    copy_template(adapter, merged)
+    assert (merged / "chat_template.jinja").is_file()
+    assert chat_problems(bare, merged) == []
+    assert "the chat template renders otherwise" in chat_problems(merged, bare)
+
+
+def write(folder: Path, **formats: str) -> Path:
+    folder.mkdir()
+    kinds = {"F32": np.float32, "BF16": np.uint16, "F16": np.float16}
+    tensors = [
+        Tensor(name=name, dtype=kind, shape=(4, 2), rows=[np.zeros((4, 2), kinds[kind])])
+        for name, kind in formats.items()
+    ]
+    write_safetensors(folder / "model.safetensors", tensors)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_the_number_format_is_that_of_most_weights(tmp_path: Path) -> None:
+    folder = write(tmp_path / "mixed", a="BF16", b="F32", c="BF16")
+    assert stored_format(folder) == "bf16"
+    spare = dense_bytes(folder) - (16 + 32 + 16)
+    assert spare >= 0
+    assert dense_bytes(folder, "fp32") - spare == 3 * 32
+    assert dense_bytes(folder, "fp16") - spare == 3 * 16
+
+
+def test_a_quantized_folder_counts_as_what_it_is_computed_in(tmp_path: Path) -> None:
+    folder = write(tmp_path / "packed", norm="F32", **{"q.weight.packed": "F16"})
+    record = {
+        "format": 1,
+        "spec": {"quantizer": "hqq", "bits": 4, "group_size": 64, "kind": "auto", "double": True},
+        "dtype": "bfloat16",
+        "layers": {"q": {"shape": [8, 8]}, "k": {"shape": [8, 8]}},
+    }
+    (folder / "crosstune_quantization.json").write_text(json.dumps(record))
+    assert stored_format(folder) == "bf16"
+    assert dense_bytes(folder, "auto") - dense_bytes(folder, "bf16") == 32 - 16
+    assert dense_bytes(folder, "fp32") - dense_bytes(folder, "bf16") == 2 * (8 + 64 + 64)
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        (WeightForm(quantizer="none"), "plain"),
+        (WeightForm(quantizer="hqq", bits=2), "hqq-2bit"),
+        (WeightForm(quantizer="mlx", bits=4), "mlx-4bit"),
+        (WeightForm(quantizer="mlx", bits=16), "mlx"),
+    ],
+)
+def test_a_folder_is_named_after_its_form(form: WeightForm, name: str) -> None:
+    assert form.name == name
