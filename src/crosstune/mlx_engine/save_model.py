@@ -22,11 +22,6 @@ OnWrite = Callable[[int, int], None]
 _WORDS = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
 
 
-def quantization_record(*, bits: int, group_size: int) -> dict[str, Any]:
-    """In the words that every engine uses for a quantized base."""
-    return {"quantizer": "mlx", "bits": bits, "group_size": group_size, "kind": "auto", "double": False}
-
-
 def to_host(arrays: Mapping[str, mx.array]) -> dict[str, Array]:
     return {name: np.array(array.astype(mx.float32)) for name, array in arrays.items()}
 

@@ -28,7 +28,7 @@ from crosstune.mlx_engine.losses import CausalLoss, make_feed
 from crosstune.mlx_engine.masters import Masters
 from crosstune.mlx_engine.optimizer import Optimizer
 from crosstune.mlx_engine.precision import PRECISIONS
-from crosstune.mlx_engine.save_model import quantization_record, save_model, to_host
+from crosstune.mlx_engine.save_model import save_model, to_host
 from crosstune.mlx_engine.wrap_call import recompute_in_backward
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import load_adapter, save_adapter
@@ -225,10 +225,10 @@ class MlxSession:
     def _base_record(self) -> dict[str, Any]:
         """Which weights, quantized how, the adapter was trained over."""
         plan = self.plan
-        form = quantization_record(bits=plan.n_bits, group_size=plan.config.group_size)
+        spec = plan.quant_spec
         return {
             "base": {"name": plan.config.model_name, "identity": identity(self.model_folder)},
-            "quantization": form if plan.quantizer != "none" else None,
+            "quantization": spec.to_json() if spec is not None else None,
             "precision": plan.precision,
         }
 

@@ -3,7 +3,6 @@ dense values of the quantized ones. The error is measured either way."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from crosstune.core.errors import UserError
 from crosstune.core.logit_distance import compare
 from crosstune.core.protocols import Observer
+from crosstune.core.quantization import QuantSpec
 from crosstune.core.record import write_json
 from crosstune.models.locate import ModelFolder
 from crosstune.models.quantized_folder import FolderQuantization, read_quantization
@@ -40,7 +40,6 @@ from crosstune.runs.open_parts import weights_identity
 
 if TYPE_CHECKING:
     from crosstune.torch_engine.convert import Conversion
-    from crosstune.torch_engine.quantized import QuantSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +83,7 @@ def convert(request: ConvertRequest, *, observer: Observer) -> dict[str, Any]:
         return _to_mlx(request, opened, held, observer)
     spec = _target_spec(request, held, path)
     if spec is not None:
-        opened = find_quantizer(opened, dataclasses.asdict(spec))
+        opened = find_quantizer(opened, spec)
     original = choose_original(request.original, opened.model, held, force=request.force)
     start = original or path
     dtype = request.dtype if request.dtype != "auto" else stored_word(start)
@@ -98,7 +97,7 @@ def convert(request: ConvertRequest, *, observer: Observer) -> dict[str, Any]:
         report = _measure(opened, conversion, stage.result, held, original)
         _check_original(request, report)
         report["source_identity"] = weights_identity(start)
-        report |= {"from": held.spec["quantizer"] if held else "none", "to": request.to, "dtype": dtype}
+        report |= {"from": held.spec.quantizer if held else "none", "to": request.to, "dtype": dtype}
         write_json(stage.result / RECORD, {"converted": report})
     return report | {"path": str(out)}
 
@@ -138,9 +137,9 @@ def _measure(
 
 
 def _check_held(request: ConvertRequest, path: Path, held: FolderQuantization | None) -> None:
-    found = held.spec["quantizer"] if held is not None else "none"
+    found = held.spec.quantizer if held is not None else "none"
     if request.held not in (None, found):
-        words = "plain weights" if held is None else f"{found} weights of {held.spec['bits']} bits"
+        words = "plain weights" if held is None else f"{found} weights of {held.spec.bits} bits"
         raise UserError(
             f"{path} does not hold what --from {request.held} says.",
             why=f"it holds {words}.",
@@ -149,7 +148,7 @@ def _check_held(request: ConvertRequest, path: Path, held: FolderQuantization | 
 
 
 def _target_spec(request: ConvertRequest, held: FolderQuantization | None, path: Path) -> QuantSpec | None:
-    from crosstune.torch_engine.quantized import QuantSpec, open_quantizer
+    from crosstune.torch_engine.quantized import open_quantizer
 
     if request.to in ("none", "hf"):
         if held is None:
@@ -163,7 +162,7 @@ def _target_spec(request: ConvertRequest, held: FolderQuantization | None, path:
         double=request.double,
     )
     open_quantizer(spec)
-    if held is not None and dataclasses.asdict(spec) == held.spec:
+    if held is not None and spec.meaning() == held.spec.meaning():
         raise UserError(
             f"{path} is quantized in exactly that way already.", do="ask for other bits or groups"
         )

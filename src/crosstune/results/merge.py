@@ -73,7 +73,6 @@ def base_candidates(opened: Opened, into: str | None) -> dict[str, Base]:
     from crosstune.torch_engine.device import open_device
     from crosstune.torch_engine.merge import Base
     from crosstune.torch_engine.precision import PRECISIONS
-    from crosstune.torch_engine.quantized import QuantSpec
 
     trained, path = opened.trained, opened.model.path
     device = open_device(opened.plan.backend)
@@ -81,7 +80,7 @@ def base_candidates(opened: Opened, into: str | None) -> dict[str, Base]:
         return {"original": Base(folder=path, device=device)}
     precision = PRECISIONS[trained.precision]
     compute = precision.autocast or precision.weights
-    seen = Base(folder=path, spec=QuantSpec(**trained.quantization), compute=compute, device=device)
+    seen = Base(folder=path, spec=trained.quantization, compute=compute, device=device)
     held = read_quantization(path)
     original = path if held is None else find_original(held.original)
     if original is not None:
@@ -178,14 +177,13 @@ def expanded_into(
     from crosstune.torch_engine import merge as engine
     from crosstune.torch_engine.device import open_device
     from crosstune.torch_engine.precision import PRECISIONS
-    from crosstune.torch_engine.quantized import QuantSpec
 
     trained, path = opened.trained, opened.model.path
     assert trained.quantization is not None
     trained_in, device = PRECISIONS[trained.precision], open_device(opened.plan.backend)
     seen = engine.Base(
         folder=path,
-        spec=QuantSpec(**trained.quantization),
+        spec=trained.quantization,
         compute=trained_in.autocast or trained_in.weights,
         new_blocks=trained.new_blocks,
         device=device,
@@ -232,7 +230,7 @@ def open_request(request: Request, observer: Observer) -> tuple[Opened, list[str
 def _over_original(trained: Trained, request: Request) -> tuple[Trained, list[str]]:
     """torch cannot make the few bits of MLX again. What was trained over them is folded into the original weights,
     which is the usual place for it, and only what that costs stays unmeasured."""
-    if (trained.quantization or {}).get("quantizer") != "mlx":
+    if trained.quantization is None or trained.quantization.quantizer != "mlx":
         return trained, []
     if request.into == "dequantized":
         raise UserError(

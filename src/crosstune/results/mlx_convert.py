@@ -12,6 +12,7 @@ from crosstune.config.load import cache_override
 from crosstune.core.errors import UserError
 from crosstune.core.logit_distance import Logits, compare
 from crosstune.core.protocols import Observer
+from crosstune.core.quantization import QuantSpec
 from crosstune.core.record import write_json
 from crosstune.models import mlx_adapters
 from crosstune.models.adapter_files import copy_tokenizer
@@ -77,14 +78,14 @@ def from_or_to_mlx(model: str, to: str) -> bool:
     folder = Path(model).expanduser()
     if (folder / "config.json").is_file():
         held = read_quantization(folder)
-        if held is not None and held.spec["quantizer"] == "mlx":
+        if held is not None and held.spec.quantizer == "mlx":
             return True
     return to == "mlx" and importlib.util.find_spec("torch") is None
 
 
 def check_held(model: str, said: str | None) -> None:
     held = read_quantization(Path(model).expanduser()) if Path(model).expanduser().is_dir() else None
-    found = held.spec["quantizer"] if held is not None else "none"
+    found = held.spec.quantizer if held is not None else "none"
     if said not in (None, found):
         raise UserError(f"{model} does not hold what --from {said} says.", do=f"use --from {found}")
 
@@ -148,7 +149,7 @@ def facts_of(
     """What was converted, and from which weights."""
     return {
         "model": name,
-        "from": held.spec["quantizer"] if held is not None else "none",
+        "from": held.spec.quantizer if held is not None else "none",
         "started_from": "original" if held is None or original is not None else "dequantized",
         "reference": str(reference),
     }
@@ -162,8 +163,8 @@ def default_out(model: ModelFolder, word: str) -> Path:
 
 
 def _check_other(model: ModelFolder, held: FolderQuantization | None, form: MlxForm) -> None:
-    asked = {"quantizer": form.to, "bits": form.bits, "group_size": form.group_size}
-    if held is not None and held.spec | asked == held.spec:
+    asked = QuantSpec(quantizer=form.to, bits=form.bits, group_size=form.group_size)
+    if held is not None and held.spec.meaning() == asked.meaning():
         raise UserError(
             f"{model.path} is quantized in exactly that way already.", do="ask for other bits or groups"
         )
@@ -173,7 +174,7 @@ def _before(
     model: ModelFolder, held: FolderQuantization | None, original: Path | None, *, force: bool
 ) -> dict[str, Any]:
     """How far the bits that are replaced are from the original weights, where MLX can read them."""
-    if original is None or held is None or held.spec["quantizer"] != "mlx":
+    if original is None or held is None or held.spec.quantizer != "mlx":
         return {}
     from crosstune.mlx_engine import export
 

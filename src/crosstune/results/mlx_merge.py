@@ -46,7 +46,7 @@ def made_by_mlx(request: Request) -> bool:
     trained = find_trained(request.target, base=request.base)
     if trained.adapter is None:
         return False
-    over_bits = (trained.quantization or {}).get("quantizer") == "mlx"
+    over_bits = trained.quantization is not None and trained.quantization.quantizer == "mlx"
     return request.backend == "mlx" or over_bits or importlib.util.find_spec("torch") is None
 
 

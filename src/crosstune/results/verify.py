@@ -14,6 +14,7 @@ from crosstune.config.plan import Plan
 from crosstune.core.errors import UserError
 from crosstune.core.logit_distance import BOUNDS, Agreement, Logits
 from crosstune.core.protocols import Observer
+from crosstune.core.quantization import QuantSpec
 from crosstune.data.chat import encode_prompt, render
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.locate import ModelFolder
@@ -106,13 +107,13 @@ def folder_logits(folder: Path, opened: Opened, *, gguf: str | None = None) -> L
     return session.logits(opened.prompts)
 
 
-def find_quantizer(opened: Opened, spec: Mapping[str, Any]) -> Opened:
+def find_quantizer(opened: Opened, spec: QuantSpec) -> Opened:
     """The same with the machine's quantizers known; an error where the one in question does not run."""
     plan = quantized_plan(opened, spec, folder=opened.model.path)
     return replace(opened, plan=replace(opened.plan, machine=plan.machine, backend=plan.backend))
 
 
-def quantized_plan(opened: Opened, spec: Mapping[str, Any], *, folder: Path) -> Plan:
+def quantized_plan(opened: Opened, spec: QuantSpec, *, folder: Path) -> Plan:
     """The plan to open a folder of quantized weights; an error where its quantizer does not run."""
     return plan_over_quantized(opened.plan, spec, folder=folder)
 

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from crosstune.core.errors import UserError
+from crosstune.core.quantization import QuantSpec
 from crosstune.models.adapter_files import PEFT_PREFIX
 from crosstune.models.config_spelling import respell_folder
 from crosstune.torch_engine import export
 from crosstune.torch_engine.blocks import in_blocks
 from crosstune.torch_engine.load import quantizable_layers, read_config
 from crosstune.torch_engine.prequantized import Prequantized, read_prequantized
-from crosstune.torch_engine.quantized import QuantSpec, open_quantizer
+from crosstune.torch_engine.quantized import quantize_weight
 from crosstune.torch_engine.stream import Place, find_tensors, read_ahead
 
 OnRead = Callable[[int, int], None]
@@ -102,7 +103,7 @@ def base_tensors(base: Base, *, on_read: OnRead | None = None) -> Iterator[tuple
             and name.endswith(".weight")
             and not in_blocks(name, base.new_blocks)
         ):
-            stored = open_quantizer(base.spec).quantize(tensor.to(base.device), base.spec, base.compute)
+            stored = quantize_weight(tensor.to(base.device), base.spec, base.compute)
             yield name, stored.dequantize(base.compute).float().cpu()
         else:
             yield name, tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,12 +26,12 @@ from crosstune.torch_engine.adapters import AdaptedLinear, add_adapters, name_ta
 from crosstune.torch_engine.device import CacheClearing, open_device, read_memory
 from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, watch_outputs
 from crosstune.torch_engine.generate import OnToken, generate
-from crosstune.torch_engine.load import load_model, quant_spec, shrink_frozen
+from crosstune.torch_engine.load import load_model, shrink_frozen
 from crosstune.torch_engine.losses import causal_loss_sum
 from crosstune.torch_engine.optimizer import Masters, make_optimizer, set_learning_rate
 from crosstune.torch_engine.original_weights import original_weights
 from crosstune.torch_engine.precision import PRECISIONS
-from crosstune.torch_engine.quantized import QuantLinear
+from crosstune.torch_engine.quantized import count_weights
 from crosstune.torch_engine.stream import find_tensors, read_tensor
 from crosstune.torch_engine.verify import model_logits
 
@@ -204,12 +203,7 @@ class TorchSession:
     def num_parameters(self) -> tuple[int, int]:
         trained = sum(p.numel() for p in self.masters.parameters.values())
         added = sum(p.numel() for p in export.adapter_weights(self.adapters).values())
-        quantized = sum(
-            module.in_features * module.out_features
-            for module in self.model.modules()
-            if isinstance(module, QuantLinear)
-        )
-        return trained, sum(p.numel() for p in self.model.parameters()) - added + quantized
+        return trained, count_weights(self.model) - added
 
     def save_result(self, run_dir: Path) -> Path:
         if self.adapters:
@@ -234,7 +228,7 @@ class TorchSession:
         if self.expansion is None:
             return {}
         record: dict[str, Any] = {"new_blocks": sorted(self.expansion.new)}
-        if quant_spec(self.plan) is None:
+        if self.plan.quant_spec is None:
             return record
 
         prompts = [list(range(start, start + _PROBE_TOKENS)) for start in (0, _PROBE_TOKENS)]
@@ -245,10 +239,10 @@ class TorchSession:
 
     def _base_record(self) -> dict[str, Any]:
         """Which weights, quantized how, the adapter was trained over."""
-        spec = quant_spec(self.plan)
+        spec = self.plan.quant_spec
         return {
             "base": {"name": self.plan.config.model_name, "identity": identity(self.model_folder)},
-            "quantization": dataclasses.asdict(spec) if spec is not None else None,
+            "quantization": spec.to_json() if spec is not None else None,
             "precision": self.plan.precision,
         }
 
