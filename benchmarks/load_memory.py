@@ -45,7 +45,6 @@ def measure(folder: Path, quantizer: str) -> None:
     from crosstune.planner.gather import make_plan
     from crosstune.torch_engine.load import load_model
     from crosstune.torch_engine.precision import PRECISIONS
-    from crosstune.torch_engine.quantized import QuantLinear, stored_bytes
 
     asked = {"model_name": str(folder), "train_type": "qlora", "quantization_backend": quantizer}
     plan = make_plan(make_config(**asked, backend="cpu", precision="bf16"))
@@ -64,8 +63,7 @@ def measure(folder: Path, quantizer: str) -> None:
     seconds = time.perf_counter() - started
     done.set()
     watcher.join()
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    size += sum(stored_bytes(layer.stored) for layer in model.modules() if isinstance(layer, QuantLinear))
+    size = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
     growth = peak[0] - before
     print(
         f"| {quantizer} | {size / 2**20:,.0f} | {LAYER_BYTES / 2**20:,.0f} | {growth / 2**20:,.0f} "

@@ -81,6 +81,68 @@ def test_another_model_and_strange_metadata_are_refused(tmp_path: Path) -> None:
         wrapper.save_checkpoint(make(0)[0], tmp_path / "b", head=nn.Linear(1, 1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("method", "options", "name"),
+    [
+        ("BNB_NF4", {}, "bnb-4bit"),
+        ("BNB_NF4", {"double_quant": False}, "bnb-4bit"),
+        ("BNB_INT8", {}, "bnb-8bit"),
+        ("HQQ_4BIT", {"quant_scale": True}, "hqq-4bit"),
+        ("HQQ", {"bits": 3, "quant_zero": False}, "hqq-3bit"),
+        ("QUANTO_INT8", {"quant_type": "float8"}, "quanto-8bit"),
+        ("QUANTO_INT4", {}, "quanto-4bit"),
+        ("QUANTO_INT2", {}, "quanto-2bit"),
+    ],
+)
+def test_a_quantized_model_comes_back_bit_for_bit(
+    method: str, options: dict[str, Any], name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    from quantization_wrapper import (
+        QuantizationConfig,
+        QuantizationMethod,
+        create_quantization_adapter,
+    )
+
+    adapter = create_quantization_adapter(
+        "cpu", QuantizationConfig(method=QuantizationMethod[method], **options), strict=True
+    )
+
+    def quantized(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        layers = (nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128, bias=False), nn.LayerNorm(128))
+        return adapter.quantize_model(nn.Sequential(*layers).to(dtype))
+
+    wrapper, path = MPSFSDPWrapper(), tmp_path / "q.pt"
+    model, other = quantized(0), quantized(1)
+    x = torch.linspace(-1, 1, 512).reshape(4, 128).to(dtype)
+    expected = model(x)
+    assert not torch.equal(other(x), expected)
+    wrapper.save_checkpoint(model, path, epoch=3)
+    found = wrapper.load_checkpoint(other, path)
+    assert (found["epoch"], found["quantization"]) == (3, name)
+    assert found["precision"] == {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    assert torch.equal(other(x), expected)
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[key], tensor), key
+    plain = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128, bias=False), nn.LayerNorm(128))
+    with pytest.raises(UserError, match="not a checkpoint of this model"):
+        wrapper.load_checkpoint(plain, path)
+
+
+def test_a_checkpoint_of_another_quantization_is_refused(tmp_path: Path) -> None:
+    """All tensors of NF4 and FP4 have the same names, shapes and dtypes."""
+    from quantization_wrapper import BitsAndBytesAdapter, QuantizationConfig, QuantizationMethod
+
+    def quantized(kind: str) -> nn.Module:
+        config = QuantizationConfig(method=QuantizationMethod.BNB_NF4, quant_type=kind)
+        return BitsAndBytesAdapter(config).quantize_model(nn.Sequential(nn.Linear(64, 64)))
+
+    MPSFSDPWrapper().save_checkpoint(quantized("nf4"), tmp_path / "q")
+    with pytest.raises(UserError, match="quantized otherwise"):
+        MPSFSDPWrapper().load_checkpoint(quantized("fp4"), tmp_path / "q")
+
+
 def test_only_one_module_reads_pickles() -> None:
     source = Path(__file__).parents[2] / "src"
     reading = re.compile(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import fields
@@ -19,9 +20,11 @@ from torch import nn  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import quantization_wrapper  # noqa: E402
+from crosstune.cli.main import main  # noqa: E402
 from crosstune.core.errors import UserError  # noqa: E402
 from crosstune.machines.probe import load_machine  # noqa: E402
 from crosstune.torch_engine.adapters import AdapterSettings, add_adapters  # noqa: E402
+from crosstune.torch_engine.prequantized import read_prequantized  # noqa: E402
 from crosstune.torch_engine.quantized import QuantLinear, stored_bytes  # noqa: E402
 from quantization_wrapper import (  # noqa: E402
     BitsAndBytesAdapter,
@@ -293,7 +296,9 @@ def test_saved_models_come_back_bit_for_bit(
     adapter = kind(QuantizationConfig(**options | {"quant_scale": False, "layer_configs": {"leave": 16}}))
     model = adapter.quantize_model(block.to(dtype))
     adapter.save_quantized_model(model, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"quantization.json", "quantized.safetensors"}
+    described = {"crosstune.json", "crosstune_quantization.json", "quantized.safetensors"}
+    plain = {"crosstune.json", "model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == (plain if kind is FallbackAdapter else described)
     again = kind(adapter.config).load_quantized_model(tmp_path, Block())
     assert_same(again, model)
     x = inputs().to(dtype)
@@ -328,22 +333,59 @@ def assert_same(again: nn.Module, model: nn.Module) -> None:
         assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
     assert quantized_names(again) == quantized_names(model)
     for name in quantized_names(model):
+        assert f"{name}.stored.packed" in theirs
         left, right = again.get_submodule(name).stored, model.get_submodule(name).stored
-        assert left.tensors().keys() == right.tensors().keys()
-        for part, tensor in right.tensors().items():
-            other = left.tensors()[part]
-            assert other.dtype == tensor.dtype
-            assert (
-                torch.equal(other.view(torch.uint8), tensor.view(torch.uint8))
-                if tensor.ndim
-                else other == tensor
-            )
         assert torch.equal(left.dequantize(torch.float32), right.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        (M.HQQ_4BIT, "--quantization_backend hqq"),
+        (M.BNB_NF4, "--quantization_backend bnb"),
+        (M.QUANTO_INT8, "--quantization_backend quanto --n_bits 8"),
+        (M.NONE, None),
+    ],
+)
+def test_a_saved_folder_is_trained_over(
+    method: QuantizationMethod, words: str | None, llama: Any, tmp_path: Path
+) -> None:
+    """By the command, and with the very weights that were saved."""
+    other_bits = {} if method is M.NONE else {"layers.0.mlp.up_proj": {"method": M.HQQ, "bits": 8}}
+    config = QuantizationConfig(method=method, layer_configs=other_bits)
+    adapter = create_quantization_adapter("cpu", config, machine=load_machine("cpu-laptop"))
+    adapter.save_quantized_model(adapter.quantize_model(llama), tmp_path / "q")
+    if words is not None:
+        held = read_prequantized(tmp_path / "q")
+        assert held is not None and held.layers == quantized_names(llama)
+        for name in held.layers:
+            ours = held.stored(name, torch.device("cpu")).dequantize(torch.float32)
+            assert torch.equal(ours, llama.get_submodule(name).dequantize_weights(torch.float32)), name
+    data = tmp_path / "rows.jsonl"
+    turns = [{"role": "user", "content": "Say blue."}, {"role": "assistant", "content": "blue"}]
+    data.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(4)))
+    asked = f"--backend cpu --precision fp32 --skip_eval --max_steps 1 --batch_size 2 --output_dir {tmp_path}/runs"
+    kind = "lora" if words is None else f"qlora {words}"
+    command = f"train --model_name {tmp_path}/q --dataset {data} --train_type {kind} {asked} --name run"
+    assert main(command.split()) == 0
+    assert (tmp_path / "runs" / "run" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_a_folder_of_another_model_is_not_written_into(llama: Any, tmp_path: Path) -> None:
+    llama.save_pretrained(tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    adapter = HQQAdapter()
+    adapter.quantize_model(llama)
+    with pytest.raises(UserError, match="another model"):
+        adapter.save_quantized_model(llama, tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    for _ in range(2):  # its own folder is replaced
+        adapter.save_quantized_model(llama, tmp_path / "mine")
 
 
 def test_damaged_and_foreign_folders_are_refused(block: Block, tmp_path: Path) -> None:
     adapter = HQQAdapter()
-    with pytest.raises(UserError, match=r"quantization\.json"):
+    with pytest.raises(UserError, match=r"crosstune\.json"):
         adapter.load_quantized_model(tmp_path)
     adapter.save_quantized_model(adapter.quantize_model(block), tmp_path)
     with pytest.raises(ValueError, match="HQQAdapter"):

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
+from crosstune.core.quantization import QuantSpec
 from crosstune.data.batches import pad_rows
 from crosstune.data.chat import encode_conversation
 from crosstune.data.token_batch import TokenBatch
@@ -23,9 +24,8 @@ from crosstune.models.tiny import tiny_model as make_tiny
 from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.open import open_session as open_torch
 from crosstune.torch_engine.prequantized import read_prequantized
-from crosstune.torch_engine.quantized import QuantLinear, QuantSpec, open_quantizer
+from crosstune.torch_engine.quantized import QuantLinear, open_quantizer, quantize_weight, restore_weight
 from crosstune.torch_engine.session import TorchSession
-from crosstune.torch_engine.stored_state import describe, restore
 from crosstune.torch_engine.stream import find_tensors, read_tensor
 
 CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ def dense(folder: Path) -> dict[str, torch.Tensor]:
 def direct(weights: dict[str, torch.Tensor], quantizer: str) -> dict[str, torch.Tensor]:
     spec = QuantSpec(quantizer=quantizer, bits=4, group_size=64)
     return {
-        name: open_quantizer(spec).quantize(weight, spec, torch.float32).dequantize(torch.float32)
+        name: quantize_weight(weight, spec, torch.float32).dequantize(torch.float32)
         for name, weight in weights.items()
     }
 
@@ -105,10 +105,11 @@ def test_a_stored_weight_survives_as_tensors_and_json(
 ) -> None:
     weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(2)).to(dtype)
     spec = QuantSpec(quantizer=quantizer, bits=bits, group_size=64, kind=kind)
-    stored = open_quantizer(spec).quantize(weight, spec, dtype)
+    stored = quantize_weight(weight, spec, dtype)
     expected = stored.dequantize(dtype)
-    facts = json.loads(json.dumps(describe(stored)))
-    again = restore(facts, {name: tensor.clone() for name, tensor in stored.tensors().items()})
+    facts = json.loads(json.dumps(stored.facts))
+    tensors = {name: tensor.clone() for name, tensor in stored.tensors().items()}
+    again = restore_weight(quantizer, tensors, facts)
     assert torch.equal(again.dequantize(dtype), expected)
 
 
@@ -195,7 +196,6 @@ def test_training_over_a_converted_folder_equals_quantizing_while_loading(
         raise AssertionError("nothing is to be quantized again")
 
     monkeypatch.setattr(module, "quantize", refuse)
-    monkeypatch.setattr("crosstune.torch_engine.load.open_quantizer", lambda spec: module)
     monkeypatch.setattr("crosstune.planner.gather.probe_machine", lambda **_: there.plan.machine)
     here = open_session(tmp_path / "q", quantization_backend=quantizer)
     assert sum(isinstance(m, QuantLinear) for m in here.model.modules()) == 14

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
+from crosstune.core.quantization import read_spec
 from crosstune.data.batches import pad_rows
 from crosstune.data.chat import encode_conversation
 from crosstune.data.token_batch import TokenBatch
@@ -25,7 +26,6 @@ from crosstune.models.tiny import tiny_model as make_tiny
 from crosstune.planner.gather import make_plan
 from crosstune.torch_engine import merge as engine
 from crosstune.torch_engine.open import open_session as open_torch
-from crosstune.torch_engine.quantized import QuantSpec
 from crosstune.torch_engine.session import TorchSession
 
 TURNS = [
@@ -71,7 +71,7 @@ def merged(adapter: Path, base: Path, out: Path) -> Path:
     """The engine's part alone: into exactly the weights that training saw."""
     settings = json.loads((adapter / "adapter_config.json").read_text())
     spec = json.loads((adapter / "crosstune.json").read_text())["quantization"]
-    source = engine.Base(folder=base, spec=QuantSpec(**spec) if spec else None)
+    source = engine.Base(folder=base, spec=read_spec(spec))
     engine.write_dense(out, source, engine.read_adapter(adapter, settings))
     return out
 

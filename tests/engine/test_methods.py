@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
+from crosstune.core.quantization import QuantSpec
 from crosstune.data.batches import pad_rows
 from crosstune.data.chat import encode_conversation
 from crosstune.data.token_batch import TokenBatch
@@ -20,7 +21,11 @@ from crosstune.data.tokenizer import Tokenizer
 from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.blocks import expand_evenly
 from crosstune.torch_engine.open import open_session as open_torch
-from crosstune.torch_engine.quantized import QuantLinear, QuantSpec, open_quantizer, stored_bytes
+from crosstune.torch_engine.quantized import (
+    QuantLinear,
+    quantize_weight,
+    stored_bytes,
+)
 from crosstune.torch_engine.session import TorchSession
 
 TURNS = [
@@ -64,7 +69,7 @@ def test_a_quantized_layer_is_the_layer_of_its_own_dense_weight(
     weight = torch.randn(96, 128, generator=generator) * 0.02
     bias = torch.randn(96, generator=generator)
     spec = QuantSpec(quantizer=quantizer, bits=bits, group_size=64, kind=kind)
-    stored = open_quantizer(spec).quantize(weight.to(dtype), spec, dtype)
+    stored = quantize_weight(weight.to(dtype), spec, dtype)
     dense = stored.dequantize(dtype)
     assert dense.shape == weight.shape
     assert stored_bytes(stored) * 8 / weight.numel() < bits + 1.8

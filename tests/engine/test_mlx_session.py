@@ -394,3 +394,23 @@ def test_too_little_memory_is_told_from_other_errors() -> None:
             raise RuntimeError(words)
     with pytest.raises(RuntimeError, match="do not fit"), memory_errors():
         raise RuntimeError("[matmul] shapes (2, 3) and (4, 5) do not fit")
+
+
+def test_an_adapter_goes_on_over_the_same_bits_without_a_warning(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    turns = [{"role": "user", "content": "Say blue."}, {"role": "assistant", "content": "blue"}]
+    data.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(4)))
+    words = [
+        *("train", "--backend", "mlx", "--train_type", "qlora", "--model_name", str(tiny_model)),
+        *("--dataset", str(data), "--skip_eval", "--max_steps", "1", "--batch_size", "2"),
+        *("--output_dir", str(tmp_path / "runs"), "--lora_rank", "2"),
+    ]
+    assert main([*words, "--name", "first"]) == 0
+    again = ["--base_adapter", str(tmp_path / "runs" / "first" / "adapter")]
+    capsys.readouterr()
+    assert main([*words, *again, "--name", "second"]) == 0
+    assert "base_adapter: it was trained" not in capsys.readouterr().err
+    assert main([*words, *again, "--n_bits", "8", "--name", "third"]) == 0
+    assert "goes on over one that is mlx with 8 bits" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from typing import Any
 
 from crosstune.compat.quantization_config import DTYPES, QuantizationConfig, dtype_name, method_for
 from crosstune.core.errors import UserError
+from crosstune.core.quantization import QuantSpec
 from crosstune.torch_engine.probe import torch_dtype
 
 HALF_TYPES = ("float16", "bfloat16")
@@ -83,7 +84,6 @@ def _unused(config: QuantizationConfig) -> list[tuple[str, str]]:
 def make_recipe(config: QuantizationConfig) -> Any:
     """The torch engine's description of the same."""
     from crosstune.compat.torch_parts.layer_storage import LayerStorage
-    from crosstune.torch_engine.quantized import QuantSpec
 
     library = config.method.library
     compute = _torch_type(config.compute_dtype)

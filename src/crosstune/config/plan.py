@@ -9,6 +9,7 @@ from typing import Any, Literal
 from crosstune.config.schema import Config
 from crosstune.core.events import Adjusted
 from crosstune.core.machine import BackendReport, Machine
+from crosstune.core.quantization import QuantSpec
 
 Kind = Literal["choice", "change", "warning"]
 
@@ -69,6 +70,19 @@ class Plan:
     @property
     def precision(self) -> str:
         return self.config.precision
+
+    @property
+    def quant_spec(self) -> QuantSpec | None:
+        """How the base is quantized; None where it is not."""
+        if self.quantizer == "none":
+            return None
+        return QuantSpec(
+            quantizer=self.quantizer,
+            bits=self.n_bits,
+            group_size=self.config.group_size,
+            kind=self.config.quant_type,
+            double=self.config.double_quant,
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from crosstune.core.logit_distance import Logits, Prompts
+from crosstune.core.quantization import QuantSpec
 
 OnBytes = Callable[[int, int], None]
 """Receives how many of how many bytes are done."""
@@ -32,7 +33,7 @@ class DenseWeights:
 
     folder: Path
     adapter: AdapterFolder | None = None
-    quantization: Mapping[str, Any] | None = None
+    quantization: QuantSpec | None = None
     """Quantize each weight like this and make it dense again, as training saw it. None: take the folder's own values."""
     precision: str = "fp32"
     """The precision of the training that saw the weights quantized."""
@@ -61,15 +62,15 @@ class WeightForm:
         is_dense = self.quantizer == "mlx" and self.bits == PLAIN_BITS
         return self.quantizer if is_dense else f"{self.quantizer}-{self.bits}bit"
 
-    def spec(self) -> dict[str, Any]:
-        """Return the form as a folder's quantization record spells it."""
-        return {
-            "quantizer": self.quantizer,
-            "bits": self.bits,
-            "group_size": self.group_size,
-            "kind": self.kind,
-            "double": self.double,
-        }
+    def spec(self) -> QuantSpec:
+        """Return the quantization of this form, which is not plain."""
+        return QuantSpec(
+            quantizer=self.quantizer,
+            bits=self.bits,
+            group_size=self.group_size,
+            kind=self.kind,
+            double=self.double,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,7 @@ from crosstune.config.schema import EMULATED_PACKAGE
 from crosstune.core.names import load_plugin
 from crosstune.emulate.current_layer import CurrentLayer
 from crosstune.emulate.operators import operator_table
-from crosstune.torch_engine.load import quant_spec
-from crosstune.torch_engine.quantized import QuantLinear, dense_weight, open_quantizer
+from crosstune.torch_engine.quantized import QuantLinear, dense_weight, quantize_weight
 from crosstune.torch_engine.session import TorchSession
 
 _COMPOSITE_KEYS = (
@@ -92,13 +91,13 @@ class Watch:
         model = session.model
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._note_dtype("copy to the device", tensor.dtype, name)
-        spec = quant_spec(session.plan)
+        spec = session.plan.quant_spec
         layer = next((module for module in model.modules() if isinstance(module, QuantLinear)), None)
         if spec is not None and layer is not None:
             precision = session.precision
             weight = dense_weight(layer, precision.weights)
             with self.during("quantizing"):
-                open_quantizer(spec).quantize(weight, spec, precision.autocast or precision.weights)
+                quantize_weight(weight, spec, precision.autocast or precision.weights)
 
     def note_result(self, operator: str, result: Any, inputs: Any, where: Any) -> None:
         computed = any(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in tree_leaves(inputs))

@@ -76,10 +76,10 @@ def check_readable(folder: Path, config: Mapping[str, Any]) -> FolderQuantizatio
     held = read_quantization(folder)
     other = config.get("quantization_config")
     method = str(other.get("quant_method")) if isinstance(other, dict) and held is None else None
-    if (held is not None and held.spec["quantizer"] != "mlx") or (
+    if (held is not None and held.spec.quantizer != "mlx") or (
         method is not None and method not in READ_BY_MLX_LM
     ):
-        name = held.spec["quantizer"] if held is not None else method
+        name = held.spec.quantizer if held is not None else method
         raise UserError(
             f"{folder} holds weights quantized by {name}, which MLX cannot read.",
             why="each library packs the bits of a weight in a way of its own.",
@@ -114,7 +114,7 @@ def check_asked(folder: Path, held: FolderQuantization | None, plan: Plan) -> No
         if plan.quantizer != "none":
             check_form(bits=plan.n_bits, group_size=plan.config.group_size)
         return
-    bits, group_size = held.spec["bits"], held.spec["group_size"]
+    bits, group_size = held.spec.bits, held.spec.group_size
     flags = f"--train_type qlora --n_bits {bits} --group_size {group_size}"
     if plan.method not in ("lora", "dora"):
         raise UserError(

@@ -22,11 +22,6 @@ SHARD_BYTES = 4 * 2**30
 _WORDS = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
 
 
-def quantization_record(*, bits: int, group_size: int) -> dict[str, Any]:
-    """Return the record of a quantized base in the fields that every engine uses."""
-    return {"quantizer": "mlx", "bits": bits, "group_size": group_size, "kind": "auto", "double": False}
-
-
 def host_weights(arrays: Mapping[str, mx.array]) -> dict[str, Array]:
     """Return copies of the arrays on the host, in fp32."""
     return {name: np.array(array.astype(mx.float32)) for name, array in arrays.items()}

@@ -10,20 +10,22 @@ from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import read_json
+from crosstune.core.quantization import QuantSpec
 from crosstune.core.safetensors_header import read_header
 from crosstune.models.folder import read_config_json, weight_files
 
 RECORD = "crosstune_quantization.json"
 OWN_METHOD = "crosstune"
-FORMAT = 1
+FORMAT = 2
+"""Format 1 has the offset of doubly quantized scales in JSON, and quanto's own description of a weight."""
+_READ_FORMATS = (1, FORMAT)
 _PACKED_STATE = ".weight.quant_state.bitsandbytes__"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FolderQuantization:
-    """`spec` has the fields of the torch engine's QuantSpec."""
-
-    spec: dict[str, Any]
+    spec: QuantSpec
+    """Of most layers; one that is quantized otherwise says so among its facts, as `spec`."""
     own: bool
     dtype: str
     """In which the dense weights are computed with, as torch spells it."""
@@ -33,16 +35,16 @@ class FolderQuantization:
     """Name, path and identity of the weights that were quantized, where they are on record."""
 
 
-def quantization_options(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A recorded quantization as the options that ask for it."""
+def quantization_options(spec: QuantSpec) -> dict[str, Any]:
+    """Return the options that ask for a recorded quantization."""
     options = {
-        "quantization_backend": spec["quantizer"],
-        "n_bits": spec["bits"],
-        "group_size": spec["group_size"],
+        "quantization_backend": spec.quantizer,
+        "n_bits": spec.bits,
+        "group_size": spec.group_size,
     }
-    if spec["quantizer"] == "mlx":  # which has one kind alone
+    if spec.quantizer == "mlx":  # which has one kind alone
         return options
-    return options | {"quant_type": spec["kind"], "double_quant": spec["double"]}
+    return options | {"quant_type": spec.kind, "double_quant": spec.double}
 
 
 def read_quantization(folder: Path) -> FolderQuantization | None:
@@ -64,13 +66,13 @@ def read_quantization(folder: Path) -> FolderQuantization | None:
         )
     first = next(iter(layers.values()))
     return FolderQuantization(
-        spec={
-            "quantizer": "bnb",
-            "bits": 4,
-            "group_size": first["blocksize"],
-            "kind": first["quant_type"],
-            "double": "nested_blocksize" in first,
-        },
+        spec=QuantSpec(
+            quantizer="bnb",
+            bits=4,
+            group_size=first["blocksize"],
+            kind=first["quant_type"],
+            double="nested_blocksize" in first,
+        ),
         own=False,
         dtype=quantization.get("bnb_4bit_compute_dtype") or config.get("dtype") or "bfloat16",
         layers=layers,
@@ -112,13 +114,7 @@ def _read_mlx(folder: Path, config: Mapping[str, Any]) -> FolderQuantization:
         if name.endswith(".scales")
     }
     return FolderQuantization(
-        spec={
-            "quantizer": "mlx",
-            "bits": form["bits"],
-            "group_size": form["group_size"],
-            "kind": "auto",
-            "double": False,
-        },
+        spec=QuantSpec(quantizer="mlx", bits=form["bits"], group_size=form["group_size"], double=False),
         own=False,
         dtype=config.get("dtype") or config.get("torch_dtype") or "bfloat16",
         layers={layer: {"shape": _mlx_shape(shape, layer, form)} for layer, shape in scales.items()},
@@ -143,12 +139,13 @@ def _mlx_shape(scales: Sequence[int], layer: str, form: Mapping[str, Any]) -> li
 def _read_own(path: Path) -> FolderQuantization:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        if record["format"] != FORMAT:
+        if record["format"] not in _READ_FORMATS:
             raise UserError(
-                f"{path} has the format {record['format']}.", why=f"this crosstune reads format {FORMAT}."
+                f"{path} has the format {record['format']}.",
+                why=f"this crosstune reads formats up to {FORMAT}.",
             )
         return FolderQuantization(
-            spec=record["spec"],
+            spec=QuantSpec.from_json(record["spec"]),
             own=True,
             dtype=record["dtype"],
             layers=record["layers"],

@@ -15,6 +15,7 @@ from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
 from crosstune.core.machine import Machine
+from crosstune.core.quantization import QuantSpec
 from crosstune.core.ranks import Ranks
 from crosstune.machines.probe import probe_machine
 from crosstune.models.folder import read_config_json
@@ -78,7 +79,7 @@ def as_the_folder_is(config: Config) -> Config:
     if library == "none" or not (folder / "config.json").is_file():
         return config
     found = read_quantization(folder)
-    if found is None or library not in ("auto", found.spec["quantizer"]):
+    if found is None or library not in ("auto", found.spec.quantizer):
         return config
     given = {name: v for name, v in quantization_options(found.spec).items() if name not in config.asked}
     sources = {**config.asked, **dict.fromkeys(given, str(folder))}
@@ -101,15 +102,15 @@ def _wants_quantizer(config: Config) -> bool:
     )
 
 
-def plan_over_quantized(like: Plan, spec: Mapping[str, Any], *, folder: Path) -> Plan:
+def plan_over_quantized(like: Plan, spec: QuantSpec, *, folder: Path) -> Plan:
     """The plan to open a folder of quantized weights, with the backend and precision of another; an error where its
     quantizer does not run."""
     options = quantization_options(spec) | {"train_type": "lora", "model_name": str(folder)}
     plan = plan_like(like, options | {"precision": like.precision})
-    if plan.quantizer != spec["quantizer"]:
+    if plan.quantizer != spec.quantizer:
         raise UserError(
-            f"{spec['quantizer']} with {spec['bits']} bits does not run on {plan.backend.name} here.",
-            do=f"pip install 'crosstune[{spec['quantizer']}]', or see what does: crosstune doctor",
+            f"{spec.quantizer} with {spec.bits} bits does not run on {plan.backend.name} here.",
+            do=f"pip install 'crosstune[{spec.quantizer}]', or see what does: crosstune doctor",
         )
     return plan
 

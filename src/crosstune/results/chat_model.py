@@ -94,5 +94,5 @@ def _needs_mlx(trained: Trained) -> bool:
     """Tell whether the weights are quantized by MLX, or were when an adapter was trained over them."""
     folder = Path(trained.base).expanduser()
     held = read_quantization(folder) if (folder / "config.json").is_file() else None
-    specs = (trained.quantization or {}, held.spec if held is not None else {})
-    return any(spec.get("quantizer") == "mlx" for spec in specs)
+    specs = (trained.quantization, held.spec if held is not None else None)
+    return any(spec is not None and spec.quantizer == "mlx" for spec in specs)

@@ -96,7 +96,7 @@ class _Source:
         from_original = self.held is None or self.original is not None
         return {
             "model": request.model,
-            "from": self.held.spec["quantizer"] if self.held is not None else "none",
+            "from": self.held.spec.quantizer if self.held is not None else "none",
             "started_from": "original" if from_original else "dequantized",
             "reference": str(self.start),
         }
@@ -177,7 +177,7 @@ def _open_source(request: ConvertRequest, observer: Observer) -> _Source:
         raise UserError(f"{path} holds plain weights already.", do="use crosstune export to copy it")
     if form.quantizer != "mlx":
         opened.engine.check_form(form)
-    if held is not None and form.spec() == held.spec:
+    if held is not None and form.spec().meaning() == held.spec.meaning():
         raise UserError(
             f"{path} is quantized in exactly that way already.", do="ask for other bits or groups"
         )
@@ -191,7 +191,7 @@ def _choose_engine(request: ConvertRequest) -> str:
     """Take MLX for its own quantized weights, and for plain ones where there is no torch; torch for the rest."""
     folder = Path(request.model).expanduser()
     held = read_quantization(folder) if (folder / "config.json").is_file() else None
-    if held is None or held.spec["quantizer"] != "mlx":
+    if held is None or held.spec.quantizer != "mlx":
         return "mlx" if request.to == "mlx" and not has_torch() else "torch"
     if request.to not in (*_PLAIN, "mlx"):
         raise UserError(
@@ -204,9 +204,9 @@ def _choose_engine(request: ConvertRequest) -> str:
 
 def _check_held(request: ConvertRequest, path: Path, held: FolderQuantization | None) -> None:
     """Check that the folder holds what --from says."""
-    found = held.spec["quantizer"] if held is not None else "none"
+    found = held.spec.quantizer if held is not None else "none"
     if request.held not in (None, found):
-        words = "plain weights" if held is None else f"{found} weights of {held.spec['bits']} bits"
+        words = "plain weights" if held is None else f"{found} weights of {held.spec.bits} bits"
         raise UserError(
             f"{path} does not hold what --from {request.held} says.",
             why=f"it holds {words}.",
@@ -220,7 +220,7 @@ def _check_original(request: ConvertRequest, source: _Source) -> Mapping[str, An
     Return None where there is nothing to measure, or where the engine cannot read the quantized weights.
     """
     engine, held, original = source.opened.engine, source.held, source.original
-    if original is None or held is None or engine.own_quantizer not in (None, held.spec["quantizer"]):
+    if original is None or held is None or engine.own_quantizer not in (None, held.spec.quantizer):
         return None
     errors = engine.weight_errors(source.model.path, original)
     if errors["relative"] >= NOT_THE_ORIGINAL and not request.force:

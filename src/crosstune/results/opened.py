@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import ModelProgress, Observer
 from crosstune.core.logit_distance import Logits
 from crosstune.core.model_folders import ModelFolders
+from crosstune.core.quantization import QuantSpec
 from crosstune.models.locate import ModelFolder, identity
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.planner.gather import make_plan, plan_like, plan_over_quantized
@@ -96,7 +97,7 @@ def open_trained(trained: Trained, *, engine: str, backend: str, observer: Obser
     )
 
 
-def find_quantizer(opened: Opened, spec: Mapping[str, Any]) -> Opened:
+def find_quantizer(opened: Opened, spec: QuantSpec) -> Opened:
     """Return the same with the machine's quantizers probed; raise where the one in `spec` does not run."""
     plan = plan_over_quantized(opened.plan, spec, folder=opened.model.path)
     return replace(opened, plan=replace(opened.plan, machine=plan.machine, backend=plan.backend))
@@ -113,7 +114,7 @@ def open_adapter(opened: Opened, *, quantized: bool = True, folder: Path | None 
 def read_logits(folder: Path, opened: Opened, *, gguf: str | None = None) -> Logits:
     """Return a folder's logits as its engine's library loads it or, where that cannot, as a session opens it."""
     held = None if gguf else read_quantization(folder)
-    if held is None or held.spec["quantizer"] == opened.engine.own_quantizer:
+    if held is None or held.spec.quantizer == opened.engine.own_quantizer:
         return opened.engine.logits(folder, opened.prompts, gguf=gguf)
     plan = plan_over_quantized(opened.plan, held.spec, folder=folder)
     model = ModelFolder(name=str(folder), path=folder, source="folder")
@@ -143,7 +144,7 @@ def _folds_with_mlx(trained: Trained, backend: str) -> bool:
         or trained.adapter is None
     ):
         return False
-    over_mlx = (trained.quantization or {}).get("quantizer") == "mlx"
+    over_mlx = trained.quantization is not None and trained.quantization.quantizer == "mlx"
     return backend == "mlx" or over_mlx or not has_torch()
 
 
@@ -181,7 +182,7 @@ def _over_original(trained: Trained, request: Request) -> tuple[Trained, list[st
 
     They are the usual place to fold it into; only what that changes is not measured.
     """
-    if (trained.quantization or {}).get("quantizer") != "mlx":
+    if trained.quantization is None or trained.quantization.quantizer != "mlx":
         return trained, []
     if request.into == "dequantized":
         raise UserError(

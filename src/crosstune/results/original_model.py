@@ -69,7 +69,7 @@ def _other_shapes(ours: Path, folder: Path, held: FolderQuantization) -> str:
     here, there = dense_shapes(ours) or {}, dense_shapes(folder)
     if there is None:
         return "its weights are packed in a way that is not read here."
-    names = [name for name in sorted(here) if held.spec["quantizer"] != "mlx" or name in there]
+    names = [name for name in sorted(here) if held.spec.quantizer != "mlx" or name in there]
     wrong = [name for name in names if there.get(name) != here[name]]
     return f"{wrong[0]} is {there.get(wrong[0])} there and {here[wrong[0]]} here." if wrong else ""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import read_json
+from crosstune.core.quantization import QuantSpec, read_spec
 from crosstune.core.safetensors_header import read_header
 from crosstune.models.quantized_folder import quantization_options
 
@@ -31,8 +32,8 @@ class Trained:
     """crosstune.json: identity of the base, its quantization, precision. Empty for an adapter made elsewhere."""
 
     @property
-    def quantization(self) -> Mapping[str, Any] | None:
-        return self.record.get("quantization")
+    def quantization(self) -> QuantSpec | None:
+        return read_spec(self.record.get("quantization"))
 
     @property
     def new_blocks(self) -> frozenset[int]:

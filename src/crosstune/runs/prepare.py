@@ -145,21 +145,14 @@ def begin(ready: Ready, described: Mapping[str, Any], screen: Observer) -> Recor
 
 
 def _check_base_adapter(plan: Plan, model: ModelFolder) -> list[str]:
-    """What should be known about an adapter that a run starts from; an error for one of another base."""
+    """Return warnings about the adapter that a run starts from, and raise for one of another base."""
     config = plan.config
     if not config.base_adapter or plan.method not in ("lora", "dora"):
         return []
-    asked = {
-        "quantizer": plan.quantizer,
-        "bits": plan.n_bits,
-        "group_size": config.group_size,
-        "kind": config.quant_type,
-        "double": config.double_quant,
-    }
     return check_base(
         Path(config.base_adapter).expanduser(),
         identity=identity(model.path)["sha256"],
-        quantization=asked if plan.quantizer != "none" else None,
+        quantization=plan.quant_spec,
     )
 
 

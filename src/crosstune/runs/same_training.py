@@ -12,6 +12,7 @@ from crosstune.config.plan import Plan
 from crosstune.config.schema import MISMATCHES, Config, mismatches
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import read_json
+from crosstune.core.quantization import QuantSpec, read_spec, same_meaning
 
 # Optimizers that keep the same moments.
 _FAMILIES = {"fused_adamw": "adamw", "fused_adam": "adam", "paged_adamw_8bit": "adamw_8bit"}
@@ -85,7 +86,7 @@ def identity_of(
         "model": dict(model),
         "data": data,
         "order": dict(order),
-        "quantization": quantization_of(plan),
+        "quantization": plan.quant_spec.to_json() if plan.quant_spec is not None else None,
         "trainable": settings_of(plan),
         "optimizer": plan.config.optimizer,
     }
@@ -99,21 +100,8 @@ def settings_of(plan: Plan) -> dict[str, Any]:
     return settings | ({"num_layers": layers} if layers not in (None, -1) else {})
 
 
-def quantization_of(plan: Plan) -> dict[str, Any] | None:
-    if plan.quantizer == "none":
-        return None
-    config = plan.config
-    return {
-        "backend": plan.quantizer,
-        "bits": plan.n_bits,
-        "group_size": config.group_size,
-        "type": config.quant_type,
-        "double": config.double_quant,
-    }
-
-
 def quantization_name(plan: Plan) -> str | None:
-    return f"{plan.quantizer}-{plan.n_bits}bit" if plan.quantizer != "none" else None
+    return plan.quant_spec.name() if plan.quant_spec is not None else None
 
 
 def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
@@ -133,9 +121,13 @@ def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
 
 
 def _essence(kind: str, value: Any) -> Any:
-    """What of a part counts: a model's weights and not its name, an optimizer's kind and not its speed."""
+    """Return what of a part counts: a model's weights and not its name, an optimizer's kind and not its speed, of a
+    quantization what changes the numbers."""
     if kind == "model":
         return value["identity"]
+    if kind == "quantization":
+        spec = read_spec(value)
+        return spec.meaning() if spec is not None else None
     return _FAMILIES.get(value, value) if kind == "optimizer" else value
 
 
@@ -190,9 +182,9 @@ def changed_options(manifest: Mapping[str, Any], config: Config) -> list[Differe
     ]
 
 
-def check_base(adapter: Path, *, identity: str, quantization: Mapping[str, Any] | None) -> list[str]:
-    """Raise where an adapter is to go on over another base than it was trained over; say where that one is quantized
-    otherwise. An adapter made elsewhere does not tell."""
+def check_base(adapter: Path, *, identity: str, quantization: QuantSpec | None) -> list[str]:
+    """Check the base that an adapter continues over: raise where it is another model than the adapter was trained
+    over, and return a warning where it is quantized otherwise. An adapter made elsewhere has no record to check."""
     record = read_json(adapter / "crosstune.json")
     base = record.get("base", {})
     recorded = base.get("identity", {}).get("sha256")
@@ -204,14 +196,10 @@ def check_base(adapter: Path, *, identity: str, quantization: Mapping[str, Any] 
             why=f"it was trained over {base.get('name')} with the identity {recorded[:12]}; this model has {identity[:12]}.",
             do=f"use --model_name {base.get('name')}, or leave --base_adapter out",
         )
-    before = record.get("quantization")
-    if before == (dict(quantization) if quantization else None):
+    before = read_spec(record.get("quantization"))
+    if same_meaning(before, quantization):
         return []
-    words = [
-        f"{q['quantizer']} with {q['bits']} bits" if q else "not quantized" for q in (before, quantization)
-    ]
-    if words[0] == words[1]:
-        words = [f"{w} {dict(q or {})}" for w, q in zip(words, (before, quantization), strict=True)]
+    words = [spec.describe() if spec is not None else "not quantized" for spec in (before, quantization)]
     return [
         f"base_adapter: it was trained over a base that was {words[0]}, and goes on over one that is {words[1]}"
     ]
@@ -224,6 +212,8 @@ def _difference(kind: str, what: str, was: Any, now: Any) -> Difference:
 def _short(value: Any) -> str:
     if isinstance(value, Mapping) and "name" in value and "identity" in value:
         return f"{value['name']} ({str(value['identity'])[:12]})"
+    if isinstance(value, Mapping) and "bits" in value:
+        return QuantSpec.from_json(value).describe()
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {item}" for key, item in value.items())
     text = str(value)

@@ -17,7 +17,8 @@ import torch.distributed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from crosstune.core.names import load_plugin
-from crosstune.torch_engine.quantized import QUANT_PACKAGE, QuantLinear, QuantSpec, open_quantizer
+from crosstune.core.quantization import QuantSpec
+from crosstune.torch_engine.quantized import QUANT_PACKAGE, QuantLinear, quantize_weight
 
 FAILURES = (ImportError, RuntimeError, AssertionError, ValueError, TypeError, AttributeError, OSError)
 """What libraries raise when something does not work here. NotImplementedError is a RuntimeError."""
@@ -206,7 +207,7 @@ def _try_quantized(spec: QuantSpec, device: str, dtype: torch.dtype) -> None:
     inputs = _random(8, _WIDTH, seed=1).to(dtype)
     reference = inputs.double() @ weight.double().T
     inputs = inputs.to(device).requires_grad_()
-    stored = open_quantizer(spec).quantize(weight.to(device, dtype), spec, dtype)
+    stored = quantize_weight(weight.to(device, dtype), spec, dtype)
     output = QuantLinear(stored, None)(inputs)
     output.float().square().sum().backward()
     _check_finite(output, inputs.grad)

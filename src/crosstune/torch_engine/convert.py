@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from crosstune.core.model_folders import OnBytes
+from crosstune.core.quantization import QuantSpec
 from crosstune.models.folder import PLAIN_STEM, QUANTIZED_STEM
 from crosstune.torch_engine import export
 from crosstune.torch_engine.load import quantizable_layers, read_config
@@ -22,7 +23,7 @@ from crosstune.torch_engine.prequantized import (
     read_prequantized,
     write_record,
 )
-from crosstune.torch_engine.quantized import QuantSpec, open_quantizer
+from crosstune.torch_engine.quantized import open_quantizer, quantize_weight
 
 _SPARE_BYTES = 50_000_000
 
@@ -107,7 +108,7 @@ class Conversion:
             self.errors.add(layer, dense, tensor)
             yield f"{layer}.weight", dense
             return
-        stored = open_quantizer(self.spec).quantize(tensor.to(self.start.device), self.spec, self.dtype)
+        stored = quantize_weight(tensor.to(self.start.device), self.spec, self.dtype)
         self.errors.add(layer, stored.dequantize(torch.float32).cpu(), tensor)
         tensors, self.layers[layer] = pieces(stored)
         yield from ((f"{layer}.weight.{part}", values) for part, values in tensors.items())

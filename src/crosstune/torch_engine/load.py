@@ -12,6 +12,7 @@ from torch import nn
 
 from crosstune.config.plan import Plan
 from crosstune.core.errors import UserError
+from crosstune.core.quantization import QuantSpec
 from crosstune.torch_engine.blocks import (
     Expansion,
     already_expanded,
@@ -24,7 +25,7 @@ from crosstune.torch_engine.bypassed_layers import reads_weight
 from crosstune.torch_engine.device import give_back_freed
 from crosstune.torch_engine.precision import Precision
 from crosstune.torch_engine.prequantized import Prequantized, check_asked, check_plain, read_prequantized
-from crosstune.torch_engine.quantized import QuantLinear, QuantSpec, StoredWeight, open_quantizer
+from crosstune.torch_engine.quantized import QuantLinear, StoredWeight, open_quantizer, quantize_weight
 from crosstune.torch_engine.stream import find_tensors, read_ahead
 
 OnLoad = Callable[[int, int], None]
@@ -36,7 +37,7 @@ def load_model(
 ) -> tuple[nn.Module, Expansion | None]:
     """The model, and which of its blocks are new where the method adds some."""
     config = read_config(folder)
-    spec = quant_spec(plan)
+    spec = plan.quant_spec
     held = read_prequantized(folder)
     if held is not None:
         check_asked(held, spec, train_type=plan.config.train_type)
@@ -56,19 +57,6 @@ def load_model(
         with precision.context(device):
             check_passes_through(model, expansion, device=device)
     return model, expansion
-
-
-def quant_spec(plan: Plan) -> QuantSpec | None:
-    if plan.quantizer == "none":
-        return None
-    config = plan.config
-    return QuantSpec(
-        quantizer=plan.quantizer,
-        bits=plan.n_bits,
-        group_size=config.group_size,
-        kind=config.quant_type,
-        double=config.double_quant,
-    )
 
 
 def attention_name(plan: Plan) -> str | None:
@@ -174,7 +162,7 @@ def _assemble(
             )
             layer = target.removesuffix(".weight")
             if spec is not None and layer in quantized and target.endswith(".weight"):
-                _put_quantized(model, layer, open_quantizer(spec).quantize(values.to(device), spec, compute))
+                _put_quantized(model, layer, quantize_weight(values.to(device), spec, compute))
             else:
                 _put_dense(model, target, values.to(device, precision.weights))
         del tensor, values
@@ -277,9 +265,13 @@ def _plan_expansion(plan: Plan, folder: Path, config: Any) -> Expansion | None:
 
 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
+    """Cast the buffers of a model, but not the scales and tables of quantized weights."""
+    for module in model.modules():
+        if isinstance(module, StoredWeight):
+            continue
+        for buffer in module.buffers(recurse=False):
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(dtype)
 
 
 @contextlib.contextmanager

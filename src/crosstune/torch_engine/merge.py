@@ -11,12 +11,13 @@ import torch
 
 from crosstune.core.errors import UserError
 from crosstune.core.model_folders import OnBytes
+from crosstune.core.quantization import QuantSpec
 from crosstune.models.adapter_files import PEFT_PREFIX
 from crosstune.torch_engine import export
 from crosstune.torch_engine.blocks import in_blocks
 from crosstune.torch_engine.load import quantizable_layers, read_config
 from crosstune.torch_engine.prequantized import Prequantized, read_prequantized
-from crosstune.torch_engine.quantized import QuantSpec, open_quantizer
+from crosstune.torch_engine.quantized import quantize_weight
 from crosstune.torch_engine.stream import Place, find_tensors, read_ahead
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -100,7 +101,7 @@ def base_tensors(base: Base, *, on_read: OnBytes | None = None) -> Iterator[tupl
             and name.endswith(".weight")
             and not in_blocks(name, base.new_blocks)
         ):
-            stored = open_quantizer(base.spec).quantize(tensor.to(base.device), base.spec, base.compute)
+            stored = quantize_weight(tensor.to(base.device), base.spec, base.compute)
             yield name, stored.dequantize(base.compute).float().cpu()
         else:
             yield name, tensor

@@ -26,7 +26,7 @@ from crosstune.torch_engine.merge import (
 )
 from crosstune.torch_engine.precision import PRECISIONS, Precision
 from crosstune.torch_engine.prequantized import read_prequantized
-from crosstune.torch_engine.quantized import QuantSpec, open_quantizer
+from crosstune.torch_engine.quantized import open_quantizer
 
 
 def open_folders(plan: Plan | None = None) -> ModelFolders:
@@ -51,7 +51,7 @@ class TorchFolders:
 
     def check_form(self, form: WeightForm) -> None:
         if form.quantizer != "none":
-            open_quantizer(QuantSpec(**form.spec()))
+            open_quantizer(form.spec())
 
     def logits(self, folder: Path, prompts: Prompts, *, gguf: str | None = None) -> Logits:
         return self._logits(
@@ -103,7 +103,7 @@ class TorchFolders:
         trained = PRECISIONS[weights.precision]
         return Base(
             folder=weights.folder,
-            spec=QuantSpec(**weights.quantization),
+            spec=weights.quantization,
             compute=trained.autocast or trained.weights,
             new_blocks=weights.new_blocks,
             device=self.device,
@@ -114,7 +114,7 @@ class TorchFolders:
         replaced = read_prequantized(rewrite.replaced) if rewrite.replaced is not None else None
         return Conversion(
             start=Base(folder=rewrite.source, device=self.device),
-            spec=QuantSpec(**form.spec()) if form.quantizer != "none" else None,
+            spec=form.spec() if form.quantizer != "none" else None,
             dtype=DTYPES[form.dtype if form.dtype != "auto" else stored_format(rewrite.source)],
             replaced=replaced,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,19 +14,15 @@ from crosstune.torch_engine.quantized import QuantLinear
 from crosstune.torch_engine.stream import Place, find_tensors, read_tensor
 
 
-@dataclass
-class FileWeight:
+class FileWeight(nn.Module):
     """A weight on disk in place of a quantized one: memory holds one of them at a time."""
 
-    shape: tuple[int, int]
-    place: Place
-    device: torch.device
+    def __init__(self, shape: tuple[int, int], place: Place, device: torch.device) -> None:
+        super().__init__()
+        self.shape, self.place, self.device = shape, place, device
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return read_tensor(self.place).to(self.device, dtype)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {}
 
 
 @contextlib.contextmanager
@@ -40,8 +35,9 @@ def original_weights(model: nn.Module, folder: Path, expansion: Expansion) -> It
     kept = {name: layer.stored for name, layer in layers.items()}
     try:
         for name, layer in layers.items():
-            device = next(iter(kept[name].tensors().values())).device
-            layer.stored = FileWeight(kept[name].shape, places[f"{name}.weight"], device)
+            device = kept[name].packed.device
+            lent = FileWeight(kept[name].shape, places[f"{name}.weight"], device)
+            layer.register_module("stored", lent)
         yield
     finally:
         for name, layer in layers.items():

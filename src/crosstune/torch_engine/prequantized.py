@@ -15,6 +15,7 @@ import torch
 from crosstune.config.plan import TRAIN_TYPE_PARTS
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import write_json
+from crosstune.core.quantization import QuantSpec, same_meaning
 from crosstune.models.folder import read_config_json
 from crosstune.models.quantized_folder import (
     FORMAT,
@@ -23,11 +24,8 @@ from crosstune.models.quantized_folder import (
     FolderQuantization,
     read_quantization,
 )
-from crosstune.torch_engine.quantized import QuantSpec, StoredWeight, open_quantizer
-from crosstune.torch_engine.stored_state import describe, restore
+from crosstune.torch_engine.quantized import StoredWeight, open_quantizer, restore_weight
 from crosstune.torch_engine.stream import Place, find_tensors, read_tensor
-
-_USUAL_KINDS = {("bnb", 4): "nf4"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Prequantized:
 
     @property
     def spec(self) -> QuantSpec:
-        return QuantSpec(**self.facts.spec)
+        return self.facts.spec
 
     @property
     def layers(self) -> set[str]:
@@ -66,6 +64,11 @@ class Prequantized:
         rows, columns = self.facts.layers[layer]["shape"]
         return rows, columns
 
+    def layer_spec(self, layer: str) -> QuantSpec:
+        """Return how one layer is quantized, which may be otherwise than most of the folder."""
+        own = self.facts.layers[layer].get("spec")
+        return self.spec if own is None else QuantSpec.from_json(own)
+
     def stored(self, layer: str, device: torch.device) -> StoredWeight:
         prefix = f"{layer}.weight."
         tensors = {
@@ -75,9 +78,10 @@ class Prequantized:
         }
         facts = self.facts.layers[layer]
         if self.facts.own:
-            return restore(facts, tensors)
+            plain = {name: value for name, value in facts.items() if name != "spec"}
+            return restore_weight(self.layer_spec(layer).quantizer, tensors, plain)
         packed = read_tensor(self.places[f"{layer}.weight"]).to(device)
-        return restore({**facts, "kind": "FourBit"}, {**tensors, "packed": packed})
+        return restore_weight(self.spec.quantizer, {**tensors, "packed": packed}, facts)
 
     @cached_property
     def _parts(self) -> dict[str, list[str]]:
@@ -98,21 +102,21 @@ def read_prequantized(folder: Path) -> Prequantized | None:
     facts = read_quantization(folder)
     if facts is None:
         return None
-    if facts.spec["quantizer"] == "mlx":
+    if facts.spec.quantizer == "mlx":
         raise UserError(
             f"{folder} holds weights quantized by MLX, which torch cannot read.",
-            why=f"they are packed in MLX's own way, {facts.spec['bits']} bits in groups of {facts.spec['group_size']}.",
+            why=f"they are packed in MLX's own way, {facts.spec.bits} bits in groups of {facts.spec.group_size}.",
             do=f"use --backend mlx, or get plain weights: crosstune convert {folder} --to hf",
         )
     held = Prequantized(folder, facts)
-    library = open_quantizer(held.spec).LIBRARY
-    if importlib.util.find_spec(library.partition(".")[0]) is None:
-        name = held.spec.quantizer
-        raise UserError(
-            f"{folder} holds weights quantized by {name}.",
-            why=f"its library {library} is not installed.",
-            do=f"pip install 'crosstune[{name}]'",
-        )
+    for spec in {held.spec, *(held.layer_spec(layer) for layer in held.layers)}:
+        library = open_quantizer(spec).LIBRARY
+        if importlib.util.find_spec(library.partition(".")[0]) is None:
+            raise UserError(
+                f"{folder} holds weights quantized by {spec.quantizer}.",
+                why=f"its library {library} is not installed.",
+                do=f"pip install 'crosstune[{spec.quantizer}]'",
+            )
     return held
 
 
@@ -122,11 +126,11 @@ def check_asked(held: Prequantized, asked: QuantSpec | None, *, train_type: str)
     method, library = TRAIN_TYPE_PARTS[train_type]
     fitting = train_type if library in ("auto", spec.quantizer) else {"dora": "dora"}.get(method, "qlora")
     flags = f"--quantization_backend {spec.quantizer} --n_bits {spec.bits}"
-    if _group_matters(spec):
+    if spec.has_groups():
         flags += f" --group_size {spec.group_size}"
-    if _kind(spec) != _kind(dataclasses.replace(spec, kind="auto")):
+    if spec.resolved_kind() != dataclasses.replace(spec, kind="auto").resolved_kind():
         flags += f" --quant_type {spec.kind}"
-    if not spec.double and (spec.quantizer, spec.bits) == ("bnb", 4):
+    if not spec.double and spec.has_double():
         flags += " --double_quant false"
     if method not in ("lora", "dora"):
         raise UserError(
@@ -134,13 +138,13 @@ def check_asked(held: Prequantized, asked: QuantSpec | None, *, train_type: str)
             why="quantized weights stay as they are.",
             do=f"use --train_type qlora {flags}, or get plain weights: crosstune convert {held.folder} --to none",
         )
-    if asked is None or _meaning(asked) != _meaning(spec):
+    if asked is None or not same_meaning(asked, spec):
         have = (
             "a base that is not quantized" if asked is None else f"{asked.quantizer} with {asked.bits} bits"
         )
         raise UserError(
             f"{held.folder} holds weights quantized otherwise than asked ({have}).",
-            why=f"they are {spec.quantizer}, {spec.bits} bits, groups of {spec.group_size}, kind {_kind(spec)}.",
+            why=f"they are {spec.quantizer}, {spec.bits} bits, groups of {spec.group_size}, kind {spec.resolved_kind()}.",
             do=f"use --train_type {fitting} {flags}, or crosstune convert the folder",
         )
 
@@ -171,7 +175,7 @@ def write_record(
         folder / RECORD,
         {
             "format": FORMAT,
-            "spec": dataclasses.asdict(spec),
+            "spec": spec.to_json(),
             "dtype": str(dtype).removeprefix("torch."),
             "original": dict(original) if original else None,
             "layers": dict(layers),
@@ -185,20 +189,6 @@ def own_config(spec: QuantSpec) -> dict[str, Any]:
 
 
 def pieces(weight: StoredWeight) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """A stored weight as tensors of their own memory, and the rest as JSON."""
-    return {name: tensor.detach().clone() for name, tensor in weight.tensors().items()}, describe(weight)
-
-
-def _meaning(spec: QuantSpec) -> tuple[Any, ...]:
-    """What of a specification changes the numbers."""
-    group = spec.group_size if _group_matters(spec) else None
-    double = spec.double if (spec.quantizer, spec.bits) == ("bnb", 4) else None
-    return spec.quantizer, spec.bits, _kind(spec), group, double
-
-
-def _kind(spec: QuantSpec) -> str:
-    return _USUAL_KINDS.get((spec.quantizer, spec.bits), "int") if spec.kind == "auto" else spec.kind
-
-
-def _group_matters(spec: QuantSpec) -> bool:
-    return spec.bits < 8 or spec.quantizer == "hqq"
+    """Return a stored weight as tensors in memory of their own, and the rest as JSON."""
+    tensors = {name: tensor.detach().clone() for name, tensor in weight.tensors().items()}
+    return tensors, dict(weight.facts)

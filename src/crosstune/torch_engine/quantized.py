@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -12,41 +13,15 @@ from torch import nn
 
 from crosstune.core.errors import UserError
 from crosstune.core.names import load_plugin
+from crosstune.core.quantization import QuantSpec
 
 QUANT_PACKAGE = "crosstune.torch_engine.quant"
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantSpec:
-    """How weights are quantized: everything that the numbers depend on."""
-
-    quantizer: str
-    bits: int
-    group_size: int
-    kind: str = "auto"
-    """nf4 or fp4 (bnb), int or float8 (quanto); auto is the library's usual one."""
-    double: bool = True
-    """Quantize the scales too (bnb, 4 bits)."""
-
-
-class StoredWeight(Protocol):
-    """A quantized matrix. It knows how to become a dense one again."""
-
-    shape: tuple[int, int]
-
-    def dequantize(self, dtype: torch.dtype) -> torch.Tensor: ...
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything that is stored, by name; their bytes are the memory of the weight."""
-        ...
-
-
-def stored_bytes(weight: StoredWeight) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in weight.tensors().values())
+PACKED = "packed"
+"""The tensor of every quantizer that holds the bits of the weight itself."""
 
 
 def open_quantizer(spec: QuantSpec) -> ModuleType:
-    """The quantizer's file, with the bits checked against what it has."""
+    """Return the quantizer's module, after checking that it has the bits asked for."""
     module = load_plugin(QUANT_PACKAGE, spec.quantizer, kind="quantizer")
     if spec.bits not in module.BITS:
         raise UserError(
@@ -56,8 +31,106 @@ def open_quantizer(spec: QuantSpec) -> ModuleType:
     return module
 
 
+def quantize_weight(weight: torch.Tensor, spec: QuantSpec, dtype: torch.dtype) -> StoredWeight:
+    """Quantize a weight on its device; `dtype` is that of the scales, where the library does not choose it."""
+    tensors, facts = open_quantizer(spec).quantize(weight, spec, dtype)
+    return StoredWeight(spec.quantizer, tensors, facts)
+
+
+def restore_weight(
+    quantizer: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
+) -> StoredWeight:
+    """Return a weight from the tensors and facts of a file, of this version or an older one."""
+    module = load_plugin(QUANT_PACKAGE, quantizer, kind="quantizer")
+    return StoredWeight(quantizer, *module.restore(tensors, facts))
+
+
+class StoredWeight(nn.Module):
+    """A quantized matrix: its tensors are registered with torch, and the rest is plain JSON data.
+
+    The packed bits are a parameter that is not trained, because FSDP2 shards parameters alone; their dtype is always
+    an integer one, which FSDP2's mixed precision does not cast. Scales, zero points and tables are buffers: they are
+    floats, which mixed precision would round, and small enough for every rank to hold.
+    """
+
+    packed: nn.Parameter
+
+    def __init__(self, quantizer: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
+        super().__init__()
+        assert not tensors[PACKED].is_floating_point(), "packed bits are integers"
+        self.quantizer = quantizer
+        self.facts: Mapping[str, Any] = dict(facts)
+        """What the quantizer needs besides the tensors, as JSON; never changed."""
+        rows, columns = facts["shape"]
+        self.shape: tuple[int, int] = (rows, columns)
+        self._make_dense = load_plugin(QUANT_PACKAGE, quantizer, kind="quantizer").dequantize
+        for name, tensor in tensors.items():
+            if name == PACKED:
+                self.packed = nn.Parameter(tensor.detach(), requires_grad=False)
+            else:
+                self.register_buffer(name, tensor.detach())
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the dense matrix. Nothing dense is kept, and the tensors are read where they are registered now."""
+        dense = self._make_dense(self.tensors(), self.facts, dtype)
+        return cast("torch.Tensor", dense)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return everything that is stored, by name; the bytes are the memory of the weight."""
+        return {PACKED: self.packed, **{name: t for name, t in self._buffers.items() if t is not None}}
+
+    def extra_repr(self) -> str:
+        return f"{self.quantizer}, {self.shape[0]} x {self.shape[1]}"
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Return the facts as JSON in a tensor of bytes, so that a state dict stays a dictionary of tensors."""
+        return torch.frombuffer(bytearray(self._identity().encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        """Accept the facts: they were compared before any tensor was copied."""
+
+    def _identity(self) -> str:
+        dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self.tensors().items()}
+        facts = {"quantizer": self.quantizer, "facts": self.facts, "dtypes": dtypes}
+        return json.dumps(facts, sort_keys=True)
+
+    def check_state(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Raise where a state dict holds a weight of another quantization, whose shapes may well fit."""
+        given = state_dict.get(f"{prefix}_extra_state")
+        if given is not None:
+            identity = bytes(given.cpu().tolist()).decode(errors="replace")
+            if identity != self._identity():
+                raise UserError(
+                    f"The weights of {prefix.removesuffix('.stored.')} are quantized otherwise than the layer.",
+                    why=f"they are {identity}; the layer is {self._identity()}.",
+                    do="quantize the model as it was when its state was saved, and load the state then",
+                )
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any, **named: Any
+    ) -> None:
+        self.check_state(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *arguments, **named)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> StoredWeight:
+        """Follow a model to another device. A change of dtype is not for stored numbers."""
+
+        def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
+            changed = fn(tensor)
+            return changed if changed.dtype == tensor.dtype else tensor.to(changed.device)
+
+        super()._apply(keep_dtype, recurse)
+        return self
+
+
+def stored_bytes(weight: StoredWeight) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in weight.tensors().values())
+
+
 class QuantLinear(nn.Module):
     """y = x W^T + b with a quantized, frozen W. The dense W exists only while it is multiplied with."""
+
+    stored: StoredWeight
 
     def __init__(self, weight: StoredWeight, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -72,9 +145,14 @@ class QuantLinear(nn.Module):
         return _ThroughFrozen.apply(x, self.stored, bias)
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, {type(self.stored).__name__}"
-        )
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any, **named: Any
+    ) -> None:
+        """Check the weight before the bias is copied, so that a refused layer stays as it was."""
+        self.stored.check_state(state_dict, f"{prefix}stored.")
+        super()._load_from_state_dict(state_dict, prefix, *arguments, **named)
 
 
 class _ThroughFrozen(torch.autograd.Function):
@@ -94,7 +172,7 @@ class _ThroughFrozen(torch.autograd.Function):
 
 
 def dense_weight(layer: nn.Module, dtype: torch.dtype) -> torch.Tensor:
-    """The weight of a linear layer, quantized or not, as a dense matrix."""
+    """Return the weight of a linear layer, quantized or not, as a dense matrix."""
     if isinstance(layer, QuantLinear):
         return layer.stored.dequantize(dtype)
     assert isinstance(layer, nn.Linear), type(layer)
@@ -103,6 +181,14 @@ def dense_weight(layer: nn.Module, dtype: torch.dtype) -> torch.Tensor:
 
 def weight_device(layer: nn.Module) -> torch.device:
     if isinstance(layer, QuantLinear):
-        return next(iter(layer.stored.tensors().values())).device
+        return layer.stored.packed.device
     assert isinstance(layer, nn.Linear), type(layer)
     return layer.weight.device
+
+
+def count_weights(model: nn.Module) -> int:
+    """Return the number of weights of a model, where several that are packed into one byte count each."""
+    stored = [module for module in model.modules() if isinstance(module, StoredWeight)]
+    packed = sum(weight.packed.numel() for weight in stored)
+    dense = sum(weight.shape[0] * weight.shape[1] for weight in stored)
+    return sum(parameter.numel() for parameter in model.parameters()) - packed + dense

@@ -29,7 +29,7 @@ from crosstune.torch_engine.adapters import AdaptedLinear, name_targets
 from crosstune.torch_engine.device import CacheClearing, evaluating, memory_errors, read_memory
 from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, watch_outputs
 from crosstune.torch_engine.optimizer import Masters, set_learning_rate
-from crosstune.torch_engine.quantized import QuantLinear
+from crosstune.torch_engine.quantized import count_weights
 from crosstune.torch_engine.task import MetricSums, Opening, Tensors, TorchTask, WritesModel
 
 
@@ -119,12 +119,7 @@ class TorchSession:
     def num_parameters(self) -> tuple[int, int]:
         trained = sum(p.numel() for p in self.masters.parameters.values())
         added = sum(p.numel() for p in export.adapter_weights(self.adapters).values())
-        quantized = sum(
-            module.in_features * module.out_features
-            for module in self.model.modules()
-            if isinstance(module, QuantLinear)
-        )
-        return trained, sum(p.numel() for p in self.model.parameters()) - added + quantized
+        return trained, count_weights(self.model) - added
 
     def trained_shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(master.shape) for name, master in self.masters.masters.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 from crosstune.checkpoint.read import open_checkpoint
 from crosstune.checkpoint.tensors import word_of
 from crosstune.checkpoint.write import write_folder
+from crosstune.compat.torch_parts.replace_layers import QuantizedLinear
 from crosstune.core.atomic_files import put_in_place, staging_folder
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import SessionState
@@ -28,13 +30,15 @@ def save_model_checkpoint(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     metadata: Mapping[str, Any] | None = None,
-    quantization: str | None = None,
 ) -> Path:
-    """Write a folder at `path`, whole or not at all. One that is there already is replaced when the new one is done."""
+    """Write a folder at `path`, whole or not at all. One that is there already is replaced when the new one is done.
+
+    Quantized layers are part of the model's state dict: packed bits, scales, and a description of both.
+    """
     facts = dict(metadata or {})
     _check_plain(facts)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    dtypes = [_NAMES.get(p.dtype, str(p.dtype)) for p in model.parameters()]
+    dtypes = [_NAMES.get(p.dtype, str(p.dtype)) for p in model.parameters() if p.is_floating_point()]
     weights = {name: states.to_host(tensor) for name, tensor in model.state_dict().items()}
     moments = states.export_moments(optimizer, dict(model.named_parameters())) if optimizer else {}
     state = SessionState(weights=weights, moments=moments, random=states.export_random(device))
@@ -44,7 +48,7 @@ def save_model_checkpoint(
         "engine": "torch",
         "backend": device.type,
         "precision": max(set(dtypes), key=dtypes.count) if dtypes else "fp32",
-        "quantization": quantization,
+        "quantization": _quantization_name(model),
         "identity": {},
         "trainable": {n: {"dtype": word_of(a), "shape": list(a.shape)} for n, a in weights.items()},
         "schedule": {},
@@ -59,25 +63,36 @@ def save_model_checkpoint(
 def load_model_checkpoint(
     model: nn.Module, path: Path, *, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """Give a model, and an optimizer, the state of a checkpoint back. Returns its metadata, with how it was trained."""
+    """Give a model, and an optimizer, the state of a checkpoint back. Return its metadata, with how it was trained."""
     found = open_checkpoint(path)
     state, own = found.load(), model.state_dict()
-    differing = [n for n in own if n not in state.weights or state.weights[n].shape != tuple(own[n].shape)]
-    differing += [name for name in state.weights if name not in own]
+    tensors = {name: torch.from_numpy(np.array(array)) for name, array in state.weights.items()}
+    differing = [name for name in own if name not in tensors or not _fits(name, tensors[name], own[name])]
+    differing += [name for name in tensors if name not in own]
     if differing:
         raise UserError(
             f"{path} is not a checkpoint of this model.",
             why=f"{differing[0]} is missing or of another shape.",
         )
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(torch.from_numpy(np.array(state.weights[name])))
+    model.load_state_dict(tensors)
     if optimizer is not None:
         states.import_moments(optimizer, dict(model.named_parameters()), state.moments)
     states.import_random(next((p.device for p in model.parameters()), torch.device("cpu")), state.random)
     manifest = found.manifest
     described = {name: manifest[name] for name in ("step", "backend", "precision", "quantization")}
     return described | dict(manifest.get("metadata") or {})
+
+
+def _fits(name: str, tensor: torch.Tensor, own: torch.Tensor) -> bool:
+    """Compare shapes. The description of a quantized weight has any length; the layer itself compares it."""
+    return name.endswith("_extra_state") or tensor.shape == own.shape
+
+
+def _quantization_name(model: nn.Module) -> str | None:
+    """Return how most quantized layers are quantized, such as `hqq-4bit`."""
+    layers = (module for module in model.modules() if isinstance(module, QuantizedLinear))
+    names = Counter(layer.recipe.spec.name() for layer in layers if layer.recipe.spec is not None)
+    return names.most_common(1)[0][0] if names else None
 
 
 def _replace(path: Path, state: SessionState, fields: Mapping[str, Any]) -> Path:

@@ -1,4 +1,4 @@
-"""The linear layers of a model that is already in memory, replaced by layers of few bits."""
+"""Replace the linear layers of a model that is already in memory by layers of few bits."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from crosstune.compat.torch_parts.layer_storage import (
-    LayerStorage,
-    check_storage,
-    describe_stored,
-    make_stored,
-    restore_stored,
-)
+from crosstune.compat.torch_parts.layer_storage import LayerStorage, check_storage, make_stored
 from crosstune.core.errors import UserError
 from crosstune.torch_engine.quantized import QuantLinear, StoredWeight
 
@@ -62,19 +56,14 @@ class QuantizedLinear(QuantLinear):
         return self.stored.dequantize(dtype or self.dense_dtype)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedLinear:
-        """Follow the model to another device or type; a change of type leaves the few bits as they are."""
-        super()._apply(fn, recurse)
-        self.dense_dtype = fn(torch.empty(0, dtype=self.dense_dtype)).dtype
-        tensors = self.stored.tensors()
-        here = next(iter(tensors.values())).device
-        there = fn(torch.empty(0, device=here)).device
-        if there.type == "meta":
+        """Follow the model to another device or dtype; a change of dtype leaves the stored weight as it is."""
+        tried = fn(torch.empty(0, dtype=self.dense_dtype, device=self.stored.packed.device))
+        if tried.device.type == "meta":
             raise UserError(
                 "A quantized layer cannot be moved to the meta device.", why="it would lose its weights."
             )
-        if there != here:
-            moved = {name: tensor.to(there) for name, tensor in tensors.items()}
-            self.stored = restore_stored(describe_stored(self.stored), moved)
+        super()._apply(fn, recurse)
+        self.dense_dtype = tried.dtype
         return self
 
 

@@ -1,102 +1,103 @@
-"""A quantized model as a folder, safetensors and JSON, and the same model from it, bit for bit."""
+"""Save a model whose layers were replaced as a quantized folder, and load it back bit for bit.
+
+The folder is the one that `crosstune convert` writes, so that `crosstune train` reads it too. What only this module
+needs, such as the dtype that a layer computes in, stands in crosstune.json.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import copy
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
-from crosstune.compat.torch_parts.layer_storage import (
-    LayerStorage,
-    describe_stored,
-    name_dtype,
-    read_dtype,
-    restore_stored,
-)
+from crosstune.compat.torch_parts.layer_storage import LayerStorage, name_dtype, read_dtype
 from crosstune.compat.torch_parts.replace_layers import HalfLinear, QuantizedLinear, put_module
+from crosstune.core.disk import file_sha256
 from crosstune.core.errors import UserError
-from crosstune.core.json_files import write_json
+from crosstune.core.json_files import read_json, write_json
+from crosstune.core.quantization import QuantSpec
+from crosstune.models.adapter_files import copy_tokenizer
+from crosstune.models.config_spelling import respell_folder
+from crosstune.models.folder import PLAIN_STEM, QUANTIZED_STEM
+from crosstune.models.quantized_folder import RECORD
 from crosstune.torch_engine.adapters import AdaptedLinear
+from crosstune.torch_engine.load import read_config
+from crosstune.torch_engine.prequantized import Prequantized, own_config, read_prequantized, write_record
 from crosstune.torch_engine.quantized import QuantLinear
+from crosstune.torch_engine.stream import find_tensors, read_tensor
 
-FORMAT = 1
-DESCRIPTION = "quantization.json"
-TENSORS = "quantized.safetensors"
-"""Not transformers' name, so that neither takes the other's file for its own."""
-_MARK = ".weight."
-"""Between a layer's name and that of one of the tensors of its quantized weight."""
+DESCRIPTION = "crosstune.json"
+_KEY = "replaced_layers"
+"""Of this module's part of the description."""
+_STORED, _MARK = ".stored.", ".weight."
+"""Between a layer's name and that of one of the tensors of its quantized weight: in the model, and in the folder."""
 
 
 def save_quantized(model: nn.Module, folder: Path, *, config: Mapping[str, Any]) -> None:
     """Write a model with its quantized layers; `config` is recorded beside them.
 
-    The description comes last and names the tensors' checksum: a folder without it, or with another one's, is not whole.
+    The description comes last and names the checksum of the tensors: a folder without it, or with that of another
+    file, is not complete.
     """
     layers = _describe_layers(model)
+    _check_target(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / DESCRIPTION).unlink(missing_ok=True)
-    dense, tied = _dense_tensors(model)
-    tensors = dense | {
-        f"{name}{_MARK}{path}": tensor
-        for name in layers
-        if isinstance(layer := model.get_submodule(name), QuantizedLinear)
-        for path, tensor in layer.stored.tensors().items()
-    }
-    staged = folder / f".{TENSORS}"
+    tensors, tied = _folder_tensors(model)
+    spec = _usual_spec(model, layers)
+    target = folder / f"{PLAIN_STEM if spec is None else QUANTIZED_STEM}.safetensors"
+    staged = folder / f".{target.name}.part"
     save_file(_own_memory(tensors), staged, metadata={"format": "pt"})
-    staged.replace(folder / TENSORS)
-    architecture = _save_architecture(model, folder)
-    write_json(
-        folder / DESCRIPTION,
-        {
-            "format": FORMAT,
-            "config": config,
-            "architecture": architecture,
-            "layers": layers,
-            "tied": tied,
-            "sha256": _checksum(folder / TENSORS),
-        },
-    )
+    (folder / RECORD).unlink(missing_ok=True)
+    for old in folder.glob("*.safetensors"):
+        old.unlink()
+    staged.replace(target)
+    architecture = _save_architecture(model, folder, spec)
+    if spec is not None:
+        _write_quantization(model, folder, layers, spec)
+    described = {
+        "config": config,
+        "architecture": architecture,
+        "layers": layers,
+        "tied": tied,
+        "files": {target.name: file_sha256(target)},
+    }
+    write_json(folder / DESCRIPTION, {_KEY: described})
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    path = folder / DESCRIPTION
-    if not path.is_file():
+    data = read_json(folder / DESCRIPTION).get(_KEY)
+    if not isinstance(data, dict):
         raise UserError(
-            f"{folder} holds no whole quantized model.",
-            why=f"it has no {DESCRIPTION}, which is written last.",
+            f"{folder} holds no complete quantized model.",
+            why=f"it has no {DESCRIPTION} of one, which is written last.",
             do="give a folder that save_quantized_model wrote",
         )
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"Cannot read {path}.", why=str(error)) from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise UserError(f"{path} is not a description that this version can read.", do="save the model again")
     return data
 
 
 def load_quantized(folder: Path, *, model: nn.Module | None, device: torch.device) -> nn.Module:
     """Fill `model`, a new one of the same architecture, or without one build transformers' model from its config."""
     description = read_description(folder)
-    if _checksum(folder / TENSORS) != description["sha256"]:
-        raise UserError(
-            f"{folder / TENSORS} is not the file that was saved.",
-            why=f"its checksum is not the one in {DESCRIPTION}.",
-            do="save or copy the model again",
-        )
+    for name, checksum in description["files"].items():
+        path = folder / name
+        if not path.is_file() or file_sha256(path) != checksum:
+            raise UserError(
+                f"{path} is not the file that was saved.",
+                why=f"its checksum is not the one in {DESCRIPTION}.",
+                do="save or copy the model again",
+            )
     model = _build(folder, description["architecture"]) if model is None else model
-    tensors = load_file(folder / TENSORS, device=str(device))
+    held = read_prequantized(folder) if (folder / RECORD).is_file() else None
+    places = find_tensors(folder) if held is None else held.dense
+    dense = {name: read_tensor(place).to(device) for name, place in places.items()}
     for name, layer in description["layers"].items():
-        put_module(model, name, _restore(name, layer, tensors, model, device))
-    quantized = tuple(f"{name}{_MARK}" for name in description["layers"])
-    dense = {name: tensor for name, tensor in tensors.items() if not name.startswith(quantized)}
+        put_module(model, name, _restore(name, layer, held, dense, model, device))
     _check_names(model, set(dense) | set(description["tied"]), folder)
     model.load_state_dict(dense, strict=False, assign=True)
     for alias, source in description["tied"].items():
@@ -121,7 +122,6 @@ def _describe_layers(model: nn.Module) -> dict[str, dict[str, Any]]:
                 "bias": module.bias is not None,
                 "dtype": name_dtype(dtype),
                 "recipe": module.recipe.to_json(),
-                "stored": describe_stored(module.stored) if isinstance(module, QuantizedLinear) else None,
             }
         elif isinstance(module, QuantLinear):
             raise UserError(
@@ -131,22 +131,63 @@ def _describe_layers(model: nn.Module) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _dense_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Everything that is not quantized, and the names that stand for a parameter saved under another one."""
+def _check_target(folder: Path) -> None:
+    """Refuse to write among the weights of another model, which a reader would mix with these."""
+    mine = _KEY in read_json(folder / DESCRIPTION)
+    if not mine and any(folder.glob("*.safetensors")):
+        raise UserError(
+            f"{folder} holds the weights of another model.",
+            why="a reader would mix them with the quantized ones.",
+            do="save to another folder",
+        )
+
+
+def _usual_spec(model: nn.Module, layers: Mapping[str, Any]) -> QuantSpec | None:
+    """Return how most layers are quantized; None where all are kept in 16 bits."""
+    modules = (model.get_submodule(name) for name in layers)
+    specs = Counter(module.recipe.spec for module in modules if isinstance(module, QuantizedLinear))
+    return specs.most_common(1)[0][0] if specs else None
+
+
+def _write_quantization(model: nn.Module, folder: Path, layers: Mapping[str, Any], usual: QuantSpec) -> None:
+    facts = {}
+    for name in layers:
+        layer = model.get_submodule(name)
+        if isinstance(layer, QuantizedLinear):
+            spec = layer.recipe.spec
+            assert spec is not None
+            facts[name] = {**layer.stored.facts, **({"spec": spec.to_json()} if spec != usual else {})}
+    dtypes = Counter(layer["dtype"] for name, layer in layers.items() if name in facts)
+    dtype = read_dtype(dtypes.most_common(1)[0][0])
+    assert dtype is not None
+    write_record(folder, spec=usual, dtype=dtype, layers=facts, original=None)
+
+
+def _folder_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return every tensor by its name in the folder, and the names of parameters that are saved under another one."""
+    quantized = tuple(
+        f"{name}{_STORED}"
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, QuantizedLinear)
+    )
     first: dict[int, str] = {}
-    dense: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, nn.Parameter) and id(tensor) in first:
+        if name.startswith(quantized):
+            layer, _, part = name.rpartition(_STORED)
+            if part != "_extra_state":
+                tensors[f"{layer}{_MARK}{part}"] = tensor.detach()
+        elif isinstance(tensor, nn.Parameter) and id(tensor) in first:
             tied[name] = first[id(tensor)]
-            continue
-        first[id(tensor)] = name
-        dense[name] = tensor.detach()
-    return dense, tied
+        else:
+            first[id(tensor)] = name
+            tensors[name] = tensor.detach()
+    return tensors, tied
 
 
 def _own_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Each tensor on the processor in memory of its own, as safetensors asks; libraries share their tables."""
+    """Return each tensor on the CPU in memory of its own, as safetensors asks; layers may be shared."""
     seen: set[int] = set()
     out: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -159,7 +200,8 @@ def _own_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _restore(
     name: str,
     layer: Mapping[str, Any],
-    tensors: Mapping[str, torch.Tensor],
+    held: Prequantized | None,
+    dense: Mapping[str, torch.Tensor],
     model: nn.Module,
     device: torch.device,
 ) -> nn.Module:
@@ -178,17 +220,15 @@ def _restore(
         )
     recipe, dtype = LayerStorage.from_json(layer["recipe"]), read_dtype(layer["dtype"])
     assert dtype is not None
-    bias = tensors[f"{name}.bias"] if layer["bias"] else None
+    bias = dense[f"{name}.bias"] if layer["bias"] else None
     if recipe.spec is None:
         return HalfLinear(torch.empty(shape, dtype=dtype, device=device), bias, recipe=recipe, trained=True)
-    start = f"{name}{_MARK}"
-    parts = {key.removeprefix(start): value for key, value in tensors.items() if key.startswith(start)}
-    stored = restore_stored(layer["stored"], parts)
-    return QuantizedLinear(stored, bias, recipe=recipe, dtype=dtype)
+    assert held is not None, "a folder with quantized layers has a record of them"
+    return QuantizedLinear(held.stored(name, device), bias, recipe=recipe, dtype=dtype)
 
 
 def _check_names(model: nn.Module, given: set[str], folder: Path) -> None:
-    wanted = set(model.state_dict())
+    wanted = {name for name in model.state_dict() if not _is_stored(model, name)}
     if wanted != given:
         odd = sorted(wanted ^ given)
         raise UserError(
@@ -198,12 +238,26 @@ def _check_names(model: nn.Module, given: set[str], folder: Path) -> None:
         )
 
 
-def _save_architecture(model: nn.Module, folder: Path) -> str | None:
+def _is_stored(model: nn.Module, name: str) -> bool:
+    layer, found, _ = name.rpartition(_STORED)
+    return bool(found) and isinstance(model.get_submodule(layer), QuantizedLinear)
+
+
+def _save_architecture(model: nn.Module, folder: Path, spec: QuantSpec | None) -> str | None:
+    """Write the config of transformers' model, and its tokenizer where it was loaded from a folder with one."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
         return None
-    model.config.save_pretrained(folder)
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    if spec is not None:
+        config.quantization_config = own_config(spec)
+    config.save_pretrained(folder)
+    respell_folder(folder)
+    source = Path(model.name_or_path)
+    if model.name_or_path and source.is_dir() and source.resolve() != folder.resolve():
+        copy_tokenizer(source, folder)
     return type(model).__name__
 
 
@@ -220,14 +274,5 @@ def _build(folder: Path, architecture: str | None) -> nn.Module:
             else f"the installed transformers has no {architecture}.",
             do="build the model yourself and give it as `model`",
         )
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     with init_empty_weights(include_buffers=False):
-        return kind(config).eval()
-
-
-def _checksum(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return kind(read_config(folder)).eval()

@@ -14,7 +14,7 @@ from crosstune.core.protocols import Array
 from crosstune.data.token_batch import IGNORED, TokenBatch
 from crosstune.mlx_engine.causal_loss import CausalLoss
 from crosstune.mlx_engine.load import check_stored, load_model
-from crosstune.mlx_engine.save_model import quantization_record, save_model
+from crosstune.mlx_engine.save_model import save_model
 from crosstune.mlx_engine.task import Arrays, MetricSums, Opening
 from crosstune.models.locate import identity
 
@@ -84,10 +84,10 @@ class CausalLM:
         opening = self._opened()
         plan = opening.plan
         assert opening.folder is not None
-        form = quantization_record(bits=plan.n_bits, group_size=plan.config.group_size)
+        spec = plan.quant_spec
         return {
             "base": {"name": plan.config.model_name, "identity": identity(opening.folder)},
-            "quantization": form if plan.quantizer != "none" else None,
+            "quantization": spec.to_json() if spec is not None else None,
             "precision": plan.precision,
         }
 

@@ -1,1 +1,8 @@
-"""One file per quantizer, found by its name: `LIBRARY`, `BITS`, `check(spec, shape)`, `quantize(weight, spec, dtype)`."""
+"""One file per quantizer, found by its name. It holds
+
+- `LIBRARY` and `BITS`, readable without torch;
+- `check(spec, shape)`, which raises a UserError for what it cannot quantize;
+- `quantize(weight, spec, dtype)`, which returns tensors by name (the bits themselves as `packed`) and JSON facts;
+- `dequantize(tensors, facts, dtype)`, which makes the dense matrix of them, without copies or waits on the device;
+- `restore(tensors, facts)`, which returns both from a file, also from one that an older version wrote.
+"""

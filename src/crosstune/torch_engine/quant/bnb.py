@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-import torch
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from crosstune.core.errors import UserError
-from crosstune.torch_engine.quantized import QuantSpec
+from crosstune.core.quantization import QuantSpec
+
+if TYPE_CHECKING:
+    import torch
 
 LIBRARY = "bitsandbytes"
 BITS = (4, 8)
@@ -16,6 +17,7 @@ BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _INT8_LIMIT = 127.0
 SLICE = 2**20
 """Weights quantized at a time on a CPU; a multiple of every block size."""
+_FACTS = ("shape", "quant_type", "blocksize", "nested_blocksize", "nested_dtype")
 
 
 def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
@@ -31,25 +33,40 @@ def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
         )
 
 
-def quantize(weight: torch.Tensor, spec: QuantSpec, dtype: torch.dtype) -> FourBit | EightBit:
+def quantize(
+    weight: torch.Tensor, spec: QuantSpec, dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     import bitsandbytes.functional as bnb
+    import torch
 
+    shape = {"shape": list(weight.shape)}
     if spec.bits == 8:
         packed, scale, _ = bnb.int8_vectorwise_quant(weight.to(torch.float16))
-        return EightBit(shape=_shape(weight), packed=packed, scale=scale)
-    kind = "nf4" if spec.kind == "auto" else spec.kind
+        return {"packed": packed, "scale": scale}, shape
+    kind = spec.resolved_kind()
     if weight.device.type != "cpu" or weight.numel() <= SLICE:
         packed, state = bnb.quantize_4bit(
             weight.contiguous(), blocksize=spec.group_size, compress_statistics=spec.double, quant_type=kind
         )
     else:
         packed, state = _quantize_in_slices(weight, spec, kind)
-    return FourBit(shape=_shape(weight), packed=packed, state=state)
+    # The library shares one table among all weights; files and copies of a model need each its own.
+    tensors = {"packed": packed, "absmax": state.absmax, "quant_map": state.code.clone()}
+    facts: dict[str, Any] = {**shape, "quant_type": state.quant_type, "blocksize": state.blocksize}
+    if state.nested:
+        inner = state.state2
+        tensors |= {"nested_absmax": inner.absmax, "nested_quant_map": inner.code.clone()}
+        tensors |= {"nested_offset": state.offset}
+        dtype_name = str(inner.dtype).removeprefix("torch.")
+        facts |= {"nested_blocksize": inner.blocksize, "nested_dtype": dtype_name}
+    return tensors, facts
 
 
 def _quantize_in_slices(weight: torch.Tensor, spec: QuantSpec, kind: str) -> tuple[torch.Tensor, Any]:
-    """The same numbers in bounded memory: on a CPU the library compares every weight with all 16 codes at once."""
+    """Quantize to the same numbers in bounded memory: on a CPU the library compares every weight with all 16 codes
+    at once."""
     import bitsandbytes.functional as bnb
+    import torch
 
     parts = [
         bnb.quantize_4bit(part, blocksize=spec.group_size, compress_statistics=False, quant_type=kind)
@@ -66,38 +83,43 @@ def _quantize_in_slices(weight: torch.Tensor, spec: QuantSpec, kind: str) -> tup
     return packed, state
 
 
-@dataclass
-class FourBit:
-    shape: tuple[int, int]
-    packed: torch.Tensor
-    state: Any
-    """bitsandbytes' own QuantState."""
+def dequantize(
+    tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any], dtype: torch.dtype
+) -> torch.Tensor:
+    import torch
+    from bitsandbytes import functional as bnb
 
-    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        import bitsandbytes.functional as bnb
-
-        self.state.dtype = dtype
-        return bnb.dequantize_4bit(self.packed, self.state)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        stored = self.state.as_dict(packed=False)
-        parts = {name: value for name, value in stored.items() if isinstance(value, torch.Tensor)}
-        return {"packed": self.packed, **parts}
-
-
-@dataclass
-class EightBit:
-    shape: tuple[int, int]
-    packed: torch.Tensor
-    scale: torch.Tensor
-
-    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        return (self.packed.float() * (self.scale.float() / _INT8_LIMIT)[:, None]).to(dtype)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {"packed": self.packed, "scale": self.scale}
+    if "absmax" not in tensors:
+        scale = (tensors["scale"].float() / _INT8_LIMIT)[:, None]
+        return (tensors["packed"].float() * scale).to(dtype)
+    inner = None
+    if "nested_absmax" in tensors:
+        inner = bnb.QuantState(
+            absmax=tensors["nested_absmax"],
+            code=tensors["nested_quant_map"],
+            blocksize=facts["nested_blocksize"],
+            dtype=getattr(torch, facts["nested_dtype"]),
+        )
+    state = bnb.QuantState(
+        absmax=tensors["absmax"],
+        shape=torch.Size(facts["shape"]),
+        code=tensors["quant_map"],
+        blocksize=facts["blocksize"],
+        quant_type=facts["quant_type"],
+        dtype=dtype,
+        offset=tensors.get("nested_offset"),
+        state2=inner,
+    )
+    return bnb.dequantize_4bit(tensors["packed"], state)
 
 
-def _shape(weight: torch.Tensor) -> tuple[int, int]:
-    rows, columns = weight.shape
-    return rows, columns
+def restore(
+    tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Read also bitsandbytes' own folders and older ones of crosstune, whose offset of the scales is a JSON number."""
+    import torch
+
+    found = dict(tensors)
+    if "nested_absmax" in found and "nested_offset" not in found:
+        found["nested_offset"] = torch.tensor(float(facts["nested_offset"]), device=found["packed"].device)
+    return found, {name: facts[name] for name in _FACTS if name in facts}

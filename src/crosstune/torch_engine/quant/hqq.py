@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
-
-import torch
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from crosstune.core.errors import UserError
-from crosstune.torch_engine.quantized import QuantSpec
+from crosstune.core.quantization import QuantSpec
+
+if TYPE_CHECKING:
+    import torch
 
 LIBRARY = "hqq.core.quantize"
 BITS = (8, 4, 3, 2, 1)
 PIECE = 2**21
 """Numbers of a weight that are fitted at once."""
+SCALES_IN_A_GROUP = 128
+"""Scales that are quantized together, where they are."""
+_PARTS = ("packed", "scale", "zero")
 
 
 def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
@@ -27,8 +31,11 @@ def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
         raise UserError(f"hqq has no kind {spec.kind}.", do="leave --quant_type out")
 
 
-def quantize(weight: torch.Tensor, spec: QuantSpec, dtype: torch.dtype) -> HqqWeight:
-    """A large weight goes a few rows at a time: fitting holds about ten copies of what it fits in fp32."""
+def quantize(
+    weight: torch.Tensor, spec: QuantSpec, dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Quantize a large weight a few rows at a time: fitting holds about ten copies of what it fits in fp32."""
+    import torch
     from hqq.core.quantize import Quantizer
 
     rows, columns = weight.shape
@@ -47,27 +54,81 @@ def quantize(weight: torch.Tensor, spec: QuantSpec, dtype: torch.dtype) -> HqqWe
         scales.append(meta["scale"].to(dtype))
         zeros.append(meta["zero"].to(dtype))
     packing = Quantizer.bit_to_packing[spec.bits]
-    meta |= {"shape": weight.shape, "packing": packing, "scale": torch.cat(scales), "zero": torch.cat(zeros)}
-    return HqqWeight(shape=(rows, columns), packed=Quantizer.pack[packing](torch.cat(codes)), meta=meta)
+    tensors = {
+        "packed": Quantizer.pack[packing](torch.cat(codes)),
+        "scale": torch.cat(scales),
+        "zero": torch.cat(zeros),
+    }
+    return tensors, _facts(meta | {"shape": weight.shape, "packing": packing})
 
 
 def _rows_at_once(rows: int, columns: int, group_size: int) -> int:
-    """As many rows as PIECE numbers make, in whole groups."""
+    """Return as many rows as PIECE numbers make, in whole groups."""
     whole = group_size // math.gcd(columns, group_size)
     return min(rows, max(whole, PIECE // columns // whole * whole))
 
 
-@dataclass
-class HqqWeight:
-    shape: tuple[int, int]
-    packed: torch.Tensor
-    meta: dict[str, Any]
-    """HQQ's own description: bits, groups, packing, scales and zero points."""
+def shrink(
+    tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any], names: Sequence[str]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Quantize zero points or scales themselves to 8 bits, by HQQ's own quantizer."""
+    import torch
+    from hqq.core.quantize import Quantizer
 
-    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        from hqq.core.quantize import Quantizer
+    # Zero points lie within one small range for the whole matrix; scales differ more, so they get groups.
+    how: dict[str, dict[str, Any]] = {
+        "zero": {"channel_wise": False, "group_size": None},
+        "scale": {"channel_wise": True, "group_size": SCALES_IN_A_GROUP, "axis": 1},
+    }
+    found, small = dict(tensors), dict[str, Any]()
+    for name in names:
+        dense = found.pop(name)
+        packed, meta = Quantizer.quantize(dense, nbits=8, device=str(dense.device), **how[name])
+        parts = {"packed": packed, "scale": meta["scale"], "zero": meta["zero"]}
+        found |= {f"{name}_{part}": tensor for part, tensor in parts.items()}
+        small[name] = _facts(meta | {"shape": dense.shape, "compute_dtype": torch.float32})
+    return found, {**facts, "small": small}
 
-        return Quantizer.dequantize(self.packed, self.meta).reshape(self.shape).to(dtype)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {"packed": self.packed, "scale": self.meta["scale"], "zero": self.meta["zero"]}
+def dequantize(
+    tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any], dtype: torch.dtype
+) -> torch.Tensor:
+    import torch
+
+    small = {
+        name: _dense({part: tensors[f"{name}_{part}"] for part in _PARTS}, inner).to(torch.float32)
+        for name, inner in facts.get("small", {}).items()
+    }
+    return _dense({**tensors, **small}, facts).to(dtype)
+
+
+def _dense(parts: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> torch.Tensor:
+    import torch
+    from hqq.core.quantize import Quantizer
+
+    meta = {
+        name: getattr(torch, value["dtype"]) if name.endswith("dtype") else value
+        for name, value in facts.items()
+    }
+    meta |= {"scale": parts["scale"], "zero": parts["zero"]}
+    dense: torch.Tensor = Quantizer.dequantize(parts["packed"], meta)
+    return dense.reshape(facts["shape"])
+
+
+def restore(
+    tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    return dict(tensors), {name: value for name, value in facts.items() if name != "kind"}
+
+
+def _facts(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return HQQ's own description, bits, groups and packing, as JSON."""
+    import torch
+
+    plain: dict[str, Any] = {}
+    for name, value in meta.items():
+        if isinstance(value, torch.dtype):
+            plain[name] = {"dtype": str(value).removeprefix("torch.")}
+        elif not isinstance(value, torch.Tensor):
+            plain[name] = list(value) if isinstance(value, (tuple, torch.Size)) else value
+    return plain

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ast
+from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from crosstune.core.errors import UserError
-from crosstune.torch_engine.quantized import QuantSpec
+from crosstune.core.quantization import QuantSpec
+
+if TYPE_CHECKING:
+    import torch
 
 LIBRARY = "optimum.quanto"
 BITS = (8, 4, 2)
@@ -28,37 +30,71 @@ def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
         )
 
 
-def quantize(weight: torch.Tensor, spec: QuantSpec, dtype: torch.dtype) -> QuantoWeight:
+def quantize(
+    weight: torch.Tensor, spec: QuantSpec, dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     from optimum import quanto
 
     unpack_without_compiler()
-    weight = weight.to(dtype)
+    weight = weight.to(dtype).contiguous()
     kind = quanto.qfloat8 if spec.kind == "float8" else getattr(quanto, f"qint{spec.bits}")
+    facts: dict[str, Any] = {"shape": list(weight.shape), "qtype": kind.name}
     if spec.bits == 8:
         scale = quanto.AbsmaxOptimizer()(weight, qtype=kind, axis=0)
         stored = quanto.quantize_weight(weight, qtype=kind, axis=0, scale=scale, optimized=False)
-    else:
-        scale, shift = quanto.MaxOptimizer()(weight, qtype=kind, axis=0, group_size=spec.group_size)
-        stored = quanto.quantize_weight(
-            weight, qtype=kind, axis=0, scale=scale, shift=shift, group_size=spec.group_size, optimized=False
-        )
-    rows, columns = weight.shape
-    return QuantoWeight(shape=(rows, columns), stored=stored)
+        return {"packed": _bits(stored._data), "scale": stored._scale}, facts
+    scale, shift = quanto.MaxOptimizer()(weight, qtype=kind, axis=0, group_size=spec.group_size)
+    stored = quanto.quantize_weight(
+        weight, qtype=kind, axis=0, scale=scale, shift=shift, group_size=spec.group_size, optimized=False
+    )
+    packed = stored._data
+    facts |= {"group_size": spec.group_size, "unpacked": list(packed.size())}
+    return {"packed": packed._data, "scale": stored._scale, "shift": stored._shift}, facts
 
 
-@dataclass
-class QuantoWeight:
-    shape: tuple[int, int]
+def dequantize(
+    tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any], dtype: torch.dtype
+) -> torch.Tensor:
+    from optimum.quanto.tensor.packed import PackedTensor
+    from optimum.quanto.tensor.qtype import qtypes
+    from optimum.quanto.tensor.weights.qbits import WeightQBitsTensor
+    from optimum.quanto.tensor.weights.qbytes import WeightQBytesTensor
+
+    qtype, shape = qtypes[facts["qtype"]], tuple(facts["shape"])
+    packed, scale = tensors["packed"], tensors["scale"]
     stored: Any
-    """quanto's own tensor subclass."""
+    if "unpacked" in facts:
+        unpack_without_compiler()
+        size = tuple(facts["unpacked"])
+        data = PackedTensor(packed, qtype.bits, size, (size[1], 1))
+        group_size, shift = facts["group_size"], tensors["shift"]
+        stored = WeightQBitsTensor(qtype, 0, group_size, shape, (shape[1], 1), data, scale, shift)
+    else:
+        data = packed.view(qtype.dtype)
+        stored = WeightQBytesTensor(qtype, 0, shape, (shape[1], 1), data, scale, None)
+    dense: torch.Tensor = stored.dequantize()
+    return dense.to(dtype)
 
-    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.stored.dequantize().to(dtype)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        names, _ = self.stored.__tensor_flatten__()
-        parts = {name.strip("_"): getattr(self.stored, name) for name in names}
-        return {name: getattr(part, "_data", part) for name, part in parts.items()}
+def restore(
+    tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Read also older folders, which name the packed bits `data` and quote quanto's own description."""
+    if "outer" not in facts:
+        return dict(tensors), dict(facts)
+    found = {"packed": _bits(tensors["data"])} | {n: t for n, t in tensors.items() if n != "data"}
+    outer, packing = facts["outer"], facts["data"]
+    read = {"shape": facts["shape"], "qtype": outer["qtype"]}
+    if packing is not None:
+        read |= {"group_size": int(outer["group_size"]), "unpacked": ast.literal_eval(packing["size"])}
+    return found, read
+
+
+def _bits(data: torch.Tensor) -> torch.Tensor:
+    """Return 8-bit floats as the bytes they are; packed bits are integers everywhere."""
+    import torch
+
+    return data.view(torch.uint8) if data.is_floating_point() else data
 
 
 def unpack_without_compiler() -> None:
@@ -74,5 +110,7 @@ def unpack_without_compiler() -> None:
 
 
 def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Several numbers a byte, the lowest bits first, as one stretch of rows after the other."""
+    """Unpack several numbers a byte, the lowest bits first, as one stretch of rows after the other."""
+    import torch
+
     return torch.cat([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from crosstune.torch_engine import export
 from crosstune.torch_engine.blocks import Expansion
 from crosstune.torch_engine.cross_entropy import cross_entropy_sum
 from crosstune.torch_engine.device import evaluating
-from crosstune.torch_engine.load import load_model, quant_spec
+from crosstune.torch_engine.load import load_model
 from crosstune.torch_engine.original_weights import original_weights
 from crosstune.torch_engine.stream import find_tensors, read_tensor
 from crosstune.torch_engine.task import MetricSums, Opening, Tensors
@@ -86,10 +85,10 @@ class CausalLM:
         """Return which weights, quantized how, the training started from."""
         opening = self._opened()
         assert opening.folder is not None
-        spec = quant_spec(opening.plan)
+        spec = opening.plan.quant_spec
         return {
             "base": {"name": opening.plan.config.model_name, "identity": identity(opening.folder)},
-            "quantization": dataclasses.asdict(spec) if spec is not None else None,
+            "quantization": spec.to_json() if spec is not None else None,
             "precision": opening.plan.precision,
         }
 
@@ -119,7 +118,7 @@ class CausalLM:
             return {}
         opening = self._opened()
         record: dict[str, Any] = {"new_blocks": sorted(self.expansion.new)}
-        if quant_spec(opening.plan) is None:
+        if opening.plan.quant_spec is None:
             return record
         prompts = [list(range(start, start + _PROBE_TOKENS)) for start in (0, _PROBE_TOKENS)]
         with evaluating(model):

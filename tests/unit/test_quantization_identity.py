@@ -1,0 +1,74 @@
+"""One identity of a quantization: every spelling in files, and what of it changes the numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crosstune.core.errors import UserError
+from crosstune.core.quantization import QuantSpec, read_spec, same_meaning
+from crosstune.runs.same_training import check_base, compare
+
+BNB = {"quantizer": "bnb", "bits": 4, "group_size": 64}
+# As checkpoints, adapters of the torch engine and adapters of the MLX engine spelled it.
+OLDER = {"backend": "bnb", "bits": 4, "group_size": 64, "type": "auto", "double": True}
+MLX_ADAPTER = {"quantizer": "mlx", "bits": 4, "group_size": 64, "kind": "auto", "double": False}
+MLX_CHECKPOINT = {"backend": "mlx", "bits": 4, "group_size": 64, "type": "auto", "double": True}
+
+
+def test_every_spelling_is_read() -> None:
+    assert QuantSpec.from_json(OLDER) == QuantSpec(**BNB) == QuantSpec.from_json(QuantSpec(**BNB).to_json())
+    assert QuantSpec(**BNB).name() == "bnb-4bit"
+    assert read_spec(None) is None
+    assert same_meaning(read_spec(MLX_ADAPTER), read_spec(MLX_CHECKPOINT))
+    for wrong in ({"bits": 4}, {**BNB, "rounding": "up"}):
+        with pytest.raises(UserError, match="cannot be read"):
+            QuantSpec.from_json(wrong)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({**BNB, "kind": "nf4"}, BNB, True),
+        ({**BNB, "kind": "fp4"}, BNB, False),
+        ({**BNB, "double": False}, BNB, False),
+        ({**BNB, "group_size": 128}, BNB, False),
+        ({**BNB, "bits": 8}, BNB, False),
+        ({**BNB, "bits": 8, "group_size": 128, "double": False}, {**BNB, "bits": 8}, True),
+        ({**BNB, "quantizer": "hqq", "double": False, "kind": "int"}, {**BNB, "quantizer": "hqq"}, True),
+        ({**BNB, "quantizer": "hqq", "bits": 8, "group_size": 32}, {**BNB, "quantizer": "hqq", "bits": 8}, False),
+        ({**BNB, "quantizer": "mlx", "bits": 8, "group_size": 32}, {**BNB, "quantizer": "mlx", "bits": 8}, False),
+        ({**BNB, "quantizer": "mlx", "kind": "nf4"}, {**BNB, "quantizer": "mlx"}, True),
+        ({**BNB, "quantizer": "quanto", "bits": 8, "group_size": 32}, {**BNB, "quantizer": "quanto", "bits": 8}, True),
+        ({**BNB, "quantizer": "quanto", "bits": 8, "kind": "float8"}, {**BNB, "quantizer": "quanto", "bits": 8}, False),
+    ],
+)  # fmt: skip
+def test_what_changes_the_numbers(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:
+    left, right = QuantSpec(**one), QuantSpec(**other)
+    assert same_meaning(left, right) == same
+    if not same:
+        assert left.describe() != right.describe()
+    assert not same_meaning(left, None) and same_meaning(None, None)
+
+
+def test_a_checkpoint_of_an_older_version_is_of_the_same_training() -> None:
+    now = {"quantization": QuantSpec(**BNB, kind="nf4").to_json()}
+    assert compare({"quantization": OLDER}, now) == []
+    [difference] = compare({"quantization": {**OLDER, "group_size": 128}}, now)
+    assert difference.kind == "quantization"
+    assert "groups of 128" in difference.sentence() and "groups of 64" in difference.sentence()
+    [difference] = compare({"quantization": None}, now)
+    assert difference.was is None
+
+
+@pytest.mark.parametrize("recorded", [MLX_ADAPTER, MLX_CHECKPOINT, {**MLX_ADAPTER, "double": True}])
+def test_an_adapter_goes_on_over_the_base_of_its_record(recorded: dict[str, Any], tmp_path: Path) -> None:
+    record = {"base": {"name": "tiny", "identity": {"sha256": "a" * 64}}, "quantization": recorded}
+    (tmp_path / "crosstune.json").write_text(json.dumps(record))
+    same = QuantSpec(quantizer="mlx", bits=4, group_size=64)
+    assert check_base(tmp_path, identity="a" * 64, quantization=same) == []
+    [warning] = check_base(tmp_path, identity="a" * 64, quantization=None)
+    assert "mlx with 4 bits" in warning and "not quantized" in warning
