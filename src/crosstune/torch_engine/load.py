@@ -12,13 +12,13 @@ from torch import nn
 
 from crosstune.config.plan import Plan
 from crosstune.core.errors import UserError
+from crosstune.core.expanded_name import read_expanded_name
 from crosstune.torch_engine.blocks import (
     Expansion,
     already_expanded,
     check_passes_through,
     expand_config,
     expand_evenly,
-    read_expanded_name,
 )
 from crosstune.torch_engine.bypassed_layers import reads_weight
 from crosstune.torch_engine.device import give_back_freed

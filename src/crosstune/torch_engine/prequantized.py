@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from crosstune.config.plan import TRAIN_TYPE_PARTS
+from crosstune.config.train_types import TRAIN_TYPE_PARTS
 from crosstune.core.errors import UserError
 from crosstune.core.record import write_json
 from crosstune.models.folder import read_config

@@ -1,1 +1,3 @@
-"""One file per quantizer, found by its name: `LIBRARY`, `BITS`, `check(spec, shape)`, `quantize(weight, spec, dtype)`."""
+"""One file per quantizer, found by its name: its constants (see core.quantizers.Quantizer), `check(spec, shape)` and
+`quantize(weight, spec, dtype)`. A file imports its library and torch inside its functions, so that its constants can be
+read where neither is installed."""

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from crosstune.core.errors import UserError
-from crosstune.torch_engine.quantized import QuantSpec
+
+if TYPE_CHECKING:  # so that the constants can be read without torch
+    import torch
+
+    from crosstune.torch_engine.quantized import QuantSpec
 
 LIBRARY = "bitsandbytes"
 BITS = (4, 8)
+EXTRA = "bnb"
+PREFERENCE = 10
+BITS_BY_ROW = (8,)
+BITS_WITH_DOUBLE_QUANT = (4,)
+TAKES_KIND = True
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _INT8_LIMIT = 127.0
 SLICE = 2**20
@@ -33,6 +40,7 @@ def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
 
 def quantize(weight: torch.Tensor, spec: QuantSpec, dtype: torch.dtype) -> FourBit | EightBit:
     import bitsandbytes.functional as bnb
+    import torch
 
     if spec.bits == 8:
         packed, scale, _ = bnb.int8_vectorwise_quant(weight.to(torch.float16))
@@ -50,6 +58,7 @@ def quantize(weight: torch.Tensor, spec: QuantSpec, dtype: torch.dtype) -> FourB
 def _quantize_in_slices(weight: torch.Tensor, spec: QuantSpec, kind: str) -> tuple[torch.Tensor, Any]:
     """The same numbers in bounded memory: on a CPU the library compares every weight with all 16 codes at once."""
     import bitsandbytes.functional as bnb
+    import torch
 
     parts = [
         bnb.quantize_4bit(part, blocksize=spec.group_size, compress_statistics=False, quant_type=kind)
@@ -80,6 +89,8 @@ class FourBit:
         return bnb.dequantize_4bit(self.packed, self.state)
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        import torch
+
         stored = self.state.as_dict(packed=False)
         parts = {name: value for name, value in stored.items() if isinstance(value, torch.Tensor)}
         return {"packed": self.packed, **parts}

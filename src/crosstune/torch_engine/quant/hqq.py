@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from crosstune.core.errors import UserError
-from crosstune.torch_engine.quantized import QuantSpec
+
+if TYPE_CHECKING:  # so that the constants can be read without torch
+    import torch
+
+    from crosstune.torch_engine.quantized import QuantSpec
 
 LIBRARY = "hqq.core.quantize"
 BITS = (8, 4, 3, 2, 1)
+EXTRA = "hqq"
+PREFERENCE = 20
 PIECE = 2**21
 """Numbers of a weight that are fitted at once."""
 
@@ -29,6 +33,7 @@ def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
 
 def quantize(weight: torch.Tensor, spec: QuantSpec, dtype: torch.dtype) -> HqqWeight:
     """A large weight goes a few rows at a time: fitting holds about ten copies of what it fits in fp32."""
+    import torch
     from hqq.core.quantize import Quantizer
 
     rows, columns = weight.shape

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from crosstune.core.errors import UserError
-from crosstune.torch_engine.quantized import QuantSpec
+
+if TYPE_CHECKING:  # so that the constants can be read without torch
+    import torch
+
+    from crosstune.torch_engine.quantized import QuantSpec
 
 LIBRARY = "optimum.quanto"
 BITS = (8, 4, 2)
+EXTRA = "quanto"
+PREFERENCE = 30
+PREFERENCE_ON = {"mps": 15}  # it has kernels for Metal
+BITS_BY_ROW = (8,)
+TAKES_KIND = True
+DISTRIBUTION = "optimum-quanto"
 
 
 def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
@@ -75,4 +83,6 @@ def unpack_without_compiler() -> None:
 
 def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Several numbers a byte, the lowest bits first, as one stretch of rows after the other."""
+    import torch
+
     return torch.cat([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)])
