@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crosstune.config.check_built import unbuilt_parts
 from crosstune.config.schema import Config
-from crosstune.config.unbuilt import unbuilt
 from crosstune.core.durations import parse_duration
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.events import Observer, Observers, Started, Warned
@@ -39,7 +39,7 @@ def num_processes(config: Config) -> int:
     if config.world_size <= 1:
         return 1
     plan = make_plan(config)
-    raise_all(unbuilt(plan))
+    raise_all(unbuilt_parts(plan))
     return plan.world_size
 
 

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from crosstune.config.facts import Facts
 from crosstune.config.load import load_config, make_config
-from crosstune.config.mlx_settings import MlxSettings, read_mlx_settings
+from crosstune.config.mlx_settings import MlxSettings, read_mlx_settings, read_settings
 from crosstune.config.resolve import resolve
+from crosstune.core.backend import backend_specs
 from crosstune.core.errors import ConfigError, UserError
 from crosstune.core.machine import Machine
-from crosstune.machines.probe import load_machine, preference
+from crosstune.core.quantizers import read_quantizers
+from crosstune.machines.probe import load_machine
 
 
 def write(tmp_path: Path, **settings: Any) -> Path:
@@ -95,9 +98,14 @@ def test_a_file_that_is_not_there_is_told() -> None:
 
 
 def plan_on(machine: Machine, **options: Any) -> Any:
-    return resolve(
-        make_config(**options), machine=machine, collectives={"mlx": "ring"}, preference=preference()
+    config = make_config(**options)
+    facts = Facts(
+        machine=machine,
+        backends=backend_specs(),
+        quantizers=read_quantizers(),
+        mlx_settings=read_settings(config.mlx_config),
     )
+    return resolve(config, facts)
 
 
 def test_mlx_gets_what_it_has() -> None:

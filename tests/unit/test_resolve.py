@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from crosstune.config.facts import Facts
 from crosstune.config.load import make_config
 from crosstune.config.plan import Adjustment, Plan
 from crosstune.config.resolve import resolve
@@ -15,6 +16,7 @@ from crosstune.core.backend import backend_specs
 from crosstune.core.errors import ConfigError, UserError
 from crosstune.core.machine import Machine
 from crosstune.core.memory import ModelShape, shape_for_size
+from crosstune.core.quantizers import read_quantizers
 from crosstune.core.ranks import Ranks
 from crosstune.machines.probe import load_machine
 
@@ -22,15 +24,15 @@ from crosstune.machines.probe import load_machine
 def plan_on(
     machine: str | Machine, *, shape: ModelShape | None = None, ranks: Ranks | None = None, **asked: Any
 ) -> Plan:
-    specs = backend_specs()
-    return resolve(
-        make_config(**asked),
+    config = make_config(**asked)
+    facts = Facts(
         machine=load_machine(machine) if isinstance(machine, str) else machine,
-        collectives={name: spec.collective for name, spec in specs.items()},
-        preference=list(specs),
+        backends=backend_specs(),
+        quantizers=read_quantizers(),
         shape=shape,
         ranks=ranks,
     )
+    return resolve(config, facts)
 
 
 def adjustment(plan: Plan, option: str, kind: str) -> Adjustment:
@@ -268,15 +270,6 @@ def test_what_can_never_work_is_an_error(asked: dict[str, Any], words: str) -> N
     with pytest.raises(ConfigError) as caught:
         plan_on("h200", **asked)
     assert words in str(caught.value.problems[0])
-
-
-def test_the_bits_of_each_library_are_those_of_its_quantizer() -> None:
-    from crosstune.config.resolve import LIBRARY_BITS
-    from crosstune.core.names import load_plugin
-
-    for name, bits in LIBRARY_BITS.items():
-        quantizer = load_plugin("crosstune.torch_engine.quant", name, kind="quantizer")
-        assert sorted(quantizer.BITS) == sorted(bits), name
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from crosstune.cli.results import (
     print_warnings,
     show_result,
 )
+from crosstune.core.quantizers import quantizer_names, read_quantizers
 
 EXAMPLES = """examples:
   crosstune convert models/llama-bnb-4bit --from bnb --to hqq --n_bits 4 --group_size 128
@@ -40,13 +41,13 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument(
         "--from",
         dest="held",
-        choices=("bnb", "hqq", "quanto", "mlx", "none"),
+        choices=(*quantizer_names(), "none"),
         help="what the folder holds; checked",
     )
     parser.add_argument(
         "--to",
         required=True,
-        choices=("bnb", "hqq", "quanto", "none", "hf", "mlx", "peft"),
+        choices=(*quantizer_names(), "none", "hf", "peft"),
         help="none and hf are the same: plain weights. For an adapter folder: mlx or peft",
     )
     parser.add_argument(
@@ -120,11 +121,12 @@ def _source_words(report: Mapping[str, Any]) -> str:
 
 
 def _without_effect(own: argparse.Namespace, report: Mapping[str, Any]) -> list[str]:
+    quantizers = read_quantizers()
     heeded = {
-        "n_bits": ("bnb", "hqq", "quanto", "mlx"),
-        "group_size": ("bnb", "hqq", "quanto", "mlx"),
-        "quant_type": ("bnb", "quanto"),
-        "double_quant": ("bnb",),
+        "n_bits": list(quantizers),
+        "group_size": list(quantizers),
+        "quant_type": [name for name, quantizer in quantizers.items() if quantizer.takes_kind],
+        "double_quant": [name for name, quantizer in quantizers.items() if quantizer.bits_with_double_quant],
     }
     is_adapter = "exact" in report
     return [

@@ -10,7 +10,7 @@ from crosstune.cli.units import size
 from crosstune.config.load import environment_of
 from crosstune.config.plan import Plan
 from crosstune.core.backend import backend_specs
-from crosstune.core.errors import EXIT_DONE, UserError, raise_all
+from crosstune.core.errors import EXIT_DONE, UserError
 
 EXAMPLES = """examples:
   crosstune plan --train_type qlora --model_name meta-llama/Llama-2-7b-hf
@@ -19,7 +19,8 @@ EXAMPLES = """examples:
   crosstune plan --machine apple-m1-16gb --emulate mps       (and try a few steps here as that Mac would run them)
 
 machines: a report written by `crosstune doctor --json` on another computer, or one of the profiles that
-`crosstune plan --machine list` names. The exit code is 2 when train would refuse the plan."""
+`crosstune plan --machine list` names. The exit code is 2 when train would refuse the request; what cannot be known
+without a download, or on another machine, is printed as not checked."""
 
 
 def run(words: Sequence[str]) -> int:
@@ -32,9 +33,7 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--machine", metavar="NAME|FILE", help="plan for another machine instead of this one")
     own, config = parse_config(parser, words)
 
-    from crosstune.config.unbuilt import unbuilt
     from crosstune.machines.probe import load_machine, profile_names
-    from crosstune.planner.gather import make_plan, unreadable
 
     if own.machine == "list":
         print("\n".join(profile_names()))
@@ -44,29 +43,32 @@ def run(words: Sequence[str]) -> int:
 
         verdict = judge(config, machine=own.machine)
         if own.json:
-            print_json(_to_json(verdict.plan, []) | {"emulation": verdict.to_json()})
+            print_json(_to_json(verdict.plan) | {"emulation": verdict.to_json()})
         else:
-            _print_plan(verdict.plan, [])
+            _print_plan(verdict.plan)
             print_verdict(verdict)
         return exit_code(verdict)
-    machine = load_machine(own.machine) if own.machine else None
-    plan = make_plan(config, machine=machine)
-    problems = [*unbuilt(plan), *unreadable(plan)]
+    from crosstune.runs.check_request import check_plan
+
+    plan, checked = check_plan(config, machine=load_machine(own.machine) if own.machine else None)
     if own.json:
-        print_json(_to_json(plan, problems))
+        print_json(_to_json(plan, checked.problems, checked.not_checked))
     else:
-        _print_plan(plan, problems)
-    raise_all(problems)
+        _print_plan(plan, checked.problems, checked.not_checked)
+    checked.raise_problems()
     return EXIT_DONE
 
 
-def _to_json(plan: Plan, problems: Sequence[UserError]) -> dict[str, Any]:
-    from crosstune.config.unbuilt import unbuilt
+def _to_json(
+    plan: Plan, problems: Sequence[UserError] = (), not_checked: Sequence[str] = ()
+) -> dict[str, Any]:
+    from crosstune.config.check_built import unbuilt_parts
 
     return plan.to_json() | {
         "settings": _settings(plan),
-        "not_built": [problem.asked for problem in unbuilt(plan)],
+        "not_built": [problem.asked for problem in unbuilt_parts(plan)],
         "cannot_train": [problem.asked for problem in problems],
+        "not_checked": list(not_checked),
     }
 
 
@@ -92,7 +94,7 @@ def _settings_words(plan: Plan) -> list[str]:
     return said
 
 
-def _print_plan(plan: Plan, problems: Sequence[UserError]) -> None:
+def _print_plan(plan: Plan, problems: Sequence[UserError] = (), not_checked: Sequence[str] = ()) -> None:
     config = plan.config
     device = plan.backend.devices[0].name if plan.backend.devices else plan.backend.device
     quantized = f", {plan.quantizer} base of {plan.n_bits} bits" if plan.quantizer != "none" else ""
@@ -123,5 +125,7 @@ def _print_plan(plan: Plan, problems: Sequence[UserError]) -> None:
     for adjustment in plan.adjustments:
         label = {"change": "changed", "warning": "warning"}.get(adjustment.kind, "chosen")
         print(f"{label:<12} {adjustment.sentence()}")
+    for words in not_checked:
+        print(f"{'not checked':<12} {words}")
     for problem in problems:
         print(f"{'cannot train':<12} {problem.asked}")

@@ -11,10 +11,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from crosstune.backends._host import memory_bytes
-from crosstune.config.schema import QUANTIZERS
 from crosstune.core.backend import backend_specs
 from crosstune.core.machine import BackendReport, Machine
 from crosstune.core.memory import GIB, largest_batch, shape_for_size
+from crosstune.core.quantizers import quantizer_names
 from crosstune.machines.probe import fastest_backend, probe_backend, probe_machine
 from crosstune.torch_engine.probe import allocated_bytes, torch_device, torch_dtype
 
@@ -178,8 +178,7 @@ def get_device(backend: str | Backend | None = None) -> Any:
 
 def _probe_fully(backend: Backend) -> BackendReport:
     """One backend with every quantizer, which takes seconds: only the chosen one is worth that."""
-    quantizers = [name for name in QUANTIZERS if name not in ("auto", "none")]
-    return probe_backend(backend_specs()[backend.value], quantizers=quantizers)
+    return probe_backend(backend_specs()[backend.value], quantizers=quantizer_names())
 
 
 def _find(backend: str | Backend | None) -> Backend | None:

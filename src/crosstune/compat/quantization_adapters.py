@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from crosstune.compat.quantization_check import (
-    PACKAGES,
     check_config,
     each_config,
     make_recipe,
@@ -18,6 +17,7 @@ from crosstune.compat.quantization_check import (
 from crosstune.compat.quantization_config import QuantizationConfig, QuantizationMethod, matches
 from crosstune.compat.quantization_interface import QuantizationAdapter
 from crosstune.core.errors import UserError
+from crosstune.core.quantizers import read_quantizers, torch_quantizer_names
 from crosstune.torch_engine.probe import torch_device
 
 
@@ -36,7 +36,7 @@ class _TorchAdapter(QuantizationAdapter):
         configs = each_config(self.config)
         for each in configs:
             check_config(each)
-        for library in sorted({each.method.library for each in configs} & PACKAGES.keys()):
+        for library in sorted({each.method.library for each in configs} & set(torch_quantizer_names())):
             _check_installed(library)
         for text in without_effect(self.config):
             _warn(text)
@@ -200,11 +200,11 @@ def _check_words(config: QuantizationConfig, names: list[str]) -> None:
 
 
 def _check_installed(library: str) -> None:
-    package = PACKAGES[library]
-    top = package.partition(".")[0]
-    if find_spec(top) is None or find_spec(package) is None:
+    quantizer = read_quantizers()[library]
+    top = quantizer.library.partition(".")[0]
+    if find_spec(top) is None or find_spec(quantizer.library) is None:
         raise UserError(
-            f"{library} is not installed.", do=f"pip install 'crosstune[{library}]', or use another method"
+            f"{library} is not installed.", do=f"{quantizer.install_command}, or use another method"
         )
 
 

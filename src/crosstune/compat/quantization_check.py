@@ -9,11 +9,10 @@ from typing import Any
 from crosstune.compat.quantization_config import DTYPES, QuantizationConfig, dtype_name, method_for
 from crosstune.core.errors import UserError
 from crosstune.core.quantization import QuantSpec
+from crosstune.core.quantizers import torch_quantizer_names
 from crosstune.torch_engine.probe import torch_dtype
 
 HALF_TYPES = ("float16", "bfloat16")
-PACKAGES = {"bnb": "bitsandbytes", "hqq": "hqq", "quanto": "optimum.quanto"}
-"""The torch engine's quantizers and what they are imported from."""
 
 
 def each_config(config: QuantizationConfig) -> list[QuantizationConfig]:
@@ -30,7 +29,7 @@ def check_config(config: QuantizationConfig) -> None:
         raise ValueError(f"{config.method.name} has {own} bits, not {config.bits}; {hint}.")
     if config.method.library == "hqq" and config.bits == 16:
         raise ValueError("HQQ has no 16 bits; use NONE.")
-    if config.method.library in PACKAGES and find_spec("torch") is not None:
+    if config.method.library in torch_quantizer_names() and find_spec("torch") is not None:
         from crosstune.torch_engine.quantized import open_quantizer
 
         spec = make_recipe(config).spec

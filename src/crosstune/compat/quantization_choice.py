@@ -20,10 +20,9 @@ from crosstune.compat.quantization_config import (
 from crosstune.compat.quantization_interface import QuantizationAdapter
 from crosstune.core.machine import BackendReport, Machine
 from crosstune.core.memory import GIB, largest_batch, shape_for_size
+from crosstune.core.quantizers import read_quantizers
 from crosstune.torch_engine.probe import torch_dtype
 
-PREFERENCE = ("mlx", "bnb", "hqq", "quanto")
-"""The order in which libraries are taken; MLX runs on its own backend only."""
 RECOMMENDED_BITS = (16, 8, 4, 3, 2)
 CONTEXT = 2048
 
@@ -160,7 +159,7 @@ def _adjust(config: QuantizationConfig, report: BackendReport) -> tuple[Quantiza
 def _others(config: QuantizationConfig, report: BackendReport) -> list[QuantizationConfig]:
     """The same bits by other libraries, of which every layer runs on this backend."""
     widths = {each.bits for each in each_config(config)}
-    able = [library for library in PREFERENCE if all(method_for(library, bits) for bits in widths)]
+    able = [library for library in read_quantizers() if all(method_for(library, bits) for bits in widths)]
     moved = [config.moved_to(library) for library in able]
     return [
         other
@@ -185,7 +184,7 @@ def _method_here(report: BackendReport, bits: int) -> QuantizationMethod | None:
     """The preferred method with these bits that runs on the backend."""
     if bits == 16:
         return QuantizationMethod.NONE
-    libraries = [name for name in PREFERENCE if bits in report.quantizers.get(name, ())]
+    libraries = [name for name in read_quantizers() if bits in report.quantizers.get(name, ())]
     return next((method for name in libraries if (method := method_for(name, bits))), None)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from crosstune.config.draft import Draft
-from crosstune.config.schema import MISMATCHES, mismatches
+from crosstune.config.options.run import MISMATCHES, mismatches
 from crosstune.core.durations import parse_duration
 from crosstune.core.errors import UserError
 

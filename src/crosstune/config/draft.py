@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from crosstune.config.facts import Facts
 from crosstune.config.plan import Adjustment, Kind
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
-from crosstune.core.machine import BackendReport, Machine
+from crosstune.core.machine import BackendReport
 
 
 @dataclass
@@ -16,7 +17,7 @@ class Draft:
     """Current values over what was asked, with the adjustments and problems found on the way."""
 
     asked: Config
-    machine: Machine
+    facts: Facts
     report: BackendReport
     values: dict[str, Any] = field(default_factory=dict)
     adjustments: list[Adjustment] = field(default_factory=list)

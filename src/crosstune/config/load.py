@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from crosstune.config.mlx_settings import options_in
-from crosstune.config.schema import Config, Option, option_list, options_by_name
+from crosstune.config.option import Option
+from crosstune.config.schema import Config, option_list, options_by_name
 from crosstune.core.backend import BackendSpec
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.names import nearest

@@ -84,9 +84,13 @@ def read_mlx_settings(file: str | None) -> MlxSettings:
     return MlxSettings(**values)
 
 
-def idle_settings(file: str, *, without_metal: bool) -> list[str]:
-    """What the file sets and nothing here heeds, in words: keys of mlx-lm's trainer, and what needs Metal."""
-    data, _ = _read(Path(file).expanduser())
+def read_settings(file: str | None) -> dict[str, Any]:
+    """Return everything the file sets, as one flat list of keys."""
+    return _read(Path(file).expanduser())[0] if file is not None else {}
+
+
+def idle_settings(data: Mapping[str, Any], *, without_metal: bool) -> list[str]:
+    """Return what the file sets without effect, in words: keys of mlx-lm's trainer, and what needs Metal."""
     found = [f"{key} ({instead})" for key, instead in _IDLE.items() if key in data]
     said = [f"has no effect here: {', '.join(found)}"] if found else []
     if "wired_limit_gb" in data and without_metal:

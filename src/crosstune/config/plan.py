@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -109,20 +108,3 @@ class Plan:
 
 def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-TRAIN_TYPE_PARTS: Mapping[str, tuple[str, str]] = {
-    "full": ("full", "none"),
-    "lora": ("lora", "none"),
-    "custom_lora": ("lora", "none"),
-    "dora": ("dora", "none"),
-    "llama_pro": ("llama_pro", "none"),
-    "qlora": ("lora", "auto"),
-    "custom_qlora": ("lora", "auto"),
-    "hqq_lora": ("lora", "hqq"),
-    "hqq_dora": ("dora", "hqq"),
-    "bnb_dora": ("dora", "bnb"),
-    "bnb_llama_pro": ("llama_pro", "bnb"),
-    "hqq_llama_pro": ("llama_pro", "hqq"),
-}
-"""Train type -> (method, quantizer): two choices that the type's one word stands for."""

@@ -1,72 +1,61 @@
-"""Asked + machine -> plan: a pure function. Everything it changes is an Adjustment with a reason."""
+"""What was asked + facts -> plan: a pure function. Everything it changes is an Adjustment with a reason."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from crosstune.config.check_values import check_values
+from crosstune.config.choose_method import choose_method
+from crosstune.config.conditions import Decided
 from crosstune.config.draft import Draft
+from crosstune.config.facts import Facts
+from crosstune.config.fit_memory import fit_memory
 from crosstune.config.idle_options import warn_without_effect
-from crosstune.config.plan import TRAIN_TYPE_PARTS, Adjustment, Plan
-from crosstune.config.schema import Config
+from crosstune.config.plan import Adjustment, Plan
+from crosstune.config.schema import Config, option_list
+from crosstune.config.train_types import TRAIN_TYPE_PARTS
 from crosstune.core.errors import UserError, raise_all
-from crosstune.core.machine import BackendReport, Machine, choose_backend
-from crosstune.core.memory import GIB, ModelShape, step_bytes
+from crosstune.core.machine import BackendReport, choose_backend
 from crosstune.core.ranks import Ranks
 
-QUANTIZER_ORDER = ("bnb", "hqq", "quanto", "mlx")
-LIBRARY_BITS: Mapping[str, tuple[int, ...]] = {"bnb": (4, 8), "hqq": (8, 4, 3, 2, 1), "quanto": (8, 4, 2)}
-MPS_QUANTIZER_ORDER = ("bnb", "quanto", "hqq")
-GROUP_SIZES = {"mlx": (32, 64, 128)}
-"""Of quantizers that have only some; the others take any."""
-USABLE_MEMORY = 0.9
-USABLE_MEMORY_ON_MPS = 0.7  # the high watermark that the backend sets
+EIGHT_BIT_OPTIMIZERS_FROM = "bnb"
+"""The quantizer whose library has the 8-bit optimizers."""
 CONTEXT_WITHOUT_FLASH = 2048
 BF16_WORTH_IT = 1.3
 
 
-def resolve(
-    config: Config,
-    *,
-    machine: Machine,
-    collectives: Mapping[str, str | None],
-    preference: Sequence[str],
-    shape: ModelShape | None = None,
-    longest_row: int | None = None,
-    installs: Mapping[str, str] | None = None,
-    ranks: Ranks | None = None,
-) -> Plan:
-    """The plan for this machine, or one ConfigError with everything that stands in its way.
-
-    `collectives`, `preference` and `installs` come from the backend files: what each backend's devices talk through,
-    the order in which `auto` tries them, and how to get one that is not there. `longest_row` is the longest example of the data, once it is known:
-    memory is then estimated for it and not for the whole context. `ranks` is there when several processes were started.
-    """
-    draft = _choose_backend(config, machine, preference, installs or {})
-    method, quantizer, n_bits = _choose_method(draft)
+def resolve(config: Config, facts: Facts) -> Plan:
+    """Return the plan for these facts, or raise one ConfigError with everything that stands in its way."""
+    config = _as_the_folder_is(config, facts)
+    draft = _choose_backend(config, facts)
+    method, quantizer, n_bits = choose_method(draft)
     if method == "llama_pro" and draft["llama_pro_path"]:
         draft.set("model_name", draft["llama_pro_path"], "llama_pro_path names it", kind="choice")
     _fit_precision(draft)
-    world_size, collective = _fit_world(draft, collectives, ranks)
-    _fit_attention(draft, shape)
+    world_size, collective = _fit_world(draft)
+    _fit_attention(draft)
     _fit_optimizer(draft)
     if draft["low_memory"] and not draft.is_asked("use_gradient_checkpointing"):
         draft.set("use_gradient_checkpointing", True, "low_memory recomputes activations")
-    sharing = 1
-    if draft.report.engine == "mlx":
-        sharing = ranks.local_size if ranks is not None else world_size
-    estimate = _fit_memory(
-        draft, shape, longest_row, method=method, quantizer=quantizer, n_bits=n_bits, sharing=sharing
+    estimate = fit_memory(
+        draft, method=method, quantizer=quantizer, n_bits=n_bits, sharing=_num_sharing(draft, world_size)
     )
     check_values(draft, method)
-    warn_without_effect(draft, method=method, quantizer=quantizer, n_bits=n_bits, world_size=world_size)
+    decided = Decided(
+        options={option.name: draft[option.name] for option in option_list()},
+        engine=draft.report.engine,
+        method=method,
+        quantizer=facts.quantizers.get(quantizer),
+        n_bits=n_bits,
+        world_size=world_size,
+    )
+    warn_without_effect(draft, decided)
     if config.strict:
         draft.problems += [_forbidden(a) for a in draft.adjustments if a.kind == "change"]
     raise_all(draft.problems)
     return Plan(
         config=replace(config, **draft.values),
-        machine=machine,
+        machine=facts.machine,
         backend=draft.report,
         method=method,
         quantizer=quantizer,
@@ -78,6 +67,24 @@ def resolve(
     )
 
 
+def _as_the_folder_is(config: Config, facts: Facts) -> Config:
+    """Take the quantization options from a folder of quantized weights, but for those the user has set."""
+    library, held = TRAIN_TYPE_PARTS[config.train_type][1], facts.held
+    if library == "none" or held is None or library not in ("auto", held.quantizer):
+        return config
+    given = {name: value for name, value in held.options.items() if name not in config.asked}
+    sources = {**config.asked, **dict.fromkeys(given, held.source)}
+    return replace(config, **given, asked=sources)
+
+
+def _num_sharing(draft: Draft, world_size: int) -> int:
+    """Return how many processes use the same memory."""
+    if draft.report.engine != "mlx":
+        return 1
+    ranks = draft.facts.ranks
+    return ranks.local_size if ranks is not None else world_size
+
+
 def _forbidden(adjustment: Adjustment) -> UserError:
     return UserError(
         f"{adjustment.option} cannot stay {adjustment.asked}.",
@@ -86,17 +93,11 @@ def _forbidden(adjustment: Adjustment) -> UserError:
     )
 
 
-def _install_words(backend: str, installs: Mapping[str, str]) -> str:
-    words = installs.get(backend, "").rstrip(".")
-    return f"{words}; or " if words else ""
-
-
-def _choose_backend(
-    config: Config, machine: Machine, preference: Sequence[str], installs: Mapping[str, str]
-) -> Draft:
+def _choose_backend(config: Config, facts: Facts) -> Draft:
+    machine = facts.machine
     if config.backend == "auto":
-        name = choose_backend(machine, preference=preference)
-        draft = Draft(asked=config, machine=machine, report=machine.backends[name])
+        name = choose_backend(machine, preference=list(facts.backends))
+        draft = Draft(asked=config, facts=facts, report=machine.backends[name])
         draft.set("backend", name, "the first that is available here", kind="choice")
         if name == "cpu":
             draft.warn("backend", "training on a CPU is very slow: use it for small models and for tests")
@@ -107,91 +108,13 @@ def _choose_backend(
         raise UserError(
             f"Backend '{config.backend}' is not available",
             why=reason,
-            do=f"{_install_words(config.backend, installs)}use --backend auto, or one that is available here: "
+            do=f"{facts.backends[config.backend].install.rstrip('.')}; or use --backend auto, or one that is available here: "
             f"{', '.join(machine.available())}",
         )
-    draft = Draft(asked=config, machine=machine, report=report)
+    draft = Draft(asked=config, facts=facts, report=report)
     if report.name == "cpu":
         draft.warn("backend", "training on a CPU is very slow: use it for small models and for tests")
     return draft
-
-
-def _choose_method(draft: Draft) -> tuple[str, str, int]:
-    """Method, quantizer and bits: what the one word of --train_type and the quantizer options add up to."""
-    train_type = draft["train_type"]
-    method, wanted = TRAIN_TYPE_PARTS[train_type]
-    explicit = draft["quantization_backend"]
-    if explicit == "none" or draft["no_4bit"]:
-        wanted = "none"
-    elif explicit != "auto":
-        if wanted in ("hqq", "bnb") and explicit != wanted:
-            draft.problems.append(
-                UserError(
-                    f"--train_type {train_type} and --quantization_backend {explicit} contradict each other.",
-                    do=f"leave one out, or use --train_type {'qlora' if method == 'lora' else method}",
-                )
-            )
-        wanted = explicit
-    if wanted == "none":
-        return method, "none", 16
-    if method == "full":
-        draft.problems.append(
-            UserError(
-                "A quantized base cannot be trained as a whole.",
-                why=f"--train_type full updates every weight, --quantization_backend {wanted} freezes them.",
-                do="use --train_type qlora, or leave --quantization_backend out",
-            )
-        )
-    return method, _fit_quantizer(draft, wanted), draft["n_bits"]
-
-
-def _fit_quantizer(draft: Draft, wanted: str) -> str:
-    report, bits = draft.report, draft["n_bits"]
-    if bits not in LIBRARY_BITS.get(wanted, (bits,)):
-        # Another library is for one that is missing on a machine, not for what it never had.
-        draft.problems.append(
-            UserError(
-                f"{wanted} has no {bits} bits.",
-                do=f"use --n_bits {', '.join(map(str, LIBRARY_BITS[wanted]))}, or --train_type qlora with "
-                "--quantization_backend auto",
-            )
-        )
-        return wanted
-    order = MPS_QUANTIZER_ORDER if report.name == "mps" else QUANTIZER_ORDER
-    able = [name for name in order if bits in report.quantizers.get(name, ())]
-    if not able:
-        offers = [f"{name} {'/'.join(map(str, widths))} bit" for name, widths in report.quantizers.items()]
-        have = f"what runs here: {'; '.join(offers)}." if offers else "no quantizer runs here."
-        if report.engine == "mlx":
-            do = "choose an --n_bits from that list, or --train_type lora"
-        else:
-            do = "pip install 'crosstune[bnb]', choose an --n_bits from that list, or use --train_type lora"
-        draft.problems.append(
-            UserError(f"A base of {bits} bits is not possible on {report.name} here.", why=have, do=do)
-        )
-        return wanted
-    used = wanted if wanted in able else able[0]
-    if wanted == "auto":
-        draft.set("quantization_backend", used, f"runs with {bits} bits on {report.name}")
-    elif used != wanted:
-        if wanted == "mlx":
-            reason = "mlx quantization belongs to the MLX engine (--backend mlx)"
-        else:
-            reason = f"{wanted} does not run with {bits} bits on {report.name} here"
-        draft.set("quantization_backend", used, reason, kind="change")
-    sizes = GROUP_SIZES.get(used)
-    if sizes is not None and draft["group_size"] not in sizes:
-        draft.problems.append(
-            UserError(
-                f"{used} has no groups of {draft['group_size']} weights.",
-                do=f"use --group_size {', '.join(map(str, sizes))}",
-            )
-        )
-    if report.name == "mps" and bits == 4:
-        draft.warn("n_bits", "4-bit arithmetic has no fast kernels on MPS: expect it to be slow")
-    if report.name == "cpu":
-        draft.warn("n_bits", "quantization has limited support on a CPU: expect it to be slow")
-    return used
 
 
 def _fit_precision(draft: Draft) -> None:
@@ -236,10 +159,9 @@ def _best_precision(report: BackendReport) -> tuple[str, str]:
     )
 
 
-def _fit_world(
-    draft: Draft, collectives: Mapping[str, str | None], ranks: Ranks | None
-) -> tuple[int, str | None]:
-    report, asked = draft.report, draft["world_size"]
+def _fit_world(draft: Draft) -> tuple[int, str | None]:
+    """Return the number of processes, and what they talk through where there are several."""
+    report, asked, ranks = draft.report, draft["world_size"], draft.facts.ranks
     num_devices = max(1, len(report.devices))
     world_size = 1 if asked == -1 else asked
     if ranks is not None:
@@ -257,7 +179,7 @@ def _fit_world(
         plural = "device" if num_devices == 1 else "devices"
         draft.set("world_size", num_devices, f"{report.name} has {num_devices} {plural} here")
         world_size = num_devices
-    collective = collectives.get(report.name)
+    collective = draft.facts.backends[report.name].collective
     wanted = draft["distributed_backend"]
     offers = () if report.engine == "mlx" else report.collectives  # MLX has others; only its ring is built
     if wanted not in ("auto", collective) and wanted not in offers:
@@ -289,7 +211,8 @@ def _fit_ranks(draft: Draft, ranks: Ranks) -> int:
     return ranks.size
 
 
-def _fit_attention(draft: Draft, shape: ModelShape | None) -> None:
+def _fit_attention(draft: Draft) -> None:
+    shape = draft.facts.shape
     # MLX has one fused attention of its own; asking it for flash attention asks for that.
     has_flash = any("flash" in kernel for kernel in draft.report.attention) or draft.report.engine == "mlx"
     if draft["use_flash_attention"] and not has_flash:
@@ -308,65 +231,11 @@ def _fit_optimizer(draft: Draft) -> None:
     optimizer, report = draft["optimizer"], draft.report
     if optimizer.startswith("fused_") and report.name not in ("cuda", "rocm", "cpu", "mps", "xpu"):
         draft.set("optimizer", optimizer.removeprefix("fused_"), f"no fused optimizer on {report.name}")
-    if optimizer.endswith("_8bit") and (report.name in ("mps", "mlx") or "bnb" not in report.quantizers):
+    if optimizer.endswith("_8bit") and (
+        report.name in ("mps", "mlx") or EIGHT_BIT_OPTIMIZERS_FROM not in report.quantizers
+    ):
         draft.set(
             "optimizer", "adamw", f"no 8-bit optimizer on {report.name} here; it comes with bitsandbytes"
         )
     elif optimizer == "paged_adamw_8bit" and report.name == "cpu":
         draft.set("optimizer", "adamw_8bit", "host memory needs no paging")
-
-
-def _fit_memory(
-    draft: Draft,
-    shape: ModelShape | None,
-    longest_row: int | None,
-    *,
-    method: str,
-    quantizer: str,
-    n_bits: int,
-    sharing: int,
-) -> int | None:
-    """Make the step fit by changes that keep the maths: recompute activations, then smaller micro-batches.
-
-    `sharing` is the number of processes that use the same memory.
-    """
-    if shape is None:
-        return None
-    usable = USABLE_MEMORY_ON_MPS if draft.report.name == "mps" else USABLE_MEMORY
-    limit = int(draft.report.memory_total_bytes * usable / sharing)
-
-    def estimate() -> int:
-        precision = draft["precision"]
-        full_width = precision == "fp32" or precision.endswith("_autocast")
-        return step_bytes(
-            shape,
-            method=method,
-            bits=n_bits if quantizer != "none" else 32 if full_width else 16,
-            rank=draft["lora_rank"],
-            batch=draft["batch_size"],
-            context=min(draft["context_length"], longest_row or draft["context_length"]),
-            checkpointing=draft["use_gradient_checkpointing"],
-            compute_bits=32 if precision == "fp32" else 16,
-        )
-
-    need = estimate()
-    if not limit:
-        return need
-    why = f"the step is estimated at {need / GIB:.1f} GiB and {draft.report.name} has {limit / GIB:.1f} GiB to use"
-    if need > limit and not draft.is_asked("use_gradient_checkpointing"):
-        draft.set("use_gradient_checkpointing", True, why)
-        need = estimate()
-    batch, accumulation = draft["batch_size"], draft["gradient_accumulation_steps"]
-    for smaller in (size for size in range(batch - 1, 0, -1) if (batch * accumulation) % size == 0):
-        if need <= limit:
-            break
-        draft.set("batch_size", smaller, why)
-        draft.set("gradient_accumulation_steps", batch * accumulation // smaller, "keeps the rows of a step")
-        need = estimate()
-    if need > limit:
-        draft.warn(
-            "batch_size",
-            f"one row is still estimated at {need / GIB:.1f} GiB of {limit / GIB:.1f} GiB; it may run out of memory: "
-            "use --train_type qlora, a shorter --context_length or a smaller model",
-        )
-    return need

@@ -4,36 +4,38 @@ from __future__ import annotations
 
 from typing import Any
 
-from crosstune.config.schema import GROUPS, Option, option_list
+from crosstune.config.option import Option
+from crosstune.config.schema import GROUPS, option_list
 
 _TYPE_WORDS = {bool: "bool", int: "int", float: "number", str: "text"}
 
 
 def help_text(*, width: int = 100) -> str:
-    """Every option by group, one or two lines each."""
+    """Return every option by group, one or two lines each."""
     lines: list[str] = []
-    for group, title in GROUPS.items():
+    for title in GROUPS:
         lines += ["", f"{title}:"]
         for option in option_list():
-            if option.group == group:
+            if option.group == title:
                 lines += _help_lines(option, width)
     return "\n".join(lines)
 
 
 def markdown_table() -> str:
-    """The reference page of all options."""
+    """Return the reference page of all options."""
     lines = [
         "# Options",
         "",
         "Made from the schema by `crosstune options --markdown`; edit the schema, not this page.",
         "Each option is a flag (`--name value`, dashes and underscores alike), a key of the YAML file given with",
         "`--config`, and an argument of `crosstune.config.load.make_config`. A flag wins over the environment,",
-        "the environment over the file, the file over the default.",
+        "the environment over the file, the file over the default. An option that is set where it has no effect is warned",
+        "of; `train` refuses what is marked as not built yet.",
     ]
-    for group, title in GROUPS.items():
+    for title in GROUPS:
         lines += ["", f"## {title}", "", "| option | takes | default | meaning |", "|---|---|---|---|"]
         for option in option_list():
-            if option.group == group:
+            if option.group == title:
                 lines.append(_markdown_row(option))
     return "\n".join(lines) + "\n"
 
@@ -41,6 +43,7 @@ def markdown_table() -> str:
 def _markdown_row(option: Option) -> str:
     also = [f"`--{alias}`" for alias in option.aliases] + [f"`${option.env}`"] * bool(option.env)
     meaning = option.text + (f" (also {', '.join(also)})" if also else "")
+    meaning += "".join(f"; {words}" for words in _limits(option))
     return f"| `--{option.name}` | {_takes(option)} | `{_shown(option.default)}` | {meaning} |"
 
 
@@ -52,8 +55,16 @@ def _help_lines(option: Option, width: int) -> list[str]:
     details += [f"also --{alias}" for alias in option.aliases]
     if option.env:
         details.append(f"environment {option.env}")
+    details += [words.replace("`", "").replace("**", "") for words in _limits(option)]
     body = f"{option.text} ({'; '.join(details)})"
     return _fill(head, body, width)
+
+
+def _limits(option: Option) -> list[str]:
+    """When the option has an effect, and what of it is not built yet."""
+    conditions = [condition.words for condition in option.needs if condition.words]
+    said = [f"only with {' and '.join(conditions)}"] if conditions else []
+    return said + ([f"**not built yet**: {option.unbuilt.words}"] if option.unbuilt is not None else [])
 
 
 def _fill(head: str, body: str, width: int) -> list[str]:

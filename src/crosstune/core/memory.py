@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GIB = 1024**3
 
@@ -56,15 +56,35 @@ def shape_for_size(billions: float) -> ModelShape:
     )
 
 
-def model_bytes(shape: ModelShape, *, method: str, bits: int, rank: int) -> int:
-    """Weights, gradients and optimizer moments."""
+def block_parameters(shape: ModelShape) -> int:
+    """Return the parameters of one decoder block: all but the embedding, divided by the blocks."""
+    return (shape.num_parameters - shape.vocab * shape.hidden) // shape.num_layers
+
+
+def expand_shape(shape: ModelShape, num_blocks: int) -> ModelShape:
+    """Return the shape of the model with this many more blocks."""
+    return replace(
+        shape,
+        num_layers=shape.num_layers + num_blocks,
+        num_parameters=shape.num_parameters + num_blocks * block_parameters(shape),
+    )
+
+
+def model_bytes(shape: ModelShape, *, method: str, bits: int, rank: int, num_new_blocks: int = 0) -> int:
+    """Return the bytes of weights, gradients and optimizer moments.
+
+    `num_new_blocks` of the blocks in `shape` are new ones of llama_pro, which are trained in full and never quantized.
+    """
+    new = num_new_blocks * block_parameters(shape)
     weights = shape.num_parameters * bits // 8
     if bits < 16:
-        # Embeddings and the head stay in 16 bits; a scale per 64 weights adds half a bit to the rest.
-        kept = shape.vocab * shape.hidden
+        # Embeddings, the head and new blocks stay in 16 bits; a scale per 64 weights adds half a bit to the rest.
+        kept = shape.vocab * shape.hidden + new
         weights = kept * 2 + (shape.num_parameters - kept) * (2 * bits + 1) // 16
     if method == "full":
         trained = shape.num_parameters
+    elif method == "llama_pro":
+        trained = new
     else:
         per_layer = 4 * 2 * shape.hidden + 3 * (shape.hidden + shape.intermediate)
         trained = rank * per_layer * shape.num_layers
@@ -95,8 +115,11 @@ def step_bytes(
     context: int,
     checkpointing: bool,
     compute_bits: int,
+    num_new_blocks: int = 0,
 ) -> int:
-    return model_bytes(shape, method=method, bits=bits, rank=rank) + activation_bytes(
+    """Return the bytes of a whole training step."""
+    held = model_bytes(shape, method=method, bits=bits, rank=rank, num_new_blocks=num_new_blocks)
+    return held + activation_bytes(
         shape, batch=batch, context=context, checkpointing=checkpointing, compute_bits=compute_bits
     )
 

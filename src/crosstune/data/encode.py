@@ -163,7 +163,7 @@ def encode_source(
         run.finish()
     if progress is not None:
         progress(source.size_bytes, source.size_bytes, writer.num_examples)
-    _check_any(source, run)
+    check_any_answer(source.name, run.encoder.form, num_rows=run.num_rows, num_empty=run.num_empty)
     return run.facts()
 
 
@@ -210,10 +210,11 @@ def _check_characters(text: str) -> None:
         ) from error
 
 
-def _check_any(source: Source, run: _Pass) -> None:
-    if run.num_rows and run.num_empty == run.num_rows:
+def check_any_answer(source: str, form: str, *, num_rows: int, num_empty: int) -> None:
+    """Raise where every row has an empty answer."""
+    if num_rows and num_empty == num_rows:
         raise UserError(
-            f"Every one of the {run.num_rows} rows of {source.name} has an empty answer.",
-            why=f"read as {run.encoder.form}, there is nothing to learn from.",
+            f"Every one of the {num_rows} rows of {source} has an empty answer.",
+            why=f"read as {form}, there is nothing to learn from.",
             do="check the columns, or choose another --dataset_format",
         )

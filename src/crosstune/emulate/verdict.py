@@ -11,15 +11,17 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
+from crosstune.config.check_built import unbuilt_parts
 from crosstune.config.load import environment_of
+from crosstune.config.options.hardware import EMULATED_PACKAGE
 from crosstune.config.plan import Plan
-from crosstune.config.schema import EMULATED_PACKAGE, Config
-from crosstune.config.unbuilt import unbuilt
+from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.events import Loaded, Loading, Observer, Observers
 from crosstune.core.names import load_plugin
 from crosstune.core.protocols import Evaluation, Recipe
+from crosstune.core.quantizers import read_quantizers
 from crosstune.loop.step import prepare_window, take_step
 from crosstune.machines.probe import load_machine
 from crosstune.models.locate import ModelFolder
@@ -108,7 +110,7 @@ def emulate(config: Config, *, machine: str | None = None, observers: Sequence[O
     config = resume.complete_config(config)
     there = load_machine(machine or device.MACHINE)
     plan = make_plan(config, machine=there)
-    raise_all(unbuilt(plan))
+    raise_all(unbuilt_parts(plan))
     _check_quantizer(plan)
     model = find_model(plan.config, screen)
     recipe = open_recipe(_shorten(plan).config, model, screen)
@@ -227,9 +229,9 @@ def _shorten(plan: Plan) -> Plan:
 def _check_quantizer(plan: Plan) -> None:
     if plan.quantizer == "none":
         return
-    library = load_plugin("crosstune.torch_engine.quant", plan.quantizer, kind="quantizer").LIBRARY
-    if importlib.util.find_spec(library.partition(".")[0]) is None:
+    quantizer = read_quantizers()[plan.quantizer]
+    if importlib.util.find_spec(quantizer.library.partition(".")[0]) is None:
         raise UserError(
             f"The plan for {plan.machine.name} quantizes with {plan.quantizer}, which is not installed here.",
-            do=f"pip install 'crosstune[{plan.quantizer}]', or choose another --quantization_backend",
+            do=f"{quantizer.install_command}, or choose another --quantization_backend",
         )

@@ -16,7 +16,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from crosstune.config.schema import EMULATED_PACKAGE
+from crosstune.config.options.hardware import EMULATED_PACKAGE
 from crosstune.core.names import load_plugin
 from crosstune.emulate.current_layer import CurrentLayer
 from crosstune.emulate.operators import operator_table

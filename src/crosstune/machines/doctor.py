@@ -12,8 +12,8 @@ from typing import Any
 
 from crosstune.core.json_files import read_jsonl
 from crosstune.core.machine import Machine
+from crosstune.core.quantizers import quantizer_names
 from crosstune.machines.probe import probe_machine, recommend
-from crosstune.planner.gather import ALL_QUANTIZERS
 
 NUM_STEPS = 3
 TOLERANCE = 1e-3
@@ -50,7 +50,7 @@ class Diagnosis:
 
 def diagnose(*, train: bool = True, on_progress: Callable[[str], None] = lambda text: None) -> Diagnosis:
     on_progress("probing backends")
-    machine = probe_machine(quantizers=ALL_QUANTIZERS)
+    machine = probe_machine(quantizers=quantizer_names())
     checks = tuple(_check_all(machine, on_progress)) if train else ()
     return Diagnosis(machine=machine, checks=checks, advice=tuple(recommend(machine)))
 

@@ -15,19 +15,10 @@ from crosstune.core.errors import UserError
 from crosstune.core.machine import BackendReport, Machine, choose_backend, read_machine
 from crosstune.core.memory import GIB
 from crosstune.core.names import nearest, unknown_name
+from crosstune.core.quantizers import read_quantizers
 
-PACKAGES = (
-    "crosstune",
-    "torch",
-    "transformers",
-    "peft",
-    "bitsandbytes",
-    "hqq",
-    "optimum-quanto",
-    "mlx",
-    "mlx-lm",
-    "numpy",
-)
+PACKAGES = ("crosstune", "torch", "transformers", "peft", "mlx", "mlx-lm", "numpy")
+"""Packages whose versions go on record, beside the libraries of the quantizers."""
 ROOMY_GPU_BYTES = 24 * GIB
 """Above this a GPU holds the usual models in 16 bits; at or below it a 4-bit base is the better start."""
 
@@ -149,7 +140,8 @@ def _recommend_processor(report: BackendReport, *, num_cores: int) -> list[str]:
 
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for package in PACKAGES:
+    libraries = [quantizer.distribution for quantizer in read_quantizers().values()]
+    for package in dict.fromkeys((*PACKAGES, *libraries)):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -13,7 +13,7 @@ import numpy as np
 from crosstune.core.errors import UserError
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.model_folders import PLAIN_BITS
-from crosstune.mlx_engine import quant_limits
+from crosstune.mlx_engine.quant import mlx as limits
 from crosstune.models.config_spelling import respell_folder
 from crosstune.models.llama_layout import CONFIG
 
@@ -70,7 +70,7 @@ def _check_groups(folder: Path, group_size: int) -> list[str]:
         raise UserError(
             f"None of the {len(widths)} linear layers can be quantized in groups of {group_size} weights.",
             why=f"their rows have {words} weights.",
-            do=f"use a --group_size among {', '.join(map(str, quant_limits.GROUP_SIZES))} that divides them, or --n_bits 16",
+            do=f"use a --group_size among {', '.join(map(str, limits.GROUP_SIZES))} that divides them, or --n_bits 16",
         )
     return [
         f"{len(dense)} of {len(widths)} linear layers stay dense: their rows have {words} weights, "

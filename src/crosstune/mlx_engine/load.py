@@ -18,7 +18,7 @@ from crosstune.config.plan import Plan
 from crosstune.core.errors import UserError
 from crosstune.core.safetensors_header import read_header
 from crosstune.mlx_engine.adapters import linear_layers
-from crosstune.mlx_engine.quant_limits import check_form
+from crosstune.mlx_engine.quant.mlx import check_form
 from crosstune.mlx_engine.quantized import dense_weight, linear_shape, quantize_layers
 from crosstune.models.config_spelling import spell_positions
 from crosstune.models.folder import read_config_json, weight_files

@@ -17,7 +17,8 @@ from crosstune.core.model_folders import (
     WeightForm,
     Written,
 )
-from crosstune.mlx_engine import export, quant_limits
+from crosstune.mlx_engine import export
+from crosstune.mlx_engine.quant import mlx as quant_limits
 from crosstune.models.adapter_files import copy_tokenizer
 from crosstune.models.folder import weight_files
 from crosstune.models.quantized_folder import read_quantization

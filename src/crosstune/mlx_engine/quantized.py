@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from crosstune.core.errors import UserError
-from crosstune.mlx_engine.quant_limits import GROUP_SIZES, check_form
+from crosstune.mlx_engine.quant.mlx import GROUP_SIZES, check_form
 
 
 def quantize_layers(model: nn.Module, layers: dict[str, nn.Module], *, bits: int, group_size: int) -> None:

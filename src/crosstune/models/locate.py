@@ -18,7 +18,7 @@ from crosstune.models.folder import check_folder, folder_shape, identity, weight
 from crosstune.models.llama_layout import CONFIG
 from crosstune.models.progress import Progress, silent
 
-__all__ = ["ModelFolder", "Progress", "Source", "identity", "locate", "shape"]
+__all__ = ["ModelFolder", "Progress", "Source", "find_local", "identity", "locate", "shape"]
 
 Source = Literal["bundled", "folder", "gguf", "hub"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -54,6 +54,31 @@ def locate(name: str, *, cache: Path | None = None, progress: Progress | None = 
     return ModelFolder(name=name, path=path, source=source)
 
 
+def find_local(name: str, *, cache: Path | None = None) -> ModelFolder | None:
+    """Return the model if it is whole on this machine; None where `locate` would fetch or convert it first.
+
+    Raises as `locate` does for a name that nothing can be behind, and for a folder that is not a model.
+    """
+    source = _source(name)
+    if source == "folder":
+        path = _path(name)
+        check_folder(path)
+    elif source == "bundled":
+        path = cache_root(cache) / name
+        if check(path):
+            return None
+    elif source == "gguf":
+        return None  # finding its folder means reading the whole file
+    else:
+        from crosstune.models.hub import cached_config
+
+        config = cached_config(name)
+        if config is None or not _is_whole(config.parent):
+            return None
+        path = config.parent
+    return ModelFolder(name=name, path=path, source=source)
+
+
 def shape(name: str, *, cache: Path | None = None) -> ModelShape | None:
     """The shape of a model, without downloading anything: from its config.json where there is one on this machine,
     else guessed from its name; None when the name says nothing."""
@@ -73,6 +98,14 @@ def shape(name: str, *, cache: Path | None = None) -> ModelShape | None:
         config = cached_config(name)
         found = None if config is None else folder_shape(config.parent)
     return found or shape_from_name(path.name)
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        check_folder(folder)
+    except UserError:  # a download that was broken off; the next one completes it
+        return False
+    return True
 
 
 def _source(name: str) -> Source:

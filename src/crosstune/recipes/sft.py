@@ -17,6 +17,7 @@ from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing
 from crosstune.core.protocols import Evaluation, Generates, Sample, Session, Task
 from crosstune.data.batches import split_packed, split_rows
 from crosstune.data.chat import encode_prompt, plain_template
+from crosstune.data.check_rows import check_rows
 from crosstune.data.corpus import Corpus, open_corpus
 from crosstune.data.dummy import dummy_corpus
 from crosstune.data.formats import to_conversation, tools_of
@@ -259,6 +260,17 @@ class SftRecipe:
             progress=show,
         )
         return leave_out_unsupervised(corpus, source=source.name)
+
+
+def check_data(config: Config) -> list[str]:
+    """Raise where a row of the data cannot be read, without tokenizing; return what was not looked at, in words."""
+    samples = config.dataset_samples
+    left = check_rows(config.dataset, asked_format=config.dataset_format, limit=samples)
+    if config.eval_dataset and config.eval_samples and not config.skip_eval:
+        left += check_rows(config.eval_dataset, asked_format=config.dataset_format, limit=config.eval_samples)
+    if config.dataset not in (*BUNDLED, DUMMY) and config.truncation == "error":
+        left.append("whether every example fits the context: nothing is tokenized")
+    return left
 
 
 def open_recipe(

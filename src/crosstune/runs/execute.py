@@ -18,8 +18,8 @@ from crosstune.checkpoint.folders import clear_leftovers
 from crosstune.checkpoint.read import Checkpoint
 from crosstune.checkpoint.rotate import Keep
 from crosstune.checkpoint.write import SaveFailed
+from crosstune.config.options.run import mismatches
 from crosstune.config.plan import Plan
-from crosstune.config.schema import mismatches
 from crosstune.core import atomic_files
 from crosstune.core.errors import NonFiniteError, OutOfMemory, PeerLost, UserError
 from crosstune.core.events import (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,15 +13,14 @@ from typing import Any
 from crosstune.checkpoint.read import Checkpoint, find_run
 from crosstune.config.load import to_yaml
 from crosstune.config.plan import Plan
+from crosstune.config.resolve import resolve
 from crosstune.config.schema import Config
-from crosstune.config.unbuilt import unbuilt
-from crosstune.core.errors import UserError, raise_all
+from crosstune.core.errors import UserError
 from crosstune.core.events import Event, Observer, RunMovedAside, StepMetrics, Warned
 from crosstune.core.json_files import read_json
 from crosstune.core.protocols import Recipe
 from crosstune.core.ranks import Group
-from crosstune.core.record import Record, RunRecord, check_free, holds_run, move_aside
-from crosstune.data.sources import check_name
+from crosstune.core.record import Record, RunRecord, holds_run, move_aside
 from crosstune.distributed.group import (
     check_same_everywhere,
     check_started,
@@ -31,9 +29,11 @@ from crosstune.distributed.group import (
     with_world,
 )
 from crosstune.models.locate import ModelFolder, identity
-from crosstune.planner.gather import as_the_folder_is, make_plan, probe_for
+from crosstune.planner.gather import gather, model_facts, probe_for
 from crosstune.runs import resume, same_training
+from crosstune.runs.check_request import check_model, check_request
 from crosstune.runs.execute import Start
+from crosstune.runs.folder import run_folder
 from crosstune.runs.open_parts import find_base, open_recipe, weights_identity
 from crosstune.runs.same_training import check_base
 
@@ -61,7 +61,7 @@ class Ready:
     plan: Plan
     folder: Path
     in_place: bool
-    """Whether the run goes on in its own folder."""
+    """Whether the run continues in its own folder."""
     model: ModelFolder
     recipe: Recipe
     identified: Mapping[str, Any]
@@ -74,28 +74,28 @@ def prepare(given: Config, group: Group, screen: Observer) -> Ready:
     """Find the machine, the checkpoint, the model and the data, and raise whatever is wrong with them."""
     ranks = group.ranks
     config = with_world(resume.complete_config(given), ranks)
-    machine = share_machine(group, lambda: probe_for(as_the_folder_is(config)))
-    plan = make_plan(config, machine=machine, ranks=ranks)
-    raise_all(unbuilt(plan))
-    check_started(plan, ranks)
-    for name in filter(None, (config.dataset, config.eval_dataset)):
-        check_name(name)
     folder, early = run_folder(config), EarlyEvents(screen)
     checkpoint = resume.find_checkpoint(config, folder, early)
     if checkpoint is not None:
         if passed := resume.passed_archive(given, checkpoint):
             early.on_event(Warned(message=passed))
         config = resume.without_start_adapter(config, checkpoint)
-        plan = make_plan(config, machine=machine, ranks=ranks)
-    in_place = checkpoint is not None and resume.continues_in_place(folder, checkpoint)
-    if ranks.first and not config.overwrite and not in_place:
-        check_free(folder, resuming=resume.wants_checkpoint(config))
+    machine = share_machine(group, lambda: probe_for(config))
+    facts = gather(config, machine=machine, ranks=ranks)
+    plan = resolve(config, facts)
+    checked = check_request(plan, folder=folder if ranks.first else None, checkpoint=checkpoint)
+    checked.raise_problems()
+    check_started(plan, ranks)
     with in_turn(group):
         model = find_base(plan.config, checkpoint, screen)
-        plan = make_plan(config, machine=machine, ranks=ranks)  # now the model's shape is known for certain
+        known = dataclasses.replace(facts, **model_facts(config))
+        if known != facts:  # it was not on this machine yet
+            facts, plan = known, resolve(config, known)
+        if checked.model is None:
+            check_model(plan, model)
         warnings = _check_base_adapter(plan, model)
         recipe = open_recipe(plan.config, model, screen)
-    plan = make_plan(config, machine=machine, ranks=ranks, longest_row=recipe.longest_row())
+    plan = resolve(config, dataclasses.replace(facts, longest_row=recipe.longest_row()))
     recipe.configure(plan.config)
     for adjustment in plan.adjustments:
         screen.on_event(adjustment.to_event())
@@ -111,7 +111,7 @@ def prepare(given: Config, group: Group, screen: Observer) -> Ready:
         config=config,
         plan=plan,
         folder=folder,
-        in_place=in_place,
+        in_place=checkpoint is not None and resume.continues_in_place(folder, checkpoint),
         model=model,
         recipe=recipe,
         identified=identified,
@@ -205,20 +205,6 @@ def identity_now(plan: Plan, model: ModelFolder, recipe: Recipe) -> dict[str, An
         data=recipe.identity(),
         order=recipe.order(),
     )
-
-
-def run_folder(config: Config) -> Path:
-    parent = Path(config.output_dir).expanduser()
-    if config.name is None:
-        stem = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(config.model_name.rstrip('/')).name}"
-        names = (stem if number == 1 else f"{stem}-{number}" for number in itertools.count(1))
-        return next(parent / name for name in names if not (parent / name).exists())
-    name = config.name
-    if not name or Path(name).name != name or name in (".", ".."):
-        raise UserError(
-            f"'{name}' cannot be the name of a run.", do="use a plain folder name; --output_dir says where"
-        )
-    return parent / name
 
 
 def describe_run(

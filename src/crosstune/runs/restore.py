@@ -8,7 +8,8 @@ from typing import Any
 from crosstune.checkpoint.folders import FOLDER
 from crosstune.checkpoint.read import Checkpoint, newest_valid, open_checkpoint
 from crosstune.config.load import make_config
-from crosstune.config.schema import Config
+from crosstune.config.option import OnResume
+from crosstune.config.schema import Config, options_on_resume
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
 from crosstune.core.protocols import Session
@@ -19,8 +20,6 @@ from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import find_base, open_session, weights_identity
 from crosstune.runs.resume import kept_options, passed_over
 
-# Options of a training that only its own machine could keep.
-_NOT_RESTORED = frozenset({"backend", "precision", "resume", "overwrite", "allow_mismatch", "time_limit"})
 _SPARE_BYTES = 50_000_000
 
 
@@ -50,7 +49,8 @@ def restored_config(
     """The options of the training a checkpoint is from, for a backend of this machine; `model_name` says where its
     base is now."""
     asked, known = checkpoint.manifest.get("asked") or {}, make_config().options()
-    kept = {name: value for name, value in asked.items() if name in known and name not in _NOT_RESTORED}
+    left = options_on_resume(OnResume.OWN_MACHINE, OnResume.ONE_START)
+    kept = {name: value for name, value in asked.items() if name in known and name not in left}
     was = kept_options(checkpoint, asked, backend=backend)
     used = was.pop("precision", asked.get("precision", "auto"))
     kept |= was

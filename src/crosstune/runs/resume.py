@@ -13,7 +13,8 @@ from crosstune.checkpoint.folders import FOLDER, checkpoint_folders, step_of
 from crosstune.checkpoint.manifest import DamagedCheckpoint
 from crosstune.checkpoint.read import Checkpoint, find_run, newest_valid, open_checkpoint
 from crosstune.config.load import make_config
-from crosstune.config.schema import Config
+from crosstune.config.option import OnResume
+from crosstune.config.schema import Config, options_on_resume
 from crosstune.core.atomic_files import set_aside
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer, Warned
@@ -23,8 +24,6 @@ from crosstune.core.protocols import Array, SessionState
 from crosstune.core.record import holds_run
 
 MLX_CONFIG_COPY = "mlx_config.yaml"
-# Options that speak of one start of a run, not of the run.
-_FOR_ONE_START = frozenset({"resume", "overwrite", "allow_mismatch", "time_limit", "emulate"})
 
 
 def wants_checkpoint(config: Config) -> bool:
@@ -43,7 +42,7 @@ def complete_config(config: Config) -> Config:
     checkpoint = _checkpoint_at(path)
     run = path if (path / FOLDER).is_dir() else find_run(path)
     asked = checkpoint.manifest.get("asked") or {}
-    known = set(config.options()) - _FOR_ONE_START
+    known = set(config.options()) - options_on_resume(OnResume.ONE_START)
     stored = {name: value for name, value in asked.items() if name in known} | packed
     backend = str((stored | config.options_asked()).get("backend", "auto"))
     stored |= kept_options(checkpoint, stored, backend=backend) | _same_rows(checkpoint, config)
@@ -130,7 +129,8 @@ def passed_archive(asked: Config, checkpoint: Checkpoint) -> str | None:
 
 def for_record(config: Config) -> Config:
     """The configuration without what was asked of one start alone, as the run keeps it."""
-    asked = {name: source for name, source in config.asked.items() if name not in _FOR_ONE_START}
+    once = options_on_resume(OnResume.ONE_START)
+    asked = {name: source for name, source in config.asked.items() if name not in once}
     return dataclasses.replace(config, asked=asked)
 
 

@@ -1,4 +1,4 @@
-"""Whether what is asked now is the training that a checkpoint is from: part by part, in words."""
+"""Check that a request matches the training of a checkpoint: part by part, in words."""
 
 from __future__ import annotations
 
@@ -8,63 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.config.mlx_settings import read_mlx_settings
+from crosstune.config.option import OnResume
+from crosstune.config.options.run import MISMATCHES, mismatches
 from crosstune.config.plan import Plan
-from crosstune.config.schema import MISMATCHES, Config, mismatches
+from crosstune.config.schema import Config, options_on_resume
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import read_json
 from crosstune.core.quantization import QuantSpec, read_spec, same_meaning
 
 # Optimizers that keep the same moments.
 _FAMILIES = {"fused_adamw": "adamw", "fused_adam": "adam", "paged_adamw_8bit": "adamw_8bit"}
-_ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "use_rslora", "lora_target_modules")
-_SETTINGS = {"lora": _ADAPTER_SETTINGS, "dora": _ADAPTER_SETTINGS, "llama_pro": ("num_new_blocks",)}
+_SETTINGS = {"lora": OnResume.ADAPTER, "dora": OnResume.ADAPTER, "llama_pro": OnResume.NEW_BLOCKS}
+"""Method -> what the options that decide the meaning of its weights declare."""
 _TITLES = {"data": "training data"}
-# Options that decide which rows of a data set are trained on.
-_DIVIDING = (
-    "dataset",
-    "dataset_samples",
-    "dataset_format",
-    "eval_dataset",
-    "eval_samples",
-    "skip_eval",
-    "seed",
-    "context_length",
-    "truncation",
-    "train_on_prompt",
-)
-# Options whose change leaves the training what it is: where it runs, what it prints, what it keeps.
-_HARMLESS = frozenset(
-    {
-        "resume",
-        "name",
-        "output_dir",
-        "overwrite",
-        "save_steps",
-        "save_minutes",
-        "save_model",
-        "keep_last_n",
-        "keep_best",
-        "keep_every",
-        "on_save_error",
-        "allow_mismatch",
-        "time_limit",
-        "log_to",
-        "log_every_n_steps",
-        "verbose",
-        "project_name",
-        "group",
-        "entity",
-        "eval_steps",
-        "skip_eval",
-        "num_samples",
-        "max_new_tokens",
-        "strict",
-        "low_memory",
-        "loading_workers",
-        "emulate",
-        "world_size",
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +37,7 @@ class Difference:
 def identity_of(
     plan: Plan, *, model: Mapping[str, Any], data: str, order: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What makes a training this training: compared, part by part, when a run continues."""
+    """Return what makes a training this training, to be compared part by part when a run continues."""
     return {
         "model": dict(model),
         "data": data,
@@ -93,9 +49,10 @@ def identity_of(
 
 
 def settings_of(plan: Plan) -> dict[str, Any]:
-    """The options that decide what the trained weights mean."""
-    names = _SETTINGS.get(plan.method, ())
-    settings = {"method": plan.method, **{name: getattr(plan.config, name) for name in names}}
+    """Return the options that decide what the trained weights mean."""
+    meaning = _SETTINGS.get(plan.method)
+    names = options_on_resume(meaning) if meaning is not None else ()
+    settings = {"method": plan.method, **{name: getattr(plan.config, name) for name in sorted(names)}}
     layers = read_mlx_settings(plan.config.mlx_config).num_layers if plan.method in ("lora", "dora") else None
     return settings | ({"num_layers": layers} if layers not in (None, -1) else {})
 
@@ -105,7 +62,7 @@ def quantization_name(plan: Plan) -> str | None:
 
 
 def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Where two identities differ, in words. What the older one does not know is not held against the newer."""
+    """Return where two identities differ. What the older one does not record is not held against the newer."""
     found: list[Difference] = []
     for kind in was.keys() & now.keys():
         before, after = was[kind], now[kind]
@@ -132,7 +89,7 @@ def _essence(kind: str, value: Any) -> Any:
 
 
 def is_adapted(difference: Difference, manifest: Mapping[str, Any], plan: Plan, *, measured: bool) -> bool:
-    """Whether a difference belongs to a move to another backend: the base in that one's own bits, as long as what
+    """Return whether a difference belongs to a move to another backend: the base in that one's own bits, as long as what
     that changes is measured, and Adam's moments out of 8 bits."""
     if manifest["backend"] == plan.backend.name:
         return False
@@ -150,9 +107,10 @@ def _leaves_eight_bits(difference: Difference) -> bool:
 def explain_data(
     differences: Sequence[Difference], manifest: Mapping[str, Any], config: Config
 ) -> list[Difference]:
-    """Other training data than before may be the same file, divided otherwise: name the options that do so."""
+    """Name the options that divide the same file otherwise, where the training data is another one."""
     was, now = manifest.get("options") or {}, config.options()
-    moved = [name for name in _DIVIDING if name in was and was[name] != now[name]]
+    dividing = options_on_resume(OnResume.DIVIDES_DATA)
+    moved = [name for name in now if name in dividing and name in was and was[name] != now[name]]
     if not moved or not any(difference.kind == "data" for difference in differences):
         return list(differences)
     found = [d for d in differences if d.kind != "data"]
@@ -173,12 +131,13 @@ def check_same(differences: Sequence[Difference], config: Config) -> None:
 
 
 def changed_options(manifest: Mapping[str, Any], config: Config) -> list[Difference]:
-    """Options that differ from the earlier part of the run and shape what is learned or how fast."""
+    """Return the options that differ from the earlier part of the run and shape what is learned or how fast."""
     was, now = manifest.get("options") or {}, config.options()
+    unreported = options_on_resume(OnResume.FREE, OnResume.ONE_START)
     return [
         Difference(kind="option", what=name, was=was[name], now=now[name])
         for name in now
-        if name in was and name not in _HARMLESS and was[name] != now[name]
+        if name in was and name not in unreported and was[name] != now[name]
     ]
 
 

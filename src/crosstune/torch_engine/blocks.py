@@ -77,12 +77,6 @@ def expand_evenly(num_layers: int, num_new: int) -> Expansion:
     return Expansion(tuple(sources), frozenset(new))
 
 
-def read_expanded_name(folder_name: str) -> tuple[int, int] | None:
-    """Old and new number of blocks from a folder named ..._blk_exp-<old>-<new>, as other tools write them."""
-    match = re.search(r"_blk_exp-(\d+)-(\d+)$", folder_name)
-    return (int(match.group(1)), int(match.group(2))) if match else None
-
-
 def already_expanded(old: int, new: int) -> Expansion:
     """A folder whose blocks are there already: nothing is copied, and the added ones are where even spreading puts them."""
     spread = expand_evenly(old, new - old)

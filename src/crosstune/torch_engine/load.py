@@ -12,6 +12,7 @@ from torch import nn
 
 from crosstune.config.plan import Plan
 from crosstune.core.errors import UserError
+from crosstune.core.expanded_name import read_expanded_name
 from crosstune.core.quantization import QuantSpec
 from crosstune.torch_engine.blocks import (
     Expansion,
@@ -19,7 +20,6 @@ from crosstune.torch_engine.blocks import (
     check_passes_through,
     expand_config,
     expand_evenly,
-    read_expanded_name,
 )
 from crosstune.torch_engine.bypassed_layers import reads_weight
 from crosstune.torch_engine.device import give_back_freed

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from crosstune.config.plan import TRAIN_TYPE_PARTS
+from crosstune.config.train_types import TRAIN_TYPE_PARTS
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import write_json
 from crosstune.core.quantization import QuantSpec, same_meaning

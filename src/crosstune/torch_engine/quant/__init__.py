@@ -1,6 +1,6 @@
 """One file per quantizer, found by its name. It holds
 
-- `LIBRARY` and `BITS`, readable without torch;
+- its constants (see core.quantizers.Quantizer), readable without torch: torch and the library are imported in functions;
 - `check(spec, shape)`, which raises a UserError for what it cannot quantize;
 - `quantize(weight, spec, dtype)`, which returns tensors by name (the bits themselves as `packed`) and JSON facts;
 - `dequantize(tensors, facts, dtype)`, which makes the dense matrix of them, without copies or waits on the device;

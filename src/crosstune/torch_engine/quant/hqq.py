@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 LIBRARY = "hqq.core.quantize"
 BITS = (8, 4, 3, 2, 1)
+EXTRA = "hqq"
+PREFERENCE = 20
 PIECE = 2**21
 """Numbers of a weight that are fitted at once."""
 SCALES_IN_A_GROUP = 128

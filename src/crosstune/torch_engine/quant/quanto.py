@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 
 LIBRARY = "optimum.quanto"
 BITS = (8, 4, 2)
+EXTRA = "quanto"
+PREFERENCE = 30
+PREFERENCE_ON = {"mps": 15}  # it has kernels for Metal
+BITS_BY_ROW = (8,)
+TAKES_KIND = True
+DISTRIBUTION = "optimum-quanto"
 
 
 def check(spec: QuantSpec, shape: tuple[int, int]) -> None:

@@ -1,10 +1,13 @@
-"""The forms in which MLX quantizes weights. Imports no MLX, so that a request can be refused without it."""
+"""MLX's own quantization: its bits and group sizes. Imports no MLX, so that a request can be refused without it."""
 
 from __future__ import annotations
 
 from crosstune.core.errors import UserError
 
+LIBRARY = "mlx.core"
 BITS = (2, 3, 4, 5, 6, 8)
+EXTRA = "mlx"
+PREFERENCE = 40
 GROUP_SIZES = (32, 64, 128)
 
 

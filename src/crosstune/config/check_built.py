@@ -1,0 +1,27 @@
+"""Check that nothing in a plan is still to be built."""
+
+from __future__ import annotations
+
+from crosstune.config.conditions import Decided
+from crosstune.config.plan import Plan
+from crosstune.config.schema import option_list
+from crosstune.core.errors import UserError
+from crosstune.core.quantizers import read_quantizers
+
+
+def unbuilt_parts(plan: Plan) -> list[UserError]:
+    """Return one error for each thing in the plan that has no code behind it yet."""
+    decided = Decided(
+        options=plan.config.options(),
+        engine=plan.engine,
+        method=plan.method,
+        quantizer=read_quantizers()[plan.quantizer] if plan.quantizer != "none" else None,
+        n_bits=plan.n_bits,
+        world_size=plan.world_size,
+    )
+    declared = dict.fromkeys(option.unbuilt for option in option_list() if option.unbuilt is not None)
+    return [
+        UserError(f"Not built yet: {part.what.format(**decided.words())}.", do=part.do)
+        for part in declared
+        if part.needed(decided)
+    ]

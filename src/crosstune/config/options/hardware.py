@@ -1,0 +1,98 @@
+"""Options that say where and in which number formats a run computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from crosstune.config.conditions import RECOMPUTATION, SEVERAL_DEVICES, SHARDED_MODEL, TORCH_ENGINE
+from crosstune.config.option import OnResume, option
+from crosstune.config.unbuilt import ACTIVATION_OFFLOAD, SEVERAL_TORCH_DEVICES
+from crosstune.core.backend import BACKENDS_PACKAGE
+from crosstune.core.names import plugin_names
+
+EMULATED_PACKAGE = "crosstune.emulate.devices"
+PRECISIONS = ("auto", "fp32", "bf16", "fp16", "fp16_autocast", "bf16_autocast", "bf16_buffers_autocast")
+SHARDING = ("full_shard", "shard_grad_op", "ddp", "no_shard", "hybrid_full_shard", "hybrid_shard_grad_op")
+
+
+def _backend_names() -> Sequence[str]:
+    return ("auto", *plugin_names(BACKENDS_PACKAGE))
+
+
+def _emulated_names() -> Sequence[str]:
+    return plugin_names(EMULATED_PACKAGE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareOptions:
+    backend: str = option(
+        "auto", "Where to train", choices=_backend_names, env="FSDP_BACKEND", on_resume=OnResume.OWN_MACHINE
+    )
+    emulate: str | None = option(
+        None,
+        "Instead of training, try a few steps on this CPU and say whether the run would work on this backend",
+        choices=_emulated_names,
+        on_resume=OnResume.ONE_START,
+    )
+    precision: str = option(
+        "auto", "Number formats of weights and arithmetic", choices=PRECISIONS, on_resume=OnResume.OWN_MACHINE
+    )
+    use_gradient_checkpointing: bool = option(
+        False, "Recompute activations in the backward pass to save memory"
+    )
+    reentrant_checkpointing: bool = option(
+        False, "Use torch's re-entrant kind of checkpointing", needs=(TORCH_ENGINE, RECOMPUTATION)
+    )
+    use_flash_attention: bool | None = option(None, "Use flash attention; unset, wherever it runs")
+    low_memory: bool = option(
+        False, "Trade speed for memory wherever there is a choice", on_resume=OnResume.FREE
+    )
+    world_size: int = option(
+        -1,
+        "Number of devices; -1 for all. On MLX, of processes; -1 for one",
+        low=-1,
+        on_resume=OnResume.FREE,
+        unbuilt=SEVERAL_TORCH_DEVICES,
+    )
+    sharding_strategy: str = option(
+        "full_shard",
+        "How weights are divided over several devices",
+        choices=SHARDING,
+        needs=(SEVERAL_DEVICES, SHARDED_MODEL),
+        unbuilt=SEVERAL_TORCH_DEVICES,
+    )
+    distributed_backend: str = option(
+        "auto",
+        "What devices talk through",
+        choices=("auto", "nccl", "gloo", "xccl", "ring"),
+        needs=(SEVERAL_DEVICES,),
+    )
+    use_cpu_offload: bool = option(
+        False,
+        "Keep sharded weights in host memory",
+        needs=(SEVERAL_DEVICES, SHARDED_MODEL),
+        unbuilt=SEVERAL_TORCH_DEVICES,
+    )
+    use_activation_cpu_offload: bool = option(
+        False, "Keep saved activations in host memory", unbuilt=ACTIVATION_OFFLOAD
+    )
+    no_sync: bool = option(
+        False,
+        "Do not reduce gradients between micro-batches of a step",
+        needs=(SEVERAL_DEVICES, SHARDED_MODEL),
+        unbuilt=SEVERAL_TORCH_DEVICES,
+    )
+    master_addr: str = option(
+        "localhost",
+        "Address of the first process",
+        needs=(SEVERAL_DEVICES, SHARDED_MODEL),
+        unbuilt=SEVERAL_TORCH_DEVICES,
+    )
+    master_port: int = option(
+        12355,
+        "Port of the first process",
+        low=1,
+        needs=(SEVERAL_DEVICES, SHARDED_MODEL),
+        unbuilt=SEVERAL_TORCH_DEVICES,
+    )

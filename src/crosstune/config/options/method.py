@@ -1,0 +1,92 @@
+"""Options that say what is trained, over which base."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from crosstune.config.conditions import (
+    ADAPTERS,
+    BLOCKS_TO_ADD,
+    DOUBLE_QUANT,
+    LLAMA_PRO,
+    QUANTIZED_BASE,
+    QUANTIZING_TRAIN_TYPE,
+    SCALES_BY_GROUP,
+    TORCH_ENGINE,
+)
+from crosstune.config.option import OnResume, option
+from crosstune.config.train_types import TRAIN_TYPE_PARTS
+from crosstune.config.unbuilt import LLAMA_PRO_ON_MLX
+from crosstune.core.names import plugin_names
+from crosstune.core.quantizers import quantizer_names
+
+
+def _recipe_names() -> Sequence[str]:
+    return plugin_names("crosstune.recipes")
+
+
+def _quantizer_names() -> Sequence[str]:
+    return ("auto", "none", *quantizer_names())
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodOptions:
+    recipe: str = option("sft", "Kind of training", choices=_recipe_names)
+    train_type: str = option(
+        "lora", "What is trained, over which base", choices=tuple(TRAIN_TYPE_PARTS), unbuilt=LLAMA_PRO_ON_MLX
+    )
+    lora_rank: int = option(16, "Rank of the adapters", low=1, needs=(ADAPTERS,), on_resume=OnResume.ADAPTER)
+    lora_alpha: float = option(
+        32, "Adapters are scaled by alpha / rank", low=0, needs=(ADAPTERS,), on_resume=OnResume.ADAPTER
+    )
+    lora_dropout: float = option(0.0, "Dropout in front of the adapters", low=0, needs=(ADAPTERS,))
+    lora_target_modules: str = option(
+        "all",
+        "Linear layers that get an adapter: all, default (query and value), names with commas, or a regex of whole names",
+        needs=(ADAPTERS,),
+        on_resume=OnResume.ADAPTER,
+    )
+    use_rslora: bool = option(
+        False,
+        "Scale adapters by alpha / sqrt(rank) instead (rsLoRA)",
+        needs=(ADAPTERS,),
+        on_resume=OnResume.ADAPTER,
+    )
+    loraplus_lr_ratio: float = option(
+        1, "Learning rate of the B matrices over that of A (LoRA+)", low=0, needs=(ADAPTERS,)
+    )
+    num_new_blocks: int = option(
+        1,
+        "Blocks that llama_pro adds, spread evenly",
+        low=1,
+        needs=(LLAMA_PRO, BLOCKS_TO_ADD),
+        on_resume=OnResume.NEW_BLOCKS,
+    )
+    quantization_backend: str = option(
+        "auto", "Library that quantizes the frozen base", choices=_quantizer_names
+    )
+    n_bits: int = option(4, "Bits of the quantized base", low=1, needs=(QUANTIZED_BASE,))
+    group_size: int = option(
+        64,
+        "Weights that share a scale in the quantized base",
+        aliases=("hqq_group_size",),
+        low=1,
+        needs=(QUANTIZED_BASE, SCALES_BY_GROUP),
+    )
+    quant_type: str = option(
+        "auto",
+        "Numbers of the quantized base: nf4 or fp4 (bnb), int or float8 (quanto); auto: the library's usual",
+        choices=("auto", "nf4", "fp4", "int", "float8"),
+        needs=(TORCH_ENGINE, QUANTIZED_BASE),
+    )
+    double_quant: bool = option(
+        True,
+        "Quantize the scales of the quantized base too (bnb, 4 bits)",
+        needs=(TORCH_ENGINE, QUANTIZED_BASE, DOUBLE_QUANT),
+    )
+    no_4bit: bool = option(
+        False,
+        "Keep the base in 16 bits even where the train type says otherwise",
+        needs=(QUANTIZING_TRAIN_TYPE,),
+    )

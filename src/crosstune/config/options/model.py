@@ -1,0 +1,28 @@
+"""Options that say which model is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from crosstune.config.conditions import ADAPTERS, LLAMA_PRO, MLX_ENGINE
+from crosstune.config.option import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    model_name: str = option(
+        "smollm2-135m",
+        "Model to train: a bundled name, a folder, a .gguf file, or a hub id",
+        aliases=("model",),
+    )
+    base_adapter: str | None = option(
+        None, "Start from the weights of this adapter folder", needs=(ADAPTERS,)
+    )
+    llama_pro_path: str | None = option(
+        None,
+        "Folder of a block-expanded model for llama_pro, named ..._blk_exp-OLD-NEW; taken instead of model_name",
+        needs=(LLAMA_PRO,),
+    )
+    mlx_config: str | None = option(
+        None, "JSON or YAML file with settings of the MLX engine", needs=(MLX_ENGINE,)
+    )

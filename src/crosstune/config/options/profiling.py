@@ -1,0 +1,35 @@
+"""Options of the profiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from crosstune.config.conditions import PROFILE
+from crosstune.config.option import option
+from crosstune.config.unbuilt import PROFILER
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilingOptions:
+    profile: bool = option(False, "Profile the training steps", unbuilt=PROFILER)
+    profiling_output: str = option("profiles", "Folder for profiles", needs=(PROFILE,), unbuilt=PROFILER)
+    profile_memory: bool = option(False, "Record memory allocations of the first steps", unbuilt=PROFILER)
+    with_stack: bool = option(False, "Record call stacks", needs=(PROFILE,), unbuilt=PROFILER)
+    with_shapes: bool = option(False, "Record shapes of operators", needs=(PROFILE,), unbuilt=PROFILER)
+    export_trace: bool = option(True, "Write a trace file", needs=(PROFILE,), unbuilt=PROFILER)
+    export_memory_timeline: bool = option(
+        False, "Write a memory timeline", needs=(PROFILE,), unbuilt=PROFILER
+    )
+    wait_steps: int = option(
+        0, "Steps the profiler skips at first", low=0, needs=(PROFILE,), unbuilt=PROFILER
+    )
+    profiler_warmup_steps: int = option(
+        1, "Steps the profiler warms up", low=0, needs=(PROFILE,), unbuilt=PROFILER
+    )
+    active_steps: int = option(2, "Steps the profiler records", low=1, needs=(PROFILE,), unbuilt=PROFILER)
+    repeat: int = option(
+        0, "How often the profiler repeats its cycle; 0 for always", low=0, needs=(PROFILE,), unbuilt=PROFILER
+    )
+    profiling_frequency: int = option(
+        10, "Profile every so many steps", low=1, needs=(PROFILE,), unbuilt=PROFILER
+    )

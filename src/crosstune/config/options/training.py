@@ -1,0 +1,56 @@
+"""Options of the optimization: steps, batches, learning rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from crosstune.config.conditions import CLIPPING, SCHEDULE_WITH_FLOOR
+from crosstune.config.option import OnResume, option
+from crosstune.core.schedule import SCHEDULES
+
+OPTIMIZERS = (
+    "adamw",
+    "fused_adamw",
+    "adamw_8bit",
+    "paged_adamw_8bit",
+    "adam",
+    "fused_adam",
+    "sgd",
+    "adadelta",
+    "adafactor",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    num_epochs: float = option(1, "Passes over the data", aliases=("epochs",), low=0)
+    max_steps: int = option(-1, "Stop after this many optimizer steps; -1 for no limit", low=-1)
+    batch_size: int = option(8, "Rows in a micro-batch, per device", low=1)
+    gradient_accumulation_steps: int = option(
+        1, "Micro-batches in an optimizer step", aliases=("gradient_accumulation",), low=1
+    )
+    optimizer: str = option("adamw", "Optimizer", choices=OPTIMIZERS)
+    lr: float = option(0.0002, "Peak learning rate", aliases=("learning_rate",), low=0)
+    wd: float = option(
+        0.01,
+        "Weight decay of matrices: apart from the gradient (adamw, adafactor), or added to it (adam, sgd, adadelta)",
+        aliases=("weight_decay",),
+        low=0,
+    )
+    lr_scheduler: str = option("cosine", "Learning-rate schedule", choices=SCHEDULES)
+    warmup_steps: int | None = option(None, "Steps of linear warm-up", low=0)
+    warmup_ratio: float | None = option(
+        None, "Warm-up as a share of all steps; unset, 0.1 for schedules that decay", low=0
+    )
+    cosine_min_lr_ratio: float = option(
+        0.1, "Where the decay ends, as a share of the peak", low=0, needs=(SCHEDULE_WITH_FLOOR,)
+    )
+    apply_gradient_clipping: bool = option(True, "Clip the norm of the gradient")
+    grad_norm: float = option(1.0, "Largest norm of the gradient", low=0, needs=(CLIPPING,))
+    seed: int = option(
+        42,
+        "Seed of data order, initial adapters and dropout",
+        low=0,
+        high=2**63 - 1,
+        on_resume=OnResume.DIVIDES_DATA,
+    )

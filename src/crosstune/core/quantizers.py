@@ -1,0 +1,85 @@
+"""What a quantizer's file declares about itself, read without importing the library it calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+
+from crosstune.core.names import load_plugin, plugin_names
+
+QUANT_PACKAGES = {"torch": "crosstune.torch_engine.quant", "mlx": "crosstune.mlx_engine.quant"}
+"""Engine -> the package that holds its quantizers, one file each."""
+LAST = 100
+"""Preference of a quantizer that declares none: `auto` takes it when no other runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantizer:
+    """One quantizer. Everything here is fixed; which bits run on a machine is in its BackendReport."""
+
+    name: str
+    engine: str
+    library: str
+    """The module that is imported to see whether the library is there."""
+    bits: tuple[int, ...]
+    preference: int = LAST
+    """`auto` takes the quantizer with the smallest number among those that run."""
+    preference_on: Mapping[str, int] = field(default_factory=dict)
+    """Backend -> preference there, where it differs."""
+    group_sizes: tuple[int, ...] = ()
+    """The group sizes it has; empty where any will do."""
+    bits_by_row: tuple[int, ...] = ()
+    """Bits at which scales are per row, so that the group size has no effect."""
+    bits_with_double_quant: tuple[int, ...] = ()
+    """Bits at which the scales can be quantized too."""
+    takes_kind: bool = False
+    """Whether --quant_type offers a choice."""
+    extra: str = ""
+    """The extra of crosstune that installs the library; empty where there is none."""
+    distribution: str = ""
+    """The library's name on the package index."""
+
+    @property
+    def install_command(self) -> str:
+        return f"pip install 'crosstune[{self.extra}]'" if self.extra else f"pip install {self.distribution}"
+
+    def preference_for(self, backend: str) -> int:
+        return self.preference_on.get(backend, self.preference)
+
+
+def quantizer_names() -> list[str]:
+    """Every quantizer that has a file, without importing any."""
+    return sorted({name for package in QUANT_PACKAGES.values() for name in plugin_names(package)})
+
+
+def torch_quantizer_names() -> list[str]:
+    return plugin_names(QUANT_PACKAGES["torch"])
+
+
+def read_quantizers() -> dict[str, Quantizer]:
+    """Every quantizer that has a file, in the order `auto` prefers them."""
+    found = [
+        _read(load_plugin(package, name, kind="quantizer"), name, engine)
+        for engine, package in QUANT_PACKAGES.items()
+        for name in plugin_names(package)
+    ]
+    return {item.name: item for item in sorted(found, key=lambda item: (item.preference, item.name))}
+
+
+def _read(module: ModuleType, name: str, engine: str) -> Quantizer:
+    """LIBRARY and BITS must be there; the other constants have defaults."""
+    return Quantizer(
+        name=name,
+        engine=engine,
+        library=module.LIBRARY,
+        bits=tuple(module.BITS),
+        preference=getattr(module, "PREFERENCE", LAST),
+        preference_on=getattr(module, "PREFERENCE_ON", {}),
+        group_sizes=tuple(getattr(module, "GROUP_SIZES", ())),
+        bits_by_row=tuple(getattr(module, "BITS_BY_ROW", ())),
+        bits_with_double_quant=tuple(getattr(module, "BITS_WITH_DOUBLE_QUANT", ())),
+        takes_kind=getattr(module, "TAKES_KIND", False),
+        extra=getattr(module, "EXTRA", ""),
+        distribution=getattr(module, "DISTRIBUTION", module.LIBRARY.partition(".")[0]),
+    )

@@ -1,0 +1,27 @@
+"""Check that a model folder can be trained as planned, without reading its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from crosstune.config.conditions import ADAPTER_METHODS
+from crosstune.config.mlx_settings import read_mlx_settings
+from crosstune.config.plan import Plan
+from crosstune.mlx_engine.adapters import linear_layers
+from crosstune.mlx_engine.load import _check_window, check_asked, check_readable, read_model
+from crosstune.models.adapter_choice import choose_names
+from crosstune.models.folder import read_config_json
+
+
+def check_model(folder: Path, *, plan: Plan) -> None:
+    """Raise what loading the model or adding adapters would raise. MLX reads weights only when they are used."""
+    config = read_config_json(folder)
+    check_asked(folder, check_readable(folder, config), plan)
+    _check_window(config, plan)
+    if plan.method in ADAPTER_METHODS:
+        model = read_model(folder, config)
+        kind = str(getattr(model, "model_type", "the model"))
+        last_layers = read_mlx_settings(plan.config.mlx_config).num_layers
+        choose_names(
+            list(linear_layers(model)), plan.config.lora_target_modules, model=kind, last_layers=last_layers
+        )

@@ -1,0 +1,181 @@
+"""Check a request before anything is begun. `train` and `plan` refuse the same requests, by this code."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from crosstune.checkpoint.read import Checkpoint
+from crosstune.config.check_built import unbuilt_parts
+from crosstune.config.load import cache_override
+from crosstune.config.plan import Plan
+from crosstune.config.resolve import resolve
+from crosstune.config.schema import Config
+from crosstune.core.errors import UserError, raise_all
+from crosstune.core.events import Observers
+from crosstune.core.machine import Machine
+from crosstune.core.names import load_plugin
+from crosstune.core.record import check_free
+from crosstune.data.check_rows import is_here
+from crosstune.data.sources import check_name
+from crosstune.models.adapter_files import read_settings
+from crosstune.models.locate import ModelFolder, find_local
+from crosstune.planner.gather import gather
+from crosstune.runs import resume
+from crosstune.runs.folder import run_folder
+
+_READS_MODELS = {"torch": ("torch", "transformers", "accelerate"), "mlx": ("mlx", "mlx_lm")}
+"""Engine -> what it takes to build a model of a folder's kind."""
+
+
+@dataclass
+class Checked:
+    """What stands in the way of a run, and what could not be looked at here."""
+
+    problems: list[UserError] = field(default_factory=list)
+    not_checked: list[str] = field(default_factory=list)
+    model: ModelFolder | None = None
+    """The model, where it was here and was checked."""
+
+    def raise_problems(self) -> None:
+        """Raise all problems at once; a single one as it is."""
+        if len(self.problems) == 1:
+            raise self.problems[0]
+        raise_all(self.problems)
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        try:
+            yield
+        except UserError as error:
+            self.problems.append(error)
+
+
+def check_request(
+    plan: Plan, *, folder: Path | None, checkpoint: Checkpoint | None = None, elsewhere: bool = False
+) -> Checked:
+    """Check everything that can be known without fetching, converting or tokenizing.
+
+    `folder` is that of the run, None in a process that does not write it. `elsewhere` is for a plan of another machine:
+    a path that is not here may be there.
+    """
+    config, checked = plan.config, Checked(problems=unbuilt_parts(plan))
+    for name in filter(None, (config.dataset, config.eval_dataset)):
+        with checked.collecting():
+            _check_data_name(name, checked, elsewhere=elsewhere)
+    if elsewhere:
+        checked.not_checked.append("whether the run's name is taken there")
+    elif folder is not None and not config.overwrite and not _continues(folder, checkpoint):
+        with checked.collecting():
+            check_free(folder, resuming=resume.wants_checkpoint(config))
+    with checked.collecting():
+        _check_base_adapter(plan, checked, elsewhere=elsewhere)
+    with checked.collecting():
+        _check_local_model(plan, checkpoint, checked, elsewhere=elsewhere)
+    return checked
+
+
+def check_plan(config: Config, *, machine: Machine | None = None) -> tuple[Plan, Checked]:
+    """Plan a request and check it as `train` would before its first step; `machine` is another one than this.
+
+    The data is read and not tokenized.
+    """
+    elsewhere, left = machine is not None, list[str]()
+    checkpoint = None
+    if resume.names_path(config) and _is_packed_or_elsewhere(config, elsewhere=elsewhere):
+        left.append(f"the run of --resume {config.resume}, which is packed or not on this machine")
+    else:
+        config = resume.complete_config(config)
+    folder = run_folder(config)
+    if not left and resume.wants_checkpoint(config):
+        checkpoint = resume.find_checkpoint(config, folder, Observers())
+    if checkpoint is not None:
+        config = resume.without_start_adapter(config, checkpoint)
+        left.append("whether data and model are those of the checkpoint")
+    plan = resolve(config, gather(config, machine=machine))
+    checked = check_request(plan, folder=folder, checkpoint=checkpoint, elsewhere=elsewhere)
+    checked.not_checked += left
+    with checked.collecting():
+        _check_data(plan.config, checked)
+    return plan, checked
+
+
+def check_model(plan: Plan, model: ModelFolder) -> str | None:
+    """Raise where the engine would refuse the model; return why that cannot be known here, None where it was checked."""
+    missing = [name for name in _READS_MODELS[plan.engine] if importlib.util.find_spec(name) is None]
+    if missing:
+        return (
+            f"what kind of model {model.name} is and which layers it has: {missing[0]} is not installed here"
+        )
+    importlib.import_module(f"crosstune.{plan.engine}_engine.check_model").check_model(model.path, plan=plan)
+    return None
+
+
+def _check_data_name(name: str, checked: Checked, *, elsewhere: bool) -> None:
+    if elsewhere and _looks_like_path(name) and not is_here(name):
+        checked.not_checked.append(f"the data {name}, which is not on this machine")
+        return
+    check_name(name)
+    if not is_here(name):
+        checked.not_checked.append(f"the data set {name}, which is fetched from the hub when training starts")
+
+
+def _check_data(config: Config, checked: Checked) -> None:
+    """Read the rows of data that is here, as far as the recipe knows how to without opening it."""
+    recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
+    if not is_here(config.dataset):
+        return
+    if hasattr(recipe, "check_data"):
+        checked.not_checked += recipe.check_data(config)
+    else:
+        checked.not_checked.append(f"the rows of {config.dataset}")
+
+
+def _check_base_adapter(plan: Plan, checked: Checked, *, elsewhere: bool) -> None:
+    adapter = plan.config.base_adapter
+    if not adapter:
+        return
+    if elsewhere and not Path(adapter).expanduser().exists():
+        checked.not_checked.append(f"the adapter {adapter}, which is not on this machine")
+        return
+    read_settings(Path(adapter).expanduser())
+
+
+def _check_local_model(
+    plan: Plan, checkpoint: Checkpoint | None, checked: Checked, *, elsewhere: bool
+) -> None:
+    name = plan.config.model_name
+    if elsewhere and _looks_like_path(name) and not Path(name).expanduser().exists():
+        checked.not_checked.append(f"the model {name}, which is not on this machine")
+        return
+    try:
+        model = find_local(name, cache=cache_override())
+    except UserError:
+        if checkpoint is not None:
+            return  # the training itself says where the base of the run should be
+        raise
+    if model is None:
+        checked.not_checked.append(f"the model {name}, which is fetched or converted when training starts")
+        return
+    left = check_model(plan, model)
+    if left is not None:
+        checked.not_checked.append(left)
+    checked.model = model
+
+
+def _continues(folder: Path, checkpoint: Checkpoint | None) -> bool:
+    return checkpoint is not None and resume.continues_in_place(folder, checkpoint)
+
+
+def _is_packed_or_elsewhere(config: Config, *, elsewhere: bool) -> bool:
+    """Return whether looking at the run would mean to unpack it, or to look at another machine."""
+    path = Path(config.resume).expanduser()
+    return path.is_file() or (elsewhere and not path.exists())
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith((".", "/", "~", "\\")) or bool(Path(name).suffix) or name.count("/") > 1

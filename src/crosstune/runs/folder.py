@@ -1,0 +1,25 @@
+"""The name of a run's folder."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import datetime
+from pathlib import Path
+
+from crosstune.config.schema import Config
+from crosstune.core.errors import UserError
+
+
+def run_folder(config: Config) -> Path:
+    """Return the folder of the run: as it is named, or by the time and the model."""
+    parent = Path(config.output_dir).expanduser()
+    if config.name is None:
+        stem = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(config.model_name.rstrip('/')).name}"
+        names = (stem if number == 1 else f"{stem}-{number}" for number in itertools.count(1))
+        return next(parent / name for name in names if not (parent / name).exists())
+    name = config.name
+    if not name or Path(name).name != name or name in (".", ".."):
+        raise UserError(
+            f"'{name}' cannot be the name of a run.", do="use a plain folder name; --output_dir says where"
+        )
+    return parent / name

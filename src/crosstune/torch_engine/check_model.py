@@ -1,0 +1,47 @@
+"""Check that a model folder can be trained as planned, from its config and the names of its tensors alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from crosstune.config.conditions import ADAPTER_METHODS
+from crosstune.config.mlx_settings import read_mlx_settings
+from crosstune.config.plan import Plan
+from crosstune.torch_engine.adapters import choose_targets
+from crosstune.torch_engine.blocks import expand_config
+from crosstune.torch_engine.load import (
+    _check_names,
+    _check_shapes,
+    _layers_to_quantize,
+    _plan_expansion,
+    read_config,
+    readable_errors,
+)
+from crosstune.torch_engine.prequantized import check_asked, check_plain, read_prequantized
+from crosstune.torch_engine.stream import find_tensors
+
+
+def check_model(folder: Path, *, plan: Plan) -> None:
+    """Raise what loading the model or adding adapters would raise. The model is built without weights."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    config, spec, held = read_config(folder), plan.quant_spec, read_prequantized(folder)
+    if held is not None:
+        check_asked(held, spec, train_type=plan.config.train_type)
+    elif spec is not None or plan.method == "llama_pro":
+        check_plain(folder)
+    expansion = _plan_expansion(plan, folder, config)
+    if expansion is not None:
+        config = expand_config(config, expansion)
+    with readable_errors(folder), init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    if spec is not None or expansion is not None:
+        places = find_tensors(folder) if held is None else held.dense
+        stored = {f"{layer}.weight" for layer in held.layers} if held is not None else set()
+        _check_names(model, places.keys() | stored, expansion, folder)
+    if spec is not None and held is None:
+        _check_shapes(model, spec, _layers_to_quantize(model, expansion))
+    if plan.method in ADAPTER_METHODS:
+        last_layers = read_mlx_settings(plan.config.mlx_config).num_layers
+        choose_targets(model, plan.config.lora_target_modules, last_layers=last_layers)

@@ -1,0 +1,129 @@
+"""`crosstune plan` refuses what `train` refuses, in the same words, and says what it did not check."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crosstune.cli.main import main
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def refusals(words: str, capsys: Captured) -> tuple[str, str]:
+    """What `plan` and `train` say to the same request; both must exit with 2."""
+    said = []
+    for command in ("plan", "train"):
+        assert main([command, *words.split()]) == 2, command
+        said.append(capsys.readouterr().err)
+    return said[0], said[1]
+
+
+def check_same(words: str, expected: str, capsys: Captured) -> None:
+    by_plan, by_train = refusals(f"--backend cpu --max_steps 1 --output_dir out {words}", capsys)
+    assert expected in by_plan
+    assert by_plan in by_train
+    assert not Path("out").exists(), "nothing is begun"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--dataset nowhere.jsonl", "There is no data set 'nowhere.jsonl'"),
+        ("--eval_dataset nowhere.jsonl", "There is no data set 'nowhere.jsonl'"),
+        ("--model_name ./nowhere", "There is no folder"),
+        ("--model_name smollm", "Unknown model 'smollm'"),
+        ("--lora_target_modules nothing_like_it", "matches no linear layer"),
+        ("--train_type llama_pro --num_new_blocks 7", "cannot be spread evenly"),
+        ("--train_type qlora --quantization_backend quanto --group_size 48", "Groups of 48 weights"),
+        ("--base_adapter nowhere", "nowhere"),
+        ("--name a/b", "cannot be the name of a run"),
+        ("--use_activation_cpu_offload", "Not built yet"),
+        ("--resume nowhere", "nowhere"),
+    ],
+)
+def test_a_request_that_cannot_be_trained(
+    words: str, expected: str, tiny_model: Path, capsys: Captured
+) -> None:
+    model = "" if "--model_name" in words else f"--model_name {tiny_model}"
+    check_same(f"{model} {words}", expected, capsys)
+
+
+def test_a_model_of_another_kind(tiny_model: Path, capsys: Captured) -> None:
+    model = shutil.copytree(tiny_model, Path("vision"))
+    config = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 32}
+    (model / "config.json").write_text(json.dumps(config))
+    check_same(f"--model_name {model}", "transformers cannot load the model", capsys)
+
+
+@pytest.mark.parametrize("train_type", ["llama_pro", "qlora"])
+def test_experts_that_are_stored_otherwise_than_they_are_held(
+    train_type: str, tiny_model: Path, capsys: Captured
+) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    model = shutil.copytree(tiny_model, Path("experts"))
+    config = json.loads((model / "config.json").read_text())
+    config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2}
+    (model / "config.json").write_text(json.dumps(config))
+    weights: dict[str, Any] = {}
+    for name, array in load_file(model / "model.safetensors").items():
+        layer, _, part = name.partition(".mlp.")
+        word = {"gate_proj.weight": "w1", "down_proj.weight": "w2", "up_proj.weight": "w3"}.get(part)
+        if word is None:
+            weights[name] = array
+            continue
+        for expert in range(2):
+            weights[f"{layer}.block_sparse_moe.experts.{expert}.{word}.weight"] = array
+        weights[f"{layer}.block_sparse_moe.gate.weight"] = array[:2, :64].copy()
+    save_file(weights, model / "model.safetensors")
+    check_same(
+        f"--model_name {model} --train_type {train_type}", "is not supported with a quantized base", capsys
+    )
+
+
+def test_a_row_that_cannot_be_read(write_jsonl: Any, tiny_model: Path, capsys: Captured) -> None:
+    rows = [{"prompt": "a", "completion": "b"}] * 30 + [{"prompt": "a", "answer": "b"}]
+    data = write_jsonl(rows)
+    by_plan, by_train = refusals(f"--backend cpu --model_name {tiny_model} --dataset {data}", capsys)
+    assert "line 31" in by_plan
+    assert by_plan in by_train
+
+
+def test_a_name_that_is_taken(tiny_model: Path, capsys: Captured) -> None:
+    words = f"--backend cpu --model_name {tiny_model} --max_steps 1 --batch_size 1 --skip_eval --name run"
+    assert main(["train", *words.split()]) == 0
+    capsys.readouterr()
+    by_plan, by_train = refusals(words, capsys)
+    assert "already holds a run" in by_plan
+    assert by_plan in by_train
+    assert main(["plan", *words.split(), "--overwrite"]) == 0
+    assert main(["plan", "--resume", "runs/run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out.partition("{")[2].join(("{", "")))
+    assert plan["options"]["batch_size"] == 1, "the options of the run that is continued"
+
+
+def test_what_cannot_be_known_here_is_said(capsys: Captured) -> None:
+    words = (
+        "--machine rtx-4090 --model_name /there/model --dataset /there/rows.jsonl --base_adapter /there/old"
+    )
+    assert main(["plan", *words.split(), "--json"]) == 0
+    left = " ".join(json.loads(capsys.readouterr().out)["not_checked"])
+    for name in ("/there/model", "/there/rows.jsonl", "/there/old"):
+        assert name in left
+    assert main(["plan", "--backend", "cpu", "--model_name", "some-org/not-here-7b"]) == 0
+    assert "not checked  the model some-org/not-here-7b" in capsys.readouterr().out
+
+
+def test_a_model_that_is_here_is_checked_without_a_word(tiny_model: Path, capsys: Captured) -> None:
+    assert main(["plan", "--backend", "cpu", "--model_name", str(tiny_model), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["not_checked"] == []

@@ -1,0 +1,75 @@
+"""What each option declares beside its value: when it has an effect, what it means for a run that continues."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crosstune.config.load import make_config
+from crosstune.config.option import OnResume
+from crosstune.config.schema import Config, option_list, options_by_name, options_on_resume
+from crosstune.config.table import help_text, markdown_table
+from crosstune.runs.resume import for_record
+from crosstune.runs.same_training import changed_options, explain_data
+
+SOURCE = Path(__file__).parents[2] / "src" / "crosstune"
+
+
+def test_an_option_that_no_code_reads_says_that_it_is_not_built() -> None:
+    declared = ("options", "conditions.py", "unbuilt.py")
+    code = "".join(
+        path.read_text(encoding="utf-8")
+        for path in SOURCE.rglob("*.py")
+        if not (path.parent.name == "options" or (path.parent.name == "config" and path.name in declared))
+    )
+    unread = {o.name for o in option_list() if f".{o.name}" not in code and f'["{o.name}"]' not in code}
+    assert "with_stack" in unread
+    assert {name for name in unread if options_by_name()[name].unbuilt is None} == set()
+
+
+def test_the_docs_and_the_help_say_what_is_not_built() -> None:
+    rows = {line.split("`")[1]: line for line in markdown_table().splitlines() if line.startswith("| `--")}
+    for option in option_list():
+        assert ("not built yet" in rows[f"--{option.name}"]) == (option.unbuilt is not None), option.name
+    assert "only with lora or dora" in rows["--lora_rank"]
+    assert "not built yet: profiling" in " ".join(help_text().split())
+
+
+def change(was: dict[str, Any], **now: Any) -> list[str]:
+    manifest = {"options": Config().options() | was}
+    return [found.what for found in changed_options(manifest, make_config(**now))]
+
+
+def test_a_change_is_reported_unless_it_leaves_the_training_as_it_is() -> None:
+    assert change({}, lr=1e-3, save_steps=7, time_limit="3h", name="x") == ["lr"]
+    assert change({}, backend="cpu", dataset="other.jsonl") == ["dataset", "backend"]
+
+
+def test_what_was_asked_of_one_start_is_not_kept() -> None:
+    asked = make_config(name="x", resume="auto", overwrite=True, time_limit="1h", allow_mismatch="data")
+    assert set(for_record(asked).asked) == {"name"}
+
+
+@pytest.mark.parametrize("option", ["seed", "skip_eval", "eval_samples", "truncation"])
+def test_options_that_divide_the_data_are_named(option: str) -> None:
+    from crosstune.runs.same_training import Difference
+
+    other = {"seed": 1, "skip_eval": True, "eval_samples": 3, "truncation": "cut"}[option]
+    found = explain_data(
+        [Difference(kind="data", what="training data", was="a", now="b")],
+        {"options": Config().options()},
+        make_config(**{option: other}),
+    )
+    assert [difference.what for difference in found] == [option]
+
+
+def test_adapter_settings_are_those_that_decide_what_its_weights_mean() -> None:
+    assert options_on_resume(OnResume.ADAPTER) == {
+        "lora_rank",
+        "lora_alpha",
+        "use_rslora",
+        "lora_target_modules",
+    }
+    assert options_on_resume(OnResume.OWN_MACHINE) == {"backend", "precision"}
