@@ -212,7 +212,9 @@ def test_every_event_class_has_its_row_in_this_table() -> None:
     assert {type(event) for event, _, _ in ROWS} == CLASSES
 
 
-@pytest.mark.parametrize("found", CLASSES, ids=lambda found: found.__name__)
+@pytest.mark.parametrize(
+    "found", sorted(CLASSES, key=lambda found: found.__name__), ids=lambda found: found.__name__
+)
 def test_an_event_is_frozen_and_takes_its_own_fields_alone(found: type[Event]) -> None:
     event = next(event for event, _, _ in ROWS if type(event) is found)
     values = vars(event)

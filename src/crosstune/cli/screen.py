@@ -170,9 +170,11 @@ class Screen:
     @on_event.register
     def _on_start(self, event: Started) -> None:
         train = event.data.get("train", {})
-        parts = [f"{train.get('examples', 0):,} examples", f"{count(train.get('tokens', 0))} tokens"]
-        parts.append(f"{count(train.get('supervised_tokens', 0))} supervised")
-        parts.append(f"longest {train.get('longest', 0)}")
+        parts = [f"{train.get('examples', 0):,} examples"]
+        if "tokens" in train:  # a recipe may train on something else
+            parts.append(f"{count(train['tokens'])} tokens")
+            parts.append(f"{count(train.get('supervised_tokens', 0))} supervised")
+            parts.append(f"longest {train.get('longest', 0)}")
         self._print(f"data     {event.data.get('dataset')}: {', '.join(parts)}")
         for sentence in event.data.get("warnings", ()):
             self._print(f"warning  {sentence}", style="yellow")

@@ -131,7 +131,7 @@ def _print_ending(summary: dict[str, Any], folder: Path, report: Path | None, sc
         lines.append(f"report   {report}")
     if summary["status"] != "finished":
         lines += _how_to_go_on(summary, folder)
-    elif summary["result"]:
+    elif summary["result"] and summary.get("generates"):
         lines.append(f'try it   crosstune generate {folder} --prompt "..."')
     for line in lines:
         screen.console.print(line, markup=False)

@@ -16,6 +16,7 @@ from crosstune.config.train_types import TRAIN_TYPE_PARTS
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
 from crosstune.core.machine import Machine
+from crosstune.core.names import load_plugin
 from crosstune.core.quantization import QuantSpec
 from crosstune.core.quantizers import quantizer_names, read_quantizers
 from crosstune.core.ranks import Ranks
@@ -54,8 +55,17 @@ def gather(
     )
 
 
+def needs_base_model(config: Config) -> bool:
+    """Return whether the recipe trains a model that exists already. One that brings its own says so in its file:
+    `NEEDS_BASE_MODEL = False`."""
+    recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
+    return bool(getattr(recipe, "NEEDS_BASE_MODEL", True))
+
+
 def model_facts(config: Config) -> dict[str, Any]:
     """Return what is known of the model as the fields of `Facts`: more, once it is on this machine."""
+    if not needs_base_model(config):
+        return {"shape": None, "held": None}
     method, library = TRAIN_TYPE_PARTS[config.train_type]
     loaded = (config.llama_pro_path if method == "llama_pro" else None) or config.model_name
     folder = Path(config.model_name).expanduser()

@@ -24,7 +24,7 @@ from crosstune.data.check_rows import is_here
 from crosstune.data.sources import check_name
 from crosstune.models.adapter_files import read_settings
 from crosstune.models.locate import ModelFolder, find_local
-from crosstune.planner.gather import gather
+from crosstune.planner.gather import gather, needs_base_model
 from crosstune.runs import resume
 from crosstune.runs.folder import run_folder
 
@@ -72,6 +72,8 @@ def check_request(
     elif folder is not None and not config.overwrite and not _continues(folder, checkpoint):
         with checked.collecting():
             check_free(folder, resuming=resume.wants_checkpoint(config))
+    if not needs_base_model(config):
+        return checked
     with checked.collecting():
         _check_base_adapter(plan, checked, elsewhere=elsewhere)
     with checked.collecting():

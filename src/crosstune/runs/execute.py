@@ -37,7 +37,7 @@ from crosstune.core.events import (
 )
 from crosstune.core.json_files import read_json
 from crosstune.core.measured import Measured
-from crosstune.core.protocols import Recipe, Session, SessionState
+from crosstune.core.protocols import Generates, Recipe, Session, SessionState
 from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import Record, RecordFailed
 from crosstune.core.scaling import LossScale, needs_loss_scale
@@ -123,6 +123,7 @@ class Execution:
             self.checkpoints = self._open_checkpoints()
             session = self._load(stop)
             extra["trained_parameters"], extra["parameters"] = session.num_parameters()
+            extra["generates"] = isinstance(session, Generates)
             observer.on_event(
                 Loaded(
                     name=record.folder.name,

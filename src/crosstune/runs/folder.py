@@ -8,13 +8,15 @@ from pathlib import Path
 
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
+from crosstune.planner.gather import needs_base_model
 
 
 def run_folder(config: Config) -> Path:
-    """Return the folder of the run: as it is named, or by the time and the model."""
+    """Return the folder of the run: as it is named, or by the time and the model (the recipe, where it brings its own)."""
     parent = Path(config.output_dir).expanduser()
     if config.name is None:
-        stem = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(config.model_name.rstrip('/')).name}"
+        what = config.model_name if needs_base_model(config) else config.recipe
+        stem = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(what.rstrip('/')).name}"
         names = (stem if number == 1 else f"{stem}-{number}" for number in itertools.count(1))
         return next(parent / name for name in names if not (parent / name).exists())
     name = config.name

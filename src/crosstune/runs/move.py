@@ -38,7 +38,7 @@ class Side:
     """A run as one backend sees it."""
 
     plan: Plan
-    model: ModelFolder
+    model: ModelFolder | None
     recipe: Recipe
 
 

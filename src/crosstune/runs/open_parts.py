@@ -17,17 +17,23 @@ from crosstune.core.names import load_plugin
 from crosstune.core.protocols import Recipe, Session, Task
 from crosstune.core.ranks import Group
 from crosstune.models.locate import ModelFolder, identity, locate
+from crosstune.planner.gather import needs_base_model
 
 
 def find_model(config: Config, observer: Observer) -> ModelFolder:
+    """Find or fetch the model that --model_name names."""
+
     def show(stage: str, done: int, total: int | None) -> None:
         observer.on_event(ModelProgress(stage=stage, done=done, total=total, model=config.model_name))
 
     return locate(config.model_name, cache=cache_override(), progress=show)
 
 
-def find_base(config: Config, checkpoint: Checkpoint | None, observer: Observer) -> ModelFolder:
-    """The model of a run; one that was trained from elsewhere may have another name here."""
+def find_base(config: Config, checkpoint: Checkpoint | None, observer: Observer) -> ModelFolder | None:
+    """Find the base model of a run; None for a recipe that brings its own. One that was trained elsewhere may have
+    another name here."""
+    if not needs_base_model(config):
+        return None
     try:
         return find_model(config, observer)
     except UserError as error:
@@ -41,9 +47,12 @@ def find_base(config: Config, checkpoint: Checkpoint | None, observer: Observer)
         ) from error
 
 
-def open_recipe(config: Config, model: ModelFolder, observer: Observer) -> Recipe:
+def open_recipe(config: Config, model: ModelFolder | None, observer: Observer) -> Recipe:
+    """Open the recipe of a configuration: its data, ready to be trained on."""
     module = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
-    return module.open_recipe(config, model_folder=model.path, observer=observer)
+    folder = model.path if model is not None else None
+    recipe: Recipe = module.open_recipe(config, model_folder=folder, observer=observer)
+    return recipe
 
 
 def open_session(

@@ -62,7 +62,8 @@ class Ready:
     folder: Path
     in_place: bool
     """Whether the run continues in its own folder."""
-    model: ModelFolder
+    model: ModelFolder | None
+    """None for a recipe that brings its own."""
     recipe: Recipe
     identified: Mapping[str, Any]
     start: Start | None
@@ -91,7 +92,7 @@ def prepare(given: Config, group: Group, screen: Observer) -> Ready:
         known = dataclasses.replace(facts, **model_facts(config))
         if known != facts:  # it was not on this machine yet
             facts, plan = known, resolve(config, known)
-        if checked.model is None:
+        if checked.model is None and model is not None:
             check_model(plan, model)
         warnings = _check_base_adapter(plan, model)
         recipe = open_recipe(plan.config, model, screen)
@@ -144,10 +145,10 @@ def begin(ready: Ready, described: Mapping[str, Any], screen: Observer) -> Recor
     return record
 
 
-def _check_base_adapter(plan: Plan, model: ModelFolder) -> list[str]:
+def _check_base_adapter(plan: Plan, model: ModelFolder | None) -> list[str]:
     """Return warnings about the adapter that a run starts from, and raise for one of another base."""
     config = plan.config
-    if not config.base_adapter or plan.method not in ("lora", "dora"):
+    if not config.base_adapter or plan.method not in ("lora", "dora") or model is None:
         return []
     return check_base(
         Path(config.base_adapter).expanduser(),
@@ -198,24 +199,31 @@ def _start(plan: Plan, checkpoint: Checkpoint | None, identified: Mapping[str, A
     )
 
 
-def identity_now(plan: Plan, model: ModelFolder, recipe: Recipe) -> dict[str, Any]:
+def identity_now(plan: Plan, model: ModelFolder | None, recipe: Recipe) -> dict[str, Any]:
+    """Return what makes the training this training. The model of a recipe that brings its own is the recipe's."""
+    base = {"name": plan.config.recipe, "identity": "the recipe's own"}
+    if model is not None:
+        base = {"name": plan.config.model_name, "identity": weights_identity(model.path)}
     return same_training.identity_of(
         plan,
-        model={"name": plan.config.model_name, "identity": weights_identity(model.path)},
+        model=base,
         data=recipe.identity(),
         order=recipe.order(),
     )
 
 
 def describe_run(
-    plan: Plan, *, folder: Path, model: ModelFolder, recipe: Recipe, command: Sequence[str] | None
+    plan: Plan, *, folder: Path, model: ModelFolder | None, recipe: Recipe, command: Sequence[str] | None
 ) -> dict[str, Any]:
-    """The contents of plan.json."""
+    """Return the contents of plan.json."""
+    described: dict[str, Any] = {"name": plan.config.recipe, "source": "recipe"}
+    if model is not None:
+        described = dataclasses.asdict(model) | {"path": str(model.path), "identity": identity(model.path)}
     return plan.to_json() | {
         "name": folder.name,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": list(command) if command is not None else None,
         "num_steps": recipe.num_steps(),
-        "model": dataclasses.asdict(model) | {"path": str(model.path), "identity": identity(model.path)},
+        "model": described,
         "data": recipe.describe(),
     }

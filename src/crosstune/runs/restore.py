@@ -17,7 +17,7 @@ from crosstune.core.record import holds_run
 from crosstune.models.locate import ModelFolder
 from crosstune.models.staged import check_out, staged
 from crosstune.planner.gather import make_plan
-from crosstune.runs.open_parts import find_base, open_session, weights_identity
+from crosstune.runs.open_parts import find_base, open_recipe, open_session, weights_identity
 from crosstune.runs.resume import kept_options, passed_over
 
 _SPARE_BYTES = 50_000_000
@@ -61,7 +61,10 @@ def restored_config(
     return make_config(**kept, backend=backend, precision=precision)
 
 
-def check_model(checkpoint: Checkpoint, model: ModelFolder) -> None:
+def check_model(checkpoint: Checkpoint, model: ModelFolder | None) -> None:
+    """Raise where the base is another one than the checkpoint was trained from."""
+    if model is None:  # the recipe brings its own
+        return
     recorded = checkpoint.manifest["identity"].get("model", {})
     if recorded.get("identity") not in (None, weights_identity(model.path)):
         raise UserError(
@@ -74,11 +77,13 @@ def check_model(checkpoint: Checkpoint, model: ModelFolder) -> None:
 def open_restored(
     checkpoint: Checkpoint, *, observer: Observer, backend: str = "auto", model_name: str | None = None
 ) -> Session:
-    """The model of a checkpoint on a backend of this machine."""
+    """Open the model of a checkpoint on a backend of this machine."""
     plan = make_plan(restored_config(checkpoint, backend=backend, model_name=model_name))
     model = find_base(plan.config, checkpoint, observer)
     check_model(checkpoint, model)
-    session = open_session(plan, model)
+    # A causal language model is opened without its data; the model of another recipe may depend on it.
+    task = None if model is not None else open_recipe(plan.config, model, observer).task(plan.engine)
+    session = open_session(plan, model, task=task)
     session.import_weights(checkpoint.load().weights)
     return session
 
