@@ -1,7 +1,7 @@
 """Write the map of rooms in CONTRIBUTING.md from the import contract in pyproject.toml and the packages' docstrings.
 
-    python docs/write_map.py            writes the block between the two markers
-    python docs/write_map.py --check    ends with code 1 where the block is stale
+python docs/write_map.py            writes the block between the two markers
+python docs/write_map.py --check    ends with code 1 where the block is stale
 """
 
 from __future__ import annotations

@@ -41,7 +41,9 @@ class Workshop:
     home: Path
 
     def save(self, page: Page) -> None:
-        assert len(page.files()) == page.text.count("```python"), "a block of code without 'Save it as `path`:'"
+        assert len(page.files()) == page.text.count("```python"), (
+            "a block of code without 'Save it as `path`:'"
+        )
         for path, code in page.files().items():
             file = self.home / path
             assert not file.exists(), f"{path} is there already"

@@ -47,7 +47,9 @@ def test_it_is_planned_as_the_device_it_is(shop: Workshop) -> None:
     """What is decided by the kind of device does not depend on the name of the backend."""
 
     def plan(backend: str) -> dict[str, object]:
-        asked = f"plan --backend {backend} --model_name tiny-random --optimizer fused_adamw --world_size 2 --json"
+        asked = (
+            f"plan --backend {backend} --model_name tiny-random --optimizer fused_adamw --world_size 2 --json"
+        )
         found = json.loads(shop.run(asked))
         assert found["backend"] == backend
         return {

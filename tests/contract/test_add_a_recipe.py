@@ -65,7 +65,9 @@ def test_a_killed_run_resumes_bit_for_bit(shop: Workshop, backend: str) -> None:
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert not (shop.home / "runs" / killed / "summary.json").exists(), "it finished before it could be killed"
+    assert not (shop.home / "runs" / killed / "summary.json").exists(), (
+        "it finished before it could be killed"
+    )
     shop.run(f"{options} --name {killed} --resume auto")
     assert losses(shop, killed) == losses(shop, f"whole-{backend}")
     weights = [

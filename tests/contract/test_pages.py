@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from pages import ROOT, Page
 
+from crosstune.cli.main import COMMANDS
+
 PACKAGE = ROOT / "src" / "crosstune"
 LOOSE = {"__init__.py", "__main__.py", "run.py"}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,6 +44,13 @@ def test_the_import_contract_covers_the_room(room: str) -> None:
     """By its own name, or by that of each of its modules."""
     modules = {f"{room}.{path.stem}" for path in (PACKAGE / room).glob("*.py") if path.stem != "__init__"}
     assert room in _layers() or modules <= _layers()
+
+
+def test_every_room_but_the_engines_keeps_frameworks_out() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    [block] = re.findall(r'"torch and transformers live.*?source_modules = \[\n(.*?)^\]', text, re.S | re.M)
+    kept_out = set(re.findall(r"crosstune\.(\w+)", block)) - {"run"}
+    assert kept_out | {"torch_engine", "mlx_engine", "emulate"} == set(_rooms())
 
 
 def test_every_layer_exists() -> None:
@@ -105,7 +114,7 @@ def _named_files(page: Path) -> set[str]:
     quoted = [word for span in _QUOTED.findall(_BLOCK.sub("", text)) for word in span.split()]
     words = quoted + [word for block in _BLOCK.findall(text) for word in block.split()]
     paths = {word for word in words if _PATH.fullmatch(word)}
-    made = set(Page(page.name).files()) if page.parent.name == "docs" else set()
+    made = set(Page(page.name).files()) if page.parent == ROOT / "docs" else set()
     starts = {path.name for path in (*ROOT.iterdir(), *PACKAGE.iterdir())} - {"runs", "models"}
     return {
         path
@@ -123,12 +132,20 @@ def _exists(name: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_commands_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    lines = [*_QUOTED.findall(_BLOCK.sub("", text)), *"\n".join(_BLOCK.findall(text)).splitlines()]
+    named = {match[1] for line in lines if (match := re.match(r"(?:\.venv/bin/)?crosstune ([a-z_]+)", line))}
+    assert named <= COMMANDS.keys()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_modules_that_a_page_names_exist(page: Path) -> None:
-    """Dotted names that begin with a room, such as `core.errors.UserError`."""
+    """Dotted names of modules and what is in them, such as `core.errors.UserError`. Two words may be a key of a file."""
     text = _BLOCK.sub("", page.read_text(encoding="utf-8"))
     for name in _QUOTED.findall(text):
         parts = name.removeprefix("crosstune.").split(".")
-        if _DOTTED.fullmatch(name) and parts[0] in _rooms() and not (ROOT / "docs" / name).exists():
+        if _DOTTED.fullmatch(name) and name.count(".") >= 2 and parts[0] in _rooms():
             assert _is_in_package(parts), f"{page.name} names {name}"
 
 
