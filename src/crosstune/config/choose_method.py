@@ -72,7 +72,7 @@ def _fit_quantizer(draft: Draft, wanted: str) -> str:
         )
     if report.name == "mps" and bits == 4:
         draft.warn("n_bits", "4-bit arithmetic has no fast kernels on MPS: expect it to be slow")
-    if report.name == "cpu":
+    if report.is_torch_cpu:
         draft.warn("n_bits", "quantization has limited support on a CPU: expect it to be slow")
     return used
 

@@ -20,6 +20,8 @@ from crosstune.core.ranks import Ranks
 
 EIGHT_BIT_OPTIMIZERS_FROM = "bnb"
 """The quantizer whose library has the 8-bit optimizers."""
+FUSED_OPTIMIZERS_ON = ("cuda", "cpu", "mps", "xpu")
+"""Devices of torch; ROCm's is called cuda."""
 CONTEXT_WITHOUT_FLASH = 2048
 BF16_WORTH_IT = 1.3
 
@@ -99,7 +101,7 @@ def _choose_backend(config: Config, facts: Facts) -> Draft:
         name = choose_backend(machine, preference=list(facts.backends))
         draft = Draft(asked=config, facts=facts, report=machine.backends[name])
         draft.set("backend", name, "the first that is available here", kind="choice")
-        if name == "cpu":
+        if draft.report.is_torch_cpu:
             draft.warn("backend", "training on a CPU is very slow: use it for small models and for tests")
         return draft
     report = machine.backends.get(config.backend)
@@ -112,7 +114,7 @@ def _choose_backend(config: Config, facts: Facts) -> Draft:
             f"{', '.join(machine.available())}",
         )
     draft = Draft(asked=config, facts=facts, report=report)
-    if report.name == "cpu":
+    if report.is_torch_cpu:
         draft.warn("backend", "training on a CPU is very slow: use it for small models and for tests")
     return draft
 
@@ -166,7 +168,7 @@ def _fit_world(draft: Draft) -> tuple[int, str | None]:
     world_size = 1 if asked == -1 else asked
     if ranks is not None:
         world_size = _fit_ranks(draft, ranks)
-    elif asked == -1 and num_devices > 1 and report.name != "cpu" and report.engine != "mlx":
+    elif asked == -1 and num_devices > 1 and not report.is_torch_cpu and report.engine != "mlx":
         draft.set("world_size", 1, f"one of {num_devices} devices; training on several is not built yet")
     if report.engine == "mlx":
         if world_size > 1 and (ranks is None or ranks.local_size > 1):
@@ -175,7 +177,7 @@ def _fit_world(draft: Draft) -> tuple[int, str | None]:
                 "MLX processes on one machine share its GPU: good for tests; to be faster, start one on each of "
                 "several machines with mlx.launch",
             )
-    elif report.name != "cpu" and world_size > num_devices:
+    elif not report.is_torch_cpu and world_size > num_devices:
         plural = "device" if num_devices == 1 else "devices"
         draft.set("world_size", num_devices, f"{report.name} has {num_devices} {plural} here")
         world_size = num_devices
@@ -229,7 +231,8 @@ def _fit_attention(draft: Draft) -> None:
 
 def _fit_optimizer(draft: Draft) -> None:
     optimizer, report = draft["optimizer"], draft.report
-    if optimizer.startswith("fused_") and report.name not in ("cuda", "rocm", "cpu", "mps", "xpu"):
+    has_fused = report.engine == "torch" and report.device in FUSED_OPTIMIZERS_ON
+    if optimizer.startswith("fused_") and not has_fused:
         draft.set("optimizer", optimizer.removeprefix("fused_"), f"no fused optimizer on {report.name}")
     if optimizer.endswith("_8bit") and (
         report.name in ("mps", "mlx") or EIGHT_BIT_OPTIMIZERS_FROM not in report.quantizers
@@ -237,5 +240,5 @@ def _fit_optimizer(draft: Draft) -> None:
         draft.set(
             "optimizer", "adamw", f"no 8-bit optimizer on {report.name} here; it comes with bitsandbytes"
         )
-    elif optimizer == "paged_adamw_8bit" and report.name == "cpu":
+    elif optimizer == "paged_adamw_8bit" and report.is_torch_cpu:
         draft.set("optimizer", "adamw_8bit", "host memory needs no paging")

@@ -44,6 +44,11 @@ class BackendReport:
     notes: tuple[str, ...] = ()
 
     @property
+    def is_torch_cpu(self) -> bool:
+        """Whether torch computes on the processor, whatever the backend is called."""
+        return self.engine == "torch" and self.device == "cpu"
+
+    @property
     def memory_total_bytes(self) -> int:
         return min((device.memory_total_bytes for device in self.devices), default=0)
 

@@ -7,14 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.core.quantizers import Quantizer, find_quantizer
 
 # Keys of records that older versions wrote: identities of checkpoints, spelled after the options.
 _OLDER_KEYS = {"backend": "quantizer", "type": "kind"}
-_USUAL_KINDS = {("bnb", 4): "nf4"}
-_ONE_KIND = ("mlx", "hqq")
-"""Quantizers with integers alone."""
-_ALWAYS_GROUPED = ("mlx", "hqq")
-"""Quantizers that have groups at 8 bits too; the others scale 8 bits by row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +49,26 @@ class QuantSpec:
 
     def resolved_kind(self) -> str:
         """Return the kind with `auto` replaced by the one that the library uses."""
-        if self.quantizer in _ONE_KIND:
-            return "int"
-        return _USUAL_KINDS.get((self.quantizer, self.bits), "int") if self.kind == "auto" else self.kind
+        declared = self._declared()
+        if declared is None:
+            return self.kind
+        if declared.takes_kind and self.kind != "auto":
+            return self.kind
+        return declared.usual_kinds.get(self.bits, "int")
 
     def has_groups(self) -> bool:
         """Check whether the group size changes the numbers."""
-        return self.bits < 8 or self.quantizer in _ALWAYS_GROUPED
+        declared = self._declared()
+        return declared is None or self.bits not in declared.bits_by_row
 
     def has_double(self) -> bool:
         """Check whether doubly quantized scales exist here."""
-        return (self.quantizer, self.bits) == ("bnb", 4)
+        declared = self._declared()
+        return declared is None or self.bits in declared.bits_with_double_quant
+
+    def _declared(self) -> Quantizer | None:
+        """Return what the quantizer's file declares; None where there is no such file here, and every field counts."""
+        return find_quantizer(self.quantizer)
 
     def meaning(self) -> QuantSpec:
         """Return the specification with every field that does not change the numbers set to one fixed value.
@@ -82,7 +87,8 @@ class QuantSpec:
         """Return the quantization in words, with what changes its numbers."""
         words = [f"{self.quantizer} with {self.bits} bits"]
         words += [f"groups of {self.group_size}"] if self.has_groups() else []
-        words += [] if self.quantizer in _ONE_KIND else [f"kind {self.resolved_kind()}"]
+        declared = self._declared()
+        words += [f"kind {self.resolved_kind()}"] if declared is None or declared.takes_kind else []
         words += ["scales quantized too" if self.double else "plain scales"] if self.has_double() else []
         return ", ".join(words)
 

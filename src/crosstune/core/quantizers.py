@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import ModuleType
 
 from crosstune.core.names import load_plugin, plugin_names
@@ -35,6 +36,8 @@ class Quantizer:
     """Bits at which the scales can be quantized too."""
     takes_kind: bool = False
     """Whether --quant_type offers a choice."""
+    usual_kinds: Mapping[int, str] = field(default_factory=dict)
+    """Bits -> the kind that `auto` means, where it is not plain integers."""
     extra: str = ""
     """The extra of crosstune that installs the library; empty where there is none."""
     distribution: str = ""
@@ -67,6 +70,12 @@ def read_quantizers() -> dict[str, Quantizer]:
     return {item.name: item for item in sorted(found, key=lambda item: (item.preference, item.name))}
 
 
+@lru_cache(maxsize=64)
+def find_quantizer(name: str) -> Quantizer | None:
+    """Return the quantizer of this name; None where it has no file, as in a record that another installation wrote."""
+    return read_quantizers().get(name)
+
+
 def _read(module: ModuleType, name: str, engine: str) -> Quantizer:
     """LIBRARY and BITS must be there; the other constants have defaults."""
     return Quantizer(
@@ -80,6 +89,7 @@ def _read(module: ModuleType, name: str, engine: str) -> Quantizer:
         bits_by_row=tuple(getattr(module, "BITS_BY_ROW", ())),
         bits_with_double_quant=tuple(getattr(module, "BITS_WITH_DOUBLE_QUANT", ())),
         takes_kind=getattr(module, "TAKES_KIND", False),
+        usual_kinds=getattr(module, "USUAL_KINDS", {}),
         extra=getattr(module, "EXTRA", ""),
         distribution=getattr(module, "DISTRIBUTION", module.LIBRARY.partition(".")[0]),
     )
