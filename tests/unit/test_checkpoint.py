@@ -361,7 +361,7 @@ def test_a_header_longer_than_its_file_is_not_read(tmp_path: Path, length: int) 
 def test_a_key_said_twice_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     rewrite(folder, (folder / MANIFEST).read_bytes().replace(b"{", b'{"step": 9,', 1))
-    with pytest.raises(DamagedCheckpoint, match="said twice"):
+    with pytest.raises(DamagedCheckpoint, match="occurs twice"):
         open_checkpoint(folder)
 
 

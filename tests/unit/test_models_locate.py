@@ -87,7 +87,7 @@ def test_folder_with_weights_cut_short(model: Path) -> None:
     assert f"it has {len(data) - 1:,} bytes and its header declares {len(data):,}" in refused(model)
     for junk in (b"", b"short", b"\xff" * 64, b"\x02" + b"\0" * 7 + b"[]"):
         weights.write_bytes(junk)
-        assert "is not a whole safetensors file" in refused(model)
+        assert "is not a complete safetensors file" in refused(model)
 
 
 def test_a_bundled_name_is_made_again_from_its_own_source(tmp_path: Path) -> None:
