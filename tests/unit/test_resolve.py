@@ -260,9 +260,15 @@ def test_resolve_is_pure() -> None:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"train_type": "qlora", "quantization_backend": "bnb", "n_bits": 2}, "bnb does not quantize to 2 bits"),
+        (
+            {"train_type": "qlora", "quantization_backend": "bnb", "n_bits": 2},
+            "bnb does not quantize to 2 bits",
+        ),
         ({"train_type": "bnb_dora", "n_bits": 3}, "bnb does not quantize to 3 bits"),
-        ({"train_type": "lora", "quantization_backend": "quanto", "n_bits": 3}, "quanto does not quantize to 3 bits"),
+        (
+            {"train_type": "lora", "quantization_backend": "quanto", "n_bits": 3},
+            "quanto does not quantize to 3 bits",
+        ),
         ({"loraplus_lr_ratio": 0}, "loraplus_lr_ratio is 0"),
     ],
 )
