@@ -273,7 +273,7 @@ def test_a_run_that_cannot_work_ends_with_code_2(
     assert main(["train", *words]) == 2
     out = capsys.readouterr().out
     assert "verdict      this run will not work on MPS: aten::_to_copy in float64" in out
-    assert "gives float64, which MPS does not have" in out
+    assert "returns float64, which MPS does not have" in out
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_a_run_that_cannot_work_ends_with_code_2(
     [
         (["--emulate", "cuda"], "emulate cannot be 'cuda'"),
         (["--emulate", "mps", "--backend", "cuda"], "--emulate mps and --backend cuda contradict each other"),
-        (["--machine", "apple-m1-16gb"], "--machine has no meaning without --emulate"),
+        (["--machine", "apple-m1-16gb"], "--machine only works with --emulate"),
         (["--emulate", "mps", "--machine", "cpu-laptop"], "Backend 'mps' is not available"),
     ],
 )
