@@ -263,7 +263,6 @@ def test_as_a_user_types_it(
         "environment": None,
         "clear_cache_every": 100,
         "pinned_memory": False,
-        "worker_processes": False,
     }
     assert plan["emulation"]["works"] is True and plan["emulation"]["machine"] == "apple-m1-16gb"
     assert list(tmp_path.iterdir()) == []

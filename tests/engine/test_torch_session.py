@@ -291,3 +291,10 @@ def test_an_evaluation_that_fails_leaves_the_model_training(
     with pytest.raises(IndexError):
         session.logits([[10**6]])
     assert session.model.training
+
+
+@pytest.mark.cuda
+def test_batches_wait_in_pinned_memory(tiny_model: Path, examples: list[Any]) -> None:
+    session = open_session(tiny_model, backend="cuda", precision="fp32")
+    [batch] = batches(examples, 6)
+    assert all(tensor.is_pinned() for tensor in session.prepare(batch).arrays.values())

@@ -93,7 +93,7 @@ def test_mlx_cuts_its_buffers_on_linux_alone(system: str, wanted: dict[str, str]
 def test_mps_says_how_memory_and_data_are_handled() -> None:
     specs = backend_specs()
     mps = specs["mps"]
-    assert (mps.clear_cache_every, mps.pinned_memory, mps.worker_processes) == (100, False, False)
+    assert (mps.clear_cache_every, mps.pinned_memory) == (100, False)
     assert [name for name, spec in specs.items() if spec.clear_cache_every] == ["mps"]
     assert [name for name, spec in specs.items() if spec.pinned_memory] == ["cuda", "rocm", "xpu"]
 

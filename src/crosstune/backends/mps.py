@@ -28,6 +28,4 @@ SPEC = BackendSpec(
     clear_cache_every=100,
     # The GPU reads the system's own memory: there is no copy to speed up.
     pinned_memory=False,
-    # A forked process must not touch Metal, and a spawned one loads torch again.
-    worker_processes=False,
 )

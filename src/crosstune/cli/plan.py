@@ -79,7 +79,6 @@ def _settings(plan: Plan) -> dict[str, Any]:
         "environment": environment_of(spec, system=plan.machine.system),
         "clear_cache_every": spec.clear_cache_every,
         "pinned_memory": spec.pinned_memory,
-        "worker_processes": spec.worker_processes,
     }
 
 
@@ -89,8 +88,8 @@ def _unusual_settings(plan: Plan) -> list[str]:
     found = [f"{name}={value}" for name, value in settings["environment"].items()]
     if settings["clear_cache_every"]:
         found.append(f"cache cleared every {settings['clear_cache_every']} steps")
-    if not settings["worker_processes"]:
-        found += ["no worker processes", "no pinned memory"]
+    if settings["pinned_memory"]:
+        found.append("batches copied from pinned memory")
     return found
 
 

@@ -38,8 +38,6 @@ class BackendSpec:
     """Steps after which the engine hands memory that it keeps for reuse back to the device; 0 for never."""
     pinned_memory: bool = False
     """Whether host memory may be pinned to speed up copies to the device."""
-    worker_processes: bool = True
-    """Whether data may be prepared in processes beside the one that trains."""
 
     def wanted_environment(self, system: str | None = None) -> dict[str, str]:
         """Every variable it wants, on this computer or on one whose `system` begins with the system's name."""

@@ -16,6 +16,7 @@ from crosstune.report.series import (
     smooth,
     smoothing_window,
     step_points,
+    task_metrics,
 )
 
 
@@ -31,6 +32,7 @@ def run_charts(run: RunFiles) -> RunCharts:
     evaluated = evaluation_points(run)
     steps = _step_range(run, evaluated)
     candidates = [_loss_chart(run, evaluated.get("loss", []), steps), *_evaluation_charts(evaluated, steps)]
+    candidates += _task_charts(run, steps)
     candidates += [_learning_rate_chart(run, steps), _throughput_chart(run, steps)]
     candidates += [_memory_chart(run, steps), _gradient_chart(run, steps)]
     moves = run_moves(run)
@@ -84,6 +86,20 @@ def _evaluation_charts(evaluated: dict[str, list[Point]], steps: tuple[float, fl
             Scale(unit="%", divisor=0.01, show=display.show) if display.is_share else Scale(show=display.show)
         )
         title = f"Evaluation: {display.label}"
+        charts.append(Chart(title=title, series=series, scale=scale, steps=steps, from_zero=display.is_share))
+    return charts
+
+
+def _task_charts(run: RunFiles, steps: tuple[float, float]) -> list[Chart]:
+    """Return a chart for each metric that the recipe's task computes in training."""
+    charts = []
+    for name in task_metrics(run.metrics):
+        points = step_points(run.metrics, name)
+        display = display_of(name, finite_values(points))
+        scale = (
+            Scale(unit="%", divisor=0.01, show=display.show) if display.is_share else Scale(show=display.show)
+        )
+        title, series = f"Training: {display.label}", _with_smoothed(points)
         charts.append(Chart(title=title, series=series, scale=scale, steps=steps, from_zero=display.is_share))
     return charts
 

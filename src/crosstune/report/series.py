@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from crosstune.core.events import Evaluated
+from crosstune.core.events import Evaluated, StepMetrics
 from crosstune.report.files import RunFiles, mapping, number
 
 Point = tuple[float, float | None]
@@ -21,6 +21,20 @@ FEWEST_TO_SMOOTH = 12
 def step_points(rows: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
     """Return the values of one key. A row without the key is skipped; a null value is a gap."""
     return [(float(row["step"]), number(row[key])) for row in rows if key in row]
+
+
+def task_metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the metrics that a task adds to the rows of metrics.jsonl. They are fractions; the count that
+    a recipe adds is a whole number."""
+    known = StepMetrics.__annotations__
+    return list(
+        dict.fromkeys(
+            name
+            for row in rows
+            for name, value in row.items()
+            if name not in known and isinstance(value, float)
+        )
+    )
 
 
 def evaluation_points(run: RunFiles) -> dict[str, list[Point]]:
