@@ -82,8 +82,8 @@ def _settings(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _unusual_settings(plan: Plan) -> list[str]:
-    """Return descriptions of the settings that differ from the usual ones."""
+def _describe_settings(plan: Plan) -> list[str]:
+    """Return a description of each setting that is in effect."""
     settings = _settings(plan)
     found = [f"{name}={value}" for name, value in settings["environment"].items()]
     if settings["clear_cache_every"]:
@@ -101,7 +101,7 @@ def _print_plan(plan: Plan, problems: Sequence[UserError] = (), not_checked: Seq
         ("machine", plan.machine.name),
         ("backend", f"{plan.backend.name} ({plan.engine} engine), {plan.world_size} x {device}"),
         ("model", config.model_name),
-        ("data", f"{config.dataset}, up to {config.context_length} tokens a row"),
+        ("data", f"{config.dataset}, up to {config.context_length} tokens per row"),
         ("method", f"{config.recipe} / {plan.method}{quantized}"),
         ("precision", plan.precision),
         (
@@ -112,7 +112,7 @@ def _print_plan(plan: Plan, problems: Sequence[UserError] = (), not_checked: Seq
     ]
     if plan.collective:
         rows.append(("collectives", f"{plan.collective}, {config.sharding_strategy}"))
-    if settings := _unusual_settings(plan):
+    if settings := _describe_settings(plan):
         rows.append(("settings", ", ".join(settings)))
     if plan.estimated_bytes is not None:
         have = size(plan.backend.memory_total_bytes)
