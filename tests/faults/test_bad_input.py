@@ -201,7 +201,7 @@ def test_a_signal_keeps_what_was_logged_and_says_how_to_go_on(
     process.send_signal(number)
     _, answer = process.communicate(timeout=60)
     assert process.returncode == 3
-    assert "go on" in answer
+    assert "continue" in answer
     assert f"crosstune train --resume {folder}" in answer
     assert open_checkpoint(folder / "checkpoints" / "latest").step == len(
         read_jsonl(folder / "metrics.jsonl")

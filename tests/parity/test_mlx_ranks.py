@@ -172,8 +172,8 @@ def test_one_goes_on_where_two_were(runs: Path, tiny_model: Path, data: Path) ->
 def test_a_run_of_two_moves_to_one(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     archive = tmp_path / "two.tar"
     assert main(["move", str(runs / "two-lora"), "--to", "cpu", "--out", str(archive)]) == 0
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("go on")]
-    words = line.split()[3:]
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("continue")]
+    words = line.split()[2:]
     assert words[-2:] == ["--world_size", "1"]
     words[words.index("two.tar")] = str(archive)
     assert main([*words, "--output_dir", str(tmp_path), "--max_steps", "7"]) == 0

@@ -1,4 +1,4 @@
-"""Which charts a run gets, and from which of its numbers."""
+"""Build the charts of a run from its metrics and evaluations."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from crosstune.report.series import (
 class RunCharts:
     charts: list[Chart]
     absent: list[str]
-    """Titles of the charts that have no finite value to show."""
+    """Titles of the charts without any finite value."""
 
 
 def run_charts(run: RunFiles) -> RunCharts:
-    """Every chart over the same range of steps, so that one can be read below the other."""
+    """Return all charts over the same range of steps, so that they line up on the page."""
     evaluated = evaluation_points(run)
     steps = _step_range(run, evaluated)
     candidates = [_loss_chart(run, evaluated.get("loss", []), steps), *_evaluation_charts(evaluated, steps)]
@@ -44,7 +44,7 @@ def run_charts(run: RunFiles) -> RunCharts:
 
 
 def run_moves(run: RunFiles) -> list[Mark]:
-    """Where a run went on on another backend than before."""
+    """Return a mark for each step at which the run was resumed on another backend."""
     found, backend = list[Mark](), ""
     for event in run.events:
         if event.get("kind") == Loaded.kind:
