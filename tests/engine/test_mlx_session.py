@@ -117,7 +117,7 @@ def test_a_folder_of_mlx_is_trained_as_it_is(four_bits: Path, window: list[Any],
     record = json.loads((session.save_result(tmp_path) / "crosstune.json").read_text())
     assert record["quantization"]["quantizer"] == "mlx"
     assert open_session(four_bits, trained=False, train_type="full").evaluate(window).loss > 0
-    with pytest.raises(UserError, match="otherwise than asked"):
+    with pytest.raises(UserError, match="differently than requested"):
         open_session(four_bits, train_type="lora")
     with pytest.raises(UserError, match="cannot train"):
         open_session(four_bits, train_type="full")
