@@ -105,7 +105,7 @@ def choose_targets(model: nn.Module, targets: str, *, last_layers: int | None = 
 
 
 def _linear_names(model: nn.Module) -> list[str]:
-    """Return all linear layers, quantized or not, except the output head and those whose weight the model reads directly."""
+    """Return all linear layers, quantized or not, except the output head and layers for which `reads_weight` holds."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
     return [

@@ -78,7 +78,7 @@ def expand_evenly(num_layers: int, num_new: int) -> Expansion:
 
 
 def already_expanded(old: int, new: int) -> Expansion:
-    """Return the expansion of a folder that already has its new blocks, at the positions that `expand_evenly` chooses."""
+    """Return the expansion of a folder that already has its new blocks, at the positions of `expand_evenly`."""
     spread = expand_evenly(old, new - old)
     return Expansion(tuple(range(new)), spread.new)
 

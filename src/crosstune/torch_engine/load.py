@@ -177,7 +177,7 @@ def _assemble(
 
 
 def _layers_to_quantize(model: nn.Module, expansion: Expansion | None) -> set[str]:
-    """Return all linear layers except the head, where errors reach the loss directly, and new blocks, which are trained."""
+    """Return all linear layers except the head, whose errors reach the loss directly, and the trained new blocks."""
     head = model.get_output_embeddings()
     return {
         name

@@ -184,7 +184,7 @@ def write_record(
 
 
 def own_config(spec: QuantSpec) -> dict[str, Any]:
-    """Return the quantization_config for config.json, which keeps transformers from loading the folder as plain weights."""
+    """Return the quantization_config that keeps transformers from loading the folder as plain weights."""
     return {"quant_method": OWN_METHOD, "quantizer": spec.quantizer, "bits": spec.bits}
 
 

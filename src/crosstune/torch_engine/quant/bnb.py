@@ -122,7 +122,7 @@ def dequantize(
 def restore(
     tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return tensors and facts, also for bitsandbytes' folders and older crosstune ones, with the offset as a JSON number."""
+    """Return tensors and facts, also from bitsandbytes' folders and older crosstune ones, which have the offset in JSON."""
     import torch
 
     found = dict(tensors)

@@ -113,7 +113,7 @@ class CausalLM:
                 yield target, trained[target].to(place.dtype) if is_new else read_tensor(place)
 
     def _expansion_record(self, model: nn.Module, base: Path) -> dict[str, Any]:
-        """Return which blocks are new and, if they were trained over a quantized base, the effect of saving the original."""
+        """Return which blocks are new and, after training on a quantized base, the effect of saving the original one."""
         if self.expansion is None:
             return {}
         opening = self._opened()
