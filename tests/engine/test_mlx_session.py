@@ -141,9 +141,9 @@ def test_folders_that_cannot_be_read_are_named(tiny_model: Path, tmp_path: Path)
     with pytest.raises(UserError, match="unheard_of") as caught:
         open_session(strange)
     assert "torch backend" in caught.value.do
-    with pytest.raises(UserError, match="code of its own"):
+    with pytest.raises(UserError, match="needs to run its own code"):
         open_session(with_config(tiny_model, tmp_path / "code", model_file="model.py"))
-    with pytest.raises(UserError, match="code of its own"):
+    with pytest.raises(UserError, match="needs to run its own code"):
         open_session(with_config(tiny_model, tmp_path / "map", auto_map={"AutoModel": "m.M"}))
     foreign = with_config(tiny_model, tmp_path / "eetq", quantization_config={"quant_method": "eetq"})
     with pytest.raises(UserError, match="quantized by eetq"):

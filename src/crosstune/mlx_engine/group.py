@@ -88,7 +88,7 @@ def connect(ranks: Ranks) -> RingGroup:
         except RuntimeError as error:
             if "bind" in str(error):
                 raise PortTaken(
-                    f"Process {ranks.rank} of {ranks.size} cannot listen on its port.",
+                    f"Process {ranks.rank} of {ranks.size} cannot listen on the port it was assigned.",
                     why=str(error),
                     do="start the processes again, with other ports (mlx.launch --starting-port)",
                 ) from error
