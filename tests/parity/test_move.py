@@ -299,7 +299,7 @@ def test_how_a_step_divides_may_change_with_a_move(
         assert main(["train", *words]) == 0, capsys.readouterr().err
     capsys.readouterr()
     assert main(["train", *words[:4], "--max_steps", "7"]) == 0
-    assert "was unpacked before" in capsys.readouterr().err
+    assert "was already unpacked" in capsys.readouterr().err
 
 
 def test_moments_that_left_their_8_bits_go_back_without_them(

@@ -68,7 +68,7 @@ class Progress:
             self.warm_s, self.warm_tokens = step_s, result.num_tokens
 
     def tokens_per_s(self) -> float | None:
-        """Return the rate over this process's steps, without the first, which includes warmup, unless it is the only one."""
+        """Return the rate over this process's steps, without the first (warmup) unless it is the only one."""
         return self.warm_tokens / self.warm_s if self.warm_s else None
 
     def summary(self) -> dict[str, Any]:

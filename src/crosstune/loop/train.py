@@ -173,19 +173,19 @@ class Training:
         """Report the examples and the layer at fault; raise unless the step may be skipped."""
         allowed = self.config.skip_nonfinite
         skipped = self.progress.skipped < allowed
-        blame = self.session.find_nonfinite(window)
+        cause = self.session.find_nonfinite(window)
         self.observer.on_event(
             NonFinite(
                 step=step + 1,
                 error=error.asked,
-                blame=blame,
+                blame=cause,
                 examples=self.recipe.rows(step),
                 skipped=skipped,
                 allowed=allowed,
             )
         )
         if not skipped:
-            raise error.with_blame(blame, num_skipped=self.progress.skipped) from None
+            raise error.with_blame(cause, num_skipped=self.progress.skipped) from None
 
     def _evaluate(self, *, when: str) -> Mapping[str, float]:
         if self.config.skip_eval:
