@@ -1,4 +1,4 @@
-"""The one place that wires configuration, backend, engine, recipe and loop into a run."""
+"""Wire configuration, backend, engine, recipe and loop into a run."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class RunResult:
     folder: Path
     summary: dict[str, Any]
     failure: UserError | None = None
-    """What ended the run early, with everything up to the step before it kept."""
+    """The error that ended the run early; all steps before it are kept."""
 
 
 def num_processes(config: Config) -> int:
-    """How many processes a run needs to be started as. Raises what stands in its way."""
+    """Return the number of processes to start for a run; raise any problem with its plan."""
     config = resume.complete_config(config)
     if config.world_size <= 1:
         return 1
@@ -50,9 +50,9 @@ def train(
     command: Sequence[str] | None = None,
     group: Group | None = None,
 ) -> RunResult:
-    """Train as configured. Everything that can be wrong with the request is found before the run folder is made.
+    """Train as configured. Problems with the request are raised before the run folder is made.
 
-    Every process of a `group` does this. The first one shows and writes what happens, for all of them.
+    Every process of a `group` calls this; only the first one reports and writes.
     """
     if config.emulate is not None:
         raise UserError(
@@ -71,7 +71,7 @@ def train(
     record = begin(ready, described, screen) if ranks.first else SilentRecord(folder)
     observer = Observers([record, screen])
     observer.on_event(Started(folder=str(folder), data=recipe.describe(), num_steps=recipe.num_steps()))
-    for event in ready.early.heard:
+    for event in ready.early.events:
         record.on_event(event)
     for sentence in ready.warnings:
         observer.on_event(Warned(message=sentence))
@@ -90,7 +90,7 @@ def train(
 
 
 def _finished(folder: Path, start: Start | None, recipe: Recipe) -> RunResult | None:
-    """The run as it is, when it was finished and nothing was added to it."""
+    """Return the existing result if the run is finished and has no further steps."""
     summary = read_json(folder / "summary.json")
     if start is None or summary.get("status") != "finished" or start.step < recipe.num_steps():
         return None

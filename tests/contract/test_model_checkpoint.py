@@ -139,7 +139,7 @@ def test_a_checkpoint_of_another_quantization_is_refused(tmp_path: Path) -> None
         return BitsAndBytesAdapter(config).quantize_model(nn.Sequential(nn.Linear(64, 64)))
 
     MPSFSDPWrapper().save_checkpoint(quantized("nf4"), tmp_path / "q")
-    with pytest.raises(UserError, match="quantized otherwise"):
+    with pytest.raises(UserError, match="quantized differently"):
         MPSFSDPWrapper().load_checkpoint(quantized("fp4"), tmp_path / "q")
 
 

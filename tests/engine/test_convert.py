@@ -230,10 +230,10 @@ def test_an_adapter_over_a_converted_folder_merges_both_ways(
 def test_a_train_type_of_the_same_library_takes_the_quantization_from_the_folder(hf_bnb: Path) -> None:
     session = open_session(hf_bnb, train_type="bnb_dora")
     assert sum(isinstance(module, QuantLinear) for module in session.model.modules()) == 14
-    with pytest.raises(UserError, match="quantized otherwise") as caught:
+    with pytest.raises(UserError, match="quantized differently") as caught:
         open_session(hf_bnb, train_type="bnb_dora", n_bits=8)
     assert "--train_type bnb_dora --quantization_backend bnb --n_bits 4" in caught.value.do
-    with pytest.raises(UserError, match="quantized otherwise") as caught:
+    with pytest.raises(UserError, match="quantized differently") as caught:
         open_session(hf_bnb, train_type="hqq_dora")
     assert "--train_type dora --quantization_backend bnb" in caught.value.do
 

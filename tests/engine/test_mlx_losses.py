@@ -123,7 +123,7 @@ def test_a_model_that_is_cut_has_the_gradients_of_a_whole_one(kind: str) -> None
     model, feed = make_model(kind), make_feed()
     expected = plain(model, feed)
     loss = CausalLoss(model, places_at_a_time=4)
-    assert loss._halves is not None
+    assert loss._split is not None
     assert len(loss._trained) == (2 if kind == "phi" else 1)
     assert any("embed" in name or "wte" in name for name in loss._trained) == (kind in TIED)
     check_same(gradients(model, lambda weights: loss.scaled(feed, weights, ONE)[0]), expected)

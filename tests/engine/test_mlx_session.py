@@ -117,7 +117,7 @@ def test_a_folder_of_mlx_is_trained_as_it_is(four_bits: Path, window: list[Any],
     record = json.loads((session.save_result(tmp_path) / "crosstune.json").read_text())
     assert record["quantization"]["quantizer"] == "mlx"
     assert open_session(four_bits, trained=False, train_type="full").evaluate(window).loss > 0
-    with pytest.raises(UserError, match="otherwise than asked"):
+    with pytest.raises(UserError, match="differently than requested"):
         open_session(four_bits, train_type="lora")
     with pytest.raises(UserError, match="cannot train"):
         open_session(four_bits, train_type="full")
@@ -141,9 +141,9 @@ def test_folders_that_cannot_be_read_are_named(tiny_model: Path, tmp_path: Path)
     with pytest.raises(UserError, match="unheard_of") as caught:
         open_session(strange)
     assert "torch backend" in caught.value.do
-    with pytest.raises(UserError, match="code of its own"):
+    with pytest.raises(UserError, match="needs to run its own code"):
         open_session(with_config(tiny_model, tmp_path / "code", model_file="model.py"))
-    with pytest.raises(UserError, match="code of its own"):
+    with pytest.raises(UserError, match="needs to run its own code"):
         open_session(with_config(tiny_model, tmp_path / "map", auto_map={"AutoModel": "m.M"}))
     foreign = with_config(tiny_model, tmp_path / "eetq", quantization_config={"quant_method": "eetq"})
     with pytest.raises(UserError, match="quantized by eetq"):
@@ -411,6 +411,6 @@ def test_an_adapter_goes_on_over_the_same_bits_without_a_warning(
     again = ["--base_adapter", str(tmp_path / "runs" / "first" / "adapter")]
     capsys.readouterr()
     assert main([*words, *again, "--name", "second"]) == 0
-    assert "base_adapter: it was trained" not in capsys.readouterr().err
+    assert "base_adapter: its base was" not in capsys.readouterr().err
     assert main([*words, *again, "--n_bits", "8", "--name", "third"]) == 0
-    assert "goes on over one that is mlx with 8 bits" in capsys.readouterr().err
+    assert "in training and is mlx with 8 bits now" in capsys.readouterr().err

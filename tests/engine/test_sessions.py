@@ -264,7 +264,7 @@ def test_a_number_that_is_none_stops_before_the_optimizer_moves(
     assert name in find_nonfinite(session, windows[1])
     session.import_state(state)
     assert np.isfinite(train_step(session, windows[1], lr=1e-3).loss)
-    assert find_nonfinite(session, windows[1]) == "run again, every number was finite"
+    assert find_nonfinite(session, windows[1]) == "every value was finite when the step was run again"
 
 
 def test_fp16_scales_its_loss_and_tries_again_with_less(

@@ -268,10 +268,10 @@ def test_an_adapter_goes_on_over_its_own_base_only(
     adapter = ["--base_adapter", str(tmp_path / "runs" / "first" / "adapter")]
     other = make(tmp_path / "other", seed=1)
     assert train(tmp_path, *words, str(other), *adapter, "--name", "second") == 2
-    assert "was trained over another base" in capsys.readouterr().err
+    assert "was trained on another base" in capsys.readouterr().err
     assert not (tmp_path / "runs" / "second").exists()
     assert train(tmp_path, *words, str(tiny_model), *adapter, "--name", "third") == 0
-    assert "base_adapter: it was trained" not in capsys.readouterr().err
+    assert "base_adapter: its base was" not in capsys.readouterr().err
     quantized = ["--train_type", "qlora", "--quantization_backend", "bnb"]
     assert train(tmp_path, *words, str(tiny_model), *adapter, *quantized, "--name", "fourth") == 0
-    assert "was not quantized, and goes on over one that is bnb with 4 bits" in capsys.readouterr().err
+    assert "its base was not quantized in training and is bnb with 4 bits now" in capsys.readouterr().err

@@ -174,7 +174,7 @@ def test_a_move_that_changes_the_loss_too_much_stops(
     (tmp_path / "there" / "run" / "move.json").write_text(json.dumps(note))
     words = ["train", "--resume", str(tmp_path / "there" / "run"), "--backend", "mlx", "--max_steps", "4"]
     assert main(words) == 2
-    assert "would not go on as it was" in capsys.readouterr().err
+    assert "would not continue as it was" in capsys.readouterr().err
     assert main([*words, "--allow_mismatch", "loss"]) == 0
 
 
@@ -299,7 +299,7 @@ def test_how_a_step_divides_may_change_with_a_move(
         assert main(["train", *words]) == 0, capsys.readouterr().err
     capsys.readouterr()
     assert main(["train", *words[:4], "--max_steps", "7"]) == 0
-    assert "was unpacked before" in capsys.readouterr().err
+    assert "was already unpacked" in capsys.readouterr().err
 
 
 def test_moments_that_left_their_8_bits_go_back_without_them(

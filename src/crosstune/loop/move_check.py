@@ -1,4 +1,4 @@
-"""Two machines on the same run: the loss of the same fixed batches, before and after a move."""
+"""Compare the loss of the same batches before and after a run moves to another backend."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from crosstune.core.measured import Comparison, Measured
 from crosstune.core.protocols import Batch, Recipe, Session
 
 NUM_BATCHES = 4
-# Largest relative difference of the loss that a move may make: numbers of another length, another quantized base.
+# Largest relative change of the loss that a move may cause: by another precision, and by requantizing the base.
 BOUND, BOUND_REQUANTIZED = 0.02, 0.25
 
 
 def _windows(recipe: Recipe, *, step: int, like: Measured | None) -> tuple[int, list[Sequence[Batch]]]:
-    """The rows of a few whole steps, the same wherever a run is: those that come next, or the first ones where it is
-    at its end; or those that were measured before."""
+    """Return the windows of a few steps: those of `like` if given, otherwise the next ones, or the first ones if the run
+    is at its end."""
     if like is not None:
         last = min(like.first_step + like.num_steps, recipe.num_steps())
         return like.first_step, [recipe.window(number) for number in range(like.first_step, last)]
@@ -36,7 +36,7 @@ def measure(
     quantization: str | None,
     like: Measured | None = None,
 ) -> Measured:
-    """On the rows of a few steps; on the same as `like` was."""
+    """Measure the loss on a few steps, the same as those of `like` if given."""
     first_step, windows = _windows(recipe, step=step, like=like)
     result = session.evaluate([batch for window in windows for batch in window])
     return Measured(
@@ -52,7 +52,7 @@ def measure(
 
 
 def compare(there: Measured, here: Measured) -> Comparison:
-    """Compare both losses with the largest difference that the move may make."""
+    """Compare both losses against the bound for a move."""
     bound = BOUND if there.quantization == here.quantization else BOUND_REQUANTIZED
     difference = abs(here.loss - there.loss) / max(abs(there.loss), 1e-12)
     same_rows = there.num_supervised == here.num_supervised
@@ -67,21 +67,21 @@ def compare(there: Measured, here: Measured) -> Comparison:
 
 
 def check(compared: Comparison, *, allowed: bool) -> None:
-    """Raise where the move changes the loss by more than its bound, unless that is allowed."""
+    """Raise if the move changes the loss by more than its bound, unless that is allowed."""
     if compared.within or allowed:
         return
     there, here = compared.there, compared.here
     if not compared.same_rows:
         raise UserError(
-            "What the move changes cannot be told.",
-            why=f"the rows that were measured on {there.backend} have {there.num_supervised:,} tokens that carry "
-            f"loss, and those of the same steps here {here.num_supervised:,}.",
-            do="continue with as many steps as the run has, its data and its rows per step, or add --allow_mismatch loss",
+            "The effect of the move cannot be measured.",
+            why=f"the same steps have {there.num_supervised:,} supervised tokens on {there.backend} and "
+            f"{here.num_supervised:,} here.",
+            do="continue with the number of steps, data and rows per step of the run, or add --allow_mismatch loss",
         )
     raise UserError(
-        "The run would not go on as it was.",
+        "The run would not continue as it was.",
         why=f"the same batches have the loss {there.loss:.6f} on {there.backend} ({there.terms()}) and "
         f"{here.loss:.6f} on {here.backend} ({here.terms()}): {compared.difference:.2%} apart, "
         f"{compared.bound:.0%} at most.",
-        do="use the same precision and bits on both sides, or add --allow_mismatch loss to go on all the same",
+        do="use the same precision and bits on both sides, or add --allow_mismatch loss to continue anyway",
     )

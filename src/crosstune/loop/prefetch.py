@@ -22,8 +22,8 @@ class _Prepared:
 
 
 class Prefetch:
-    """The windows of a run from `first` on, in order. A step is a function of its number, so preparing it earlier changes
-    nothing; an error comes up where the window is asked for."""
+    """Windows of a run from step `first` on, in order. A window depends only on its step, so preparing it early changes
+    nothing; an error is raised when the window is requested."""
 
     def __init__(self, recipe: Recipe, session: Session, *, first: int) -> None:
         self._recipe, self._session = recipe, session
@@ -34,15 +34,15 @@ class Prefetch:
         self._thread.start()
 
     def window(self, step: int) -> Sequence[PreparedBatch]:
-        """Return the prepared micro-batches of a step; steps are asked for in order."""
+        """Return the prepared micro-batches of a step; steps must be requested in order."""
         found = self._queue.get()
         if found.error is not None:
             raise found.error
-        assert found.step == step, f"step {step} was asked for, and step {found.step} is next"
+        assert found.step == step, f"step {step} was requested, but step {found.step} is next"
         return found.window
 
     def close(self) -> None:
-        """End the thread. Whatever it had prepared is dropped."""
+        """End the thread and drop the windows it has prepared."""
         self._closed.set()
         while self._thread.is_alive():
             try:

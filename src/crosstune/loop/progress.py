@@ -1,4 +1,4 @@
-"""What a run has done so far; whole at any moment, so that a failure can report it and a checkpoint carry it on."""
+"""Track the progress of a run, always consistent, for reports and checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from crosstune.core.protocols import Backward, Memory
 
-# What a checkpoint holds of it. The rate belongs to the process that measured it.
+# Fields stored in a checkpoint. The token rate belongs to the process that measured it.
 _CARRIED = (
     "steps",
     "tokens",
@@ -26,21 +26,21 @@ class Progress:
     status: str = "failed"
     steps: int = 0
     start_step: int = 0
-    """Steps that an earlier process of this run had done."""
+    """Steps done by earlier processes of this run."""
     tokens: int = 0
     weight: int = 0
-    """What all losses so far were sums over."""
+    """Total weight of all losses so far."""
     weight_name: str = "supervised_tokens"
-    """What the recipe calls it."""
+    """The recipe's name for the weight."""
     skipped: int = 0
-    """Steps left out because their loss or gradient was not finite."""
+    """Steps skipped because their loss or gradient was not finite."""
     first_loss: float | None = None
     final_loss: float | None = None
     peak_memory_bytes: int = 0
     seconds: float = 0.0
-    """Spent in steps, over all processes of the run."""
+    """Time spent in steps, over all processes of the run."""
     wall_s: float = 0.0
-    """Since the run was started, over all its processes, up to the last checkpoint or the end."""
+    """Wall time over all processes of the run, up to the last checkpoint or the end."""
     warm_s: float = 0.0
     warm_tokens: int = 0
     longest_step_s: float = 0.0
@@ -50,7 +50,7 @@ class Progress:
     """Step -> loss on held-out data."""
 
     def add(self, result: Backward | None, *, step_s: float, memory: Memory) -> None:
-        """Count a step; None for one that was left out."""
+        """Count a step; `result` is None for a skipped one."""
         self.steps += 1
         self.seconds += step_s
         self.longest_step_s = max(self.longest_step_s, step_s)
@@ -68,7 +68,7 @@ class Progress:
             self.warm_s, self.warm_tokens = step_s, result.num_tokens
 
     def tokens_per_s(self) -> float | None:
-        """Over all steps of this process but the first, which pays for warming up, unless it is the only one."""
+        """Return the rate over this process's steps, without the first (warmup) unless it is the only one."""
         return self.warm_tokens / self.warm_s if self.warm_s else None
 
     def summary(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""When a checkpoint is due, and writing it beside the training: a snapshot is taken, a thread does the rest."""
+"""Decide when a checkpoint is due, snapshot the state, and write it in a thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from crosstune.core.events import CheckpointFailed, CheckpointSaved, Observer, W
 from crosstune.core.protocols import Session, SessionState
 
 SNAPSHOT_SHARE = 0.25
-"""Of the free memory: a larger snapshot is not made; the state is then written while training waits."""
+"""Largest snapshot as a share of free memory; a larger state is written while training waits."""
 
 Fields = Callable[[int], Mapping[str, Any]]
 
@@ -35,7 +35,7 @@ class SavePolicy:
 
 @dataclass
 class _Writing:
-    """One checkpoint on its way to the disk."""
+    """A checkpoint being written."""
 
     step: int
     blocked_s: float
@@ -51,7 +51,7 @@ class _Writing:
 class Checkpoints:
     """The checkpoints of one run. Everything but the writing itself happens in the thread of the loop.
 
-    Of several processes one writes; the others have the same state and leave it at that.
+    With several processes, which have the same state, only one writes.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Checkpoints:
         by_time = policy.every_s > 0 and time.monotonic() - self._last_time >= policy.every_s
         return step > self.last_step and (by_steps or by_time)
 
-    def wanted_at_end(self, step: int) -> bool:
-        """A run that writes checkpoints ends with one, so that it can be made longer."""
+    def due_at_end(self, step: int) -> bool:
+        """Return whether to save at the end: a run that writes checkpoints ends with one, so that it can be extended."""
         return step > self.last_step and (self.policy.at_end or self.newest is not None)
 
     def save(
@@ -84,34 +84,34 @@ class Checkpoints:
         facts: Mapping[str, Any] | None = None,
         wait: bool = False,
     ) -> None:
-        """Take the state of a session and have it written. Blocks for the copy, and for a write still in progress.
+        """Copy the state of a session and write it. Blocks for the copy, and for a write still in progress.
 
-        Every process of a run exports its state, as that may need all of them; one writes.
+        Every process exports its state, since exporting may need all of them; only one writes.
         """
         started = time.perf_counter()
         self.finish()
-        beside = not wait and _fits_in_memory(session.num_parameters()[0])
-        state = session.export_state(copy=beside and self.writes)
+        in_background = not wait and _fits_in_memory(session.num_parameters()[0])
+        state = session.export_state(copy=in_background and self.writes)
         self.last_step, self._last_time = step, time.monotonic()
         if not self.writes:
             return
         fields = dict(self.fields(step)) | {"trainable": _trainable(state), "facts": dict(facts or {})}
         writing = _Writing(step=step, blocked_s=0.0, started=started)
         self._writing = writing
-        judged = dict(evaluations)
-        if beside:
+        scores = dict(evaluations)
+        if in_background:
             writing.thread = threading.Thread(
-                target=self._write, args=(writing, state, fields, judged), daemon=True
+                target=self._write, args=(writing, state, fields, scores), daemon=True
             )
             writing.thread.start()
         else:
-            self._write(writing, state, fields, judged)
+            self._write(writing, state, fields, scores)
         writing.blocked_s = time.perf_counter() - started
-        if not beside:
+        if not in_background:
             self.finish()
 
     def poll(self) -> None:
-        """Report a write that has ended meanwhile; raises what stopped it, if the run is to stop for that."""
+        """Report a write that has ended; raise its error if the run stops on save errors."""
         if self._writing is not None and (
             self._writing.thread is None or not self._writing.thread.is_alive()
         ):
@@ -154,7 +154,7 @@ class Checkpoints:
         try:
             writing.committed = write_checkpoint(self.root, state, fields)
             writing.removed, writing.problem = self._rotate(evaluations)
-        except BaseException as error:  # noqa: BLE001  (it is raised again in the thread of the loop)
+        except BaseException as error:  # noqa: BLE001  (raised again in the thread of the loop)
             writing.error = error
         writing.seconds = time.perf_counter() - writing.started
 
@@ -179,5 +179,5 @@ def _trainable(state: SessionState) -> dict[str, Any]:
 
 
 def _fits_in_memory(num_trained: int) -> bool:
-    """Weights and two moments in fp32, as a copy."""
+    """Return whether a copy of the weights and two moments in fp32 fits into memory."""
     return 12 * num_trained <= SNAPSHOT_SHARE * psutil.virtual_memory().available

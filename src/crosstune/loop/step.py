@@ -1,4 +1,4 @@
-"""Take one optimizer step: retry with a smaller loss scale, and stop before the optimizer moves by bad numbers."""
+"""Take one optimizer step: retry with a smaller loss scale, and raise before a non-finite update."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def take_step(
 ) -> Backward:
     """Compute the gradients of a window and update the weights.
 
-    When this raises, session and scale are as they were before the step.
+    If this raises, session and scale are unchanged.
     """
     scale = scale if scale is not None else LossScale(enabled=False)
     check_weight(window)
@@ -44,15 +44,13 @@ def prepare_window(session: Session, window: Sequence[Batch]) -> list[PreparedBa
 
 def check_weight(window: Sequence[PreparedBatch]) -> None:
     if not sum(batch.weight for batch in window):
-        raise UserError(
-            "There is nothing to learn in this step.", why="not one token of its rows carries loss."
-        )
+        raise UserError("There is nothing to learn in this step.", why="none of its tokens is supervised.")
 
 
 def _nonfinite(result: Backward) -> NonFiniteError:
     what = "loss" if not math.isfinite(result.loss) else "gradient"
     return NonFiniteError(
         f"The {what} is not a finite number.",
-        why="the step was stopped before the optimizer moved; the weights are those of the step before.",
+        why="the step was stopped before the optimizer update; the weights are those of the previous step.",
         do="lower --lr, use --precision bf16 or fp32, or look at the data of this step",
     )

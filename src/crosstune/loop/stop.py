@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish to stop: the step in progress is finished first; a second Ctrl-C stops at once."""
+"""Stop on Ctrl-C and SIGTERM after the current step; a second Ctrl-C stops immediately."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from types import FrameType
 
 
 class StopRequested(Exception):
-    """Raised where work may be dropped without loss, such as in an evaluation."""
+    """Raised where work can be interrupted without loss, such as in an evaluation."""
 
 
 class StopSignal:
-    """With several processes (`shared`) nothing is dropped at once: one alone would leave the others waiting for it."""
+    """A pending request to stop. With several processes (`shared`), no work is interrupted: the others would wait."""
 
     def __init__(self, *, shared: bool = False) -> None:
         self.reason = ""
@@ -26,12 +26,12 @@ class StopSignal:
         return bool(self.reason)
 
     def request(self, reason: str) -> None:
-        """Ask for a stop at the end of the step; a reason that is there already stays."""
+        """Request a stop at the end of the step; keep an earlier reason."""
         self.reason = self.reason or reason
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopSignal]:
-        """Take over the signals for as long as the run lasts. Only the main thread may do that."""
+        """Handle SIGINT and SIGTERM inside the block. Python allows this only in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -46,7 +46,7 @@ class StopSignal:
 
     @contextlib.contextmanager
     def droppable(self) -> Iterator[None]:
-        """Inside, a signal raises StopRequested at once: nothing there changes the model."""
+        """Raise StopRequested as soon as a signal arrives inside the block, which must not change the model."""
         if self._shared:
             yield
             return

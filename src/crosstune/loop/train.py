@@ -1,4 +1,4 @@
-"""The training loop: the only one, for every recipe and every engine."""
+"""The training loop, for every recipe and every engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from crosstune.loop.stop import StopRequested, StopSignal
 
 @dataclass(frozen=True, kw_only=True)
 class Deadline:
-    """When a run has to be over, by the clock of `time.monotonic`."""
+    """When a run must end, in the time of `time.monotonic`."""
 
     at: float
 
@@ -43,7 +43,7 @@ class Deadline:
 
 @dataclass(kw_only=True)
 class Training:
-    """One run in motion: the parts, and how far it is."""
+    """The training of one run: its parts and its progress."""
 
     session: Session
     recipe: Recipe
@@ -57,14 +57,14 @@ class Training:
     scale: LossScale = field(default_factory=lambda: LossScale(enabled=False))
 
     def run(self) -> None:
-        """Every step that is left. Progress is kept up to date throughout; a stop leaves a checkpoint."""
+        """Run the remaining steps. Progress is always up to date; a stop writes a checkpoint."""
         progress, num_steps = self.progress, self.recipe.num_steps()
         try:
             if not progress.steps:
                 progress.eval_before = self._evaluate(when="before")
             self.observer.on_event(TrainingStarted(num_steps=num_steps, done=progress.steps))
             if progress.steps not in progress.evaluations:
-                self._evaluate_if_due(num_steps)  # a run that was stopped between a step and its evaluation
+                self._evaluate_if_due(num_steps)  # the run was stopped between a step and its evaluation
             self._take_steps(num_steps)
             progress.eval_after = self._evaluate(when="after")
             progress.status = "finished"
@@ -74,9 +74,9 @@ class Training:
             self.observer.on_event(Stopped(reason=self.stop.reason, step=progress.steps, num_steps=num_steps))
         except (NonFiniteError, OutOfMemory, PeerLost) as error:
             try:
-                self._save(wait=True)  # the weights are those of the last good step
-                self.checkpoints.finish()  # which may be on its way to the disk already
-            except SaveFailed:  # reported as an event; what stopped the run comes first
+                self._save(wait=True)  # the weights are those of the last completed step
+                self.checkpoints.finish()  # an earlier write may still be in progress
+            except SaveFailed:  # already reported as an event; raise the error that stopped the run
                 raise error from None
             raise
         self.checkpoints.finish()
@@ -93,7 +93,7 @@ class Training:
             prefetch.close()
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
+        """Return the learning rate of a step, counted from 0."""
         config, num_steps = self.config, self.recipe.num_steps()
         warmup = warmup_steps(
             schedule=config.lr_scheduler,
@@ -117,17 +117,17 @@ class Training:
         self._stop_together()
 
     def _stop_together(self) -> None:
-        """Every process of the run stops here, or none."""
+        """Stop in every process of the run if any of them has a request to stop."""
         if self.group.any(self.stop.requested):
             self.stop.request("another process of the run")
             raise StopRequested(self.stop.reason)
 
     def _save_and_evaluate(self, num_steps: int) -> None:
-        """A checkpoint comes first, so that a kill in a long evaluation costs none of the steps before it."""
+        """Save before evaluating, so that a kill during a long evaluation loses no steps."""
         done = self.progress.steps
         self.checkpoints.poll()
-        ends = done == num_steps and self.checkpoints.wanted_at_end(done)
-        if ends or self.group.any(self.checkpoints.due(done)):
+        save_last = done == num_steps and self.checkpoints.due_at_end(done)
+        if save_last or self.group.any(self.checkpoints.due(done)):
             self._save()
         self._evaluate_if_due(num_steps)
 
@@ -170,22 +170,22 @@ class Training:
         )
 
     def _find_nonfinite(self, error: NonFiniteError, step: int, window: Sequence[PreparedBatch]) -> None:
-        """Say which examples and which layer it was; raise unless such a step may be left out."""
+        """Report the examples and the layer at fault; raise unless the step may be skipped."""
         allowed = self.config.skip_nonfinite
         skipped = self.progress.skipped < allowed
-        blame = self.session.find_nonfinite(window)
+        cause = self.session.find_nonfinite(window)
         self.observer.on_event(
             NonFinite(
                 step=step + 1,
                 error=error.asked,
-                blame=blame,
+                blame=cause,
                 examples=self.recipe.rows(step),
                 skipped=skipped,
                 allowed=allowed,
             )
         )
         if not skipped:
-            raise error.with_blame(blame, num_skipped=self.progress.skipped) from None
+            raise error.with_blame(cause, num_skipped=self.progress.skipped) from None
 
     def _evaluate(self, *, when: str) -> Mapping[str, float]:
         if self.config.skip_eval:
@@ -223,7 +223,7 @@ def _metrics(
     step_s: float,
     used_bytes: int,
 ) -> StepMetrics:
-    """Return the row of metrics.jsonl of a step; `result` is None for one that was skipped."""
+    """Return the row of metrics.jsonl for a step; `result` is None for a skipped one."""
     row: dict[str, Any] = {
         "step": step + 1,
         "loss": result.loss if result else None,
@@ -238,4 +238,4 @@ def _metrics(
     }
     if result is None:
         row["skipped"] = True
-    return cast(StepMetrics, row)  # with what the recipe counts and its task's metrics besides
+    return cast(StepMetrics, row)  # plus the recipe's weight and the task's metrics

@@ -1,4 +1,4 @@
-"""LoRA and DoRA: small trained matrices beside frozen linear layers."""
+"""LoRA and DoRA adapters on frozen linear layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEADS = ("lm_head", "embed_out", "output", "head")
 
 
 class AdaptedLinear(nn.Module):
-    """y = base(x) + scale * B(A(dropout(x))). A and B are kept in fp32 and used in the type of x."""
+    """y = base(x) + scale * B(A(dropout(x))). A and B are stored in fp32 and cast to the dtype of x."""
 
     def __init__(self, base: nn.Module, *, name: str, settings: AdapterSettings, seed: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class AdaptedLinear(nn.Module):
         return low @ (self.lora_B * self._scale).astype(dtype).T
 
     def fold(self, weight: mx.array) -> mx.array:
-        """The weight of one linear layer that does what a frozen weight and this adapter do together, in fp32."""
+        """Return a frozen weight with this adapter merged, in fp32."""
         return self._added_to(weight)
 
     def _added_to(self, weight: mx.array) -> mx.array:
@@ -47,8 +47,8 @@ class AdaptedLinear(nn.Module):
         return self._dropout > 0
 
     def set_stream(self, key: mx.array | None) -> None:
-        """What dropout draws from; nothing is dropped without it. A key from outside and no generator of its own: a
-        layer that is computed again in the backward pass must drop the same."""
+        """Set the random key of dropout; None turns dropout off. The key comes from outside so that a layer recomputed
+        in the backward pass drops the same values."""
         self._stream = [key] if key is not None else []
 
     def _drop(self, x: mx.array) -> mx.array:
@@ -59,9 +59,9 @@ class AdaptedLinear(nn.Module):
 
 
 class DoraLinear(AdaptedLinear):
-    """The rows of W + scale * B A, each brought to a length that is learned.
+    """W + scale * B A with each row rescaled to a learned norm.
 
-    The length of a row is not differentiated through, as its authors propose: less memory, hardly any difference.
+    The row norms are treated as constants in the backward pass, as the authors of DoRA propose to save memory.
     """
 
     def __init__(self, base: nn.Module, *, name: str, settings: AdapterSettings, seed: int) -> None:
@@ -88,12 +88,12 @@ class DoraLinear(AdaptedLinear):
 def add_adapters(
     model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int, last_layers: int | None = None
 ) -> dict[str, AdaptedLinear]:
-    """Freeze the model and put an adapter on each chosen linear layer. Returns them by canonical name."""
-    linears, word = linear_layers(model), str(getattr(model, "model_type", "the model"))
+    """Freeze the model, add an adapter to each chosen linear layer, and return the adapters by canonical name."""
+    linears, model_type = linear_layers(model), str(getattr(model, "model_type", "the model"))
     kind = DoraLinear if settings.magnitudes else AdaptedLinear
     adapters = {
         name: kind(linears[name], name=name, settings=settings, seed=seed)
-        for name in choose_names(list(linears), targets, model=word, last_layers=last_layers)
+        for name in choose_names(list(linears), targets, model=model_type, last_layers=last_layers)
     }
     model.freeze()
     model.update_modules(tree_unflatten(list(adapters.items())))
@@ -103,12 +103,12 @@ def add_adapters(
 
 
 def name_targets(model: nn.Module, adapters: dict[str, AdaptedLinear]) -> list[str]:
-    bare = [name for name in linear_layers(model) if name.removesuffix(".base") not in adapters]
-    return short_names(adapters, bare)
+    without = [name for name in linear_layers(model) if name.removesuffix(".base") not in adapters]
+    return short_names(adapters, without)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Every linear layer, quantized or not, except the output head; in the order of their names."""
+    """Return all linear layers, quantized or not, except the output head, sorted by name."""
     found = {
         name: module
         for name, module in model.named_modules()
@@ -121,15 +121,15 @@ def is_head(name: str) -> bool:
     return ".layers." not in f".{name}" and name.rpartition(".")[2] in HEADS
 
 
-def canonical_name(own: str) -> str:
-    """The name of a trained array everywhere outside this engine, from its path in the model."""
-    return f"{own}.weight" if own.endswith((".lora_A", ".lora_B")) else own
+def canonical_name(path: str) -> str:
+    """Return the engine-independent name of a trained array from its path in the model."""
+    return f"{path}.weight" if path.endswith((".lora_A", ".lora_B")) else path
 
 
-def own_name(canonical: str) -> str:
+def model_path(canonical: str) -> str:
     return canonical.removesuffix(".weight") if ".lora_" in canonical else canonical
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Layer 2 before layer 10."""
+    """Return a sort key that puts layer 2 before layer 10."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]

@@ -1,4 +1,4 @@
-"""The loss of causal language models on MLX: a sum over supervised tokens, its logits made in parts."""
+"""Compute the causal language model loss on MLX, summed over supervised tokens, with the logits in chunks."""
 
 from __future__ import annotations
 
@@ -11,97 +11,99 @@ import mlx.nn as nn
 from crosstune.core.errors import UserError
 from crosstune.mlx_engine.masters import put
 from crosstune.mlx_engine.packed_mask import document_caches
-from crosstune.mlx_engine.split_head import TRIAL_ERRORS, cut, weights_of_the_rest
+from crosstune.mlx_engine.split_head import TRIAL_ERRORS, find_head_weights, split_model
 from crosstune.mlx_engine.task import Arrays, MetricSums
 
 LOGITS_AT_A_TIME, PLACES_AT_LEAST = 2**24, 512
-"""Parts of fewer places would leave a GPU idle."""
+"""Logits per chunk at most, and positions per chunk at least: smaller chunks would leave a GPU idle."""
 _ROUNDING = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 1e-1}
-"""How far two ways to compute the same logits may be apart, relative to the largest."""
+"""Largest difference between two ways to compute the same logits, relative to the largest logit."""
 
 
 class CausalLoss:
     """Cross entropy in fp32, summed over the supervised tokens of a batch.
 
-    Rows are padded on the right and attention is causal, so no token sees padding and no mask is needed. Only
-    supervised positions reach the head, and only so many at a time, in every model that can be cut before it;
-    elsewhere all of them do.
+    Rows are padded on the right and attention is causal, so no token attends to padding and no mask is needed. If the
+    model can be split before its head, only supervised positions reach the head, one chunk at a time; otherwise all do.
     """
 
     def __init__(self, model: nn.Module, *, places_at_a_time: int | None = None) -> None:
         self.model = model
         self.places_at_a_time = places_at_a_time
-        self._halves = cut(model)
-        self._trained = weights_of_the_rest(self._halves) if self._halves is not None else []
+        self._split = split_model(model)
+        self._head_weights = find_head_weights(self._split) if self._split is not None else []
         self._separates = False
 
     def __call__(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
-        if self._halves is None:
-            return self._whole(arrays), {}
-        return self._by_parts(self._hidden(arrays), {}, arrays, gradients=False)[0], {}
+        if self._split is None:
+            return self._unsplit_loss(arrays), {}
+        return self._chunked_loss(self._hidden(arrays), {}, arrays, gradients=False)[0], {}
 
     def scaled(
         self, arrays: Arrays, weights: Mapping[str, mx.array], scale: mx.array
     ) -> tuple[mx.array, MetricSums]:
-        """Return the loss times `scale`, to be differentiated by `weights`, which lie in the model.
+        """Return the loss times `scale`, to be differentiated with respect to `weights` of the model.
 
-        A part of the logits is made, used for its share of loss and gradient, and gone before the next: all of them
-        are the largest thing of a step. So the gradient of the head is there with the loss, and is only handed back.
+        All logits together would be the largest array of a step, so each chunk is computed, used for its part of loss
+        and gradient, and freed. The head's gradient is computed with the loss and only returned in the backward pass.
         """
         feed = {**arrays, "counted": arrays["counted"] * scale}
-        if self._halves is None:
-            return self._whole(feed), {}
+        if self._split is None:
+            return self._unsplit_loss(feed), {}
 
         @mx.custom_function
         def total(hidden: mx.array, head: dict[str, mx.array]) -> Any:
-            return self._by_parts(hidden, head, feed, gradients=True)
+            return self._chunked_loss(hidden, head, feed, gradients=True)
 
         @total.vjp
         def total_vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
-            def times(gradient: mx.array) -> mx.array:
+            def scaled(gradient: mx.array) -> mx.array:
                 return gradient * cotangents[0].astype(gradient.dtype)
 
-            return times(outputs[1]), {name: times(array) for name, array in outputs[2].items()}
+            return scaled(outputs[1]), {name: scaled(array) for name, array in outputs[2].items()}
 
-        head = {name: weights[name] for name in self._trained}
+        head = {name: weights[name] for name in self._head_weights}
         found: Any = total(self._hidden(feed), head)
         return found[0], {}
 
     def _hidden(self, feed: Arrays) -> mx.array:
-        assert self._halves is not None
-        return self._halves.hidden(feed["input_ids"], **self._caches(feed))[feed["places"]]
+        assert self._split is not None
+        return self._split.hidden(feed["input_ids"], **self._caches(feed))[feed["places"]]
 
-    def _whole(self, feed: Arrays) -> mx.array:
+    def _unsplit_loss(self, feed: Arrays) -> mx.array:
         logits = self.model(feed["input_ids"], **self._caches(feed))
         return _cross_entropy(
             logits.reshape(-1, logits.shape[-1])[feed["places"]], feed["targets"], feed["counted"]
         )
 
-    def _by_parts(
+    def _chunked_loss(
         self, hidden: mx.array, weights: dict[str, mx.array], feed: Arrays, *, gradients: bool
     ) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
-        """The loss, and its gradients by hidden states and by the trained weights behind them."""
-        halves = self._halves
-        assert halves is not None
+        """Return the loss, and its gradients with respect to the hidden states and the trained weights of the head."""
+        split = self._split
+        assert split is not None
 
-        def loss_of(by: tuple[mx.array, dict[str, mx.array]], targets: mx.array, counted: mx.array) -> Any:
-            put(self.model, by[1])
-            return _cross_entropy(halves.logits(by[0]), targets, counted)
+        def loss_of(
+            inputs: tuple[mx.array, dict[str, mx.array]], targets: mx.array, counted: mx.array
+        ) -> Any:
+            put(self.model, inputs[1])
+            return _cross_entropy(split.logits(inputs[0]), targets, counted)
 
         compute: Any = mx.value_and_grad(loss_of) if gradients else loss_of
         most = self.places_at_a_time
         if most is None:
-            most = max(LOGITS_AT_A_TIME // halves.logits(hidden[:1]).shape[-1], PLACES_AT_LEAST)
+            most = max(LOGITS_AT_A_TIME // split.logits(hidden[:1]).shape[-1], PLACES_AT_LEAST)
         size = -(-hidden.shape[0] // -(-hidden.shape[0] // most))
         total, by_hidden, by_weight = mx.array(0.0), list[mx.array](), dict[str, mx.array]()
         for start in range(0, hidden.shape[0], size):
-            part = slice(start, start + size)
-            one = mx.depends(hidden[part], [total, *by_hidden[-1:], *by_weight.values()])
-            found = compute((one, weights), feed["targets"][part], feed["counted"][part])
+            chunk = slice(start, start + size)
+            # Wait for the chunk before, so that only one chunk of logits is in memory.
+            chunk_hidden = mx.depends(hidden[chunk], [total, *by_hidden[-1:], *by_weight.values()])
+            found = compute((chunk_hidden, weights), feed["targets"][chunk], feed["counted"][chunk])
             if gradients:
-                found, (slope, slopes) = found
-                by_hidden.append(slope)
-                for name, array in slopes.items():
+                found, (hidden_gradient, weight_gradients) = found
+                by_hidden.append(hidden_gradient)
+                for name, array in weight_gradients.items():
                     array = array.astype(mx.float32)
                     by_weight[name] = by_weight[name] + array if name in by_weight else array
             total = total + found
@@ -118,11 +120,11 @@ class CausalLoss:
         return {"cache": document_caches(self.model, feed["segments"])}
 
     def ensure_separates_documents(self) -> None:
-        """Raise unless a document in a packed row is what it is alone. Tried once per model: not every kind of model
-        takes a mask or counts its positions from each other, and one that does not would train on wrong text."""
+        """Raise unless a document in a packed row has the same logits as alone. Tried once per model: a model that takes
+        no mask or uses absolute positions would silently train on mixed documents."""
         if self._separates:
             return
-        # Borders in different places, so that a mask which lands on the wrong row or head shows.
+        # Each row has its boundary elsewhere, to detect a mask applied to the wrong row or head.
         starts, width = (3, 5, 8, 9, 11), 16
         rows = mx.arange(1, len(starts) * width + 1).reshape(len(starts), width)
         segments = mx.array([[1] * start + [2] * (width - start) for start in starts])
@@ -131,11 +133,13 @@ class CausalLoss:
             alone = [self.model(rows[row : row + 1, start:])[0] for row, start in enumerate(starts)]
             mx.eval(logits, alone)
         except TRIAL_ERRORS as error:
-            raise self._cannot_pack(f"mlx-lm's code for it takes no mask of ours ({error}).") from error
+            raise self._cannot_pack(
+                f"mlx-lm's code for it does not accept a document mask ({error})."
+            ) from error
         for row, start in enumerate(starts):
             size = float(mx.abs(alone[row]).max())
             if float(mx.abs(logits[row, start:] - alone[row]).max()) > _ROUNDING[logits.dtype] * size:
-                raise self._cannot_pack("a document reads otherwise when another one stands before it.")
+                raise self._cannot_pack("the logits of a document change when another one precedes it.")
         self._separates = True
 
     def _cannot_pack(self, why: str) -> UserError:

@@ -14,7 +14,7 @@ from crosstune.models.folder import read_config_json
 
 
 def check_model(folder: Path, *, plan: Plan) -> None:
-    """Raise what loading the model or adding adapters would raise. MLX reads weights only when they are used."""
+    """Raise the errors that loading the model or adding adapters would raise. MLX loads weights lazily."""
     config = read_config_json(folder)
     check_asked(folder, check_readable(folder, config), plan)
     _check_window(config, plan)

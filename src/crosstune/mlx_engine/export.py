@@ -1,4 +1,4 @@
-"""Rewrite model folders with mlx-lm, dense or quantized, and compute the logits of what was written."""
+"""Rewrite model folders with mlx-lm, dense or quantized, and compute their logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from crosstune.models.llama_layout import CONFIG
 
 
 def require_mlx() -> None:
-    """Raise a UserError when mlx-lm is not installed."""
+    """Raise a UserError if mlx-lm is not installed."""
     if importlib.util.find_spec("mlx_lm") is None:
         raise UserError(
             "Cannot write a model for MLX.",
@@ -29,13 +29,13 @@ def require_mlx() -> None:
 
 
 def convert_folder(view: Path, target: Path, *, bits: int, group_size: int) -> list[str]:
-    """Write a folder from `make_view` in MLX's form, quantized unless `bits` is 16, and return warnings about the result.
+    """Convert a folder from `make_view` to MLX's format, quantized unless `bits` is 16, and return warnings.
     `target` must not exist yet."""
     from mlx_lm.convert import convert
 
     warnings = _check_groups(view, group_size) if bits != PLAIN_BITS else []
     try:
-        # mlx-lm prints its progress on standard output, which is for our own result.
+        # mlx-lm prints progress to stdout, which is reserved for the result of the command.
         with contextlib.redirect_stdout(sys.stderr):
             convert(
                 str(view),
@@ -50,7 +50,7 @@ def convert_folder(view: Path, target: Path, *, bits: int, group_size: int) -> l
 
 
 def _check_groups(folder: Path, group_size: int) -> list[str]:
-    """Warn of layers that mlx-lm leaves dense because groups do not divide their rows; raise when it would be all of them."""
+    """Warn about layers left dense because the group size does not divide their rows; raise if that holds for all."""
     import mlx.nn as nn
 
     from crosstune.mlx_engine.load import read_model
@@ -65,22 +65,22 @@ def _check_groups(folder: Path, group_size: int) -> list[str]:
     dense = [width for width in widths if width % group_size]
     if not dense:
         return []
-    words = " or ".join(map(str, sorted(set(dense))))
+    row_sizes = " or ".join(map(str, sorted(set(dense))))
     if len(dense) == len(widths):
         raise UserError(
             f"None of the {len(widths)} linear layers can be quantized in groups of {group_size} weights.",
-            why=f"their rows have {words} weights.",
+            why=f"their rows have {row_sizes} weights.",
             do=f"use a --group_size among {', '.join(map(str, limits.GROUP_SIZES))} that divides them, or --n_bits 16",
         )
     return [
-        f"{len(dense)} of {len(widths)} linear layers stay dense: their rows have {words} weights, "
+        f"{len(dense)} of {len(widths)} linear layers stay dense: their rows have {row_sizes} weights, "
         f"which groups of {group_size} do not divide"
     ]
 
 
 def write_plain(source: Path, target: Path, *, dtype: str) -> None:
-    """Write a folder with every weight dense, as transformers and mlx-lm read it. With the dtype `auto`, a quantized
-    weight gets that of its scales."""
+    """Write a folder with dense weights for transformers and mlx-lm. With dtype `auto`, a dequantized weight gets the
+    dtype of its scales."""
     import mlx.core as mx
     from mlx_lm.utils import dequantize_model
 
@@ -99,7 +99,7 @@ def write_plain(source: Path, target: Path, *, dtype: str) -> None:
 
 
 def weights_error(folder: Path, original: Path) -> float:
-    """Return the relative error of a folder's quantized weights, over all of them."""
+    """Return the relative error over all quantized weights of a folder."""
     import mlx.core as mx
     import mlx.nn as nn
 
@@ -108,17 +108,17 @@ def weights_error(folder: Path, original: Path) -> float:
     from crosstune.models.folder import read_config_json
 
     plain = dict(read_model(original, read_config_json(original)).named_modules())
-    error = whole = 0.0
+    error = total = 0.0
     for name, layer in read_model(folder, read_config_json(folder)).named_modules():
         if isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding)) and name in plain:
             weight = dense_weight(plain[name], mx.float32)
             error += float(mx.square(dense_weight(layer, mx.float32) - weight).sum())
-            whole += float(mx.square(weight).sum())
-    return (error / whole) ** 0.5 if whole else 0.0
+            total += float(mx.square(weight).sum())
+    return (error / total) ** 0.5 if total else 0.0
 
 
 def make_view(source: Path, view: Path) -> Path:
-    """Make a folder of links to the same files, with a config.json that mlx-lm reads correctly."""
+    """Make a folder of symlinks to the same files, with a config.json that mlx-lm reads correctly."""
     view.mkdir()
     for path in source.iterdir():
         if path.is_file() and path.name != CONFIG:
@@ -129,7 +129,7 @@ def make_view(source: Path, view: Path) -> Path:
 
 
 def mlx_lm_logits(folder: Path, prompts: Prompts) -> Logits:
-    """Return the logits of a folder as mlx-lm loads it."""
+    """Return the logits of a folder loaded by mlx-lm."""
     import mlx.core as mx
     from mlx_lm import load
 
@@ -144,7 +144,7 @@ def mlx_lm_logits(folder: Path, prompts: Prompts) -> Logits:
 
 
 def _dense_in_fp32(model: Any) -> Any:
-    """Return the model with its weights dense in fp32: MLX's kernels for other formats take minutes on a CPU."""
+    """Return the model with dense fp32 weights: MLX's CPU kernels for other formats take minutes."""
     import mlx.core as mx
     from mlx.utils import tree_map
     from mlx_lm.utils import dequantize_model

@@ -1,4 +1,4 @@
-"""Where in a model numbers first stop being finite."""
+"""Find the layers and arrays of a model that are not finite."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from crosstune.mlx_engine.wrap_call import wrap_call
 
 @contextmanager
 def watch_outputs(model: nn.Module) -> Iterator[list[str]]:
-    """Inside the block, every layer whose output is not finite adds its name; the innermost of the first comes first."""
+    """Collect the names of layers whose output is not finite, in the order of the forward pass, innermost first."""
     bad: list[str] = []
 
     def watch(name: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Answers for several prompts at once, through the caches of mlx-lm."""
+"""Generate answers for a batch of prompts with mlx-lm's caches."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def generate(
     seed: int,
     on_token: OnToken | None = None,
 ) -> list[list[int]]:
-    """New tokens for each prompt, without the prompt and without the token that ended the answer.
+    """Return the new tokens for each prompt, without the prompt and the stop token.
 
-    Greedy when the temperature is 0. Sampling draws from `seed` and leaves the training's random state alone.
-    `on_token` hears each new token of a single prompt as it comes.
+    Decoding is greedy at temperature 0. Sampling uses `seed` and does not change the random state of the training.
+    `on_token` is called with each new token of a single prompt.
     """
     answer = partial(
         _answer,
@@ -96,8 +96,8 @@ def _padding(prompts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def takes_padding(model: Any) -> bool:
-    """Whether rows padded on the left read as they do alone. Tried once per model: not all of mlx-lm's heed the mask
-    of each row."""
+    """Return whether left-padded rows give the same logits as alone. Tried once per model: not all models of mlx-lm
+    respect the mask of each row."""
     if not hasattr(model, "takes_padding"):
         rows, padding = mx.arange(1, 41).reshape(5, 8), [0, 1, 2, 4, 5]
         try:
@@ -113,12 +113,12 @@ def takes_padding(model: Any) -> bool:
 
 
 def _batch_caches(model: Any, padding: list[int]) -> list[Any] | None:
-    """mlx-lm's caches for rows padded on the left; None where the model has one that is of another kind."""
-    own = make_prompt_cache(model)
+    """Return mlx-lm's caches for left-padded rows, or None if the model uses another type of cache."""
+    caches = make_prompt_cache(model)
     if not any(padding):
-        return own
+        return caches
     batched: list[Any] = []
-    for cache in own:
+    for cache in caches:
         if type(cache) is KVCache:
             batched.append(BatchKVCache(padding))
         elif type(cache) is RotatingKVCache:

@@ -1,4 +1,4 @@
-"""The loss of one micro-batch and its gradient, as a function without memory, compiled where that pays."""
+"""Compute loss and gradients of one micro-batch as a pure function, optionally compiled."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Gradients:
     def __call__(
         self, weights: Mapping[str, mx.array], arrays: Arrays, key: mx.array, *, scale: float
     ) -> tuple[mx.array, MetricSums, dict[str, mx.array]]:
-        """Return the sum of losses times `scale`, the sums of metrics, and the gradient of the former."""
-        self.model.train()  # some models take kernels that have no gradient unless they know
+        """Return the sum of losses times `scale`, the sums of metrics, and the gradients of the loss."""
+        self.model.train()  # in eval mode some models use kernels without a gradient
         try:
             (loss, metrics), gradients = self._both(
                 dict(weights), dict(arrays), key, mx.array(scale, dtype=mx.float32)
             )
-        finally:  # tracing leaves its own arrays in the model
+        finally:  # tracing leaves tracer arrays in the model
             self.model.eval()
             put(self.model, weights)
             self._set_keys(None)
@@ -47,13 +47,13 @@ class Gradients:
         self, weights: dict[str, mx.array], arrays: dict[str, mx.array], key: mx.array, scale: mx.array
     ) -> tuple[mx.array, MetricSums]:
         put(self.model, weights)
-        # Not taken away here: layers that are recomputed in the backward pass still need the key.
+        # Keep the keys: layers recomputed in the backward pass still need them.
         self._set_keys(key)
         return self.loss.scaled(arrays, weights, scale)
 
     def _set_keys(self, key: mx.array | None) -> None:
-        """Give each adapter with dropout a random stream of its own."""
+        """Give each adapter with dropout its own random key."""
         dropping = [adapter for adapter in self.adapters if adapter.drops]
         keys = mx.random.split(key, len(dropping)) if key is not None and dropping else None
-        for place, adapter in enumerate(dropping):
-            adapter.set_stream(keys[place] if keys is not None else None)
+        for index, adapter in enumerate(dropping):
+            adapter.set_stream(keys[index] if keys is not None else None)

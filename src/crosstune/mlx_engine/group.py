@@ -1,4 +1,4 @@
-"""The processes of a run, connected through MLX's ring."""
+"""Connect the processes of a run through MLX's ring backend."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from crosstune.core.errors import PeerLost, PortTaken, UserError
 from crosstune.core.ranks import Ranks
 
 BUFFER_BYTES = 64 * 2**20
-"""Arrays are summed together up to this size: few messages, and little memory beside the arrays themselves."""
+"""Arrays are all-reduced in buckets of up to this size: few messages and little extra memory."""
 PATIENCE_S = 120.0
-"""For the first of the others to start listening, beyond the 15 s that MLX itself has."""
+"""How long to wait for the peer to listen, beyond MLX's own 15 s."""
 
 
 class RingGroup:
@@ -38,7 +38,7 @@ class RingGroup:
         self.any(False)
 
     def sum_numbers(self, *numbers: float) -> list[float]:
-        """Each number summed over the processes, in double precision and to the same bits everywhere."""
+        """Sum each number over the processes in double precision, bitwise equal on every rank."""
         parts = self._gather(np.array(numbers, "<f8").tobytes())
         return [
             math.fsum(column)
@@ -46,9 +46,9 @@ class RingGroup:
         ]
 
     def sum_arrays(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """Each array summed over the processes. All of them have the same names, in the same order."""
+        """Sum each array over the processes. Names and their order must be the same on every rank."""
         summed: dict[str, mx.array] = {}
-        for names in _portions({name: array.nbytes for name, array in arrays.items()}):
+        for names in _buckets({name: array.nbytes for name, array in arrays.items()}):
             flat = self._sum(mx.concatenate([arrays[name].flatten() for name in names]))
             start = 0
             for name in names:
@@ -58,14 +58,14 @@ class RingGroup:
         mx.eval(summed)
         return summed
 
-    def _gather(self, own: bytes) -> list[bytes]:
-        """What each process brings, by rank; as many bytes from each."""
-        table = np.zeros((self.ranks.size, len(own)), np.uint8)
-        table[self.ranks.rank] = np.frombuffer(own, np.uint8)
+    def _gather(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every process by rank; all must have the same length."""
+        table = np.zeros((self.ranks.size, len(data)), np.uint8)
+        table[self.ranks.rank] = np.frombuffer(data, np.uint8)
         return [row.tobytes() for row in np.array(self._sum(mx.array(table)))]
 
     def _sum(self, array: mx.array) -> mx.array:
-        # Whole before it is sent and after: a ring that waits for a kernel of the GPU may wait for ever.
+        # Evaluate before and after: a ring that waits for a GPU kernel may deadlock.
         mx.eval(array)
         try:
             summed = mx.distributed.all_sum(array, group=self._group, stream=mx.cpu)
@@ -74,13 +74,13 @@ class RingGroup:
             raise PeerLost(
                 "The connection to another process of the run was lost.",
                 why=str(error),
-                do="see what that process said last; the run goes on from its newest checkpoint with --resume",
+                do="read the last output of that process; --resume continues the run from its newest checkpoint",
             ) from error
         return summed
 
 
 def connect(ranks: Ranks) -> RingGroup:
-    """Find the others, who are looking for us: called first of all, as they do not wait long."""
+    """Connect to the other processes. Called first of all, as they do not wait long."""
     started = time.monotonic()
     while True:
         try:
@@ -88,24 +88,24 @@ def connect(ranks: Ranks) -> RingGroup:
         except RuntimeError as error:
             if "bind" in str(error):
                 raise PortTaken(
-                    f"Process {ranks.rank} of {ranks.size} cannot listen on the port it was given.",
+                    f"Process {ranks.rank} of {ranks.size} cannot listen on the port it was assigned.",
                     why=str(error),
                     do="start the processes again, with other ports (mlx.launch --starting-port)",
                 ) from error
-            # The last one begins by connecting, so trying again disturbs no ring that is half closed.
+            # The last rank starts by connecting, so a retry does not disturb a partly connected ring.
             last = ranks.rank == ranks.size - 1
             if "connect" in str(error) and last and time.monotonic() - started < PATIENCE_S:
                 continue
             raise UserError(
-                f"Process {ranks.rank} of {ranks.size} does not reach the others.",
+                f"Process {ranks.rank} of {ranks.size} cannot connect to the others.",
                 why=str(error),
-                do="start all of them within a few seconds, with addresses that they can reach each other by",
+                do="start all of them within a few seconds, with addresses at which they can reach each other",
             ) from error
         assert (group.rank(), group.size()) == (ranks.rank, ranks.size)
         return RingGroup(ranks, group)
 
 
-def _portions(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+def _buckets(sizes: Mapping[str, int]) -> Iterator[list[str]]:
     names: list[str] = []
     total = 0
     for name, size in sizes.items():

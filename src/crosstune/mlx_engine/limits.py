@@ -1,4 +1,4 @@
-"""How much memory MLX may take and keep, and whether its steps are compiled."""
+"""Set MLX's memory limits and decide whether steps are compiled."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _OUT_OF_MEMORY = re.compile(
 class Limits:
     compiled: bool
     num_layers: int | None = None
-    """How many of the last layers get adapters; None for all."""
+    """Number of last layers that get adapters; None for all."""
 
 
 def set_limits(config: Config) -> Limits:
-    """Take over what --mlx_config says. Compiled steps are for GPUs: on a CPU each new shape calls a C++ compiler."""
+    """Apply --mlx_config. Steps are compiled on GPUs only: on a CPU each new shape calls a C++ compiler."""
     settings = read_mlx_settings(config.mlx_config)
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     _apply(settings)
@@ -43,8 +43,8 @@ def read_memory() -> Memory:
 
 @contextlib.contextmanager
 def memory_errors() -> Iterator[None]:
-    """Turn "out of memory" into OutOfMemory. MLX has no error of its own for it: only the words of what Metal, CUDA and
-    its allocator say tell."""
+    """Convert out-of-memory errors to OutOfMemory. MLX has no exception for them, so they are recognized by the messages
+    of Metal, CUDA and its allocator."""
     try:
         yield
     except RuntimeError as error:
@@ -64,5 +64,7 @@ def _apply(settings: MlxSettings) -> None:
             mx.set_wired_limit(int(settings.wired_limit_gb * GIB))
         except ValueError as error:
             raise UserError(
-                f"wired_limit_gb cannot be {settings.wired_limit_gb:g}.", why=str(error), do="ask for less"
+                f"wired_limit_gb cannot be {settings.wired_limit_gb:g}.",
+                why=str(error),
+                do="use a smaller value",
             ) from error

@@ -1,4 +1,4 @@
-"""A model folder to an MLX model: read by mlx-lm's own code for the model's type, quantized where that is asked."""
+"""Load a model folder with mlx-lm, and quantize it if the plan asks for it."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from crosstune.models.quantized_folder import FolderQuantization, read_quantizat
 from crosstune.models.weights import read_rows
 
 READ_BY_MLX_LM = ("bitnet", "mxfp4", "mxfp8", "fp8", "compressed-tensors", "modelopt", "awq", "gptq")
-"""Quantizations of others that mlx-lm turns into its own while it reads them."""
+"""Foreign quantizations that mlx-lm converts to its own on load."""
 _ROWS_COMPARED = 8
-_LOST_TO_BITS = {2: 0.25, 3: 0.1}
-"""Of the square of a weight: what rounding to so many bits may take from it or add. With more it is less than 0.05."""
+_QUANTIZATION_ERROR = {2: 0.25, 3: 0.1}
+"""Bits -> largest relative change of a weight's squared norm by quantization; with more bits it is below 0.05."""
 
 
 def load_model(folder: Path, *, plan: Plan, dtype: mx.Dtype, trained: bool = True) -> nn.Module:
-    """The model with its dense weights in `dtype`, its linear layers in few bits where the plan says so."""
+    """Return the model with its dense weights in `dtype` and its linear layers quantized if the plan says so."""
     config = read_config_json(folder)
-    held = check_readable(folder, config)
+    quantized = check_readable(folder, config)
     if trained or plan.method != "full":
-        check_asked(folder, held, plan)
+        check_asked(folder, quantized, plan)
     _check_window(config, plan)
     model = read_model(folder, config)
-    if plan.quantizer != "none" and held is None:
+    if plan.quantizer != "none" and quantized is None:
         layers = linear_layers(model)
         quantize_layers(model, layers, bits=plan.n_bits, group_size=plan.config.group_size)
     model.set_dtype(dtype)
@@ -49,7 +49,7 @@ def load_model(folder: Path, *, plan: Plan, dtype: mx.Dtype, trained: bool = Tru
 
 
 def read_model(folder: Path, config: Mapping[str, Any]) -> nn.Module:
-    """The model as its files hold it, not yet in memory."""
+    """Return the model as stored in its files, with weights loaded lazily."""
     from mlx_lm.utils import load_model as load
 
     with readable_errors(folder):
@@ -58,39 +58,39 @@ def read_model(folder: Path, config: Mapping[str, Any]) -> nn.Module:
 
 
 def check_readable(folder: Path, config: Mapping[str, Any]) -> FolderQuantization | None:
-    """Raise unless mlx-lm can read the folder without running code of its own; what its weights are quantized by."""
+    """Raise unless mlx-lm can read the folder without running code from it; return how its weights are quantized."""
     code = [key for key in ("model_file", "auto_map") if config.get(key)]
     if code:
         raise UserError(
-            f"The model in {folder} wants code of its own to be run.",
-            why=f"its config.json names some under {' and '.join(code)}, and such code may do anything.",
-            do="use a version of the model that transformers or mlx-lm know themselves",
+            f"The model in {folder} needs to run its own code.",
+            why=f"its config.json names code under {' and '.join(code)}, which crosstune does not run.",
+            do="use a version of the model that transformers or mlx-lm support",
         )
     kind = str(config.get("model_type", ""))
     if not knows_type(config):
         raise UserError(
             f"MLX cannot train a model of the type '{kind}'.",
             why="the installed mlx-lm has no code for it.",
-            do="use a torch backend (--backend auto takes one where MLX is not asked for), or a newer mlx-lm",
+            do="use a torch backend (--backend auto chooses one unless MLX is requested), or a newer mlx-lm",
         )
-    held = read_quantization(folder)
+    quantized = read_quantization(folder)
     other = config.get("quantization_config")
-    method = str(other.get("quant_method")) if isinstance(other, dict) and held is None else None
-    if (held is not None and held.spec.quantizer != "mlx") or (
+    method = str(other.get("quant_method")) if isinstance(other, dict) and quantized is None else None
+    if (quantized is not None and quantized.spec.quantizer != "mlx") or (
         method is not None and method not in READ_BY_MLX_LM
     ):
-        name = held.spec.quantizer if held is not None else method
+        name = quantized.spec.quantizer if quantized is not None else method
         raise UserError(
             f"{folder} holds weights quantized by {name}, which MLX cannot read.",
-            why="each library packs the bits of a weight in a way of its own.",
-            do="use the original weights (--train_type qlora quantizes them on the way), or "
-            f"get them plain on a machine with torch: crosstune convert {folder} --to none",
+            why="each library packs weights in its own format.",
+            do="use the original weights (--train_type qlora quantizes them on load), or "
+            f"dequantize them on a machine with torch: crosstune convert {folder} --to none",
         )
-    return held
+    return quantized
 
 
 def knows_type(config: Mapping[str, Any]) -> bool:
-    """Whether mlx-lm has a file for the model's type."""
+    """Return whether mlx-lm supports the model type."""
     name = _module_name(config)
     if not name or "." in name or importlib.util.find_spec(f"mlx_lm.models.{name}") is None:
         return False
@@ -98,43 +98,45 @@ def knows_type(config: Mapping[str, Any]) -> bool:
 
 
 def _module_name(config: Mapping[str, Any]) -> str:
-    """mlx-lm's own file for a type; several types share one."""
+    """Return mlx-lm's module for a model type; several types may share one."""
     from mlx_lm import utils
 
     kind = str(config.get("model_type", ""))
     architectures = config.get("architectures") or ()
     remapped = getattr(utils, "MODEL_ARCHITECTURE_REMAPPING", {})
-    names = [remapped[(kind, word)] for word in architectures if (kind, word) in remapped]
+    names = [remapped[(kind, name)] for name in architectures if (kind, name) in remapped]
     return str(names[0] if names else utils.MODEL_REMAPPING.get(kind, kind))
 
 
-def check_asked(folder: Path, held: FolderQuantization | None, plan: Plan) -> None:
-    """Raise unless a run asks for exactly the quantization that the folder holds: nothing is quantized twice."""
-    if held is None:
+def check_asked(folder: Path, quantized: FolderQuantization | None, plan: Plan) -> None:
+    """Raise unless a run requests exactly the quantization of the folder: nothing is quantized twice."""
+    if quantized is None:
         if plan.quantizer != "none":
             check_form(bits=plan.n_bits, group_size=plan.config.group_size)
         return
-    bits, group_size = held.spec.bits, held.spec.group_size
+    bits, group_size = quantized.spec.bits, quantized.spec.group_size
     flags = f"--train_type qlora --n_bits {bits} --group_size {group_size}"
     if plan.method not in ("lora", "dora"):
         raise UserError(
             f"{folder} holds MLX weights of {bits} bits, which {plan.method} cannot train.",
-            why="quantized weights stay as they are.",
+            why="quantized weights cannot be updated.",
             do=f"use {flags}, or get plain weights: crosstune convert {folder} --to hf",
         )
     if plan.quantizer != "mlx" or (plan.n_bits, plan.config.group_size) != (bits, group_size):
         asked = "a base that is not quantized" if plan.quantizer == "none" else f"{plan.n_bits} bits"
         raise UserError(
-            f"{folder} holds weights quantized otherwise than asked ({asked}).",
+            f"{folder} holds weights quantized differently than requested ({asked}).",
             why=f"they have {bits} bits, in groups of {group_size}.",
             do=f"use {flags}, or crosstune convert the folder",
         )
 
 
 def check_stored(folder: Path, trained: Mapping[str, Any], *, kind: str) -> None:
-    """Raise unless what is trained, or has an adapter, is what the folder's files hold under its name: mlx-lm renames,
-    restacks, turns or scales the weights of some models while it reads them, and what is learned over those would be
-    something else to everyone. `trained` has arrays, and layers for adapters. A few rows of each are compared."""
+    """Raise unless every trained or adapted weight equals the tensor of the same name in the folder's files.
+
+    mlx-lm renames, stacks, transposes or scales the weights of some models on load; what is trained on those would not
+    fit the base elsewhere. `trained` maps names to arrays, or to layers with adapters. A few rows of each are compared.
+    """
     places = {
         name: (path, entry) for path in weight_files(folder) for name, entry in read_header(path)[0].items()
     }
@@ -142,7 +144,7 @@ def check_stored(folder: Path, trained: Mapping[str, Any], *, kind: str) -> None
     if changed:
         raise UserError(
             f"A model of the type '{kind}' cannot be trained on MLX in this way.",
-            why=f"mlx-lm keeps {len(changed)} of its weights otherwise than its files do, such as {changed[0]}.",
+            why=f"mlx-lm stores {len(changed)} of its weights differently than its files, such as {changed[0]}.",
             do="use a torch backend, or adapters on other layers (--lora_target_modules)",
         )
 
@@ -156,7 +158,7 @@ def _is_stored(name: str, what: Any, places: Mapping[str, tuple[Path, Mapping[st
         return array.size == 1
     rows = np.unique(np.linspace(0, entry["shape"][0] - 1, _ROWS_COMPARED).astype(np.int64))
     stored = read_rows(path, name, rows)
-    if stored.dtype.kind != "f":  # bits as MLX packs them, which it takes as they are
+    if stored.dtype.kind != "f":  # packed bits, which MLX loads unchanged
         return list(array.shape) == entry["shape"] and bool((np.array(array[mx.array(rows)]) == stored).all())
     if isinstance(what, mx.array):
         found = (
@@ -170,13 +172,13 @@ def _is_stored(name: str, what: Any, places: Mapping[str, tuple[Path, Mapping[st
     if found is None:
         return False
     size = float((stored * stored).sum())
-    if array.dtype == mx.uint32:  # rounded to few bits: on the whole it must be the same
-        return abs(float((found * stored).sum()) - size) <= _LOST_TO_BITS.get(what.bits, 0.05) * size
+    if array.dtype == mx.uint32:  # quantized: equal up to the quantization error
+        return abs(float((found * stored).sum()) - size) <= _QUANTIZATION_ERROR.get(what.bits, 0.05) * size
     return bool(np.allclose(found, stored, rtol=1e-2, atol=1e-2 * float(np.abs(stored).max(initial=0.0))))
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Weights, each counted once, those of few bits as what they stand for."""
+    """Return the number of weights, counting quantized ones by their dense shape."""
     total = 0
     for name, array in tree_flatten(model.parameters()):
         if not name.endswith((".scales", ".biases")):
@@ -188,18 +190,18 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def _check_window(config: Mapping[str, Any], plan: Plan) -> None:
-    """Raise where a row may be longer than what a model was made to see back, and mlx-lm does not heed that."""
+    """Raise if rows may exceed the model's sliding window and mlx-lm ignores the window."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     if not window or config.get("use_sliding_window") is False or plan.config.context_length <= window:
         return
     if isinstance(kinds, list) and "sliding_attention" not in kinds:
         return
     module = importlib.import_module(f"mlx_lm.models.{_module_name(config)}")
-    knows = "sliding_window" in inspect.signature(module.ModelArgs).parameters
-    if not knows or (_module_name(config) == "llama" and not kinds):
+    has_window = "sliding_window" in inspect.signature(module.ModelArgs).parameters
+    if not has_window or (_module_name(config) == "llama" and not kinds):
         raise UserError(
             f"--context_length {plan.config.context_length} does not fit a {config.get('model_type')} model on MLX.",
-            why=f"it was made to see {window} tokens back, and mlx-lm lets it see all of them.",
+            why=f"it has a sliding window of {window} tokens, which mlx-lm does not apply.",
             do=f"use --context_length {window}, or a torch backend",
         )
 

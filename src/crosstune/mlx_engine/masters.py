@@ -1,4 +1,4 @@
-"""What the optimizer moves: every trained weight in fp32, by canonical name, and its place in the model."""
+"""Keep fp32 masters of the trained weights and write them into the model."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
-from crosstune.mlx_engine.adapters import canonical_name, own_name
+from crosstune.mlx_engine.adapters import canonical_name, model_path
 
 
 class Masters:
-    """`published` is what the model computes with: the masters themselves where it does so in fp32, else rounded."""
+    """Weights the optimizer updates, by canonical name. `published` holds them in the dtype of the model."""
 
     def __init__(self, model: Any | None) -> None:
         self.model = model
@@ -21,7 +21,7 @@ class Masters:
         self.arrays = {name: array.astype(mx.float32) for name, array in self.published.items()}
 
     def replace(self, arrays: Mapping[str, mx.array]) -> None:
-        """Take new values, and write them into the model."""
+        """Replace the masters and write them into the model."""
         self.arrays = {name: arrays[name] for name in self.arrays}
         self.published = {
             name: array.astype(self.published[name].dtype) for name, array in self.arrays.items()
@@ -31,4 +31,4 @@ class Masters:
 
 def put(model: Any, arrays: Mapping[str, mx.array]) -> None:
     """Write arrays into a model, by canonical name."""
-    model.update(tree_unflatten([(own_name(name), array) for name, array in arrays.items()]))
+    model.update(tree_unflatten([(model_path(name), array) for name, array in arrays.items()]))

@@ -1,4 +1,4 @@
-"""Fold the adapters of an MLX session into the weights beneath them."""
+"""Merge the adapters of an MLX session into the base weights."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def write_merged(
     dtype: str,
     on_write: OnBytes | None,
 ) -> None:
-    """Write `source` with the session's adapters folded in and every weight dense; with `dequantized`, quantized weights
-    have the values that training saw. Names and number formats are those of the files, unless `dtype` names one format."""
+    """Write `source` dense with the session's adapters merged; with `dequantized`, quantized weights have their values
+    from training. Names and dtypes are those of the files, unless `dtype` names one."""
     modules = _quantized(session) if dequantized else {}
-    wanted = None if dtype == "auto" else PRECISIONS[dtype].weights
-    arrays = _dense(source, adapters=session.adapters, modules=modules, dtype=wanted)
+    target_dtype = None if dtype == "auto" else PRECISIONS[dtype].weights
+    arrays = _dense(source, adapters=session.adapters, modules=modules, dtype=target_dtype)
     missing = [layer for layer in {*modules, *session.adapters} if f"{layer}.weight" not in arrays]
     if missing:
         raise UserError(
             f"{source} cannot be merged by MLX.",
-            why=f"mlx-lm keeps {len(missing)} of its layers under names of its own, such as {missing[0]}.",
+            why=f"mlx-lm renames {len(missing)} of its layers, such as {missing[0]}.",
             do="merge it on a machine with torch, or use mlx_lm.fuse",
         )
     save_arrays(target, arrays, base=source, on_write=on_write)
@@ -50,7 +50,7 @@ def _dense(
     modules: Mapping[str, Any],
     dtype: mx.Dtype | None,
 ) -> dict[str, mx.array]:
-    """Return the arrays to write, none of them computed yet."""
+    """Return the arrays to write, not evaluated yet."""
     found: dict[str, mx.array] = {}
     for path in weight_files(folder):
         arrays: Any = mx.load(str(path))
@@ -71,7 +71,7 @@ def _dense(
 
 
 def _quantized(session: MlxSession) -> dict[str, Any]:
-    """Return the quantized layers, by the names that the dense ones have."""
+    """Return the quantized layers by the names of the dense ones."""
     return {
         name.removesuffix(".base"): module
         for name, module in session.model.named_modules()

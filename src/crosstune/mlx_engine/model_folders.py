@@ -38,7 +38,7 @@ class MlxFolders:
     folds_sessions = True
 
     def check_adapter(self, weights: DenseWeights) -> None:
-        """Do nothing: the session that is folded has checked its adapter when it was opened."""
+        """Do nothing: the session checked its adapter when it was opened."""
 
     def check_form(self, form: WeightForm) -> None:
         assert form.quantizer in ("none", "mlx"), form.quantizer
@@ -46,13 +46,13 @@ class MlxFolders:
             quant_limits.check_form(bits=form.bits, group_size=form.group_size)
 
     def logits(self, folder: Path, prompts: Prompts, *, gguf: str | None = None) -> Logits:
-        assert gguf is None, "mlx-lm reads no GGUF files"
+        assert gguf is None, "mlx-lm does not read GGUF files"
         return export.mlx_lm_logits(folder, prompts)
 
     def variant_logits(
         self, folder: Path, prompts: Prompts, variants: Mapping[str, DenseWeights]
     ) -> tuple[Logits, dict[str, Logits]]:
-        """Return the folder's logits alone: mlx-lm's model has no place for weights that a session must fold."""
+        """Return only the folder's logits: weights merged by a session cannot be put into mlx-lm's model."""
         return self.logits(folder, prompts), {}
 
     def weight_errors(self, folder: Path, original: Path) -> Mapping[str, Any]:
@@ -96,7 +96,7 @@ class MlxFolders:
         return export.make_view(folder, view)
 
     def _write_mlx(self, target: Path, rewrite: Rewrite, scratch: Path) -> list[str]:
-        """mlx-lm quantizes dense weights only."""
+        """Write the folder with mlx-lm, which quantizes only dense weights."""
         source, form = rewrite.source, rewrite.form
         if read_quantization(source) is not None:
             source = scratch / "plain"

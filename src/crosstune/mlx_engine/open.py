@@ -1,4 +1,4 @@
-"""Open a model for training on MLX: plain functions, in the order in which they happen."""
+"""Open a model for training on MLX, step by step."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def open_session(
     trained: bool = True,
     group: RingGroup | Alone | None = None,
 ) -> MlxSession:
-    """Open the model of a task; of a causal language model when no task is named.
+    """Open the model of a task, by default a causal language model.
 
-    `trained=False` opens it to evaluate and generate only: no masters, no optimizer. With a `group`, micro-batches are
-    divided over its processes; each has the whole model and makes the same update.
+    `trained=False` opens it for evaluation and generation only, without masters and optimizer. With a `group`, its
+    processes share the micro-batches; each holds the whole model and makes the same update.
     """
     task = task if task is not None else CausalLM()
     config = plan.config
@@ -89,7 +89,7 @@ def open_session(
 
 
 def adapt(model: nn.Module, plan: Plan, *, limits: Limits) -> dict[str, Any]:
-    """Add LoRA or DoRA adapters where the method asks for them, with the weights of --base_adapter."""
+    """Add LoRA or DoRA adapters if the method uses them, and load the weights of --base_adapter."""
     config = plan.config
     if plan.method not in ("lora", "dora"):
         return {}
@@ -112,12 +112,12 @@ def adapt(model: nn.Module, plan: Plan, *, limits: Limits) -> dict[str, Any]:
 
 
 def prepare_loss(task: MlxTask, model: nn.Module) -> Loss:
-    """Return the loss of the task over the model as it is now, with its adapters."""
+    """Return the task's loss for the model with its adapters."""
     return task.prepare_loss(model) if isinstance(task, HasOwnGradient) else PlainLoss(model, task.loss)
 
 
 def recompute_activations(model: nn.Module) -> None:
-    """Recompute activations in the backward pass instead of keeping them."""
+    """Turn on activation checkpointing for every layer."""
     layers: Any = getattr(model, "layers", None)
     if not layers:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Optimizers over fp32 masters, with the updates that torch's optimizers of the same names make."""
+"""Optimizers over fp32 masters, with the same updates as torch's optimizers of the same names."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Numbers = Sequence[float]
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """How one weight moves. `numbers` are worked out on the host: a difference such as 1 - 0.999 loses half its digits
-    in fp32."""
+    """The update rule of one weight. `numbers` are computed on the host in double precision: a difference such as
+    1 - 0.999 loses half its digits in fp32."""
 
     start: Callable[[mx.array], Slots]
     numbers: Callable[[float, float, int], Numbers]
-    """From learning rate, weight decay and the count of steps."""
+    """Coefficients from learning rate, weight decay and step count."""
     move: Callable[[mx.array, mx.array, Slots, mx.array], tuple[mx.array, Slots]]
     counts: bool = True
 
@@ -34,9 +34,9 @@ class Optimizer:
     def __init__(
         self, name: str, *, weight_decay: float, b_ratio: float = 1.0, compiled: bool = False
     ) -> None:
-        """Decay goes to matrices only: biases and the gains of norms are not pulled to zero.
+        """Apply weight decay to matrices only, not to biases and norm weights.
 
-        `b_ratio` is how much faster the B matrices of adapters learn.
+        `b_ratio` scales the learning rate of the adapters' B matrices (LoRA+).
         """
         self.rule = RULES[name]
         self.weight_decay = weight_decay
@@ -48,9 +48,9 @@ class Optimizer:
     def step(
         self, masters: Mapping[str, mx.array], gradients: Mapping[str, mx.array], *, lr: float
     ) -> dict[str, mx.array]:
-        """The masters after a step."""
+        """Return the masters after a step."""
         numbers: dict[tuple[float, float, int], mx.array] = {}
-        given: dict[str, mx.array] = {}
+        coefficients: dict[str, mx.array] = {}
         for name, master in masters.items():
             if name not in self.slots:
                 self.slots[name] = self.rule.start(master)
@@ -59,8 +59,8 @@ class Optimizer:
             key = (rate, self.weight_decay if master.ndim >= 2 else 0.0, self.counts[name])
             if key not in numbers:
                 numbers[key] = mx.array(list(self.rule.numbers(*key)), dtype=mx.float32)
-            given[name] = numbers[key]
-        moved, self.slots = self._move_all(dict(masters), dict(gradients), self.slots, given)
+            coefficients[name] = numbers[key]
+        moved, self.slots = self._move_all(dict(masters), dict(gradients), self.slots, coefficients)
         return moved
 
     def _move(
@@ -92,7 +92,7 @@ def _adam_rates(lr: float, count: int) -> tuple[float, float]:
 
 
 def _adam_move(gradient: mx.array, slots: Slots, rate: mx.array, root: mx.array) -> tuple[mx.array, Slots]:
-    """Adam's step, and the moments after it."""
+    """Return Adam's update and the new moments."""
     first = BETAS[0] * slots["first_moment"] + (1 - BETAS[0]) * gradient
     second = BETAS[1] * slots["second_moment"] + (1 - BETAS[1]) * gradient * gradient
     step = rate * first / (mx.sqrt(second) / root + EPSILON)

@@ -1,4 +1,4 @@
-"""Several documents in a row, each blind to the others: what mlx-lm's models take for a cache and ask for a mask."""
+"""Mask packed rows so that documents do not attend to each other, through mlx-lm's cache interface."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import mlx.core as mx
 
 
 class DocumentMask:
-    """The mask of packed rows. It keeps nothing: keys and values are those of the row itself.
+    """A cache that stores nothing and only provides the mask of packed rows.
 
-    Positions run on through a row. Rotary positions count only from each other, so within a document nothing changes.
+    Positions continue through a row. Rotary embeddings depend only on relative positions, so documents are unaffected.
     """
 
     offset = 0
@@ -23,12 +23,12 @@ class DocumentMask:
         self, num_tokens: int, return_array: bool = True, window_size: int | None = None
     ) -> mx.array:
         if window_size not in self.masks:
-            place = mx.arange(num_tokens)
-            seen = place[:, None] >= place[None]
+            position = mx.arange(num_tokens)
+            visible = position[:, None] >= position[None]
             if window_size is not None:
-                seen = seen & (place[:, None] < place[None] + window_size)
-            same = self.segments[:, :, None] == self.segments[:, None, :]
-            self.masks[window_size] = (same & seen)[:, None]
+                visible = visible & (position[:, None] < position[None] + window_size)
+            same_document = self.segments[:, :, None] == self.segments[:, None, :]
+            self.masks[window_size] = (same_document & visible)[:, None]
         return self.masks[window_size]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

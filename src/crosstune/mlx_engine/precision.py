@@ -1,4 +1,4 @@
-"""The number formats behind each name of --precision. MLX has no autocast: weights lie in the type of arithmetic."""
+"""Map each value of --precision to an MLX dtype. MLX has no autocast: weights have the compute dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import mlx.core as mx
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     weights: mx.Dtype
-    """Of the weights as they lie in memory. What is trained has fp32 masters besides, whatever this is."""
+    """Dtype of the weights in memory. Trained weights always have fp32 masters as well."""
 
 
 PRECISIONS = {

@@ -1,4 +1,4 @@
-"""What MLX can do on this computer, found by trying it."""
+"""Probe what MLX supports on this computer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FAILURES = (ImportError, RuntimeError, ValueError, TypeError, AttributeError, O
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _TOLERANCE = {"fp32": 2e-3, "fp16": 1e-2, "bf16": 5e-2}
 _QUANTIZER = "mlx"
-# Relative error of a product over a quantized weight, at several times what was measured on Gaussian weights.
+# Relative error of a product with a quantized weight: several times the error measured on Gaussian weights.
 _QUANTIZED_TOLERANCE = {2: 0.8, 3: 0.4, 4: 0.2, 5: 0.15, 6: 0.1, 8: 0.05}
 _COLLECTIVES = ("ring", "jaccl", "nccl", "mpi")
 
@@ -25,7 +25,7 @@ Notes = list[str]
 
 
 def probe(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> BackendReport:
-    """Report on MLX; of `quantizers` its own is tried, the others left out."""
+    """Probe MLX, and its quantizer if it is among `quantizers`."""
     reason = _why_missing()
     if reason:
         return BackendReport(
@@ -42,7 +42,7 @@ def probe(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> BackendReport
         )
     kind, device, unified = _device()
     if kind == "cpu":
-        notes.append("MLX found no GPU and runs on the processor, which is slow: use it for tests")
+        notes.append("MLX found no GPU and runs on the CPU, which is slow: use it for tests")
     bits = _working_bits(notes) if _QUANTIZER in quantizers else ()
     return BackendReport(
         name=spec.name,
@@ -52,7 +52,7 @@ def probe(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> BackendReport
         devices=(device,),
         unified_memory=unified,
         dtypes=dtypes,
-        # On a processor MLX has no bf16 arithmetic of its own, and timing it only gives noise to decide by.
+        # On a CPU MLX has no bf16 arithmetic, so a measured speedup would be noise.
         bf16_speedup=_bf16_speedup() if kind == "gpu" and "bf16" in dtypes else 1.0,
         quantizers={_QUANTIZER: bits} if bits else {},
         collectives=_collectives(),
@@ -62,7 +62,7 @@ def probe(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> BackendReport
 
 
 def _why_missing() -> str:
-    """Why MLX cannot be used; empty when it can."""
+    """Return why MLX cannot be used, or an empty string if it can."""
     try:
         import mlx.core  # noqa: F401
     except ModuleNotFoundError as error:
@@ -84,7 +84,7 @@ def _works(trial: Callable[[], None], what: str, notes: Notes) -> bool:
 
 
 def _device() -> tuple[str, Device, bool]:
-    """gpu or cpu, the device, and whether its memory is the system's."""
+    """Return gpu or cpu, the device, and whether it shares the system's memory."""
     import mlx.core as mx
 
     if mx.default_device().type != mx.DeviceType.gpu:
@@ -92,7 +92,7 @@ def _device() -> tuple[str, Device, bool]:
     info = (mx.device_info if hasattr(mx, "device_info") else mx.metal.device_info)()
     system_total, system_free = memory_bytes()
     unified = bool(mx.metal.is_available())
-    # Metal names what a program should stay under; CUDA names the card's own memory.
+    # Metal reports a recommended limit for the process; CUDA reports the memory of the card.
     total = int(info.get("max_recommended_working_set_size") or info.get("total_memory") or system_total)
     free = int(info.get("free_memory") or total - mx.get_active_memory())
     if unified:
@@ -102,7 +102,7 @@ def _device() -> tuple[str, Device, bool]:
 
 
 def _try_dtype(name: str) -> None:
-    """A product and both its gradients, against the same in float64 by numpy."""
+    """Compare a product and its gradients with float64 in numpy."""
     import mlx.core as mx
 
     dtype = getattr(mx, _DTYPES[name])
@@ -162,7 +162,7 @@ def _try_attention() -> None:
 
 
 def _bf16_speedup(size: int = 2048) -> float:
-    """Time of an fp32 product over that of a bf16 one."""
+    """Return the time of an fp32 product divided by that of a bf16 one."""
     import mlx.core as mx
 
     operand = mx.array(np.random.default_rng(0).standard_normal((size, size), dtype=np.float32))

@@ -1,4 +1,4 @@
-"""Linear layers of few bits: made, measured and made dense again, by MLX's own quantization."""
+"""Quantize linear layers with MLX, and dequantize them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from crosstune.mlx_engine.quant.mlx import GROUP_SIZES, check_form
 
 
 def quantize_layers(model: nn.Module, layers: dict[str, nn.Module], *, bits: int, group_size: int) -> None:
-    """Quantize these linear layers of a model in place, each from the type in which its file holds it."""
+    """Quantize these linear layers of a model in place, each from the dtype of its file."""
     check_form(bits=bits, group_size=group_size)
     for name, layer in layers.items():
         in_features = layer.weight.shape[1]
@@ -26,13 +26,13 @@ def quantize_layers(model: nn.Module, layers: dict[str, nn.Module], *, bits: int
 
 
 def linear_shape(layer: Any) -> tuple[int, int]:
-    """Rows and columns of a linear layer, quantized or not."""
+    """Return the rows and columns of a linear layer, quantized or not."""
     rows, columns = layer.weight.shape
     return (rows, columns * 32 // layer.bits) if isinstance(layer, nn.QuantizedLinear) else (rows, columns)
 
 
 def dense_weight(layer: Any, dtype: mx.Dtype, rows: mx.array | None = None) -> mx.array:
-    """The weight of a linear layer or an embedding, quantized or not, as a dense matrix; or some rows of it."""
+    """Return the weight of a linear layer or embedding, quantized or not, as a dense matrix, or only some rows."""
 
     def part(array: Any) -> Any:
         return array if rows is None or array is None else array[rows]

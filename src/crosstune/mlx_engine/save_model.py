@@ -1,4 +1,4 @@
-"""Save a whole model as a folder that transformers and mlx-lm load, and copy trained arrays to the host."""
+"""Save a model as a folder for transformers and mlx-lm, and copy trained arrays to the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from crosstune.models.folder import INDEXES, read_config_json
 from crosstune.models.llama_layout import CONFIG
 
 SHARD_BYTES = 4 * 2**30
-_WORDS = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
+_DTYPE_NAMES = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
 
 
 def host_weights(arrays: Mapping[str, mx.array]) -> dict[str, Array]:
@@ -28,12 +28,12 @@ def host_weights(arrays: Mapping[str, mx.array]) -> dict[str, Array]:
 
 
 def save_model(folder: Path, model: Any, *, base: Path) -> None:
-    """Write a whole model folder, in shards, that transformers and mlx-lm load."""
+    """Write a complete, sharded model folder for transformers and mlx-lm."""
     save_arrays(folder, dict(tree_flatten(model.parameters())), base=base)
 
 
 def save_tensors(folder: Path, model: Any) -> None:
-    """Write the weights of a model alone, in shards."""
+    """Write only the weights of a model, in shards."""
     folder.mkdir(parents=True, exist_ok=True)
     _save_shards(folder, dict(tree_flatten(model.parameters())), lambda done, total: None)
 
@@ -41,16 +41,16 @@ def save_tensors(folder: Path, model: Any) -> None:
 def save_arrays(
     folder: Path, tensors: dict[str, mx.array], *, base: Path, on_write: OnBytes | None = None
 ) -> None:
-    """Write a model folder from arrays by name, and take each out of the dictionary when it is written: arrays that are
-    still to be computed are never in memory together."""
+    """Write a model folder from arrays by name. Removes each from the dictionary once written, so that lazy arrays are
+    never all in memory."""
     folder.mkdir(parents=True, exist_ok=True)
     types = Counter(tensor.dtype for tensor in tensors.values())
-    word = _WORDS[types.most_common(1)[0][0]]
+    dtype = _DTYPE_NAMES[types.most_common(1)[0][0]]
     _save_shards(folder, tensors, on_write or (lambda done, total: None))
     config = {
         key: value for key, value in read_config_json(base).items() if not key.startswith("quantization")
     }
-    write_json(folder / CONFIG, spell_positions(config) | {"dtype": word, "torch_dtype": word})
+    write_json(folder / CONFIG, spell_positions(config) | {"dtype": dtype, "torch_dtype": dtype})
     copy_tokenizer(base, folder)
 
 
@@ -77,13 +77,13 @@ def _save_shards(folder: Path, tensors: dict[str, mx.array], on_write: OnBytes) 
 
 def _divide(sizes: Mapping[str, int]) -> Iterator[list[str]]:
     """Yield the names of each shard."""
-    held: list[str] = []
-    held_bytes = 0
+    names: list[str] = []
+    shard_bytes = 0
     for name, num_bytes in sizes.items():
-        held.append(name)
-        held_bytes += num_bytes
-        if held_bytes >= SHARD_BYTES:
-            yield held
-            held, held_bytes = [], 0
-    if held:
-        yield held
+        names.append(name)
+        shard_bytes += num_bytes
+        if shard_bytes >= SHARD_BYTES:
+            yield names
+            names, shard_bytes = [], 0
+    if names:
+        yield names

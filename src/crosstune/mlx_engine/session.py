@@ -1,4 +1,4 @@
-"""Train a model on MLX's device: gradients of a window, updates, evaluation and state, behind `Session`."""
+"""Implement `Session` with MLX: gradients of a window, updates, evaluation and state."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ RANDOM = "mlx"
 
 @dataclass(kw_only=True)
 class Parts:
-    """What opening a model makes, and a session works with."""
+    """The parts of an opened model."""
 
     opening: Opening
     task: MlxTask
@@ -74,7 +74,7 @@ class MlxSession:
         self.adapters, self.masters = parts.adapters, parts.masters
         self.optimizer, self.group = parts.optimizer, parts.group
         self.key = mx.random.key(self.plan.config.seed)
-        """What dropout draws from next."""
+        """Random key of the next dropout."""
         self._key_before = self.key
         self._pending: dict[str, mx.array] = {}
 
@@ -118,11 +118,11 @@ class MlxSession:
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
         total, weight, metrics = 0.0, 0, MetricTotals(self.task.metric_names)
         with memory_errors():
-            for place, batch in enumerate(batches):
+            for index, batch in enumerate(batches):
                 weight += batch.weight
                 prepared = self.prepare(batch)
                 self._check_batches([prepared])
-                if self._is_own(place):
+                if self._on_this_rank(index):
                     loss, sums = self.parts.loss(self._to_device(prepared))
                     total += float(loss)
                     metrics.add(sums)
@@ -143,10 +143,10 @@ class MlxSession:
         _, _, gradients = self._gradients_of(window, weight, divided=False)
         self.key = before
         if layers:
-            return f"the output of {layers[0]} was the first that is not finite"
+            return f"the first non-finite value was the output of {layers[0]}"
         if bad := bad_arrays(dict(reversed(list(gradients.items())))):
-            return f"every output was finite; the gradient of {bad[0]} was the first that is not"
-        return "run again, every number was finite"
+            return f"every output was finite; the first non-finite gradient was that of {bad[0]}"
+        return "every value was finite when the step was run again"
 
     def memory(self) -> Memory:
         return read_memory()
@@ -158,7 +158,7 @@ class MlxSession:
         return {name: tuple(array.shape) for name, array in self.masters.arrays.items()}
 
     def export_state(self, *, copy: bool = True) -> SessionState:
-        """Arrays of MLX are never changed, so a state without a copy lasts as long as one with it."""
+        """Return the state. MLX arrays are immutable, so it stays valid even without `copy`."""
         return SessionState(
             weights={name: states.to_host(array) for name, array in self.masters.arrays.items()},
             moments=states.export_moments(self.optimizer),
@@ -178,7 +178,7 @@ class MlxSession:
         )
 
     def save_result(self, folder: Path | None) -> Path | None:
-        if folder is None:  # each process has the whole model: the one that writes needs no help
+        if folder is None:  # every rank has the whole model, so only the writing rank has work to do
             return None
         if self.adapters:
             return self._save_adapter(folder / "adapter")
@@ -211,16 +211,16 @@ class MlxSession:
         loss_scale: float = 1.0,
         divided: bool = True,
     ) -> tuple[float, MetricTotals, dict[str, mx.array]]:
-        """Sum the gradients over the micro-batches of this process; over all of them when not `divided`.
+        """Sum the gradients over the micro-batches of this process, or over all of them if not `divided`.
 
-        Each draws the random numbers of its place in the window, whichever process computes it.
+        The random key of a micro-batch depends on its index in the window, not on the process that computes it.
         """
         self._check_batches(window)
         total, gradients = 0.0, dict[str, mx.array]()
         metrics = MetricTotals(self.task.metric_names)
-        for place, batch in enumerate(window):
+        for index, batch in enumerate(window):
             key = self._next_key()
-            if divided and not self._is_own(place):
+            if divided and not self._on_this_rank(index):
                 continue
             if not isinstance(self.task, HasOwnGradient):
                 self._seed_from(key)
@@ -246,8 +246,8 @@ class MlxSession:
     def _to_device(self, batch: PreparedBatch) -> Arrays:
         return {name: mx.array(array) for name, array in batch.arrays.items()}
 
-    def _is_own(self, place: int) -> bool:
-        return self.group is None or place % self.group.ranks.size == self.group.ranks.rank
+    def _on_this_rank(self, index: int) -> bool:
+        return self.group is None or index % self.group.ranks.size == self.group.ranks.rank
 
     def _clip(self, gradients: dict[str, mx.array], norm: float) -> dict[str, mx.array]:
         config = self.plan.config
@@ -261,7 +261,7 @@ class MlxSession:
         return drawn
 
     def _seed_from(self, key: mx.array) -> None:
-        """Let a task draw from MLX's global generator: what it draws follows from the state of the session."""
+        """Seed MLX's global generator from the session's key, for tasks that draw from it."""
         high, low = np.array(key).tolist()
         mx.random.seed((high << 32 | low) % 2**63)
 
@@ -278,7 +278,7 @@ class MetricTotals:
             self._sums[name] = (before[0] + float(total), before[1] + float(weight))
 
     def means(self, group: RingGroup | None) -> Metrics:
-        """Divide, over all processes. Every one of them has the same names."""
+        """Return the means over all processes, which all have the same metrics."""
         numbers = [number for pair in self._sums.values() for number in pair]
         if group is not None and numbers:
             numbers = group.sum_numbers(*numbers)

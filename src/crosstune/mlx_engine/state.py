@@ -1,4 +1,4 @@
-"""Trained weights and optimizer moments of a session as arrays on the host, and back."""
+"""Export and import optimizer moments as host arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Moments = Mapping[str, Mapping[str, Array]]
 
 
 def to_host(array: mx.array) -> Array:
-    """A copy that the next step does not change."""
+    """Return a copy that later steps do not change."""
     return np.array(array, copy=True)
 
 
@@ -35,17 +35,17 @@ def import_moments(optimizer: Optimizer, masters: Mapping[str, mx.array], moment
     counts: dict[str, int] = {}
     for name, master in masters.items():
         expected = {slot: array.shape for slot, array in optimizer.rule.start(master).items()}
-        given = {slot: arrays[name] for slot, arrays in moments.items() if name in arrays}
-        count = given.pop(COUNT, None)
-        if not given and count is None:
+        stored = {slot: arrays[name] for slot, arrays in moments.items() if name in arrays}
+        count = stored.pop(COUNT, None)
+        if not stored and count is None:
             continue
-        if {slot: array.shape for slot, array in given.items()} != expected:
+        if {slot: array.shape for slot, array in stored.items()} != expected:
             raise UserError(
                 "The optimizer's state does not fit.",
-                why=f"for {name} it holds {', '.join(sorted(given)) or 'nothing'}, and this optimizer keeps "
+                why=f"for {name} it holds {', '.join(sorted(stored)) or 'nothing'}, and this optimizer has "
                 f"{', '.join(sorted(expected)) or 'nothing'}.",
-                do="continue with the --optimizer of the run it is from",
+                do="continue with the --optimizer of the original run",
             )
-        slots[name] = {slot: mx.array(np.asarray(array, dtype=np.float32)) for slot, array in given.items()}
+        slots[name] = {slot: mx.array(np.asarray(array, dtype=np.float32)) for slot, array in stored.items()}
         counts[name] = int(count) if count is not None else 0
     optimizer.slots, optimizer.counts = slots, counts

@@ -1,4 +1,4 @@
-"""What the MLX engine asks of a task: a model, the arrays of a batch, a loss."""
+"""Define the MLX engine's task protocol: a model, the arrays of a batch, a loss."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from crosstune.core.protocols import Array
 
 Arrays = Mapping[str, mx.array]
 MetricSums = Mapping[str, tuple[Any, Any]]
-"""Name -> a sum and the weight it is over; the metric is their quotient over all batches and ranks."""
+"""Name -> (sum, weight); the metric is their quotient over all batches and ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """What a model is built for."""
+    """Arguments for building a model."""
 
     plan: Plan
     dtype: mx.Dtype
-    """Of the weights in memory."""
+    """Dtype of the weights in memory."""
     folder: Path | None
     """The base model; None for a recipe without one."""
     base_name: str | None = None
     """The hub id of the base model, if it came from there."""
     trained: bool = True
     compiled: bool = False
-    """Whether the step is compiled: arrays of few different shapes are then worth some padding."""
+    """Whether the step is compiled. Padding arrays to few distinct shapes then saves recompilation."""
 
 
 class MlxTask(Protocol):
@@ -39,11 +39,11 @@ class MlxTask(Protocol):
     """Names of the metrics that `loss` returns."""
 
     def build(self, opening: Opening) -> nn.Module:
-        """Return the model with its weights in memory. What stands still is frozen."""
+        """Return the model with its weights in memory. Weights that are not trained are frozen."""
         ...
 
     def arrays(self, batch: Any) -> Mapping[str, Array]:
-        """Return the arrays of a batch that the loss reads. Called in a thread ahead of the step: no MLX in it."""
+        """Return the arrays of a batch that the loss reads. Called in a prefetch thread, so it must not use MLX."""
         ...
 
     def loss(self, model: nn.Module, arrays: Arrays) -> tuple[mx.array, MetricSums]:
@@ -53,22 +53,21 @@ class MlxTask(Protocol):
 
 @runtime_checkable
 class WritesModel(Protocol):
-    """A task that writes its whole model itself, in the form that other tools read."""
+    """A task that writes the whole model itself, in a format that other tools read."""
 
     def write_model(self, model: nn.Module, folder: Path) -> None: ...
 
 
 @runtime_checkable
 class ChecksWeights(Protocol):
-    """A task that checks, once the model is open, that what is trained is what the files of the base hold."""
+    """A task that checks, once the model is open, that the trained weights match the files of the base."""
 
     def check_weights(self, model: nn.Module, trained: Mapping[str, Any]) -> None: ...
 
 
 @runtime_checkable
 class ChecksBatches(Protocol):
-    """A task whose model may not be able to read every batch. Called by every rank for every batch, so that none waits
-    for one that refuses."""
+    """A task whose model may not support every batch. Every rank checks every batch, so that all refuse together."""
 
     def check_batch(self, arrays: Arrays) -> None: ...
 
@@ -83,20 +82,20 @@ class Loss(Protocol):
     def scaled(
         self, arrays: Arrays, weights: Mapping[str, mx.array], scale: mx.array
     ) -> tuple[mx.array, MetricSums]:
-        """Return the loss times `scale`, to be differentiated by `weights`, which lie in the model."""
+        """Return the loss times `scale`, to be differentiated with respect to `weights` of the model."""
         ...
 
 
 @runtime_checkable
 class HasOwnGradient(Protocol):
-    """A task that computes part of the gradient by hand, and so brings a `Loss` of its own."""
+    """A task that provides its own `Loss` because it computes part of the gradient itself."""
 
     def prepare_loss(self, model: nn.Module) -> Loss: ...
 
 
 @dataclass(frozen=True)
 class PlainLoss:
-    """The loss of a task that leaves the gradient to MLX."""
+    """The loss of a task that MLX differentiates."""
 
     model: nn.Module
     loss: Callable[[nn.Module, Arrays], tuple[mx.array, MetricSums]]

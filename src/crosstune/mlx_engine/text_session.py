@@ -1,4 +1,4 @@
-"""A session of a causal language model: it gives logits and generates text besides."""
+"""Extend the session with logits and text generation for causal language models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from crosstune.mlx_engine.session import MlxSession
 
 class TextSession(MlxSession):
     def logits(self, prompts: Prompts) -> Logits:
-        """Return the logits of the model as it is trained, without dropout."""
+        """Return the logits in the precision of training, without dropout."""
         return [np.array(self.model(mx.array([list(prompt)]))[0].astype(mx.float32)) for prompt in prompts]
 
     def generate(

@@ -1,4 +1,4 @@
-"""Something put around the call of one module of a model, without touching the others of its class."""
+"""Wrap the call of a single module without affecting others of its class."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 Around = Callable[..., Any]
-"""Called with the module's own call, the module, and then what the call was given."""
+"""Called with the original call, the module, and the arguments of the call."""
 
 
 def wrap_call(module: nn.Module, around: Around) -> Callable[[], None]:
-    """Python looks a call up in the class, so the module gets a class of its own. Returns how to undo it."""
+    """Wrap the call of a module and return a function that undoes it. Python looks `__call__` up in the class, so the
+    module gets its own subclass."""
     kind = type(module)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -25,25 +26,25 @@ def wrap_call(module: nn.Module, around: Around) -> Callable[[], None]:
 
 
 def recompute_in_backward(layer: nn.Module) -> None:
-    """Gradient checkpointing: the backward pass computes a layer again instead of keeping what it computed."""
+    """Turn on gradient checkpointing: the backward pass recomputes the layer's activations."""
     wrap_call(layer, _checkpointed)
 
 
 def _checkpointed(call: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Every array that comes in, however deep in a tuple, is an input of the recomputation, as gradients reach nothing
-    else.
+    """Call the layer through mx.checkpoint, with every array of its arguments, however nested, as an explicit input:
+    gradients reach nothing else.
 
-    Caches are neither arrays nor trained, and stay as they are.
+    Caches are neither arrays nor trained, and are passed unchanged.
     """
-    whole = [list(args), kwargs]
+    arguments = [list(args), kwargs]
     arrays: list[mx.array] = []
-    tree_map(lambda value: arrays.append(value) if isinstance(value, mx.array) else None, whole)
+    tree_map(lambda value: arrays.append(value) if isinstance(value, mx.array) else None, arguments)
 
-    def inner(params: Any, given: list[Any]) -> Any:
+    def inner(params: Any, inputs: list[Any]) -> Any:
         layer.update(params)
-        left = iter(given)
+        remaining = iter(inputs)
         positional, named = tree_map(
-            lambda value: next(left) if isinstance(value, mx.array) else value, whole
+            lambda value: next(remaining) if isinstance(value, mx.array) else value, arguments
         )
         return call(*positional, **named)
 

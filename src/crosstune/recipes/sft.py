@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: conversations in, loss on the assistant's tokens, judged by loss and exact match."""
+"""Supervised fine-tuning on conversations: loss on the assistant's tokens, evaluation by loss and exact match."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.llama_layout import CHAT_TEMPLATE
 
 HELD_OUT_SHARE = 0.1
-# Keys the draw of held-out rows apart from the orders of epochs, which have the same seed.
+# Separates the random stream of held-out rows from those of the epochs, which use the same seed.
 _HELD_OUT_KEY = 2**32
 
 
 @dataclass(frozen=True)
 class Question:
-    """A held-out prompt and the answer it should get."""
+    """A held-out prompt and its reference answer."""
 
     text: str
     tokens: list[int]
@@ -45,7 +45,7 @@ class Question:
 
 
 class SftRecipe:
-    """The data of one run, tokenized, and how to judge what was learned from it."""
+    """The tokenized data of one run, and its evaluation."""
 
     weight_name = "supervised_tokens"
 
@@ -100,8 +100,8 @@ class SftRecipe:
         return [self.train[place].index for row in self._order().rows(step) for place in row]
 
     def identity(self) -> str:
-        """Of the token ids and how many of them are learned from: the same from a copy of the file, or from a
-        tokenizer that was written anew."""
+        """Return a hash of the token ids and the number of supervised ones, which a copy of the file or a rewritten
+        tokenizer does not change."""
         sha = hashlib.sha256(self.train.hashes().astype("<u8").tobytes())
         sha.update(self.train.num_supervised.astype("<i8").tobytes())
         sha.update(self.train.lengths().astype("<i8").tobytes())
@@ -118,7 +118,7 @@ class SftRecipe:
         return RowOrder.from_config(self.config, num_examples=len(self.train), packed=self._packed)
 
     def describe(self) -> Mapping[str, Any]:
-        """The report before training, for the screen, plan.json and the HTML page."""
+        """Return the data report for the screen, plan.json and the HTML page."""
         facts = self.train.store.facts
         train = self.train.stats | {
             "rows": facts["rows"],
@@ -154,7 +154,7 @@ class SftRecipe:
         if self.held_out is not None or config.skip_eval or not config.eval_samples:
             return []
         return [
-            "nothing is evaluated: the data is too small to hold a tenth of it out; --eval_dataset names other rows"
+            "nothing is evaluated: the data is too small to hold out a tenth; give other rows with --eval_dataset"
         ]
 
     def metric(self) -> str:
@@ -170,16 +170,16 @@ class SftRecipe:
         )
         result = session.evaluate(batches)
         metrics = {"loss": result.loss, **result.metrics}
-        judged = (
+        questions = (
             self.questions if self.metric() == "exact_match" else self.questions[: self.config.num_samples]
         )
-        samples = self._answer(session, judged, observer)
+        samples = self._answer(session, questions, observer)
         if self.metric() == "exact_match" and samples:
             metrics["exact_match"] = sum(s.answer == s.reference for s in samples) / len(samples)
         return Evaluation(metrics=metrics, samples=samples[: self.config.num_samples])
 
     def complete_result(self, folder: Path) -> None:
-        """A model without a chat template has learned turns as the plain one writes them."""
+        """Write the plain chat template that the model was trained with, if its tokenizer has none."""
         if self.train.form not in ("text", DUMMY) and not self.tokenizer.chat_template:
             (folder / CHAT_TEMPLATE).write_text(plain_template(self.tokenizer), encoding="utf-8")
 
@@ -187,14 +187,14 @@ class SftRecipe:
         samples: list[Sample] = []
         size = max(16, self.config.batch_size)
         for start in range(0, len(questions), size):
-            part = questions[start : start + size]
+            batch = questions[start : start + size]
             assert isinstance(session, Generates), "the task of this recipe generates"
             answers = session.generate(
-                [question.tokens for question in part],
+                [question.tokens for question in batch],
                 max_new_tokens=self.config.max_new_tokens,
                 stop_ids=sorted(self.tokenizer.stop_ids),
             )
-            for question, answer in zip(part, answers, strict=True):
+            for question, answer in zip(batch, answers, strict=True):
                 text = self.tokenizer.decode(answer).strip()
                 samples.append(Sample(prompt=question.text, answer=text, reference=question.reference))
             observer.on_event(Evaluating(done=len(samples), total=len(questions)))
@@ -206,8 +206,8 @@ class SftRecipe:
         return PackedOrder(self.train.lengths(), capacity=self.train.limit, seed=self.config.seed)
 
     def _open(self) -> tuple[Corpus, tuple[Source, Corpus] | None]:
-        """Training examples, and held-out ones with the source they are from; a data set without a held-out part
-        gives up a tenth of its own, or as many as an evaluation uses."""
+        """Return the training examples, and the held-out ones with their source. A data set without a held-out split
+        gives up a tenth of its rows, at most --eval_samples."""
         config, source = self.config, self.source
         if source.form == DUMMY:
             corpus = dummy_corpus(
@@ -229,8 +229,8 @@ class SftRecipe:
             return corpus.part(slice(0, samples if samples != -1 else None)), None
         draw = np.random.Generator(np.random.Philox(key=(config.seed, _HELD_OUT_KEY)))
         chosen = np.sort(draw.choice(len(corpus), size=num_held_out, replace=False))
-        rest = np.setdiff1d(np.arange(len(corpus)), chosen, assume_unique=True)
-        train = corpus.part(rest[: samples if samples != -1 else None])
+        remaining = np.setdiff1d(np.arange(len(corpus)), chosen, assume_unique=True)
+        train = corpus.part(remaining[: samples if samples != -1 else None])
         return train, (source, corpus.part(chosen))
 
     def _num_samples(self) -> int:
@@ -238,7 +238,7 @@ class SftRecipe:
         return self.source.samples if asked == -1 else asked
 
     def _corpus(self, source: Source, *, limit: int) -> tuple[Corpus, int]:
-        """The examples of a source that teach something, and the number of those that do not."""
+        """Return the examples of a source with supervised tokens, and the number of those without."""
         config = self.config
 
         def show(done_bytes: int, total_bytes: int, examples: int) -> None:
@@ -263,7 +263,7 @@ class SftRecipe:
 
 
 def check_data(config: Config) -> list[str]:
-    """Raise where a row of the data cannot be read, without tokenizing; return what was not looked at, in words."""
+    """Raise if a row of the data cannot be read, without tokenizing; return descriptions of what was not checked."""
     samples = config.dataset_samples
     left = check_rows(config.dataset, asked_format=config.dataset_format, limit=samples)
     if config.eval_dataset and config.eval_samples and not config.skip_eval:
@@ -286,7 +286,7 @@ def _questions(rows: Sequence[Row], form: str, tokenizer: Tokenizer) -> list[Que
         if isinstance(conversation, str) or conversation[-1]["role"] != "assistant":
             continue
         asked, reference = conversation[:-1], conversation[-1]["content"].strip()
-        if not asked or not reference:  # an answer that only calls a tool is no text to compare with
+        if not asked or not reference:  # an answer that only calls a tool has no text to compare
             continue
         text = "\n".join(message["content"] for message in asked)
         tokens = encode_prompt(asked, tokenizer, tools=tools_of(row))

@@ -1,4 +1,4 @@
-"""Check a request before anything is begun. `train` and `plan` refuse the same requests, by this code."""
+"""Check a request before a run starts; shared by `train` and `plan`, so that both refuse the same requests."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from crosstune.runs import resume
 from crosstune.runs.folder import run_folder
 
 _READS_MODELS = {"torch": ("torch", "transformers", "accelerate"), "mlx": ("mlx", "mlx_lm")}
-"""Engine -> what it takes to build a model of a folder's kind."""
+"""Engine -> packages needed to build a model from a folder."""
 
 
 @dataclass
 class Checked:
-    """What stands in the way of a run, and what could not be looked at here."""
+    """Problems found in a request, and what could not be checked here."""
 
     problems: list[UserError] = field(default_factory=list)
     not_checked: list[str] = field(default_factory=list)
     model: ModelFolder | None = None
-    """The model, where it was here and was checked."""
+    """The model, if it is on this machine and was checked."""
 
     def raise_problems(self) -> None:
-        """Raise all problems at once; a single one as it is."""
+        """Raise all problems at once, or a single one directly."""
         if len(self.problems) == 1:
             raise self.problems[0]
         raise_all(self.problems)
@@ -58,10 +58,10 @@ class Checked:
 def check_request(
     plan: Plan, *, folder: Path | None, checkpoint: Checkpoint | None = None, elsewhere: bool = False
 ) -> Checked:
-    """Check everything that can be known without fetching, converting or tokenizing.
+    """Check everything that needs no fetching, converting or tokenizing.
 
-    `folder` is that of the run, None in a process that does not write it. `elsewhere` is for a plan of another machine:
-    a path that is not here may be there.
+    `folder` is the run folder, None in a process that does not write it. `elsewhere` marks a plan for another machine,
+    where a path missing here may exist.
     """
     config, checked = plan.config, Checked(problems=unbuilt_parts(plan))
     for name in filter(None, (config.dataset, config.eval_dataset)):
@@ -82,9 +82,9 @@ def check_request(
 
 
 def check_plan(config: Config, *, machine: Machine | None = None) -> tuple[Plan, Checked]:
-    """Plan a request and check it as `train` would before its first step; `machine` is another one than this.
+    """Plan a request and check it as `train` would before its first step, for this machine or for `machine`.
 
-    The data is read and not tokenized.
+    The data is read but not tokenized.
     """
     elsewhere, left = machine is not None, list[str]()
     checkpoint = None
@@ -107,7 +107,7 @@ def check_plan(config: Config, *, machine: Machine | None = None) -> tuple[Plan,
 
 
 def check_model(plan: Plan, model: ModelFolder) -> str | None:
-    """Raise where the engine would refuse the model; return why that cannot be known here, None where it was checked."""
+    """Raise if the engine would refuse the model; return why it could not be checked here, or None if it was."""
     missing = [name for name in _READS_MODELS[plan.engine] if importlib.util.find_spec(name) is None]
     if missing:
         return (
@@ -127,7 +127,7 @@ def _check_data_name(name: str, checked: Checked, *, elsewhere: bool) -> None:
 
 
 def _check_data(config: Config, checked: Checked) -> None:
-    """Read the rows of data that is here, as far as the recipe knows how to without opening it."""
+    """Check the rows of local data with the recipe's `check_data`, if it has one."""
     recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
     if not is_here(config.dataset):
         return
@@ -158,7 +158,7 @@ def _check_local_model(
         model = find_local(name, cache=cache_override())
     except UserError:
         if checkpoint is not None:
-            return  # the training itself says where the base of the run should be
+            return  # the training reports a missing base with the name from the checkpoint
         raise
     if model is None:
         checked.not_checked.append(f"the model {name}, which is fetched or converted when training starts")
@@ -174,7 +174,7 @@ def _continues(folder: Path, checkpoint: Checkpoint | None) -> bool:
 
 
 def _is_packed_or_elsewhere(config: Config, *, elsewhere: bool) -> bool:
-    """Return whether looking at the run would mean to unpack it, or to look at another machine."""
+    """Return whether the run of --resume is an archive or on another machine."""
     path = Path(config.resume).expanduser()
     return path.is_file() or (elsewhere and not path.exists())
 

@@ -1,4 +1,4 @@
-"""A run from the loading of its model to its result. Whatever ends it, what was done until then stays on record."""
+"""Execute a run from loading its model to saving its result, recording it however it ends."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ _RESULT = "result"
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run that continues takes up."""
+    """The checkpoint a resumed run starts from, and how the run differs from it."""
 
     checkpoint: Checkpoint
     differences: Sequence[same_training.Difference]
     """Allowed by --allow_mismatch."""
     adapted: Sequence[same_training.Difference]
-    """What another backend does in its own way."""
+    """Expected on another backend."""
     changes: Sequence[same_training.Difference]
     measured: Measured | None
-    """The loss of the batches that come next, on the machine the checkpoint is from."""
+    """Loss of the next batches, measured on the machine of the checkpoint."""
 
     @property
     def step(self) -> int:
@@ -81,9 +81,9 @@ class Start:
 
 @dataclass(kw_only=True)
 class Execution:
-    """Load, train, save. Whatever ends it, what was done until then stays on record.
+    """Load, train and save, recording the run however it ends.
 
-    Of several processes all do this, and the first one writes.
+    Every process executes the run; the first one writes.
     """
 
     plan: Plan
@@ -96,7 +96,7 @@ class Execution:
     deadline: Deadline | None
     group: Group = field(default_factory=Alone)
     failure: UserError | None = None
-    """What ended the run early, with everything up to the step before it kept."""
+    """The error that ended the run early; all steps before it are kept."""
     checkpoints: Checkpoints | None = None
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ class Execution:
         self.scale = LossScale(enabled=needs_loss_scale(self.plan.precision))
 
     def run(self) -> dict[str, Any]:
-        """Returns the summary."""
+        """Execute the run and return its summary."""
         plan, record = self.plan, self.record
         carried = self.start.checkpoint.manifest["progress"] if self.start else {}
         self.progress = Progress.from_manifest(carried, weight_name=self.recipe.weight_name)
@@ -116,7 +116,7 @@ class Execution:
         return self.progress.summary() | extra
 
     def _execute(self, stop: StopSignal, extra: dict[str, Any]) -> None:
-        """The run, and its end on record. `extra` takes up what the summary says beside the progress."""
+        """Execute the run and record how it ends. Fills `extra` with the summary's fields besides the progress."""
         plan, record, observer = self.plan, self.record, self.observer
         self._started = time.perf_counter() - self.progress.wall_s
         try:
@@ -136,14 +136,14 @@ class Execution:
                 )
             )
             if self.start is not None:
-                self._take_up(session, self.start)
+                self._restore(session, self.start)
             self.failure = self._train(session, stop)
             if self.failure is not None:
                 extra["error"] = str(self.failure)
                 observer.on_event(Failed(error=str(self.failure), step=self.progress.steps))
             extra["checkpoint"] = self._newest()
-            wanted = plan.config.save_model and self.progress.steps
-            if wanted and self._is_good(session) and (result := self._save_result(session)):
+            save = plan.config.save_model and self.progress.steps
+            if save and self._is_good(session) and (result := self._save_result(session)):
                 extra["result"] = str(result)
                 costs = _cost_of_saving(result)
                 observer.on_event(
@@ -159,7 +159,7 @@ class Execution:
             self.progress.status = "stopped" if stopped else "failed"
             extra["error"] = f"{type(error).__name__}: {error}"
             extra["checkpoint"] = self._newest()
-            with contextlib.suppress(RecordFailed):  # which may be what ended it
+            with contextlib.suppress(RecordFailed):  # the record itself may have failed
                 ending = Interrupted if stopped else Failed
                 record.on_event(ending(error=extra["error"], step=self.progress.steps))
             raise
@@ -173,7 +173,7 @@ class Execution:
             return self.open_model()
 
     def _train(self, session: Session, stop: StopSignal) -> UserError | None:
-        """What ended the training early, if something did that leaves its weights good."""
+        """Train, and return the error that ended it early if the weights are still usable."""
         assert self.checkpoints is not None
         training = Training(
             session=session,
@@ -194,36 +194,38 @@ class Execution:
             return error
         return None
 
-    def _take_up(self, session: Session, start: Start) -> None:
-        """Give a fresh session the state of the checkpoint."""
+    def _restore(self, session: Session, start: Start) -> None:
+        """Import the state of the checkpoint into a new session."""
         config, allowed = self.plan.config, set(mismatches(self.plan.config.allow_mismatch))
         state = resume.fitting_state(
             start.checkpoint.load(),
-            own=session.export_state(copy=False).weights if "trainable" in allowed else None,
+            current=session.export_state(copy=False).weights if "trainable" in allowed else None,
             optimizer=config.optimizer,
             moments=not any(difference.kind == "optimizer" for difference in start.differences),
         )
         session.import_state(state)
         self.scale.load(state.facts.get("loss_scale") or self.scale.to_json())
         if "trainable" in allowed:
-            self._say_what_fits(start, state)
+            self._report_restored(start, state)
         manifest = start.checkpoint.manifest
         self.observer.on_event(Resumed(**start.facts(), engine=manifest["engine"]))
         if manifest["backend"] != self.plan.backend.name or start.measured is not None:
             self._compare_machines(session, start, allowed="loss" in allowed)
 
-    def _say_what_fits(self, start: Start, state: SessionState) -> None:
+    def _report_restored(self, start: Start, state: SessionState) -> None:
         stored = start.checkpoint.manifest["trainable"]
         fits = [n for n, a in state.weights.items() if stored.get(n, {}).get("shape") == list(a.shape)]
-        message = f"{len(fits)} of {len(state.weights)} trained arrays come from the checkpoint; the others start anew"
+        message = (
+            f"{len(fits)} of {len(state.weights)} trained arrays come from the checkpoint; the others are new"
+        )
         self.observer.on_event(Warned(message=message))
 
     def _compare_machines(self, session: Session, start: Start, *, allowed: bool) -> None:
-        """Before a run goes on elsewhere: the same batches, there and here."""
+        """Compare the loss of the same batches on both machines before a moved run continues."""
         if start.measured is None:
             message = (
-                f"what the move from {start.checkpoint.manifest['backend']} changes was not measured; "
-                "`crosstune move` does that"
+                f"the effect of the move from {start.checkpoint.manifest['backend']} was not measured; "
+                "`crosstune move` measures it"
             )
             self.observer.on_event(Warned(message=message))
             return
@@ -243,7 +245,7 @@ class Execution:
     def _open_checkpoints(self) -> Checkpoints:
         config, root = self.plan.config, self.record.folder / CHECKPOINTS
         if self.ranks.first:
-            self._tidy(root)
+            self._clean_up(root)
         checkpoints = Checkpoints(
             root,
             policy=SavePolicy(
@@ -261,10 +263,11 @@ class Execution:
         return checkpoints
 
     def _is_small(self) -> bool:
-        """The state of adapters is always worth keeping; that of a whole model is three times its size."""
+        """Return whether to save at the end by default: adapter state is small, a full model's is three times the model."""
         return self.plan.method in ("lora", "dora") and self.plan.config.save_minutes > 0
 
-    def _tidy(self, root: Path) -> None:
+    def _clean_up(self, root: Path) -> None:
+        """Remove leftovers of killed processes and set aside checkpoints after the one to continue from."""
         clear_leftovers(root)
         atomic_files.clear_leftovers(self.record.folder, of=_RESULT.__eq__)
         if self.start is not None and resume.continues_in_place(self.record.folder, self.start.checkpoint):
@@ -278,9 +281,9 @@ class Execution:
         return str(newest) if newest is not None else None
 
     def _fields(self, step: int) -> dict[str, Any]:
-        """The manifest of a checkpoint, but for what is in its files."""
+        """Return the manifest of a checkpoint, except for the description of its files."""
         plan, config = self.plan, self.plan.config
-        left = step < self.recipe.num_steps()
+        has_next = step < self.recipe.num_steps()
         return {
             "step": step,
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -295,7 +298,7 @@ class Execution:
                 "name": config.lr_scheduler,
                 "step": step,
                 "num_steps": self.recipe.num_steps(),
-                "next_lr": self._rate(step) if left else None,
+                "next_lr": self._rate(step) if has_next else None,
             },
             "data": dict(self.recipe.position(step)),
             "progress": self.progress.to_manifest() | {"wall_s": time.perf_counter() - self._started},
@@ -306,21 +309,21 @@ class Execution:
         }
 
     def _is_good(self, session: Session) -> bool:
-        """Weights that are not finite are no result; only a run that failed can have them. Exporting them may need every
-        process, so a run that lost one takes the weights of its last whole step as they are."""
+        """Return whether all weights are finite; only a failed run can have others. Exporting them may need every
+        process, so they are not checked after a process was lost."""
         if self.failure is None or isinstance(self.failure, PeerLost):
             return True
         weights = session.export_state(copy=False).weights
         bad = next((name for name, array in weights.items() if not np.isfinite(array).all()), None)
         if bad is not None:
-            message = f"no result is written: {bad} holds numbers that are not finite"
+            message = f"no result is written: {bad} has non-finite values"
             self.observer.on_event(Warned(message=message, step=self.progress.steps))
         return bad is None
 
     def _save_result(self, session: Session) -> Path | None:
-        """Write the result beside its place and put it there, so that an older one is replaced in one step.
+        """Write the result to a staging folder and move it into place, so that an older one is replaced atomically.
 
-        Every process takes part, as gathering the weights may need all of them; the first one writes.
+        Every process takes part, since gathering the weights may need all of them; the first one writes.
         """
         folder = self.record.folder
         if not self.ranks.first:
@@ -334,25 +337,23 @@ class Execution:
                 target = folder / written.name
                 atomic_files.put_in_place(written, target, aside=staging / "old")
         except (OSError, SafetensorError) as error:
-            said = error.strerror if isinstance(error, OSError) else None
+            reason = error.strerror if isinstance(error, OSError) else None
             raise SaveFailed(
                 f"The result could not be written to {folder}.",
-                why=f"the system said: {said or error}.",
-                do=_export_words(self._newest()),
+                why=f"the system reported: {reason or error}.",
+                do=_retry_advice(self._newest()),
             ) from error
         return target
 
 
 def _cost_of_saving(result: Path) -> dict[str, Any] | None:
-    """Return the distance of what was saved from what was trained, where the two differ."""
+    """Return the distance of the saved model from the trained one, if they differ."""
     record = result / "crosstune.json"
     costs = read_json(record).get("against_trained") if record.is_file() else None
     return costs or None
 
 
-def _export_words(newest: str | None) -> str:
+def _retry_advice(newest: str | None) -> str:
     if newest is None:
-        return "free space or mend the disk, and run it again"
-    return (
-        f"free space or mend the disk; the newest checkpoint is {newest}, and --resume auto continues from it"
-    )
+        return "free space or repair the disk, and run it again"
+    return f"free space or repair the disk; the newest checkpoint is {newest}, and --resume auto continues from it"

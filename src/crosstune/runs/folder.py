@@ -1,4 +1,4 @@
-"""The name of a run's folder."""
+"""Choose the folder of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from crosstune.planner.gather import needs_base_model
 
 
 def run_folder(config: Config) -> Path:
-    """Return the folder of the run: as it is named, or by the time and the model (the recipe, where it brings its own)."""
+    """Return the run folder, named by --name, or by the time and the model (or recipe, if it brings its own model)."""
     parent = Path(config.output_dir).expanduser()
     if config.name is None:
         what = config.model_name if needs_base_model(config) else config.recipe
@@ -22,6 +22,7 @@ def run_folder(config: Config) -> Path:
     name = config.name
     if not name or Path(name).name != name or name in (".", ".."):
         raise UserError(
-            f"'{name}' cannot be the name of a run.", do="use a plain folder name; --output_dir says where"
+            f"'{name}' cannot be the name of a run.",
+            do="use a plain folder name; --output_dir sets its parent",
         )
     return parent / name

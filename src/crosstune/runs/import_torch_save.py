@@ -1,4 +1,4 @@
-"""A checkpoint of another tool as one of ours: weights and Adam's moments under canonical names."""
+"""Import a checkpoint written by `torch.save`: weights and Adam moments under canonical names."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def import_checkpoint(
     step: int | None = None,
     without_optimizer: bool = False,
 ) -> dict[str, Any]:
-    """Write `root/step-N` from a file that `torch.save` wrote; `config` says which model and method it is of."""
+    """Write `root/step-N` from a file written by `torch.save`; `config` names its model and method."""
     from crosstune.torch_engine.import_torch_save import read_foreign
 
     found = read_foreign(path)
     plan = make_plan(config)
     model = find_model(plan.config, observer)
-    own = open_session(plan, model).export_state(copy=False)
-    weights = _match(found.weights, own.weights, path)
+    expected = open_session(plan, model).export_state(copy=False)
+    weights = _match(found.weights, expected.weights, path)
     moments = {} if without_optimizer else _match_moments(found, list(weights), weights, path)
-    at = step if step is not None else _step(found.facts)
+    step = step if step is not None else _step(found.facts)
     state = SessionState(weights=weights, moments=moments, random={})
     _make_folder(root.parent)
-    if (root / name_of(at)).exists():
-        raise UserError(f"{root / name_of(at)} is there already.", do="choose another --out or --step")
-    committed = write_checkpoint(root, state, _fields(plan, model, state, found, at))
+    if (root / name_of(step)).exists():
+        raise UserError(f"{root / name_of(step)} already exists.", do="choose another --out or --step")
+    committed = write_checkpoint(root, state, _fields(plan, model, state, found, step))
     return {
         "path": str(committed.folder),
-        "step": at,
+        "step": step,
         "weights": len(weights),
         "moments": sorted(moments),
         "left_out": len(found.weights) - len(weights),
@@ -68,30 +68,30 @@ def _make_folder(folder: Path) -> None:
         raise UserError(f"Cannot write to {folder}.", why=str(error), do="choose another --out") from error
 
 
-def _match(found: Mapping[str, Array], own: Mapping[str, Array], path: Path) -> dict[str, Array]:
-    """The trained weights of this plan, in the order the file has them."""
-    missing = [name for name in own if name not in found]
-    wrong = [name for name in own if name in found and found[name].shape != own[name].shape]
+def _match(found: Mapping[str, Array], expected: Mapping[str, Array], path: Path) -> dict[str, Array]:
+    """Return the trained weights of this plan in the order of the file."""
+    missing = [name for name in expected if name not in found]
+    wrong = [name for name in expected if name in found and found[name].shape != expected[name].shape]
     if missing or wrong:
         why = f"it lacks {missing[0]}" if missing else f"{wrong[0]} is {found[wrong[0]].shape} in it"
         more = len(missing) + len(wrong) - 1
         raise UserError(
-            f"{path} does not hold what this model and method train.",
+            f"{path} does not match the weights that this model and method train.",
             why=why + (f", and {more} more do not fit" if more else "") + ".",
             do="give the --model_name, --train_type, --lora_rank and --lora_target_modules it was made with",
         )
-    return {name: array for name, array in found.items() if name in own}
+    return {name: array for name, array in found.items() if name in expected}
 
 
 def _match_moments(
     found: Foreign, names: Sequence[str], weights: Mapping[str, Array], path: Path
 ) -> dict[str, dict[str, Array]]:
-    """Optimizers number their parameters; the numbers follow the order of the weights, and shapes have to agree."""
+    """Return moments by slot and weight name; optimizers index parameters in the order of the weights."""
     if not found.moments:
         return {}
     slots: dict[str, dict[str, Array]] = {}
     if len(found.order) != len(names):
-        raise _moments_do_not_fit(path, f"it numbers {len(found.order)} parameters for {len(names)} weights")
+        raise _moments_do_not_fit(path, f"it has {len(found.order)} parameters for {len(names)} weights")
     for name, number in zip(names, found.order, strict=True):
         for slot, array in found.moments.get(number, {}).items():
             if slot != "step" and array.shape != weights[name].shape:
@@ -111,14 +111,12 @@ def _moments_do_not_fit(path: Path, why: str) -> UserError:
 def _step(facts: Mapping[str, Any]) -> int:
     found = next((facts[key] for key in _STEP_KEYS if isinstance(facts.get(key), int)), None)
     if found is None:
-        raise UserError(
-            "The file does not say after how many steps it was written.", do="say so with --step N"
-        )
+        raise UserError("The file does not say at which step it was written.", do="give it with --step N")
     return int(found)
 
 
 def _fields(plan: Plan, model: ModelFolder, state: SessionState, found: Foreign, step: int) -> dict[str, Any]:
-    """Its data and order are not known, so a run that continues from it is not held to them."""
+    """Return the manifest fields. Data and order are unknown, so a resumed run is not checked against them."""
     known = {key: found.facts[key] for key in ("backend", "precision", "quantization") if key in found.facts}
     return {
         "step": step,

@@ -1,4 +1,4 @@
-"""Take a run along: what it takes to go on elsewhere, measured here first, in one archive."""
+"""Pack a run into an archive to continue it on another machine, after measuring its loss here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DATA_LIMIT = 1_000_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """A run as one backend sees it."""
+    """A run as opened on one backend."""
 
     plan: Plan
     model: ModelFolder | None
@@ -53,13 +53,13 @@ def move(
     force: bool = False,
     model_name: str | None = None,
 ) -> dict[str, Any]:
-    """Check a run, measure what the move changes as far as that can be seen here, and write the archive."""
+    """Check a run, measure its loss for the comparison after the move, and write the archive."""
     if to not in backend_specs():
         raise unknown_name("backend", to, backend_specs())
     checkpoint = pick_checkpoint(run, observer)
     home = find_run(checkpoint.folder)
-    own = str(checkpoint.manifest["backend"])
-    here = _open_side(checkpoint, _own_backend(own, observer), observer, model_name)
+    trained_on = str(checkpoint.manifest["backend"])
+    here = _open_side(checkpoint, _backend_here(trained_on, observer), observer, model_name)
     _check_training(checkpoint, here)
     measured = _measure(checkpoint, here)
     observer.on_event(LossMeasured(measured=measured))
@@ -88,7 +88,7 @@ def move(
         "path": str(out),
         "bytes": num_bytes,
         "step": checkpoint.step,
-        "from": own,
+        "from": trained_on,
         "to": to,
         "model_name": model_name,
         "processes": int((checkpoint.manifest.get("options") or {}).get("world_size", 1)),
@@ -108,12 +108,12 @@ def _open_side(checkpoint: Checkpoint, backend: str, observer: Observer, model_n
     return Side(plan=plan, model=model, recipe=open_recipe(plan.config, model, observer))
 
 
-def _own_backend(own: str, observer: Observer) -> str:
-    """The backend it was trained on, where that is here; otherwise whatever is."""
-    if own in probe_machine(backends=[own]).available():
-        return own
+def _backend_here(trained_on: str, observer: Observer) -> str:
+    """Return the backend the run was trained on if it is available here, otherwise "auto"."""
+    if trained_on in probe_machine(backends=[trained_on]).available():
+        return trained_on
     message = (
-        f"{own}, on which the run was trained, is not here: what the move from there changes is not measured"
+        f"{trained_on}, the backend of the run, is not available here: the effect of the move is not measured"
     )
     observer.on_event(Warned(message=message))
     return "auto"
@@ -122,10 +122,10 @@ def _own_backend(own: str, observer: Observer) -> str:
 def _check_training(checkpoint: Checkpoint, side: Side) -> None:
     now = identity_now(side.plan, side.model, side.recipe)
     differences = compare(checkpoint.manifest["identity"], now)
-    on_other_terms = (
+    expected = (
         {"quantization", "optimizer"} if side.plan.backend.name != checkpoint.manifest["backend"] else set()
     )
-    check_same([d for d in differences if d.kind not in on_other_terms], side.plan.config)
+    check_same([d for d in differences if d.kind not in expected], side.plan.config)
 
 
 def _measure(checkpoint: Checkpoint, side: Side, *, like: Measured | None = None) -> Measured:
@@ -141,20 +141,20 @@ def _measure(checkpoint: Checkpoint, side: Side, *, like: Measured | None = None
         like=like,
     )
     del session
-    gc.collect()  # a model holds on to itself in circles, and the next one needs its memory
+    gc.collect()  # a model has reference cycles, and the next one needs its memory
     return measured
 
 
 def _plan_there(checkpoint: Checkpoint, to: str, machine: str | None, model_name: str | None) -> Plan:
-    """What the run becomes on the other machine, or on the first one known that has the backend."""
+    """Plan the run for the named machine, or for the first known profile that has the backend."""
     config = restored_config(checkpoint, backend=to, model_name=model_name)
     names = [machine] if machine is not None else profile_names()
-    fitting = [found for found in map(load_machine, names) if to in found.available()]
-    if not fitting:
+    machines = [found for found in map(load_machine, names) if to in found.available()]
+    if not machines:
         if machine is None:
             return make_plan(config)
         raise UserError(f"{machine} has no {to}.", do="name another --machine, or another backend with --to")
-    return make_plan(config, machine=fitting[0])
+    return make_plan(config, machine=machines[0])
 
 
 def _compare_here(
@@ -164,7 +164,7 @@ def _compare_here(
     observer: Observer,
     model_name: str | None,
 ) -> Comparison | None:
-    """The same batches on the other backend, when this machine happens to have it."""
+    """Measure the same batches on the target backend, if this machine has it."""
     if to == measured.backend:
         return None
     if to not in probe_machine(backends=[to]).available():
@@ -185,7 +185,7 @@ def _members(checkpoint: Checkpoint, home: Path, data: Mapping[str, Mapping[str,
 
 
 def _data_files(config: Config, options: Sequence[str]) -> dict[str, dict[str, Path]]:
-    """Option -> the local files behind it, by the name they get in the archive; hub and bundled data stay where they are."""
+    """Return the local files of each option by their name in the archive; hub and bundled data are not included."""
     found: dict[str, dict[str, Path]] = {}
     for option in options:
         path = Path(getattr(config, option) or "").expanduser()
@@ -195,8 +195,8 @@ def _data_files(config: Config, options: Sequence[str]) -> dict[str, dict[str, P
         total = sum(file.stat().st_size for file in files)
         if total > DATA_LIMIT:
             raise UserError(
-                f"The data in {path} is too large to take along ({total / 1e9:.1f} GB).",
-                do="pass --without_data, and name its place there with --dataset",
+                f"The data in {path} is too large for the archive ({total / 1e9:.1f} GB).",
+                do="pass --without_data, and give its path there with --dataset",
             )
         found[option] = {f"{option}-{file.relative_to(path.parent).as_posix()}": file for file in files}
     return found

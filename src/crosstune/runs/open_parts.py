@@ -1,4 +1,4 @@
-"""Opening the parts of a run by name: its model, its recipe, its engine's session."""
+"""Open the parts of a run: its model, its recipe, its engine's session."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from crosstune.planner.gather import needs_base_model
 
 
 def find_model(config: Config, observer: Observer) -> ModelFolder:
-    """Find or fetch the model that --model_name names."""
+    """Find or fetch the model of --model_name."""
 
     def show(stage: str, done: int, total: int | None) -> None:
         observer.on_event(ModelProgress(stage=stage, done=done, total=total, model=config.model_name))
@@ -30,8 +30,8 @@ def find_model(config: Config, observer: Observer) -> ModelFolder:
 
 
 def find_base(config: Config, checkpoint: Checkpoint | None, observer: Observer) -> ModelFolder | None:
-    """Find the base model of a run; None for a recipe that brings its own. One that was trained elsewhere may have
-    another name here."""
+    """Find the base model of a run; None for a recipe that brings its own. The base of a moved run may have another name
+    here."""
     if not needs_base_model(config):
         return None
     try:
@@ -41,14 +41,14 @@ def find_base(config: Config, checkpoint: Checkpoint | None, observer: Observer)
             raise
         base = checkpoint.manifest["identity"].get("model", {})
         raise UserError(
-            f"The base model of the run, {config.model_name}, is not here.",
+            f"The base model of the run, {config.model_name}, was not found.",
             why=error.why or error.asked,
-            do=f"say where it is with --model_name; its weights have the hash {str(base.get('identity'))[:12]}",
+            do=f"give its path with --model_name; its weights have the hash {str(base.get('identity'))[:12]}",
         ) from error
 
 
 def open_recipe(config: Config, model: ModelFolder | None, observer: Observer) -> Recipe:
-    """Open the recipe of a configuration: its data, ready to be trained on."""
+    """Open the recipe of a configuration with its data."""
     module = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
     folder = model.path if model is not None else None
     recipe: Recipe = module.open_recipe(config, model_folder=folder, observer=observer)
@@ -63,7 +63,7 @@ def open_session(
     trained: bool = True,
     group: Group | None = None,
 ) -> Session:
-    """Open the model of a task on the plan's engine; of a causal language model when no task is named."""
+    """Open the model of a task, by default a causal language model, on the plan's engine."""
     add_environment(backend_specs()[plan.backend.name])
     engine = importlib.import_module(f"crosstune.{plan.engine}_engine.open")
     session: Session = engine.open_session(
@@ -78,7 +78,7 @@ def open_session(
 
 
 def weights_identity(folder: Path) -> str:
-    """A hash of the weights; of those it was made from, where a folder of ours says that it holds them in other bits."""
+    """Return the hash of the weights; for a folder converted by crosstune, that of its source."""
     record = read_json(folder / "crosstune.json")
-    made = record.get("converted") or record.get("exported") or {}
-    return str(made.get("source_identity") or identity(folder)["weights_sha256"])
+    conversion = record.get("converted") or record.get("exported") or {}
+    return str(conversion.get("source_identity") or identity(folder)["weights_sha256"])

@@ -1,4 +1,4 @@
-"""Find everything that a run needs, check it, and make or reopen its folder."""
+"""Find and check everything a run needs, and make or reopen its folder."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from crosstune.runs.same_training import check_base
 
 @dataclass
 class EarlyEvents:
-    """Keeps the events from before there is a record, to be written into it later."""
+    """Keep the events from before the record exists, to write them into it later."""
 
     screen: Observer
-    heard: list[Event] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
     def on_event(self, event: Event) -> None:
-        self.heard.append(event)
+        self.events.append(event)
         self.screen.on_event(event)
 
     def on_step(self, metrics: StepMetrics) -> None:
@@ -55,7 +55,7 @@ class EarlyEvents:
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """Everything that is found before there is a run folder."""
+    """Everything found before the run folder is made."""
 
     config: Config
     plan: Plan
@@ -71,15 +71,15 @@ class Ready:
     early: EarlyEvents
 
 
-def prepare(given: Config, group: Group, screen: Observer) -> Ready:
-    """Find the machine, the checkpoint, the model and the data, and raise whatever is wrong with them."""
+def prepare(request: Config, group: Group, screen: Observer) -> Ready:
+    """Find the machine, the checkpoint, the model and the data, and raise any problem with them."""
     ranks = group.ranks
-    config = with_world(resume.complete_config(given), ranks)
+    config = with_world(resume.complete_config(request), ranks)
     folder, early = run_folder(config), EarlyEvents(screen)
     checkpoint = resume.find_checkpoint(config, folder, early)
     if checkpoint is not None:
-        if passed := resume.passed_archive(given, checkpoint):
-            early.on_event(Warned(message=passed))
+        if message := resume.warn_of_older_archive(request, checkpoint):
+            early.on_event(Warned(message=message))
         config = resume.without_start_adapter(config, checkpoint)
     machine = share_machine(group, lambda: probe_for(config))
     facts = gather(config, machine=machine, ranks=ranks)
@@ -90,7 +90,7 @@ def prepare(given: Config, group: Group, screen: Observer) -> Ready:
     with in_turn(group):
         model = find_base(plan.config, checkpoint, screen)
         known = dataclasses.replace(facts, **model_facts(config))
-        if known != facts:  # it was not on this machine yet
+        if known != facts:  # the model was fetched just now
             facts, plan = known, resolve(config, known)
         if checked.model is None and model is not None:
             check_model(plan, model)
@@ -102,7 +102,7 @@ def prepare(given: Config, group: Group, screen: Observer) -> Ready:
         screen.on_event(adjustment.to_event())
     if recipe.num_steps() == 0:
         raise UserError(
-            "There is no step to run.", why="the data set and --num_epochs add up to less than one."
+            "There is no step to run.", why="the data set and --num_epochs give less than one step."
         )
     identified = identity_now(plan, model, recipe)
     start = _start(plan, checkpoint, identified)
@@ -128,7 +128,7 @@ def describe(ready: Ready, *, command: Sequence[str] | None) -> dict[str, Any]:
     )
     start = ready.start
     described |= {"identity": ready.identified, "resumed_from": start.facts() if start else None}
-    if ready.in_place:  # the run is as old as its first process
+    if ready.in_place:  # keep the time of the first process
         described["created"] = read_json(ready.folder / "plan.json").get("created", described["created"])
     return described
 
@@ -146,7 +146,7 @@ def begin(ready: Ready, described: Mapping[str, Any], screen: Observer) -> Recor
 
 
 def _check_base_adapter(plan: Plan, model: ModelFolder | None) -> list[str]:
-    """Return warnings about the adapter that a run starts from, and raise for one of another base."""
+    """Return warnings about --base_adapter; raise if it belongs to another base."""
     config = plan.config
     if not config.base_adapter or plan.method not in ("lora", "dora") or model is None:
         return []
@@ -171,7 +171,7 @@ def _open_record(
 
 
 def _keep_mlx_config(folder: Path, config: Config) -> None:
-    """So that the run can go on where the file has moved."""
+    """Copy the file of --mlx_config into the run, so that the run can continue if the file is moved."""
     copy = folder / resume.MLX_CONFIG_COPY
     source = Path(config.mlx_config).expanduser() if config.mlx_config else copy
     if source.resolve() != copy.resolve():
@@ -200,7 +200,7 @@ def _start(plan: Plan, checkpoint: Checkpoint | None, identified: Mapping[str, A
 
 
 def identity_now(plan: Plan, model: ModelFolder | None, recipe: Recipe) -> dict[str, Any]:
-    """Return what makes the training this training. The model of a recipe that brings its own is the recipe's."""
+    """Return the identity of the training. A recipe that brings its own model is identified by its name."""
     base = {"name": plan.config.recipe, "identity": "the recipe's own"}
     if model is not None:
         base = {"name": plan.config.model_name, "identity": weights_identity(model.path)}

@@ -1,4 +1,4 @@
-"""Continue a run: from which checkpoint, with which of its options, and what of its state fits."""
+"""Resume a run: choose the checkpoint, its options, and the parts of its state that fit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def names_path(config: Config) -> bool:
 
 
 def complete_config(config: Config) -> Config:
-    """With --resume PATH: the options of that run, with those that are asked now on top of them."""
+    """With --resume PATH, return the options of that run, overridden by those of this request."""
     if not names_path(config):
         return config
     path, packed = _unpacked(config)
@@ -47,7 +47,7 @@ def complete_config(config: Config) -> Config:
     backend = str((stored | config.options_asked()).get("backend", "auto"))
     stored |= kept_options(checkpoint, stored, backend=backend) | _same_rows(checkpoint, config)
     values = stored | config.options_asked() | {"resume": str(path)}
-    values.pop("base_adapter", None)  # its weights are in the checkpoint
+    values.pop("base_adapter", None)  # the checkpoint contains its weights
     if "name" not in config.asked and "output_dir" not in config.asked:
         values |= {"name": run.name, "output_dir": str(run.parent)}
     complete = make_config(**values)
@@ -56,10 +56,10 @@ def complete_config(config: Config) -> Config:
 
 
 def without_start_adapter(config: Config, checkpoint: Checkpoint) -> Config:
-    """The configuration of a run that goes on, without the adapter it began with: that is in the checkpoint."""
+    """Return the configuration without --base_adapter, whose weights are in the checkpoint."""
     values = config.options_asked()
     values.pop("base_adapter", None)
-    if config.resume == "auto":  # --resume PATH has it from the run already
+    if config.resume == "auto":  # --resume PATH already has the options of the run
         values = kept_options(checkpoint, values, backend=config.backend) | values
     found = make_config(**values)
     sources = {name: config.asked.get(name, "the checkpoint") for name in found.asked}
@@ -67,9 +67,8 @@ def without_start_adapter(config: Config, checkpoint: Checkpoint) -> Config:
 
 
 def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: str) -> dict[str, Any]:
-    """What the earlier part of a run used where it asked for something else or left it open. A choice that a machine
-    made by measuring itself is not made again on it, moments stay what they have become, and a file of settings that is
-    gone is in the run."""
+    """Return options to keep from the earlier part of a run: the precision it chose on this backend, the optimizer its
+    moments belong to, and the run's copy of a missing --mlx_config file."""
     manifest, kept = checkpoint.manifest, dict[str, Any]()
     if backend in ("auto", manifest["backend"]) and asked.get("precision", "auto") == "auto":
         kept["precision"] = manifest["precision"]
@@ -84,7 +83,7 @@ def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: s
 
 
 def _same_rows(checkpoint: Checkpoint, config: Config) -> dict[str, int]:
-    """On another number of processes a step keeps its rows: each process gets more micro-batches of it, or fewer."""
+    """Adapt gradient accumulation to another number of processes, so that a step keeps its rows."""
     rows = (checkpoint.manifest["identity"].get("order") or {}).get("rows_per_step")
     batch_size = config.batch_size if "batch_size" in config.asked else None
     batch_size = batch_size or (checkpoint.manifest.get("options") or {}).get("batch_size")
@@ -95,9 +94,9 @@ def _same_rows(checkpoint: Checkpoint, config: Config) -> dict[str, int]:
 
 
 def _unpacked(config: Config) -> tuple[Path, dict[str, Any]]:
-    """Where a run that was taken along is now, and the options that name what came with it."""
+    """Return the folder of a run, unpacking an archive, and the options for the files that came with it."""
     path = Path(config.resume).expanduser()
-    there: dict[str, Any] = {}
+    target: dict[str, Any] = {}
     if path.is_file():
         note = read_note(path)
         folder = Path(config.output_dir).expanduser() / (config.name or PurePosixPath(str(note["run"])).name)
@@ -105,38 +104,38 @@ def _unpacked(config: Config) -> tuple[Path, dict[str, Any]]:
             unpack_archive(path, folder)
         elif read_json(folder / NOTE) != note:
             raise UserError(
-                f"{folder} is there already and is not what {path} holds.",
-                do="choose another --name for the run that is taken along",
+                f"{folder} already exists and is not from {path}.",
+                do="choose another --name for the run in the archive",
             )
-        path, there = folder, {"backend": str(note["to"])}
+        path, target = folder, {"backend": str(note["to"])}
     note = read_json(path / NOTE) if path.is_dir() else {}
-    named = {option: str(path / place) for option, place in (note.get("options") or {}).items()}
-    return path, named | there
+    files = {option: str(path / place) for option, place in (note.get("options") or {}).items()}
+    return path, files | target
 
 
-def passed_archive(asked: Config, checkpoint: Checkpoint) -> str | None:
-    """What to say where an archive was given and its run has gone on since it was unpacked."""
-    path = Path(asked.resume).expanduser()
-    if not names_path(asked) or not path.is_file():
+def warn_of_older_archive(request: Config, checkpoint: Checkpoint) -> str | None:
+    """Return a warning if --resume names an archive whose unpacked run has continued since."""
+    path = Path(request.resume).expanduser()
+    if not names_path(request) or not path.is_file():
         return None
     step = int(read_note(path)["step"])
     if step == checkpoint.step:
         return None
     return (
-        f"{path} was unpacked before, as {find_run(checkpoint.folder)}: the run goes on from there, at step "
-        f"{checkpoint.step}, and not from step {step} of the archive; another --name starts from that"
+        f"{path} was already unpacked to {find_run(checkpoint.folder)}: the run continues there at step "
+        f"{checkpoint.step}, not at step {step} of the archive; use another --name to start from the archive"
     )
 
 
 def for_record(config: Config) -> Config:
-    """The configuration without what was asked of one start alone, as the run keeps it."""
+    """Return the configuration to record, without options that apply to a single start."""
     once = options_on_resume(OnResume.ONE_START)
     asked = {name: source for name, source in config.asked.items() if name not in once}
     return dataclasses.replace(config, asked=asked)
 
 
 def find_checkpoint(config: Config, folder: Path, observer: Observer) -> Checkpoint | None:
-    """The checkpoint to continue from; None when `auto` finds a fresh place. Damaged ones are passed over, loudly."""
+    """Return the checkpoint to continue from, or None if `auto` finds none. Damaged ones are skipped with a warning."""
     if config.resume == "none":
         return None
     if config.resume == "auto":
@@ -156,7 +155,7 @@ def find_checkpoint(config: Config, folder: Path, observer: Observer) -> Checkpo
 
 
 def settle_folder(folder: Path, checkpoint: Checkpoint) -> list[Path]:
-    """In the run that is continued: put later checkpoints aside, as their steps are done again another time."""
+    """Set aside the checkpoints after the one to continue from, whose steps are repeated."""
     later = [path for step, path in checkpoint_folders(folder / FOLDER) if step > checkpoint.step]
     return [set_aside(path) for path in later]
 
@@ -166,59 +165,59 @@ def continues_in_place(folder: Path, checkpoint: Checkpoint) -> bool:
 
 
 def measured_before(checkpoint: Checkpoint) -> Measured | None:
-    """What `crosstune move` measured on the machine the checkpoint is from, if it is from one."""
+    """Return the loss that `crosstune move` measured at this checkpoint, if any."""
     note = read_json(find_run(checkpoint.folder) / NOTE)
     found = note.get("measured")
     return Measured.from_json(found) if found and found["step"] == checkpoint.step else None
 
 
 def fitting_state(
-    state: SessionState, *, own: Mapping[str, Array] | None, optimizer: str, moments: bool
+    state: SessionState, *, current: Mapping[str, Array] | None, optimizer: str, moments: bool
 ) -> SessionState:
-    """Return what of a stored state a session takes: all of it or, given its `own` weights, those that it has in the
-    same shape, and its own for the rest.
+    """Return the state for a session: all of the stored one or, given the session's `current` weights, the stored arrays
+    that match them in name and shape, and the current ones otherwise.
 
-    Moments in 8 bits are made plain for an optimizer that has them in full.
+    8-bit moments are dequantized for an optimizer with fp32 moments.
     """
     kept: Mapping[str, Mapping[str, Array]] = state.moments if moments else {}
     if holds_eight_bit(kept) and not optimizer.endswith("_8bit"):
         kept = plain_moments(kept, state.weights)
-    if own is None:
+    if current is None:
         return dataclasses.replace(state, moments=kept)
-    fits = {n for n, a in state.weights.items() if n in own and own[n].shape == a.shape}
+    fits = {n for n, a in state.weights.items() if n in current and current[n].shape == a.shape}
     if not fits:
         raise UserError(
             "Nothing that the checkpoint has learned fits this run.",
-            why="not one of its arrays has the name and shape of one that is trained now.",
+            why="none of its arrays has the name and shape of a trained array.",
             do="continue with its own method, rank and targets, or start a new run",
         )
-    weights = {name: state.weights[name] if name in fits else array for name, array in own.items()}
+    weights = {name: state.weights[name] if name in fits else array for name, array in current.items()}
     kept = {slot: {n: a for n, a in arrays.items() if n in fits} for slot, arrays in kept.items()}
     return dataclasses.replace(state, weights=weights, moments=kept)
 
 
-def passed_over(error: DamagedCheckpoint) -> Warned:
-    """Return the warning about a damaged checkpoint that is not used."""
-    return Warned(message=f"passed over: {error.asked} {error.why}")
+def skip_warning(error: DamagedCheckpoint) -> Warned:
+    """Return the warning about a damaged checkpoint that is skipped."""
+    return Warned(message=f"skipped: {error.asked} {error.why}")
 
 
 def _newest(root: Path, observer: Observer) -> Checkpoint | None:
     damaged: list[DamagedCheckpoint] = []
     found = newest_valid(root, on_damaged=damaged.append)
     for error in damaged:
-        observer.on_event(passed_over(error))
-    strange = [path for path in root.iterdir() if step_of(path) is not None] if root.is_dir() else []
-    if found is None and not damaged and strange:
+        observer.on_event(skip_warning(error))
+    not_folders = [path for path in root.iterdir() if step_of(path) is not None] if root.is_dir() else []
+    if found is None and not damaged and not_folders:
         raise UserError(
-            f"{strange[0]} is not a folder of this run.",
-            why="a link or a file in the place of a checkpoint is not followed.",
-            do="put the folder itself there, or name where it is with --resume PATH",
+            f"{not_folders[0]} is not a folder of this run.",
+            why="a symlink or file in place of a checkpoint folder is not followed.",
+            do="put the folder itself there, or give its path with --resume PATH",
         )
     if found is None and damaged:
         raise UserError(
-            f"None of the {len(damaged)} checkpoints in {root} is whole.",
+            f"None of the {len(damaged)} checkpoints in {root} is intact.",
             why=damaged[0].why,
-            do="restore one from a copy, or start anew with --resume none --overwrite",
+            do="restore one from a copy, or start over with --resume none --overwrite",
         )
     return found
 
@@ -230,6 +229,6 @@ def _checkpoint_at(path: Path) -> Checkpoint:
     if found is None:
         raise UserError(
             f"{path} has no checkpoint to continue from.",
-            do="start a new run, with --save_steps N to keep some; `crosstune checkpoint verify RUN` says what is there",
+            do="start a new run with --save_steps N; `crosstune checkpoint verify RUN` lists the existing ones",
         )
     return found

@@ -1,4 +1,4 @@
-"""Check that a request matches the training of a checkpoint: part by part, in words."""
+"""Check that a request matches the training of a checkpoint, and describe the differences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from crosstune.core.quantization import QuantSpec, read_spec, same_meaning
 # Optimizers that keep the same moments.
 _FAMILIES = {"fused_adamw": "adamw", "fused_adam": "adam", "paged_adamw_8bit": "adamw_8bit"}
 _SETTINGS = {"lora": OnResume.ADAPTER, "dora": OnResume.ADAPTER, "llama_pro": OnResume.NEW_BLOCKS}
-"""Method -> what the options that decide the meaning of its weights declare."""
+"""Method -> declaration of the options that determine the meaning of its weights."""
 _TITLES = {"data": "training data"}
 
 
@@ -37,7 +37,7 @@ class Difference:
 def identity_of(
     plan: Plan, *, model: Mapping[str, Any], data: str, order: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what makes a training this training, to be compared part by part when a run continues."""
+    """Return the identity of a training, compared part by part when a run is resumed."""
     return {
         "model": dict(model),
         "data": data,
@@ -49,9 +49,9 @@ def identity_of(
 
 
 def settings_of(plan: Plan) -> dict[str, Any]:
-    """Return the options that decide what the trained weights mean."""
-    meaning = _SETTINGS.get(plan.method)
-    names = options_on_resume(meaning) if meaning is not None else ()
+    """Return the options that determine the meaning of the trained weights."""
+    declaration = _SETTINGS.get(plan.method)
+    names = options_on_resume(declaration) if declaration is not None else ()
     settings = {"method": plan.method, **{name: getattr(plan.config, name) for name in sorted(names)}}
     layers = read_mlx_settings(plan.config.mlx_config).num_layers if plan.method in ("lora", "dora") else None
     return settings | ({"num_layers": layers} if layers not in (None, -1) else {})
@@ -62,7 +62,7 @@ def quantization_name(plan: Plan) -> str | None:
 
 
 def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Return where two identities differ. What the older one does not record is not held against the newer."""
+    """Return the differences between two identities, ignoring parts that the older one does not record."""
     found: list[Difference] = []
     for kind in was.keys() & now.keys():
         before, after = was[kind], now[kind]
@@ -72,14 +72,14 @@ def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
                 for key in sorted({*before, *after})
                 if before.get(key) != after.get(key)
             ]
-        elif _essence(kind, before) != _essence(kind, after):
+        elif _comparable(kind, before) != _comparable(kind, after):
             found.append(_difference(kind, _TITLES.get(kind, kind), before, after))
     return sorted(found, key=lambda difference: MISMATCHES.index(difference.kind))
 
 
-def _essence(kind: str, value: Any) -> Any:
-    """Return what of a part counts: a model's weights and not its name, an optimizer's kind and not its speed, of a
-    quantization what changes the numbers."""
+def _comparable(kind: str, value: Any) -> Any:
+    """Return the value to compare: a model's weights without its name, an optimizer's family, and the fields of a
+    quantization that change values."""
     if kind == "model":
         return value["identity"]
     if kind == "quantization":
@@ -89,8 +89,8 @@ def _essence(kind: str, value: Any) -> Any:
 
 
 def is_adapted(difference: Difference, manifest: Mapping[str, Any], plan: Plan, *, measured: bool) -> bool:
-    """Return whether a difference belongs to a move to another backend: the base in that one's own bits, as long as what
-    that changes is measured, and Adam's moments out of 8 bits."""
+    """Return whether a difference is expected on another backend: a requantized base, if its effect is measured, or
+    8-bit Adam moments that become fp32."""
     if manifest["backend"] == plan.backend.name:
         return False
     if difference.kind == "quantization":
@@ -107,14 +107,14 @@ def _leaves_eight_bits(difference: Difference) -> bool:
 def explain_data(
     differences: Sequence[Difference], manifest: Mapping[str, Any], config: Config
 ) -> list[Difference]:
-    """Name the options that divide the same file otherwise, where the training data is another one."""
+    """If the training data differs, name instead the changed options that split the same file differently."""
     was, now = manifest.get("options") or {}, config.options()
     dividing = options_on_resume(OnResume.DIVIDES_DATA)
-    moved = [name for name in now if name in dividing and name in was and was[name] != now[name]]
-    if not moved or not any(difference.kind == "data" for difference in differences):
+    changed = [name for name in now if name in dividing and name in was and was[name] != now[name]]
+    if not changed or not any(difference.kind == "data" for difference in differences):
         return list(differences)
     found = [d for d in differences if d.kind != "data"]
-    return found + [Difference(kind="data", what=name, was=was[name], now=now[name]) for name in moved]
+    return found + [Difference(kind="data", what=name, was=was[name], now=now[name]) for name in changed]
 
 
 def check_same(differences: Sequence[Difference], config: Config) -> None:
@@ -126,12 +126,12 @@ def check_same(differences: Sequence[Difference], config: Config) -> None:
         raise UserError(
             "The checkpoint is from another training.",
             why="; ".join(difference.sentence() for difference in refused),
-            do=f"continue with the options it was made with, or add --allow_mismatch {kinds} to go on all the same",
+            do=f"continue with the options it was made with, or add --allow_mismatch {kinds} to continue anyway",
         )
 
 
 def changed_options(manifest: Mapping[str, Any], config: Config) -> list[Difference]:
-    """Return the options that differ from the earlier part of the run and shape what is learned or how fast."""
+    """Return the options that differ from the earlier part of the run and affect the training."""
     was, now = manifest.get("options") or {}, config.options()
     unreported = options_on_resume(OnResume.FREE, OnResume.ONE_START)
     return [
@@ -142,8 +142,8 @@ def changed_options(manifest: Mapping[str, Any], config: Config) -> list[Differe
 
 
 def check_base(adapter: Path, *, identity: str, quantization: QuantSpec | None) -> list[str]:
-    """Check the base that an adapter continues over: raise where it is another model than the adapter was trained
-    over, and return a warning where it is quantized otherwise. An adapter made elsewhere has no record to check."""
+    """Check the base of an adapter to continue: raise if it is not the model the adapter was trained on, and return a
+    warning if it is quantized differently. Adapters of other tools have no record to check."""
     record = read_json(adapter / "crosstune.json")
     base = record.get("base", {})
     recorded = base.get("identity", {}).get("sha256")
@@ -151,17 +151,17 @@ def check_base(adapter: Path, *, identity: str, quantization: QuantSpec | None) 
         return []
     if recorded != identity:
         raise UserError(
-            f"The adapter {adapter} was trained over another base.",
-            why=f"it was trained over {base.get('name')} with the identity {recorded[:12]}; this model has {identity[:12]}.",
+            f"The adapter {adapter} was trained on another base.",
+            why=f"it was trained on {base.get('name')} with the identity {recorded[:12]}; this model has {identity[:12]}.",
             do=f"use --model_name {base.get('name')}, or leave --base_adapter out",
         )
     before = read_spec(record.get("quantization"))
     if same_meaning(before, quantization):
         return []
-    words = [spec.describe() if spec is not None else "not quantized" for spec in (before, quantization)]
-    return [
-        f"base_adapter: it was trained over a base that was {words[0]}, and goes on over one that is {words[1]}"
+    descriptions = [
+        spec.describe() if spec is not None else "not quantized" for spec in (before, quantization)
     ]
+    return [f"base_adapter: its base was {descriptions[0]} in training and is {descriptions[1]} now"]
 
 
 def _difference(kind: str, what: str, was: Any, now: Any) -> Difference:

@@ -1,4 +1,4 @@
-"""LoRA and DoRA: small trained matrices beside frozen linear layers."""
+"""LoRA and DoRA adapters on frozen linear layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from crosstune.torch_engine.quantized import QuantLinear, dense_weight, weight_d
 
 
 class AdaptedLinear(nn.Module):
-    """y = base(x) + scale * B(A(dropout(x))). A and B are kept in fp32 and used in the type of x."""
+    """y = base(x) + scale * B(A(dropout(x))). A and B are stored in fp32 and cast to the dtype of x."""
 
     def __init__(self, base: nn.Module, *, name: str, settings: AdapterSettings, seed: int) -> None:
         super().__init__()
@@ -43,14 +43,14 @@ class AdaptedLinear(nn.Module):
         return {"lora_A.weight": self.lora_A, "lora_B.weight": self.lora_B}
 
     def merged(self) -> torch.Tensor:
-        """The weight of one linear layer that does the same, in fp32."""
+        """Return the adapter folded into the base weight, in fp32."""
         return dense_weight(self.base, torch.float32) + self.scale * (self.lora_B @ self.lora_A).detach()
 
 
 class DoraLinear(AdaptedLinear):
-    """The rows of W + scale * B A, each brought to a length that is learned.
+    """W + scale * B A with each row rescaled to a learned norm.
 
-    The length of a row is not differentiated through, as its authors propose: less memory, hardly any difference.
+    The row norms are treated as constants in the backward pass, as the authors of DoRA propose to save memory.
     """
 
     def __init__(self, base: nn.Module, *, name: str, settings: AdapterSettings, seed: int) -> None:
@@ -82,7 +82,7 @@ class DoraLinear(AdaptedLinear):
 def add_adapters(
     model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int, last_layers: int | None = None
 ) -> dict[str, AdaptedLinear]:
-    """Freeze the model and put an adapter on each chosen linear layer. Returns them by canonical name."""
+    """Freeze the model, add an adapter to each chosen linear layer, and return the adapters by canonical name."""
     model.requires_grad_(False)
     kind = DoraLinear if settings.magnitudes else AdaptedLinear
     adapters: dict[str, AdaptedLinear] = {}
@@ -95,8 +95,8 @@ def add_adapters(
 
 
 def name_targets(model: nn.Module, adapters: Mapping[str, AdaptedLinear]) -> list[str]:
-    bare = [name for name in _linear_names(model) if name.removesuffix(".base") not in adapters]
-    return short_names(adapters, bare)
+    without = [name for name in _linear_names(model) if name.removesuffix(".base") not in adapters]
+    return short_names(adapters, without)
 
 
 def choose_targets(model: nn.Module, targets: str, *, last_layers: int | None = None) -> list[str]:
@@ -105,7 +105,7 @@ def choose_targets(model: nn.Module, targets: str, *, last_layers: int | None = 
 
 
 def _linear_names(model: nn.Module) -> list[str]:
-    """Every linear layer, quantized or not, except the output head and those that the model reads past."""
+    """Return all linear layers, quantized or not, except the output head and layers for which `reads_weight` holds."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
     return [

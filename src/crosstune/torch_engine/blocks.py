@@ -1,4 +1,4 @@
-"""Block expansion (Llama-Pro): copies of decoder blocks that at first pass everything through, and alone are trained."""
+"""Block expansion (LLaMA Pro): add copies of decoder blocks that start as the identity, and train only those."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from crosstune.core.errors import UserError
 _LAYER = re.compile(r"^(.*\blayers)\.(\d+)\.(.+)$")
 _BLOCK = re.compile(r"^.*\blayers\.(\d+)$")
 WRITERS = frozenset({"o_proj", "out_proj", "c_proj", "dense", "down_proj", "fc2", "dense_4h_to_h"})
-"""Layers that write a block's results into the stream: with weight and bias at zero, a new block changes nothing."""
+"""Layers that write into the residual stream: with their weights and biases at zero, a new block is the identity."""
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """Block `i` of the expanded model is block `sources[i]` of the base; `new` holds the added ones."""
+    """Block `i` of the expanded model is block `sources[i]` of the base; `new` holds the added blocks."""
 
     sources: tuple[int, ...]
     new: frozenset[int]
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the new blocks are made here, and so have learned nothing yet."""
+        """Whether the new blocks are copied from the base now, so that they are still untrained."""
         return len(set(self.sources)) < len(self.sources)
 
     def names(self, base_name: str) -> list[tuple[str, bool]]:
-        """The names that a base tensor has in the expanded model, each with whether its values are zeroed there."""
+        """Return the names of a base tensor in the expanded model, each with whether its values are zeroed there."""
         match = _LAYER.match(base_name)
         if match is None:
             return [(base_name, False)]
-        stem, number, rest = match.group(1), int(match.group(2)), match.group(3)
+        prefix, number, suffix = match.group(1), int(match.group(2)), match.group(3)
         return [
-            (f"{stem}.{place}.{rest}", self.is_fresh and place in self.new and _writes(rest))
-            for place, source in enumerate(self.sources)
+            (f"{prefix}.{index}.{suffix}", self.is_fresh and index in self.new and _writes_stream(suffix))
+            for index, source in enumerate(self.sources)
             if source == number
         ]
 
@@ -48,18 +48,18 @@ class Expansion:
 
 
 def in_blocks(name: str, blocks: Collection[int]) -> bool:
-    """Whether a tensor belongs to one of these blocks."""
+    """Return whether a tensor belongs to one of these blocks."""
     match = _LAYER.match(name)
     return match is not None and int(match.group(2)) in blocks
 
 
-def _writes(name: str) -> bool:
+def _writes_stream(name: str) -> bool:
     layer, _, part = name.rpartition(".")
     return part in ("weight", "bias") and layer.rpartition(".")[2] in WRITERS
 
 
 def expand_evenly(num_layers: int, num_new: int) -> Expansion:
-    """One copy after every so many blocks."""
+    """Return an expansion with the copies at even distances; raise if the number of blocks does not allow it."""
     if not 0 < num_new <= num_layers or num_layers % num_new:
         divisors = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
         raise UserError(
@@ -78,24 +78,24 @@ def expand_evenly(num_layers: int, num_new: int) -> Expansion:
 
 
 def already_expanded(old: int, new: int) -> Expansion:
-    """A folder whose blocks are there already: nothing is copied, and the added ones are where even spreading puts them."""
+    """Return the expansion of a folder that already has its new blocks, at the positions of `expand_evenly`."""
     spread = expand_evenly(old, new - old)
     return Expansion(tuple(range(new)), spread.new)
 
 
 @torch.no_grad()
 def check_passes_through(model: nn.Module, expansion: Expansion, *, device: torch.device) -> None:
-    """Raise unless every new block gives back what it is given: one short row through the model shows it.
+    """Raise unless every new block returns its input, checked with one short row.
 
-    A block whose results reach the stream by a layer of another name, or that normalises the stream itself, would
-    make another model of the base before the first step.
+    A block that writes to the residual stream through a layer of another name, or normalizes the stream itself, would
+    change the model's outputs before the first step.
     """
     changed: list[str] = []
 
     def compare(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-            given = args[0] if args else kwargs["hidden_states"]
-            if not torch.equal(given, out[0] if isinstance(out, tuple) else out):
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if not torch.equal(hidden, out[0] if isinstance(out, tuple) else out):
                 changed.append(name)
 
         return hook
@@ -113,14 +113,14 @@ def check_passes_through(model: nn.Module, expansion: Expansion, *, device: torc
         hook.remove()
     if changed:
         raise UserError(
-            f"llama_pro cannot add blocks to a model of the kind {type(model).__name__}.",
-            why=f"a copied block ({changed[0]}) does not pass through what it is given, so the model would start as another one.",
+            f"llama_pro cannot add blocks to {type(model).__name__}.",
+            why=f"a copied block ({changed[0]}) does not return its input unchanged, so training would not start from the base model.",
             do="use --train_type lora or full",
         )
 
 
 def expand_config(config: Any, expansion: Expansion) -> Any:
-    """The model's config with more blocks; settings that are given per block are spread the same way."""
+    """Return the config of the expanded model; per-layer settings are expanded like the blocks."""
     expanded = copy.deepcopy(config)
     old = config.num_hidden_layers
     expanded.num_hidden_layers = len(expansion.sources)

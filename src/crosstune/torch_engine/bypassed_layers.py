@@ -1,4 +1,4 @@
-"""Layers whose weight is read by the part of the model around them, past the layer itself."""
+"""Find layers whose weight the parent module reads directly, without calling the layer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import nn
 
 
 def reads_weight(model: nn.Module, name: str) -> bool:
-    """Whether the module that holds this layer multiplies with its weight itself, as Mamba's mixer does.
+    """Return whether the parent of this layer multiplies with its weight itself, as Mamba's mixer does.
 
-    Such a layer can be neither quantized nor given an adapter: what stands in its place would not be asked.
+    Such a layer can be neither quantized nor adapted: the parent would never call the replacement.
     """
     parent, _, child = name.rpartition(".")
     kind: Any = type(model.get_submodule(parent))
@@ -23,5 +23,5 @@ def reads_weight(model: nn.Module, name: str) -> bool:
 def _source(kind: Any) -> str:
     try:
         return inspect.getsource(kind)
-    except (OSError, TypeError):  # a class that was not read from a file
+    except (OSError, TypeError):  # the class has no source file
         return ""

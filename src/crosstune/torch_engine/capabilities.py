@@ -1,4 +1,4 @@
-"""Small things run for real on a torch device: number formats, speed, attention kernels, collectives, quantizers."""
+"""Try what a torch device supports: dtypes, bf16 speed, attention kernels, collectives, quantizers."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from crosstune.core.quantization import QuantSpec
 from crosstune.torch_engine.quantized import QUANT_PACKAGE, QuantLinear, quantize_weight
 
 FAILURES = (ImportError, RuntimeError, AssertionError, ValueError, TypeError, AttributeError, OSError)
-"""What libraries raise when something does not work here. NotImplementedError is a RuntimeError."""
+"""Exceptions that libraries raise for unsupported operations. NotImplementedError is a RuntimeError."""
 
 DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16})
 _TOLERANCE = {"fp32": 2e-3, "fp16": 1e-2, "bf16": 5e-2}
-# Relative error of a product over a quantized weight, at several times what was measured on Gaussian weights.
+# Relative error of a product with a quantized weight: several times the error measured on Gaussian weights.
 _QUANTIZED_TOLERANCE = {8: 0.05, 4: 0.2, 3: 0.3, 2: 0.6, 1: 1.5}
 _WIDTH = 128
 _GROUP_SIZE = 64
 
 Notes = list[str]
-_NOT_WORTH_MORE = 0.2
-"""bf16 that is this slow on a small product is not timed on a larger one."""
+_TOO_SLOW = 0.2
+"""Stop timing larger products once bf16 reaches less than this fraction of the fp32 speed."""
 
 
 def works(trial: Callable[[], None], *, what: str, notes: Notes) -> bool:
-    """Run a trial; a failure becomes a note that says why."""
+    """Run a trial and return whether it succeeded; on failure, append the reason to `notes`."""
     try:
-        # A probe must leave the random numbers of a run as they were; new layers draw some.
+        # New layers draw random numbers; a probe must not change the random state of a run.
         with _quiet(), torch.random.fork_rng(devices=[]):
             trial()
     except FAILURES as error:
@@ -60,7 +60,7 @@ def working_dtypes(device: str, *, notes: Notes) -> tuple[str, ...]:
 
 
 def _try_dtype(device: str, name: str) -> None:
-    """A product and both its gradients, against the same in float64 on the processor."""
+    """Compare a product and its gradients with float64 on the CPU."""
     operands = [_random(48, 48, seed=seed).to(DTYPES[name]) for seed in range(3)]
     results = _product_with_gradients(*(operand.to(device) for operand in operands))
     references = _product_with_gradients(*(operand.double() for operand in operands))
@@ -78,25 +78,25 @@ def _product_with_gradients(left: Any, right: Any, weight: Any) -> tuple[Any, An
 
 
 def bf16_speedup(device: str) -> float:
-    """Return the time of an fp32 product over that of a bf16 one. A GPU needs a larger product to be busy at all.
+    """Return the time of an fp32 product divided by that of a bf16 one. A GPU needs a large product to be busy.
 
-    A processor without bf16 arithmetic can be a thousand times slower: small products find that out first.
+    A CPU without bf16 arithmetic can be a thousand times slower, so small products are timed first.
     """
     for size in (64, 256, 1024) if device == "cpu" else (2048,):
         ratio = _time_ratio(device, size)
-        if ratio < _NOT_WORTH_MORE:
+        if ratio < _TOO_SLOW:
             break
     return ratio
 
 
 def _time_ratio(device: str, size: int) -> float:
     operands = [_random(size, size).to(device, dtype) for dtype in (torch.float32, torch.bfloat16)]
-    for operand in operands:  # the first product of each kind also prepares its kernel
+    for operand in operands:  # warm up: the first product also loads its kernel
         _product_s(operand)
     rounds: list[list[float]] = []
     while len(rounds) < 5 and sum(map(sum, rounds)) < 0.08:
         rounds.append([_product_s(operand) for operand in operands])
-    # The best of each: whatever else runs on the same cores only adds time.
+    # The minimum of each: other load on the machine only adds time.
     fp32_s, bf16_s = (min(times) for times in zip(*rounds, strict=True))
     return round(fp32_s / bf16_s, 2)
 
@@ -111,7 +111,7 @@ def _product_s(operand: torch.Tensor) -> float:
 
 
 def working_attention(device: str, dtype: torch.dtype, *, notes: Notes) -> tuple[str, ...]:
-    """Kernels of torch's attention that ran with gradients, and the flash_attn package's on CUDA."""
+    """Return torch's attention kernels that ran forward and backward, and flash_attn where that package works."""
     kernels = {
         name.removesuffix("_ATTENTION").lower(): kernel for name, kernel in SDPBackend.__members__.items()
     }
@@ -119,7 +119,7 @@ def working_attention(device: str, dtype: torch.dtype, *, notes: Notes) -> tuple
     found = [
         label
         for label, kernel in sorted(kernels.items(), key=lambda item: item[0] == "math")
-        # That a kernel of another kind of device is missing here is no news; a missing flash kernel is.
+        # Kernels for other devices are expected to fail; only a missing flash kernel is worth a note.
         if works(
             partial(_try_attention, device, dtype, label, kernel),
             what=f"{label} attention does not run",
@@ -140,10 +140,10 @@ def _try_attention(device: str, dtype: torch.dtype, label: str, kernel: SDPBacke
     with sdpa_kernel(kernel):
         output = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
         output.float().square().sum().backward()
-    # MPS ignores the choice of kernel; the name of the backward pass tells which one ran.
+    # MPS ignores the chosen kernel; the name of the backward function shows which one ran.
     ran = output.grad_fn.name() if output.grad_fn is not None else ""
     if label != "math" and label.capitalize() not in ran:
-        raise RuntimeError("torch takes another kernel on this device")
+        raise RuntimeError("torch uses another kernel on this device")
     _check_finite(output, *(tensor.grad for tensor in inputs))
 
 
@@ -157,7 +157,7 @@ def _try_flash_package(device: str, dtype: torch.dtype) -> None:
 
 
 def working_collectives(device: str, *, notes: Notes) -> tuple[str, ...]:
-    """Process-group backends that take this device's tensors. Gloo is tried: its own list of devices is not true."""
+    """Return process-group backends that support this device. Gloo is tried, since its declared devices are wrong."""
     distributed = torch.distributed
     if not distributed.is_available():
         notes.append("this torch has no distributed package")
@@ -175,7 +175,7 @@ def working_collectives(device: str, *, notes: Notes) -> tuple[str, ...]:
 
 
 def _try_gloo(device: str) -> None:
-    """A group of one process on the loopback interface, beside the default group that a run may have."""
+    """All-reduce in a group of one process on the loopback interface, without touching a run's default group."""
     gloo = torch.distributed.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
@@ -184,7 +184,7 @@ def _try_gloo(device: str) -> None:
 
 
 def working_bits(quantizer: str, device: str, dtype: torch.dtype, *, notes: Notes) -> tuple[int, ...]:
-    """Bit widths at which a layer quantized by this library gave about the right product and a gradient."""
+    """Return the bit widths at which a layer quantized by this library gives a correct product and a gradient."""
     module = load_plugin(QUANT_PACKAGE, quantizer, kind="quantizer")
     if not works(partial(_import, module.LIBRARY), what=f"{quantizer} does not import", notes=notes):
         return ()
@@ -237,7 +237,7 @@ def _check_finite(*tensors: torch.Tensor | None) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the remarks that libraries make when first used off the screen. Logged errors still show."""
+    """Silence warnings of libraries on first use. Logged errors are still shown."""
     disabled = logging.root.manager.disable
     logging.disable(max(disabled, logging.WARNING))
     try:

@@ -22,13 +22,13 @@ from crosstune.torch_engine.stream import find_tensors
 
 
 def check_model(folder: Path, *, plan: Plan) -> None:
-    """Raise what loading the model or adding adapters would raise. The model is built without weights."""
+    """Raise the errors that loading the model or adding adapters would raise, without reading any weights."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
-    config, spec, held = read_config(folder), plan.quant_spec, read_prequantized(folder)
-    if held is not None:
-        check_asked(held, spec, train_type=plan.config.train_type)
+    config, spec, prequantized = read_config(folder), plan.quant_spec, read_prequantized(folder)
+    if prequantized is not None:
+        check_asked(prequantized, spec, train_type=plan.config.train_type)
     elif spec is not None or plan.method == "llama_pro":
         check_plain(folder)
     expansion = _plan_expansion(plan, folder, config)
@@ -37,10 +37,10 @@ def check_model(folder: Path, *, plan: Plan) -> None:
     with readable_errors(folder), init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     if spec is not None or expansion is not None:
-        places = find_tensors(folder) if held is None else held.dense
-        stored = {f"{layer}.weight" for layer in held.layers} if held is not None else set()
+        places = find_tensors(folder) if prequantized is None else prequantized.dense
+        stored = {f"{layer}.weight" for layer in prequantized.layers} if prequantized is not None else set()
         _check_names(model, places.keys() | stored, expansion, folder)
-    if spec is not None and held is None:
+    if spec is not None and prequantized is None:
         _check_shapes(model, spec, _layers_to_quantize(model, expansion))
     if plan.method in ADAPTER_METHODS:
         last_layers = read_mlx_settings(plan.config.mlx_config).num_layers

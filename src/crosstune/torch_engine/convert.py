@@ -1,4 +1,4 @@
-"""Rewrite a model folder with its weights quantized, quantized in another way, or dense, and measure the error."""
+"""Rewrite a model folder with quantized, requantized or dense weights, and measure the error."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ _SPARE_BYTES = 50_000_000
 
 @dataclass
 class WeightErrors:
-    """The norm of the difference to the reference over the norm of the reference, over all layers."""
+    """Relative error over all layers: the norm of the difference divided by the norm of the reference."""
 
     worst: float = 0.0
     worst_layer: str = ""
     _error: float = 0.0
-    _whole: float = 0.0
+    _total: float = 0.0
 
     def add(self, layer: str, weight: torch.Tensor, reference: torch.Tensor) -> None:
         error = float(((weight.double() - reference.double()) ** 2).sum())
-        whole = float((reference.double() ** 2).sum())
-        self._error, self._whole = self._error + error, self._whole + whole
-        share = (error / whole) ** 0.5 if whole else 0.0
-        if share > self.worst:
-            self.worst, self.worst_layer = share, layer
+        total = float((reference.double() ** 2).sum())
+        self._error, self._total = self._error + error, self._total + total
+        relative = (error / total) ** 0.5 if total else 0.0
+        if relative > self.worst:
+            self.worst, self.worst_layer = relative, layer
 
     @property
     def relative(self) -> float:
-        return (self._error / self._whole) ** 0.5 if self._whole else 0.0
+        return (self._error / self._total) ** 0.5 if self._total else 0.0
 
     def to_json(self) -> dict[str, Any]:
         return {"relative": self.relative, "worst": self.worst, "worst_layer": self.worst_layer}
@@ -55,15 +55,15 @@ class WeightErrors:
 
 @dataclass
 class Conversion:
-    """Weights on their way from `start` to their new form, measured as they pass."""
+    """Convert the weights of `start` tensor by tensor and measure the error."""
 
     start: Base
     spec: QuantSpec | None
-    """None: dense."""
+    """None for dense weights."""
     dtype: torch.dtype
-    """Of dense weights in the result, and of what a quantizer keeps as floats."""
+    """Dtype of the dense weights and of the quantizer's scales in the result."""
     replaced: Prequantized | None = None
-    """The quantized folder that is being replaced, where the start is its original: its choice of layers is kept."""
+    """The quantized folder to replace when `start` is its original: the same layers are quantized."""
     errors: WeightErrors = field(default_factory=WeightErrors)
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -86,12 +86,12 @@ class Conversion:
             write_record(folder, spec=self.spec, dtype=self.dtype, layers=self.layers, original=original)
 
     def result_bytes(self) -> int:
-        """Return about how much space the result needs; scales take up to two bits a weight."""
+        """Estimate the size of the result; scales take up to two bits per weight."""
         chosen = self._chosen()
         bits = self.spec.bits + 2 if self.spec is not None else 8 * self.dtype.itemsize
         counts = {name: math.prod(shape) for name, shape in weight_shapes(self.start.folder).items()}
-        few = sum(count for name, count in counts.items() if name.removesuffix(".weight") in chosen)
-        return few * bits // 8 + (sum(counts.values()) - few) * self.dtype.itemsize + _SPARE_BYTES
+        converted = sum(count for name, count in counts.items() if name.removesuffix(".weight") in chosen)
+        return converted * bits // 8 + (sum(counts.values()) - converted) * self.dtype.itemsize + _SPARE_BYTES
 
     def _tensors(self, on_read: OnBytes | None) -> Iterator[tuple[str, torch.Tensor]]:
         chosen = self._chosen()
@@ -114,9 +114,9 @@ class Conversion:
         yield from ((f"{layer}.weight.{part}", values) for part, values in tensors.items())
 
     def _chosen(self) -> set[str]:
-        """Return the layers to convert: those that are quantized already, else all that can be."""
-        held = self.replaced or read_prequantized(self.start.folder)
-        return held.layers if held is not None else quantizable_layers(self.start.folder)
+        """Return the layers to convert: the ones already quantized, or all quantizable ones."""
+        prequantized = self.replaced or read_prequantized(self.start.folder)
+        return prequantized.layers if prequantized is not None else quantizable_layers(self.start.folder)
 
     def _check_shapes(self) -> None:
         assert self.spec is not None
@@ -125,11 +125,13 @@ class Conversion:
             quantizer.check(self.spec, shapes[f"{layer}.weight"])
 
 
-def measure_errors(held: Prequantized, original: Base) -> WeightErrors:
-    """Return how far a quantized folder is from the weights it was made from."""
+def measure_errors(prequantized: Prequantized, original: Base) -> WeightErrors:
+    """Return the error of a quantized folder against the weights it was made from."""
     errors = WeightErrors()
     for name, tensor in base_tensors(original):
         layer = name.removesuffix(".weight")
-        if layer in held.layers and name.endswith(".weight"):
-            errors.add(layer, held.stored(layer, original.device).dequantize(torch.float32).cpu(), tensor)
+        if layer in prequantized.layers and name.endswith(".weight"):
+            errors.add(
+                layer, prequantized.stored(layer, original.device).dequantize(torch.float32).cpu(), tensor
+            )
     return errors

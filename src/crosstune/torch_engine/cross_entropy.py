@@ -1,4 +1,4 @@
-"""Cross entropy in fp32, a part of the logits at a time."""
+"""Cross entropy in fp32, computed over chunks of the logits."""
 
 from __future__ import annotations
 
@@ -8,35 +8,34 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 LOGITS_AT_A_TIME = 2**24
-"""fp32 copies of more logits than this are made in parts; fewer are cheaper at once."""
+"""More logits than this are converted to fp32 in chunks; fewer are faster at once."""
 
 
 def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the summed cross entropy of rows of logits, in fp32."""
     if logits.numel() <= LOGITS_AT_A_TIME:
         return F.cross_entropy(logits.float(), targets, reduction="sum")
-    total: torch.Tensor = _InParts.apply(logits, targets, max(1, LOGITS_AT_A_TIME // logits.shape[-1]))
+    total: torch.Tensor = _Chunked.apply(logits, targets, max(1, LOGITS_AT_A_TIME // logits.shape[-1]))
     return total
 
 
-class _InParts(torch.autograd.Function):
-    """Computes the gradient with the loss: beside the logits only one tensor of their size and dtype is kept, instead of
-    the logits, their log-softmax and its gradient in fp32."""
+class _Chunked(torch.autograd.Function):
+    """Compute the gradient together with the loss, which keeps one extra tensor of the logits' size and dtype instead of
+    the fp32 logits, their log-softmax and its gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, rows: int) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float32, device=logits.device)
-        wanted = ctx.needs_input_grad[0]
-        gradient = torch.empty_like(logits) if wanted else None
+        gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
         with torch.autocast(logits.device.type, enabled=False):
             for start in range(0, logits.shape[0], rows):
-                part = slice(start, start + rows)
-                log_probs = F.log_softmax(logits[part].float(), dim=-1)
-                total += F.nll_loss(log_probs, targets[part], reduction="sum")
+                chunk = slice(start, start + rows)
+                log_probs = F.log_softmax(logits[chunk].float(), dim=-1)
+                total += F.nll_loss(log_probs, targets[chunk], reduction="sum")
                 if gradient is not None:
-                    slope = log_probs.exp_()
-                    slope.scatter_add_(1, targets[part][:, None], slope.new_full((len(slope), 1), -1.0))
-                    gradient[part] = slope
+                    probs = log_probs.exp_()
+                    probs.scatter_add_(1, targets[chunk][:, None], probs.new_full((len(probs), 1), -1.0))
+                    gradient[chunk] = probs
         ctx.save_for_backward(*([gradient] if gradient is not None else []))
         return total
 

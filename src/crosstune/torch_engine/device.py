@@ -1,4 +1,4 @@
-"""The torch device of a backend, and its memory."""
+"""Open the torch device of a backend and manage its memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from crosstune.core.errors import OutOfMemory
 from crosstune.core.machine import BackendReport
 from crosstune.core.protocols import Memory
 
-# The CPU's and Apple's allocators raise a plain RuntimeError: only its words tell.
+# The CPU and MPS allocators raise a plain RuntimeError, recognized only by its message.
 _OUT_OF_MEMORY = re.compile(r"DefaultCPUAllocator|out of memory|can't allocate memory", re.IGNORECASE)
 
 
@@ -32,7 +32,7 @@ def open_device(report: BackendReport) -> torch.device:
 
 
 def read_memory(device: torch.device) -> Memory:
-    """Bytes in use now and at most so far: the device's own where it has memory of its own, else the process's."""
+    """Return current and peak bytes: of the device if it has its own memory, otherwise of the process."""
     module = _memory_module(device)
     if module is not None and hasattr(module, "max_memory_allocated"):
         return Memory(used_bytes=module.memory_allocated(), peak_bytes=module.max_memory_allocated())
@@ -44,7 +44,7 @@ def read_memory(device: torch.device) -> Memory:
 
 @contextlib.contextmanager
 def memory_errors(device: torch.device) -> Iterator[None]:
-    """Turn every form of "out of memory" into OutOfMemory, after giving cached memory back."""
+    """Convert every out-of-memory error to OutOfMemory, after releasing cached memory."""
     try:
         yield
     except RuntimeError as error:  # torch.OutOfMemoryError is one
@@ -56,7 +56,7 @@ def memory_errors(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch a model to evaluation, and back to what it was whatever happens inside."""
+    """Put a model in eval mode and restore its mode on exit."""
     training = model.training
     model.eval()
     try:
@@ -67,13 +67,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def clear_cache(device: torch.device) -> None:
     module = torch.get_device_module(device)
-    if hasattr(module, "empty_cache"):  # torch.cpu keeps nothing
+    if hasattr(module, "empty_cache"):  # torch.cpu has no cache
         module.empty_cache()
 
 
 @dataclass
 class CacheClearing:
-    """Hands memory that torch keeps for reuse back to the device every so many steps; never when `every` is 0."""
+    """Release torch's cached device memory every `every` steps; never if `every` is 0."""
 
     device: torch.device
     every: int
@@ -86,10 +86,10 @@ class CacheClearing:
 
 
 def give_back_freed() -> None:
-    """Have the C library return freed memory to the system: between large temporary tensors and small lasting
-    ones it otherwise keeps several times what is in use."""
+    """Make glibc return freed memory to the system. With large temporary tensors between small lasting ones it would
+    otherwise hold several times the memory in use."""
     trim = getattr(_c_library(), "malloc_trim", None)
-    if trim is not None:  # glibc alone has it
+    if trim is not None:  # only glibc has it
         trim(0)
 
 

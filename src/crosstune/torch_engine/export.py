@@ -1,4 +1,4 @@
-"""Save what was trained as files that PEFT and transformers load as they are."""
+"""Save trained weights in the formats of PEFT and transformers."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ SHARD_BYTES = 4 * 2**30
 
 
 def adapter_weights(adapters: Mapping[str, AdaptedLinear]) -> dict[str, nn.Parameter]:
-    """Return trained tensors by canonical name: the layer, then lora_A.weight, lora_B.weight or lora_magnitude_vector."""
+    """Return adapter parameters by canonical name: layer plus lora_A.weight, lora_B.weight or lora_magnitude_vector."""
     return {
         f"{name}.{part}": p for name, adapter in adapters.items() for part, p in adapter.trained().items()
     }
 
 
 def host_weights(adapters: Mapping[str, AdaptedLinear]) -> dict[str, Array]:
-    """Return copies of the trained tensors on the host, in fp32."""
+    """Return fp32 copies of the adapter parameters on the host."""
     return {name: p.detach().float().cpu().numpy() for name, p in adapter_weights(adapters).items()}
 
 
 def read_adapter_file(folder: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a PEFT adapter folder by their names there."""
+    """Read the tensors of a PEFT adapter folder under the names in its file."""
     path = folder / "adapter_model.safetensors"
     if not path.is_file():
         raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
@@ -48,11 +48,11 @@ def read_adapter_file(folder: Path) -> dict[str, torch.Tensor]:
 
 def load_adapter(folder: Path, adapters: Mapping[str, AdaptedLinear], *, settings: AdapterSettings) -> None:
     """Copy the weights of a PEFT adapter folder into the model's adapters."""
-    wanted = adapter_weights(adapters)
-    shapes = {name: tuple(parameter.shape) for name, parameter in wanted.items()}
+    parameters = adapter_weights(adapters)
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     tensors = read_adapter_files(folder, shapes, settings=settings)
     with torch.no_grad():
-        for name, parameter in wanted.items():
+        for name, parameter in parameters.items():
             parameter.copy_(torch.from_numpy(tensors[name]))
 
 
@@ -64,7 +64,7 @@ def save_model(
     base: Path,
     stem: str = PLAIN_STEM,
 ) -> None:
-    """Write a whole model folder that transformers loads."""
+    """Write a complete model folder that transformers can load."""
     save_tensors(folder, tensors, stem=stem)
     config.save_pretrained(folder)
     respell_folder(folder)
@@ -74,22 +74,22 @@ def save_model(
 def save_tensors(
     folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, stem: str = PLAIN_STEM
 ) -> None:
-    """Write tensors in shards: never more than one shard is in memory beside the source.
+    """Write tensors in shards, holding at most one shard in memory.
 
-    transformers looks for files named after `PLAIN_STEM`; another `stem` is for weights that it cannot read.
+    transformers looks for files named `PLAIN_STEM`; use another `stem` for weights it cannot read.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[list[str]] = []
-    held: dict[str, torch.Tensor] = {}
-    held_bytes = 0
+    shard: dict[str, torch.Tensor] = {}
+    shard_bytes = 0
     for name, tensor in tensors:
-        held[name] = tensor.detach().cpu().contiguous()
-        held_bytes += tensor.nbytes
-        if held_bytes >= SHARD_BYTES:
-            shards.append(_write_shard(folder, held, len(shards)))
-            held, held_bytes = {}, 0
-    if held:
-        shards.append(_write_shard(folder, held, len(shards)))
+        shard[name] = tensor.detach().cpu().contiguous()
+        shard_bytes += tensor.nbytes
+        if shard_bytes >= SHARD_BYTES:
+            shards.append(_write_shard(folder, shard, len(shards)))
+            shard, shard_bytes = {}, 0
+    if shard:
+        shards.append(_write_shard(folder, shard, len(shards)))
     _name_shards(folder, shards, stem)
 
 
@@ -99,7 +99,7 @@ def _write_shard(folder: Path, tensors: dict[str, torch.Tensor], number: int) ->
 
 
 def _name_shards(folder: Path, shards: list[list[str]], stem: str) -> None:
-    """Rename the shards as transformers expects them, with their number in the name, and write the index."""
+    """Rename the shards to transformers' scheme, NUMBER-of-TOTAL, and write the index."""
     if len(shards) == 1:
         (folder / "part-00000.safetensors").rename(folder / f"{stem}.safetensors")
         return

@@ -1,4 +1,4 @@
-"""Where in a model numbers first stop being finite."""
+"""Find the layers, weights and gradients of a model that are not finite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 @contextmanager
 def watch_outputs(model: nn.Module) -> Iterator[list[str]]:
-    """Inside the block, every layer whose output is not finite adds its name; the innermost of the first comes first."""
+    """Collect the names of layers whose output is not finite, in the order of the forward pass, innermost first."""
     bad: list[str] = []
 
     def watch(name: str) -> Callable[..., None]:
@@ -37,7 +37,7 @@ def bad_weights(masters: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def bad_gradients(masters: Mapping[str, torch.Tensor]) -> list[str]:
-    """Weights whose gradient is not finite, the last of the model first, as the backward pass meets them."""
+    """Return weights whose gradient is not finite, in the order of the backward pass."""
     return [
         name
         for name, tensor in reversed(list(masters.items()))

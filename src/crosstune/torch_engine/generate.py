@@ -1,4 +1,4 @@
-"""Answers for several prompts at once, through transformers' generation."""
+"""Generate answers for a batch of prompts with transformers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def generate(
     seed: int,
     on_token: OnToken | None = None,
 ) -> list[list[int]]:
-    """New tokens for each prompt, without the prompt and without the token that ended the answer.
+    """Return the new tokens for each prompt, without the prompt and the stop token.
 
-    Greedy when the temperature is 0. Sampling draws from `seed` and leaves the training's random state alone.
-    `on_token` hears each new token of a single prompt as it comes. What the model's own generation_config says
-    (beams, penalties, sampling) is set aside: an evaluation must measure the model and nothing else.
+    Decoding is greedy at temperature 0. Sampling uses `seed` and does not change the random state of the training.
+    `on_token` is called with each new token of a single prompt. The model's generation_config (beams, penalties,
+    sampling) is ignored, so that an evaluation measures the model alone.
     """
     width = max(len(prompt) for prompt in prompts)
     pad = stop_ids[0] if stop_ids else 0
@@ -44,7 +44,7 @@ def generate(
         eos_token_id=list(stop_ids) or None,
         use_cache=True,
     )
-    own, model.generation_config = model.generation_config, settings
+    saved, model.generation_config = model.generation_config, settings
     forked = (
         {"devices": [device.index or 0], "device_type": device.type}
         if device.type != "cpu"
@@ -59,12 +59,12 @@ def generate(
                 streamer=_Streamer(on_token) if on_token is not None else None,
             )
     finally:
-        model.generation_config = own
+        model.generation_config = saved
     return [_until_stop(row, stop_ids) for row in output[:, width:].tolist()]
 
 
 class _Streamer:
-    """What transformers calls with the prompt first and then with each new token."""
+    """Streamer for transformers, which calls `put` with the prompt first and then with each new token."""
 
     def __init__(self, on_token: OnToken) -> None:
         self.on_token = on_token
@@ -81,7 +81,7 @@ class _Streamer:
 
 
 def _until_stop(tokens: list[int], stop_ids: Sequence[int]) -> list[int]:
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         if token in stop_ids:
-            return tokens[:place]
+            return tokens[:index]
     return tokens

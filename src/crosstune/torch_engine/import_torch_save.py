@@ -1,4 +1,4 @@
-"""Reading what `torch.save` wrote: the only place that opens such a file, and only tensors and plain values in it."""
+"""Read checkpoints written by `torch.save`, restricted to tensors and plain values."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _SLOTS = {"exp_avg": "first_moment", "exp_avg_sq": "second_moment", "step": "ste
 
 @dataclass(frozen=True, kw_only=True)
 class Foreign:
-    """The parts of a foreign checkpoint, in names as transformers has them."""
+    """The parts of a foreign checkpoint, with weights named as in transformers."""
 
     weights: Mapping[str, Array]
-    """In the order of the file, which is that of the model's parameters."""
+    """In the order of the file, which is the order of the model's parameters."""
     moments: Mapping[int, Mapping[str, Array]] = field(default_factory=dict)
-    """Number of a parameter, in the order of the optimizer -> slot -> array."""
+    """Parameter index in the optimizer -> slot -> array."""
     order: tuple[int, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Everything beside: backend, precision, epoch and so on."""
+    """Other plain values: backend, precision, epoch and so on."""
 
 
 def read_foreign(path: Path) -> Foreign:
-    """Load with `weights_only=True`: whatever is more than tensors and plain values is refused, not run."""
+    """Load with `weights_only=True`, so that anything but tensors and plain values is refused and no code runs."""
     if not path.is_file():
         raise UserError(f"There is no file {path}.", do="name a file that torch.save wrote")
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except (
         pickle.UnpicklingError,
         RuntimeError,
@@ -50,20 +50,24 @@ def read_foreign(path: Path) -> Foreign:
         KeyError,
     ) as error:
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        why = f"it names {named[1]}, which could run code" if named else "it is damaged or of another kind"
+        why = (
+            f"it names {named[1]}, which could run code"
+            if named
+            else "it is damaged or not a torch.save file"
+        )
         raise UserError(
             f"{path} cannot be imported.",
             why=f"{why}; only tensors and plain values are read.",
             do="save it again as a dict of state dicts and plain values, with torch.save",
         ) from error
-    if not isinstance(found, Mapping):
-        raise UserError(f"{path} holds a {type(found).__name__}, not a dict of state dicts.")
-    return _sort(path, found)
+    if not isinstance(content, Mapping):
+        raise UserError(f"{path} holds a {type(content).__name__}, not a dict of state dicts.")
+    return _split(path, content)
 
 
-def _sort(path: Path, found: Mapping[Any, Any]) -> Foreign:
-    model_key = next((key for key in _MODEL_KEYS if isinstance(found.get(key), Mapping)), None)
-    tensors = found[model_key] if model_key is not None else found
+def _split(path: Path, content: Mapping[Any, Any]) -> Foreign:
+    model_key = next((key for key in _MODEL_KEYS if isinstance(content.get(key), Mapping)), None)
+    tensors = content[model_key] if model_key is not None else content
     weights = {
         _plain_name(str(name)): _array(value)
         for name, value in tensors.items()
@@ -71,13 +75,14 @@ def _sort(path: Path, found: Mapping[Any, Any]) -> Foreign:
     }
     if not weights:
         raise UserError(
-            f"{path} holds no weights.", why=f"none of {', '.join(_MODEL_KEYS)} is in it, nor tensors beside."
+            f"{path} holds no weights.",
+            why=f"it has none of the keys {', '.join(_MODEL_KEYS)} and no tensors at the top level.",
         )
-    optimizer_key = next((key for key in _OPTIMIZER_KEYS if isinstance(found.get(key), Mapping)), None)
-    optimizer = found[optimizer_key] if optimizer_key is not None else {}
+    optimizer_key = next((key for key in _OPTIMIZER_KEYS if isinstance(content.get(key), Mapping)), None)
+    optimizer = content[optimizer_key] if optimizer_key is not None else {}
     facts = {
         str(key): value
-        for key, value in found.items()
+        for key, value in content.items()
         if key not in (model_key, optimizer_key) and isinstance(value, (str, int, float, bool))
     }
     order = tuple(int(n) for group in optimizer.get("param_groups", ()) for n in group.get("params", ()))
@@ -96,7 +101,7 @@ def _plain_name(name: str) -> str:
 
 
 def _slots(state: Mapping[str, Any]) -> dict[str, Array]:
-    return {_SLOTS[own]: _array(torch.as_tensor(value)) for own, value in state.items() if own in _SLOTS}
+    return {_SLOTS[slot]: _array(torch.as_tensor(value)) for slot, value in state.items() if slot in _SLOTS}
 
 
 def _array(tensor: torch.Tensor) -> Array:

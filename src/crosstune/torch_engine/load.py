@@ -1,4 +1,4 @@
-"""A model folder to a torch model on its device: tensor by tensor, quantized and expanded on the way."""
+"""Load a model folder onto a torch device tensor by tensor, with quantization and block expansion."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from crosstune.torch_engine.quantized import QuantLinear, StoredWeight, open_qua
 from crosstune.torch_engine.stream import find_tensors, read_ahead
 
 OnLoad = Callable[[int, int], None]
-"""Hears how many of how many bytes are read."""
+"""Called with the bytes read so far and the total."""
 
 
 def load_model(
     folder: Path, *, plan: Plan, precision: Precision, device: torch.device, on_load: OnLoad | None = None
 ) -> tuple[nn.Module, Expansion | None]:
-    """The model, and which of its blocks are new where the method adds some."""
+    """Return the model, and its expansion if the method adds blocks."""
     config = read_config(folder)
     spec = plan.quant_spec
-    held = read_prequantized(folder)
-    if held is not None:
-        check_asked(held, spec, train_type=plan.config.train_type)
+    prequantized = read_prequantized(folder)
+    if prequantized is not None:
+        check_asked(prequantized, spec, train_type=plan.config.train_type)
     elif spec is not None or plan.method == "llama_pro":
         check_plain(folder)
     expansion = _plan_expansion(plan, folder, config)
@@ -49,7 +49,7 @@ def load_model(
     if spec is None and expansion is None:
         model = _from_pretrained(folder, plan=plan, precision=precision)
     else:
-        model = _assemble(folder, config, plan, precision, device, spec, expansion, held, on_load)
+        model = _assemble(folder, config, plan, precision, device, spec, expansion, prequantized, on_load)
     if precision.buffers is not None:
         _cast_buffers(model, precision.buffers)
     model = model.to(device)
@@ -60,13 +60,12 @@ def load_model(
 
 
 def attention_name(plan: Plan) -> str | None:
-    """None lets transformers take torch's fused attention wherever the model allows it; eager is for those who
-    forbid it."""
+    """Return "eager" if fused attention is disabled; None lets transformers use it wherever the model allows it."""
     return "eager" if plan.config.use_flash_attention is False else None
 
 
 def shrink_frozen(model: nn.Module, *, dtype: torch.dtype) -> None:
-    """Keep frozen linear weights in the type autocast would turn them into at each use: same values, half the memory."""
+    """Cast frozen linear weights to the autocast dtype: the same values at each use in half the memory."""
     shared = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for module in model.modules():
         if (
@@ -78,7 +77,7 @@ def shrink_frozen(model: nn.Module, *, dtype: torch.dtype) -> None:
 
 
 def quantizable_layers(folder: Path) -> set[str]:
-    """The layers of a model that training over a quantized base quantizes."""
+    """Return the layers that training over a quantized base quantizes."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -89,7 +88,7 @@ def quantizable_layers(folder: Path) -> set[str]:
 
 
 def read_config(folder: Path) -> Any:
-    """The model's config, without what it says about quantized weights: those are read here, not by transformers."""
+    """Return the model's config without its quantization_config: transformers does not read the quantized weights."""
     from transformers import AutoConfig
     from transformers.utils import logging
 
@@ -132,10 +131,10 @@ def _assemble(
     device: torch.device,
     spec: QuantSpec | None,
     expansion: Expansion | None,
-    held: Prequantized | None,
+    prequantized: Prequantized | None,
     on_load: OnLoad | None,
 ) -> nn.Module:
-    """Build the model without weights, then give it its tensors one by one, each quantized as soon as it is read."""
+    """Build the model without weights, then load its tensors one by one, quantizing each as soon as it is read."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -143,10 +142,10 @@ def _assemble(
         model = AutoModelForCausalLM.from_config(
             config, dtype=precision.weights, attn_implementation=attention_name(plan), trust_remote_code=False
         )
-    places = find_tensors(folder) if held is None else held.dense
-    stored_names = {f"{layer}.weight" for layer in held.layers} if held is not None else set()
+    places = find_tensors(folder) if prequantized is None else prequantized.dense
+    stored_names = {f"{layer}.weight" for layer in prequantized.layers} if prequantized is not None else set()
     _check_names(model, places.keys() | stored_names, expansion, folder)
-    quantized = _layers_to_quantize(model, expansion) if spec is not None and held is None else set()
+    quantized = _layers_to_quantize(model, expansion) if spec is not None and prequantized is None else set()
     if spec is not None:
         _check_shapes(model, spec, quantized)
     num_workers = 2 if plan.config.loading_workers == -1 else max(1, plan.config.loading_workers)
@@ -156,7 +155,7 @@ def _assemble(
     for name, tensor in read_ahead(sorted(places), places, num_workers=num_workers):
         done += places[name].end - places[name].start
         for target, zeroed in expansion.names(name) if expansion is not None else [(name, False)]:
-            # A new block's weights are copies: sharing them would train the block they came from.
+            # New blocks get copies: shared tensors would train the source block too.
             values = (
                 torch.zeros_like(tensor) if zeroed else tensor.clone() if expansion is not None else tensor
             )
@@ -170,15 +169,15 @@ def _assemble(
             give_back_freed()
         if on_load is not None:
             on_load(done, total)
-    if held is not None:
-        for layer in sorted(held.layers):
-            _put_quantized(model, layer, held.stored(layer, device))
+    if prequantized is not None:
+        for layer in sorted(prequantized.layers):
+            _put_quantized(model, layer, prequantized.stored(layer, device))
     model.tie_weights()
     return model
 
 
 def _layers_to_quantize(model: nn.Module, expansion: Expansion | None) -> set[str]:
-    """Linear layers, but not the head, whose errors reach the loss at once, and not new blocks, which are trained."""
+    """Return all linear layers except the head, whose errors reach the loss directly, and the trained new blocks."""
     head = model.get_output_embeddings()
     return {
         name
@@ -202,7 +201,7 @@ def _put_quantized(model: nn.Module, name: str, stored: StoredWeight) -> None:
     parent = model.get_submodule(parent_name)
     old = getattr(parent, child)
     bias = old.bias
-    assert bias is None or not bias.is_meta, "names are read in order, so a bias comes before its weight"
+    assert bias is None or not bias.is_meta, "names are sorted, so a bias is read before its weight"
     setattr(parent, child, QuantLinear(stored, bias.detach() if bias is not None else None))
 
 
@@ -216,27 +215,27 @@ def _put_dense(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def _check_names(model: nn.Module, names: Set[str], expansion: Expansion | None, folder: Path) -> None:
-    """The files must hold exactly the model's tensors; those tied to another may be left out."""
-    wanted = set(model.state_dict().keys())
+    """Check that the files hold exactly the model's tensors; tied weights may be missing."""
+    expected = set(model.state_dict().keys())
     tied = set(
         getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
     )
-    given = {
+    found = {
         target for name in names for target, _ in (expansion.names(name) if expansion else [(name, False)])
     }
-    missing, extra = sorted(wanted - given - tied), sorted(given - wanted)
+    missing, extra = sorted(expected - found - tied), sorted(found - expected)
     extra = [name for name in extra if not name.endswith("rotary_emb.inv_freq")]
-    if expansion is not None and not any(expansion.is_new(name) for name in given):
+    if expansion is not None and not any(expansion.is_new(name) for name in found):
         raise UserError(
-            f"llama_pro cannot add blocks to a model of the kind {type(model).__name__}.",
-            why="its blocks are not kept in a list named layers.",
+            f"llama_pro cannot add blocks to {type(model).__name__}.",
+            why="its blocks are not in a list named layers.",
             do="use --train_type lora or full",
         )
     if extra:
         raise UserError(
             f"{type(model).__name__} is not supported with a quantized base or with new blocks.",
-            why=f"{folder} holds {len(extra)} tensors under other names than the model has in memory, such as {extra[0]}.",
-            do="use --train_type lora, dora or full, which leave the loading to transformers",
+            why=f"{folder} holds {len(extra)} tensors under names that the model in memory does not have, such as {extra[0]}.",
+            do="use --train_type lora, dora or full, which load the model with transformers",
         )
     if missing:
         raise UserError(
@@ -258,7 +257,7 @@ def _plan_expansion(plan: Plan, folder: Path, config: Any) -> Expansion | None:
     if named is not None:
         if named[1] != config.num_hidden_layers:
             raise UserError(
-                f"{folder.name} promises {named[1]} blocks and its config has {config.num_hidden_layers}."
+                f"The name of {folder.name} says {named[1]} blocks, but its config has {config.num_hidden_layers}."
             )
         return already_expanded(*named)
     return expand_evenly(config.num_hidden_layers, plan.config.num_new_blocks)

@@ -1,4 +1,4 @@
-"""Fold an adapter into a base tensor by tensor, so that memory holds one shard of the result at a time."""
+"""Merge an adapter into a base model tensor by tensor, holding one shard of the result in memory."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Adapter:
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """Weights to fold into. With `spec`, each weight is quantized and made dense again, as training saw it."""
+    """Weights to merge into. With `spec`, each weight is quantized and dequantized, as in training."""
 
     folder: Path
     spec: QuantSpec | None = None
     compute: torch.dtype = torch.float32
-    """The dtype that dense weights had in training."""
+    """Dtype of dequantized weights in training."""
     new_blocks: frozenset[int] = frozenset()
-    """Blocks that training added: they were never quantized."""
+    """Blocks added by training, which were never quantized."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
@@ -57,7 +57,7 @@ def read_adapter(folder: Path, settings: Mapping[str, Any]) -> Adapter:
         layer, found, part = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
         if not found:
             raise UserError(
-                f"The adapter {folder} holds {name}.", why="that is no part of a LoRA or DoRA layer."
+                f"The adapter {folder} holds {name}.", why="that is not part of a LoRA or DoRA layer."
             )
         parts.setdefault(layer, {})[part.removesuffix(".weight")] = tensor.float()
     for layer, tensors in parts.items():
@@ -77,7 +77,7 @@ def read_adapter(folder: Path, settings: Mapping[str, Any]) -> Adapter:
 
 
 def fold(weight: torch.Tensor, matrices: Matrices, *, scale: float) -> torch.Tensor:
-    """Return one weight that computes what the frozen one and its adapter compute together, in fp32."""
+    """Return the weight with its adapter merged, in fp32."""
     merged = weight.float() + scale * (matrices.b @ matrices.a).to(weight.device)
     if matrices.magnitude is None:
         return merged
@@ -86,14 +86,14 @@ def fold(weight: torch.Tensor, matrices: Matrices, *, scale: float) -> torch.Ten
 
 
 def base_tensors(base: Base, *, on_read: OnBytes | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the base's tensors, dense; those that were quantized in training have the values that training saw, in fp32."""
-    held = read_prequantized(base.folder)
-    if held is not None:
-        yield from _dense_again(held, base, on_read)
+    """Yield the base's tensors, dense; those quantized in training have their dequantized values, in fp32."""
+    prequantized = read_prequantized(base.folder)
+    if prequantized is not None:
+        yield from _dequantized(prequantized, base, on_read)
         return
     places = find_tensors(base.folder)
     quantized = quantizable_layers(base.folder) if base.spec is not None else set()
-    for name, tensor in _counted(places, on_read):
+    for name, tensor in _read_all(places, on_read):
         layer = name.removesuffix(".weight")
         if (
             base.spec is not None
@@ -114,7 +114,7 @@ def dense_tensors(
     dtype: torch.dtype | None = None,
     on_read: OnBytes | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of the dense, merged model. `dtype` None keeps the dtype in which the base stores each."""
+    """Yield every tensor of the dense, merged model. `dtype` None keeps the dtype of each tensor in the base."""
     layers = adapter.layers if adapter is not None else {}
     if adapter is not None:
         check_layers(base.folder, adapter)
@@ -134,7 +134,7 @@ def write_dense(
     dtype: torch.dtype | None = None,
     on_read: OnBytes | None = None,
 ) -> None:
-    """Write a plain model folder that transformers loads, in shards, with the adapter folded in."""
+    """Write a dense, sharded model folder for transformers, with the adapter merged."""
     config = read_config(base.folder)
     if dtype is not None:
         config.dtype = dtype
@@ -143,10 +143,10 @@ def write_dense(
 
 
 def check_layers(base: Path, adapter: Adapter) -> None:
-    """Check that every matrix of the adapter has its weight, of the same shape, in the base's files."""
+    """Check that the base has a weight of matching shape for every layer of the adapter."""
     shapes = weight_shapes(base)
     wrong = [
-        f"{layer} is {(matrices.b.shape[0], matrices.a.shape[1])} there and {shapes.get(layer + '.weight')} here"
+        f"{layer} is {(matrices.b.shape[0], matrices.a.shape[1])} in the adapter and {shapes.get(layer + '.weight')} in the base"
         for layer, matrices in sorted(adapter.layers.items())
         if shapes.get(layer + ".weight") != (matrices.b.shape[0], matrices.a.shape[1])
     ]
@@ -154,38 +154,45 @@ def check_layers(base: Path, adapter: Adapter) -> None:
         raise UserError(
             f"The adapter {adapter.folder} does not fit the base {base}.",
             why=f"{len(wrong)} of {len(adapter.layers)} layers differ: {wrong[0]}.",
-            do="name the base that it was trained over with --base",
+            do="name the base it was trained on with --base",
         )
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every weight of a folder when it is dense."""
-    held = read_prequantized(folder)
-    places = find_tensors(folder) if held is None else held.dense
+    """Return the dense shape of every weight of a folder."""
+    prequantized = read_prequantized(folder)
+    places = find_tensors(folder) if prequantized is None else prequantized.dense
     shapes = {name: place.shape for name, place in places.items()}
-    return shapes | ({f"{layer}.weight": held.shape(layer) for layer in held.layers} if held else {})
+    return shapes | (
+        {f"{layer}.weight": prequantized.shape(layer) for layer in prequantized.layers}
+        if prequantized
+        else {}
+    )
 
 
 def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
-    """Return the dtype in which a folder stores each tensor; for a quantized one, the dtype it is computed in."""
-    held = read_prequantized(folder)
-    if held is None:
+    """Return the dtype of each tensor of a folder; for a quantized weight, its compute dtype."""
+    prequantized = read_prequantized(folder)
+    if prequantized is None:
         return {name: place.dtype for name, place in find_tensors(folder).items()}
-    kept = {name: place.dtype for name, place in held.dense.items()}
-    return kept | {f"{layer}.weight": held.compute for layer in held.layers}
+    kept = {name: place.dtype for name, place in prequantized.dense.items()}
+    return kept | {f"{layer}.weight": prequantized.compute for layer in prequantized.layers}
 
 
-def _dense_again(
-    held: Prequantized, base: Base, on_read: OnBytes | None
+def _dequantized(
+    prequantized: Prequantized, base: Base, on_read: OnBytes | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from _counted(held.dense, None)
-    for number, layer in enumerate(sorted(held.layers), start=1):
-        yield f"{layer}.weight", held.stored(layer, base.device).dequantize(base.compute).float().cpu()
+    yield from _read_all(prequantized.dense, None)
+    for number, layer in enumerate(sorted(prequantized.layers), start=1):
+        yield (
+            f"{layer}.weight",
+            prequantized.stored(layer, base.device).dequantize(base.compute).float().cpu(),
+        )
         if on_read is not None:
-            on_read(number * held.num_bytes // len(held.layers), held.num_bytes)
+            on_read(number * prequantized.num_bytes // len(prequantized.layers), prequantized.num_bytes)
 
 
-def _counted(places: dict[str, Place], on_read: OnBytes | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_all(places: dict[str, Place], on_read: OnBytes | None) -> Iterator[tuple[str, torch.Tensor]]:
     total, done = sum(place.end - place.start for place in places.values()), 0
     for name, tensor in read_ahead(sorted(places), places, num_workers=2):
         yield name, tensor

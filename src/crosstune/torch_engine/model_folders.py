@@ -61,19 +61,19 @@ class TorchFolders:
     def variant_logits(
         self, folder: Path, prompts: Prompts, variants: Mapping[str, DenseWeights]
     ) -> tuple[Logits, dict[str, Logits]]:
-        """Load the model once: only its weights are exchanged."""
+        """Load the model once and replace its weights for each variant."""
         model = verify.load_plainly(folder, self.precision, device=self.device)
-        own, found = self._logits(model, prompts), dict[str, Logits]()
+        reference, found = self._logits(model, prompts), dict[str, Logits]()
         for name, weights in variants.items():
             tensors = dense_tensors(self._base(weights), _read_adapter(weights), dtype=_dtype(weights))
             verify.replace_weights(model, tensors)
             found[name] = self._logits(model, prompts)
-        return own, found
+        return reference, found
 
     def weight_errors(self, folder: Path, original: Path) -> Mapping[str, Any]:
-        held = read_prequantized(folder)
-        assert held is not None, f"{folder} holds plain weights"
-        return measure_errors(held, Base(folder=original, device=self.device)).to_json()
+        prequantized = read_prequantized(folder)
+        assert prequantized is not None, f"{folder} holds plain weights"
+        return measure_errors(prequantized, Base(folder=original, device=self.device)).to_json()
 
     def write_dense(
         self, target: Path, weights: DenseWeights, *, session: Any = None, on_bytes: OnBytes | None = None

@@ -1,4 +1,4 @@
-"""Open a model for training on a torch device: plain functions, in the order in which they happen."""
+"""Open a model for training on a torch device, step by step."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def open_session(
     trained: bool = True,
     group: Group | None = None,
 ) -> TorchSession:
-    """Open the model of a task; of a causal language model when no task is named.
+    """Open the model of a task, by default a causal language model.
 
-    `trained=False` opens it to evaluate and generate only: no masters, no optimizer. A group of several processes is
-    refused before this, in the plan.
+    `trained=False` opens it for evaluation and generation only, without masters and optimizer. The plan already
+    refuses a group of several processes.
     """
     task = task if task is not None else CausalLM()
     device, precision = open_device(plan.backend), PRECISIONS[plan.precision]
@@ -67,7 +67,7 @@ def open_session(
 
 
 def adapt(model: nn.Module, plan: Plan, *, precision: Precision) -> dict[str, AdaptedLinear]:
-    """Add LoRA or DoRA adapters where the method asks for them, with the weights of --base_adapter."""
+    """Add LoRA or DoRA adapters if the method uses them, and load the weights of --base_adapter."""
     config = plan.config
     if plan.method not in ("lora", "dora"):
         return {}
@@ -87,7 +87,7 @@ def adapt(model: nn.Module, plan: Plan, *, precision: Precision) -> dict[str, Ad
 
 
 def recompute_activations(model: nn.Module, plan: Plan) -> None:
-    """Recompute activations in the backward pass instead of keeping them, where that is asked."""
+    """Turn on activation checkpointing if the config asks for it."""
     config = plan.config
     if not config.use_gradient_checkpointing:
         return
@@ -100,14 +100,14 @@ def recompute_activations(model: nn.Module, plan: Plan) -> None:
     reentrant = config.reentrant_checkpointing
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     if reentrant and plan.method != "full":
-        # Re-entrant checkpointing passes gradients only through inputs that ask for one.
+        # Reentrant checkpointing needs at least one input that requires gradients.
         model.enable_input_require_grads()
 
 
 def trained_parameters(
     model: nn.Module, adapters: Mapping[str, AdaptedLinear]
 ) -> dict[str, torch.nn.Parameter]:
-    """Return what is trained, by canonical name: the adapters, or every parameter that requires gradients."""
+    """Return the trained parameters by canonical name: the adapters, or all parameters that require gradients."""
     if adapters:
         return export.adapter_weights(adapters)
     return {name: p for name, p in model.named_parameters() if p.requires_grad}

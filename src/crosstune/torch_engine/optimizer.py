@@ -1,4 +1,4 @@
-"""Optimizers over fp32 masters of what is trained."""
+"""Optimizers over fp32 master copies of the trained parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EPSILON = 1e-8
 
 
 class Masters:
-    """What the optimizer moves. A parameter in fp32 is its own master; a shorter one has a copy in fp32."""
+    """Parameters the optimizer updates. An fp32 parameter is its own master; a 16-bit one has an fp32 copy."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = dict(parameters)
@@ -24,7 +24,7 @@ class Masters:
         }
 
     def collect_gradients(self) -> None:
-        """Add the gradients of one backward pass to the masters', in fp32."""
+        """Add the gradients of one backward pass to those of the masters, in fp32."""
         for name, parameter in self.parameters.items():
             master = self.masters[name]
             if master is parameter or parameter.grad is None:
@@ -48,9 +48,9 @@ class Masters:
 def make_optimizer(
     name: str, masters: Mapping[str, torch.Tensor], *, weight_decay: float, b_ratio: float = 1.0
 ) -> torch.optim.Optimizer:
-    """Decay goes to matrices only: biases and the gains of norms are not pulled to zero.
+    """Return the optimizer, with weight decay on matrices only, not on biases and norm weights.
 
-    `b_ratio` is how much faster the B matrices of adapters learn; each group keeps its ratio to the rate of a step.
+    `b_ratio` scales the learning rate of the adapters' B matrices (LoRA+); each group stores its own ratio.
     """
     groups: dict[tuple[bool, bool], list[torch.Tensor]] = {}
     for key, master in masters.items():
@@ -103,7 +103,7 @@ _OPTIMIZERS: Mapping[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "paged_adamw_8bit": _paged_adamw_8bit,
     "sgd": partial(torch.optim.SGD, lr=0.0),
     "adadelta": partial(torch.optim.Adadelta, lr=0.0),
-    # By default a step is scaled by the size of what it changes, at least 1e-3: with that, B matrices, which start at
-    # zero, hardly move. A floor of 1 turns it off, and a rate means what it means for adamw.
+    # By default an update is scaled by the RMS of the parameter, at least 1e-3, so B matrices, which start at zero,
+    # hardly change. A floor of 1 turns this off and makes learning rates comparable to adamw.
     "adafactor": partial(torch.optim.Adafactor, lr=0.0, eps=(None, 1.0)),
 }

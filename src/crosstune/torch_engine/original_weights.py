@@ -1,4 +1,4 @@
-"""Let a quantized model compute with its original weights for a while, each read from its file when needed."""
+"""Run a quantized model with its original weights temporarily, reading each from its file when needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from crosstune.torch_engine.stream import Place, find_tensors, read_tensor
 
 
 class FileWeight(nn.Module):
-    """A weight on disk in place of a quantized one: memory holds one of them at a time."""
+    """A weight on disk that replaces a quantized one; only one is in memory at a time."""
 
     def __init__(self, shape: tuple[int, int], place: Place, device: torch.device) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ def original_weights(model: nn.Module, folder: Path, expansion: Expansion) -> It
     try:
         for name, layer in layers.items():
             device = kept[name].packed.device
-            lent = FileWeight(kept[name].shape, places[f"{name}.weight"], device)
-            layer.register_module("stored", lent)
+            original = FileWeight(kept[name].shape, places[f"{name}.weight"], device)
+            layer.register_module("stored", original)
         yield
     finally:
         for name, layer in layers.items():

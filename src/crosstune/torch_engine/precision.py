@@ -1,4 +1,4 @@
-"""The number formats behind each name of --precision."""
+"""Map each value of --precision to torch dtypes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     weights: torch.dtype
-    """Of the weights as they lie in memory. What is trained has fp32 masters besides, whatever this is."""
+    """Dtype of the weights in memory. Trained parameters always have fp32 masters as well."""
     autocast: torch.dtype | None = None
     buffers: torch.dtype | None = None
 

@@ -1,4 +1,4 @@
-"""Folders whose weights are quantized already: read tensor by tensor, and written."""
+"""Read and write model folders with quantized weights."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Prequantized:
 
     @cached_property
     def dense(self) -> dict[str, Place]:
-        """The tensors that are not part of a quantized weight."""
+        """Tensors that are not part of a quantized weight."""
         return {name: place for name, place in self.places.items() if self._layer_of(name) is None}
 
     @property
@@ -66,9 +66,9 @@ class Prequantized:
         return rows, columns
 
     def layer_spec(self, layer: str) -> QuantSpec:
-        """Return how one layer is quantized, which may be otherwise than most of the folder."""
-        own = self.facts.layers[layer].get("spec")
-        return self.spec if own is None else QuantSpec.from_json(own)
+        """Return the quantization of one layer, which may differ from that of the folder."""
+        spec = self.facts.layers[layer].get("spec")
+        return self.spec if spec is None else QuantSpec.from_json(spec)
 
     def stored(self, layer: str, device: torch.device) -> StoredWeight:
         prefix = f"{layer}.weight."
@@ -79,8 +79,8 @@ class Prequantized:
         }
         facts = self.facts.layers[layer]
         if self.facts.own:
-            plain = {name: value for name, value in facts.items() if name != "spec"}
-            return restore_weight(self.layer_spec(layer).quantizer, tensors, plain)
+            weight_facts = {name: value for name, value in facts.items() if name != "spec"}
+            return restore_weight(self.layer_spec(layer).quantizer, tensors, weight_facts)
         packed = read_tensor(self.places[f"{layer}.weight"]).to(device)
         return restore_weight(self.spec.quantizer, {**tensors, "packed": packed}, facts)
 
@@ -99,18 +99,18 @@ class Prequantized:
 
 
 def read_prequantized(folder: Path) -> Prequantized | None:
-    """None for a folder of plain weights."""
+    """Return the folder's quantization, or None for plain weights."""
     facts = read_quantization(folder)
     if facts is None:
         return None
     if facts.spec.quantizer == "mlx":
         raise UserError(
             f"{folder} holds weights quantized by MLX, which torch cannot read.",
-            why=f"they are packed in MLX's own way, {facts.spec.bits} bits in groups of {facts.spec.group_size}.",
+            why=f"they are packed in MLX's own format, {facts.spec.bits} bits in groups of {facts.spec.group_size}.",
             do=f"use --backend mlx, or get plain weights: crosstune convert {folder} --to hf",
         )
-    held = Prequantized(folder, facts)
-    for spec in {held.spec, *(held.layer_spec(layer) for layer in held.layers)}:
+    prequantized = Prequantized(folder, facts)
+    for spec in {prequantized.spec, *(prequantized.layer_spec(layer) for layer in prequantized.layers)}:
         library = open_quantizer(spec).LIBRARY
         if importlib.util.find_spec(library.partition(".")[0]) is None:
             raise UserError(
@@ -118,14 +118,14 @@ def read_prequantized(folder: Path) -> Prequantized | None:
                 why=f"its library {library} is not installed.",
                 do=read_quantizers()[spec.quantizer].install_command,
             )
-    return held
+    return prequantized
 
 
-def check_asked(held: Prequantized, asked: QuantSpec | None, *, train_type: str) -> None:
-    """Raise unless a run asks for exactly the quantization that the folder holds: nothing is quantized twice."""
-    spec = held.spec
+def check_asked(prequantized: Prequantized, asked: QuantSpec | None, *, train_type: str) -> None:
+    """Raise unless a run requests exactly the quantization of the folder: nothing is quantized twice."""
+    spec = prequantized.spec
     method, library = TRAIN_TYPE_PARTS[train_type]
-    fitting = train_type if library in ("auto", spec.quantizer) else {"dora": "dora"}.get(method, "qlora")
+    matching = train_type if library in ("auto", spec.quantizer) else {"dora": "dora"}.get(method, "qlora")
     flags = f"--quantization_backend {spec.quantizer} --n_bits {spec.bits}"
     if spec.has_groups():
         flags += f" --group_size {spec.group_size}"
@@ -135,30 +135,30 @@ def check_asked(held: Prequantized, asked: QuantSpec | None, *, train_type: str)
         flags += " --double_quant false"
     if method not in ("lora", "dora"):
         raise UserError(
-            f"{held.folder} holds {spec.quantizer} weights of {spec.bits} bits, which {method} cannot train.",
-            why="quantized weights stay as they are.",
-            do=f"use --train_type qlora {flags}, or get plain weights: crosstune convert {held.folder} --to none",
+            f"{prequantized.folder} holds {spec.quantizer} weights of {spec.bits} bits, which {method} cannot train.",
+            why="quantized weights cannot be updated.",
+            do=f"use --train_type qlora {flags}, or get plain weights: crosstune convert {prequantized.folder} --to none",
         )
     if asked is None or not same_meaning(asked, spec):
-        have = (
+        requested = (
             "a base that is not quantized" if asked is None else f"{asked.quantizer} with {asked.bits} bits"
         )
         raise UserError(
-            f"{held.folder} holds weights quantized otherwise than asked ({have}).",
+            f"{prequantized.folder} holds weights quantized differently than requested ({requested}).",
             why=f"they are {spec.quantizer}, {spec.bits} bits, groups of {spec.group_size}, kind {spec.resolved_kind()}.",
-            do=f"use --train_type {fitting} {flags}, or crosstune convert the folder",
+            do=f"use --train_type {matching} {flags}, or crosstune convert the folder",
         )
 
 
 def check_plain(folder: Path) -> None:
-    """Raise when a folder says that its weights are quantized in a way that is not read here."""
+    """Raise if a folder's config names a quantization that crosstune cannot read."""
     settings = read_config_json(folder).get("quantization_config")
     if not settings:
         return
     bits = next((f" with {n} bits" for n in (8, 4) if settings.get(f"load_in_{n}bit")), "")
     raise UserError(
         f"{folder} holds weights quantized by {settings.get('quant_method', 'another tool')}{bits}.",
-        why="crosstune quantizes plain weights, and reads bitsandbytes' 4 bits and what crosstune convert has written.",
+        why="crosstune quantizes plain weights; it reads only 4-bit bitsandbytes folders and those written by crosstune convert.",
         do="name the folder or hub id of the model's original weights",
     )
 
@@ -171,7 +171,7 @@ def write_record(
     layers: Mapping[str, dict[str, Any]],
     original: Mapping[str, Any] | None,
 ) -> None:
-    """What makes a folder of tensors a quantized model; written when the tensors are all there."""
+    """Write the file that marks a folder as a quantized model, after all its tensors."""
     write_json(
         folder / RECORD,
         {
@@ -185,11 +185,11 @@ def write_record(
 
 
 def own_config(spec: QuantSpec) -> dict[str, Any]:
-    """For config.json: keeps transformers from reading the folder as plain weights."""
+    """Return the quantization_config that keeps transformers from loading the folder as plain weights."""
     return {"quant_method": OWN_METHOD, "quantizer": spec.quantizer, "bits": spec.bits}
 
 
 def pieces(weight: StoredWeight) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return a stored weight as tensors in memory of their own, and the rest as JSON."""
+    """Return copies of a stored weight's tensors, and its facts as JSON."""
     tensors = {name: tensor.detach().clone() for name, tensor in weight.tensors().items()}
     return tensors, dict(weight.facts)

@@ -1,4 +1,4 @@
-"""What one torch backend of this computer can do, found by trying it. Works from a backend's spec alone."""
+"""Probe what a torch backend supports on this computer, given only its spec."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BUILD_TITLES = {"cuda": "CUDA", "hip": "ROCm", "xpu": "Intel XPU", "mps": "Appl
 
 
 def probe(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> BackendReport:
-    """Report on a backend; those of `quantizers` that are torch's are tried too, the others left out."""
+    """Probe a backend, and those of `quantizers` that the torch engine has."""
     reason = _why_missing(spec)
     if reason:
         return _missing(spec, reason)
@@ -28,8 +28,8 @@ def probe(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> BackendReport
         return _missing(spec, "; ".join(notes))
     devices, unified = _devices(spec.device)
     dtype = capabilities.DTYPES[next(name for name in ("bf16", "fp16", "fp32") if name in dtypes)]
-    tried = [name for name in quantizers if name in plugin_names(capabilities.QUANT_PACKAGE)]
-    bits = {name: capabilities.working_bits(name, spec.device, dtype, notes=notes) for name in tried}
+    known = [name for name in quantizers if name in plugin_names(capabilities.QUANT_PACKAGE)]
+    bits = {name: capabilities.working_bits(name, spec.device, dtype, notes=notes) for name in known}
     collectives = capabilities.working_collectives(spec.device, notes=notes)
     return BackendReport(
         name=spec.name,
@@ -48,21 +48,21 @@ def probe(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> BackendReport
 
 
 def torch_device(name: str) -> Any:
-    """torch's own object for a device."""
+    """Return the torch.device of this name."""
     import torch
 
     return torch.device(name)
 
 
 def torch_dtype(name: str) -> Any:
-    """torch's own object for fp32, fp16 or bf16."""
+    """Return the torch.dtype of fp32, fp16 or bf16."""
     from crosstune.torch_engine.capabilities import DTYPES
 
     return DTYPES[name]
 
 
 def allocated_bytes(device: str) -> tuple[int, int]:
-    """What this process's tensors take on the first device, and what torch holds there for them."""
+    """Return the bytes this process has allocated and reserved on the first device."""
     import torch
 
     module = torch.get_device_module(device)
@@ -80,7 +80,7 @@ def _missing(spec: BackendSpec, reason: str) -> BackendReport:
 
 
 def _why_missing(spec: BackendSpec) -> str:
-    """Why torch cannot use this backend; empty when it can."""
+    """Return why torch cannot use this backend, or an empty string if it can."""
     try:
         import torch
     except ModuleNotFoundError as error:
@@ -92,23 +92,23 @@ def _why_missing(spec: BackendSpec) -> str:
     try:
         module = torch.get_device_module(spec.device)
     except (RuntimeError, AttributeError):
-        return f"torch {torch.__version__} knows no device '{spec.device}'"
+        return f"torch {torch.__version__} has no device '{spec.device}'"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         available = _is_available(spec.device, module)
     if available:
         return ""
-    said = f" ({str(caught[0].message).splitlines()[0]})" if caught else ""
-    return f"no {spec.title} or driver was found{said}"
+    warning = f" ({str(caught[0].message).splitlines()[0]})" if caught else ""
+    return f"no {spec.title} or driver was found{warning}"
 
 
 def _is_available(device: str, module: Any) -> bool:
-    ask = getattr(module, "is_available", None)
-    if ask is None:  # torch.mps before torch 2.7
+    is_available = getattr(module, "is_available", None)
+    if is_available is None:  # torch.mps before torch 2.7
         import torch
 
-        ask = getattr(torch.backends, device).is_available
-    return bool(ask())
+        is_available = getattr(torch.backends, device).is_available
+    return bool(is_available())
 
 
 def _is_built(build: str) -> bool:
@@ -123,7 +123,7 @@ def _is_built(build: str) -> bool:
 def _why_not_built(spec: BackendSpec) -> str:
     import torch
 
-    if not hasattr(torch.version, spec.torch_build):  # not another wheel but another kind of computer
+    if not hasattr(torch.version, spec.torch_build):  # needs another kind of computer, not another wheel
         return f"this torch has no {spec.torch_build} support ({platform.system()}, {platform.machine()})"
     built = [title for build, title in _BUILD_TITLES.items() if _is_built(build)]
     if not built:
@@ -132,7 +132,7 @@ def _why_not_built(spec: BackendSpec) -> str:
 
 
 def _devices(device: str) -> tuple[tuple[Device, ...], bool]:
-    """The devices, and whether their memory is the system's."""
+    """Return the devices, and whether they share the system's memory."""
     import torch
 
     if device == "cpu":
@@ -157,9 +157,9 @@ def _device(module: Any, index: int, properties: Any) -> Device:
 
 
 def _free_bytes(module: Any, index: int, total: int) -> int:
-    """Free memory; of a device other than the current one only as far as its driver's library tells.
+    """Return free memory; for a device other than the current one, as reported by the driver's library.
 
-    Asking torch about another device opens a context there, which costs each process hundreds of megabytes.
+    mem_get_info on another device would open a context there, which costs each process hundreds of megabytes.
     """
     if index == module.current_device():
         return int(module.mem_get_info(index)[0])
@@ -170,7 +170,7 @@ def _free_bytes(module: Any, index: int, total: int) -> int:
 
 
 def _merge(notes: Sequence[str]) -> tuple[str, ...]:
-    """Each note once; a library that is not installed fails at every bit width in the same words."""
+    """Join notes with the same reason: a library that is not installed fails alike at every bit width."""
     merged: dict[str, list[str]] = {}
     for note in notes:
         what, colon, why = note.partition(": ")

@@ -1,4 +1,4 @@
-"""A frozen weight of few bits, and the linear layer that gradients pass through."""
+"""Quantized, frozen weights, and the linear layer that passes gradients through them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from crosstune.core.quantization import QuantSpec
 
 QUANT_PACKAGE = "crosstune.torch_engine.quant"
 PACKED = "packed"
-"""The tensor of every quantizer that holds the bits of the weight itself."""
+"""Name of the tensor that holds the packed bits, for every quantizer."""
 
 
 def open_quantizer(spec: QuantSpec) -> ModuleType:
-    """Return the quantizer's module, after checking that it has the bits and the kind asked for."""
+    """Return the quantizer's module; raise if it does not support the requested bits or kind."""
     module = load_plugin(QUANT_PACKAGE, spec.quantizer, kind="quantizer")
     if spec.bits not in module.BITS:
         raise UserError(
@@ -34,7 +34,7 @@ def open_quantizer(spec: QuantSpec) -> ModuleType:
 
 
 def quantize_weight(weight: torch.Tensor, spec: QuantSpec, dtype: torch.dtype) -> StoredWeight:
-    """Quantize a weight on its device; `dtype` is that of the scales, where the library does not choose it."""
+    """Quantize a weight on its device; `dtype` is the dtype of the scales, unless the library chooses it."""
     tensors, facts = open_quantizer(spec).quantize(weight, spec, dtype)
     return StoredWeight(spec.quantizer, tensors, facts)
 
@@ -42,17 +42,17 @@ def quantize_weight(weight: torch.Tensor, spec: QuantSpec, dtype: torch.dtype) -
 def restore_weight(
     quantizer: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
 ) -> StoredWeight:
-    """Return a weight from the tensors and facts of a file, of this version or an older one."""
+    """Return a weight from the tensors and facts of a file, including files of older versions."""
     module = load_plugin(QUANT_PACKAGE, quantizer, kind="quantizer")
     return StoredWeight(quantizer, *module.restore(tensors, facts))
 
 
 class StoredWeight(nn.Module):
-    """A quantized matrix: its tensors are registered with torch, and the rest is plain JSON data.
+    """A quantized matrix: tensors registered with torch, and facts as plain JSON data.
 
-    The packed bits are a parameter that is not trained, because FSDP2 shards parameters alone; their dtype is always
-    an integer one, which FSDP2's mixed precision does not cast. Scales, zero points and tables are buffers: they are
-    floats, which mixed precision would round, and small enough for every rank to hold.
+    The packed bits are a frozen parameter, because FSDP2 shards only parameters; their dtype is always an integer,
+    which FSDP2's mixed precision does not cast. Scales, zero points and tables are buffers: they are floats, which
+    mixed precision would round, and small enough to replicate on every rank.
     """
 
     packed: nn.Parameter
@@ -62,7 +62,7 @@ class StoredWeight(nn.Module):
         assert not tensors[PACKED].is_floating_point(), "packed bits are integers"
         self.quantizer = quantizer
         self.facts: Mapping[str, Any] = dict(facts)
-        """What the quantizer needs besides the tensors, as JSON; never changed."""
+        """Metadata the quantizer needs besides the tensors, as JSON; never changed."""
         rows, columns = facts["shape"]
         self.shape: tuple[int, int] = (rows, columns)
         self._make_dense = load_plugin(QUANT_PACKAGE, quantizer, kind="quantizer").dequantize
@@ -73,23 +73,23 @@ class StoredWeight(nn.Module):
                 self.register_buffer(name, tensor.detach())
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the dense matrix. Nothing dense is kept, and the tensors are read where they are registered now."""
+        """Return the dense matrix. It is not cached, and the tensors are read as currently registered."""
         dense = self._make_dense(self.tensors(), self.facts, dtype)
         return cast("torch.Tensor", dense)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return everything that is stored, by name; the bytes are the memory of the weight."""
+        """Return all stored tensors by name."""
         return {PACKED: self.packed, **{name: t for name, t in self._buffers.items() if t is not None}}
 
     def extra_repr(self) -> str:
         return f"{self.quantizer}, {self.shape[0]} x {self.shape[1]}"
 
     def get_extra_state(self) -> torch.Tensor:
-        """Return the facts as JSON in a tensor of bytes, so that a state dict stays a dictionary of tensors."""
+        """Return the facts as JSON in a uint8 tensor, so that a state dict contains only tensors."""
         return torch.frombuffer(bytearray(self._identity().encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        """Accept the facts: they were compared before any tensor was copied."""
+        """Do nothing: `check_state` compared the facts before any tensor was copied."""
 
     def _identity(self) -> str:
         dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self.tensors().items()}
@@ -97,15 +97,15 @@ class StoredWeight(nn.Module):
         return json.dumps(facts, sort_keys=True)
 
     def check_state(self, state_dict: Mapping[str, Any], prefix: str) -> None:
-        """Raise where a state dict holds a weight of another quantization, whose shapes may well fit."""
-        given = state_dict.get(f"{prefix}_extra_state")
-        if given is not None:
-            identity = bytes(given.cpu().tolist()).decode(errors="replace")
+        """Raise if a state dict holds a weight of another quantization, even if its shapes match."""
+        extra_state = state_dict.get(f"{prefix}_extra_state")
+        if extra_state is not None:
+            identity = bytes(extra_state.cpu().tolist()).decode(errors="replace")
             if identity != self._identity():
                 raise UserError(
-                    f"The weights of {prefix.removesuffix('.stored.')} are quantized otherwise than the layer.",
+                    f"The weights of {prefix.removesuffix('.stored.')} are quantized differently than the layer.",
                     why=f"they are {identity}; the layer is {self._identity()}.",
-                    do="quantize the model as it was when its state was saved, and load the state then",
+                    do="quantize the model as it was when the state was saved before loading it",
                 )
 
     def _load_from_state_dict(
@@ -115,7 +115,7 @@ class StoredWeight(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *arguments, **named)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> StoredWeight:
-        """Follow a model to another device. A change of dtype is not for stored numbers."""
+        """Move to another device with the model, but keep the stored dtypes."""
 
         def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
             changed = fn(tensor)
@@ -130,7 +130,7 @@ def stored_bytes(weight: StoredWeight) -> int:
 
 
 class QuantLinear(nn.Module):
-    """y = x W^T + b with a quantized, frozen W. The dense W exists only while it is multiplied with."""
+    """y = x W^T + b with a quantized, frozen W. The dense W exists only during the product."""
 
     stored: StoredWeight
 
@@ -144,7 +144,7 @@ class QuantLinear(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = self.bias.to(x.dtype) if self.bias is not None else None
-        return _ThroughFrozen.apply(x, self.stored, bias)
+        return _FrozenLinear.apply(x, self.stored, bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
@@ -152,13 +152,13 @@ class QuantLinear(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any, **named: Any
     ) -> None:
-        """Check the weight before the bias is copied, so that a refused layer stays as it was."""
+        """Check the weight before copying the bias, so that a refused layer is left unchanged."""
         self.stored.check_state(state_dict, f"{prefix}stored.")
         super()._load_from_state_dict(state_dict, prefix, *arguments, **named)
 
 
-class _ThroughFrozen(torch.autograd.Function):
-    """The product with a frozen weight, which is made dense once more for the gradient instead of being kept."""
+class _FrozenLinear(torch.autograd.Function):
+    """Multiply with a frozen weight, dequantizing it again in the backward pass instead of saving it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: StoredWeight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -189,7 +189,7 @@ def weight_device(layer: nn.Module) -> torch.device:
 
 
 def count_weights(model: nn.Module) -> int:
-    """Return the number of weights of a model, where several that are packed into one byte count each."""
+    """Return the number of weights of a model, counting every weight of a packed byte."""
     stored = [module for module in model.modules() if isinstance(module, StoredWeight)]
     packed = sum(weight.packed.numel() for weight in stored)
     dense = sum(weight.shape[0] * weight.shape[1] for weight in stored)

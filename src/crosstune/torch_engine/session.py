@@ -1,4 +1,4 @@
-"""Train a model on a torch device: gradients of a window, updates, evaluation and state, behind `Session`."""
+"""Implement `Session` with torch: gradients of a window, updates, evaluation and state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from crosstune.torch_engine.task import MetricSums, Opening, Tensors, TorchTask,
 
 @dataclass(kw_only=True)
 class Parts:
-    """What opening a model makes, and a session works with."""
+    """The parts of an opened model."""
 
     opening: Opening
     task: TorchTask
@@ -43,7 +43,7 @@ class Parts:
     adapters: dict[str, AdaptedLinear]
     masters: Masters
     optimizer: torch.optim.Optimizer | None
-    """None for a model that is only evaluated."""
+    """None if the model is only evaluated."""
     cache: CacheClearing
     pin_memory: bool = False
 
@@ -58,7 +58,7 @@ class TorchSession:
         self._random_before: dict[str, Array] = {}
 
     def prepare(self, batch: Batch) -> PreparedBatch:
-        """Pinned memory lets the copy to a GPU run beside the host."""
+        """Return the batch as host tensors, pinned if copies to the device can overlap with the host."""
         arrays = {name: torch.from_numpy(array) for name, array in self.task.arrays(batch).items()}
         if self.parts.pin_memory:
             arrays = {name: tensor.pin_memory() for name, tensor in arrays.items()}
@@ -108,10 +108,10 @@ class TorchSession:
         self.masters.clear_gradients()
         states.import_random(self.device, before)
         if layers:
-            return f"the output of {layers[0]} was the first that is not finite"
+            return f"the first non-finite value was the output of {layers[0]}"
         if gradients:
-            return f"every output was finite; the gradient of {gradients[0]} was the first that is not"
-        return "run again, every number was finite"
+            return f"every output was finite; the first non-finite gradient was that of {gradients[0]}"
+        return "every value was finite when the step was run again"
 
     def memory(self) -> Memory:
         return read_memory(self.device)
@@ -142,7 +142,7 @@ class TorchSession:
         self.masters.publish()
 
     def save_result(self, folder: Path | None) -> Path | None:
-        if folder is None:  # each process has the whole model: the one that writes needs no help
+        if folder is None:  # every rank has the whole model, so only the writing rank has work to do
             return None
         if self.adapters:
             return self._save_adapter(folder / "adapter")
@@ -203,7 +203,7 @@ class TorchSession:
 
 
 class MetricTotals:
-    """Sums of a task's metrics and of their weights, on the device until they are asked for."""
+    """Sums of a task's metrics and of their weights, kept on the device until read."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._sums: dict[str, tuple[torch.Tensor | float, torch.Tensor | float]] = dict.fromkeys(

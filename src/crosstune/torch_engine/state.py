@@ -1,4 +1,4 @@
-"""Optimizer moments and random generators of a session as arrays on the host, and back."""
+"""Export and import optimizer moments, random state and weights as host arrays."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from crosstune.core.check_shapes import check_fit
 from crosstune.core.protocols import Array
 
-# torch's name of a slot -> the one that every engine uses.
+# torch's name of a slot -> the engine-independent name.
 _CANONICAL = {"exp_avg": "first_moment", "exp_avg_sq": "second_moment"}
-_OF_TORCH = {canonical: own for own, canonical in _CANONICAL.items()}
+_TORCH_NAMES = {canonical: name for name, canonical in _CANONICAL.items()}
 
 Moments = Mapping[str, Mapping[str, Array]]
 
 
 def to_host(tensor: torch.Tensor, *, copy: bool = True) -> Array:
-    """Without `copy`, a tensor that is on the host already stays shared with the session.
+    """Return a tensor as a numpy array. Without `copy`, a host tensor shares memory with the session.
 
-    bfloat16 has no numpy type; in fp32 each of its values is the same.
+    bfloat16 has no numpy dtype and is converted to fp32, which is exact.
     """
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.float()
@@ -34,16 +34,16 @@ def export_moments(
 ) -> Moments:
     slots: dict[str, dict[str, Array]] = {}
     for name, master in masters.items():
-        for own, value in optimizer.state.get(master, {}).items():
+        for slot, value in optimizer.state.get(master, {}).items():
             array = to_host(value, copy=copy) if isinstance(value, torch.Tensor) else np.asarray(value)
-            slots.setdefault(_CANONICAL.get(own, own), {})[name] = array
+            slots.setdefault(_CANONICAL.get(slot, slot), {})[name] = array
     return slots
 
 
 def import_moments(
     optimizer: torch.optim.Optimizer, masters: Mapping[str, torch.Tensor], moments: Moments
 ) -> None:
-    """Give the optimizer its moments back. It places them itself, as it does with its own state dict."""
+    """Load moments into the optimizer through its own state dict, which moves them to the right device."""
     names = {id(master): name for name, master in masters.items()}
     plain = optimizer.state_dict()
     state: dict[int, dict[str, Any]] = {}
@@ -51,7 +51,7 @@ def import_moments(
         for tensor, number in zip(group["params"], described["params"], strict=True):
             name = names[id(tensor)]
             found = {
-                _OF_TORCH.get(slot, slot): _value(_OF_TORCH.get(slot, slot), arrays[name], optimizer)
+                _TORCH_NAMES.get(slot, slot): _value(_TORCH_NAMES.get(slot, slot), arrays[name], optimizer)
                 for slot, arrays in moments.items()
                 if name in arrays
             }
@@ -77,13 +77,13 @@ def export_random(device: torch.device) -> dict[str, Array]:
 def import_random(device: torch.device, random: Mapping[str, Array]) -> None:
     if "torch.cpu" in random:
         torch.set_rng_state(torch.from_numpy(np.array(random["torch.cpu"])))
-    own = f"torch.{device.type}"
-    if device.type != "cpu" and own in random:
-        torch.get_device_module(device).set_rng_state(torch.from_numpy(np.array(random[own])))
+    key = f"torch.{device.type}"
+    if device.type != "cpu" and key in random:
+        torch.get_device_module(device).set_rng_state(torch.from_numpy(np.array(random[key])))
 
 
 def import_weights(masters: Mapping[str, torch.Tensor], weights: Mapping[str, Array]) -> None:
-    """Copy what was trained into the masters; every one of them, in the shape it has."""
+    """Copy trained weights into the masters; raise unless names and shapes match."""
     check_fit({name: tuple(master.shape) for name, master in masters.items()}, weights)
     with torch.no_grad():
         for name, master in masters.items():

@@ -1,4 +1,4 @@
-"""Weights read from safetensors files one tensor at a time, so that memory holds the model and one tensor."""
+"""Read weights from safetensors files one tensor at a time to bound memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies."""
+    """The location of a tensor in a file."""
 
     file: Path
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class Place:
 
 
 def find_tensors(folder: Path) -> dict[str, Place]:
-    """Return where every tensor of a model folder lies, from the headers of its files alone."""
+    """Return the place of every tensor of a model folder, reading only the file headers."""
     places: dict[str, Place] = {}
     for file in sorted(folder.glob("*.safetensors")):
         places |= _places_in(file)
@@ -48,12 +48,14 @@ def find_tensors(folder: Path) -> dict[str, Place]:
 
 
 def _places_in(path: Path) -> dict[str, Place]:
-    """Plain reads instead of a memory map: mapped pages would stay in memory as long as the file is open."""
+    """Return places for plain reads; the pages of a memory map would stay resident while the file is open."""
     header = read_header(path)
     places = {}
     for name, entry in header.tensors.items():
         if entry["dtype"] not in _DTYPES:
-            raise UserError(f"{path} holds {name} as {entry['dtype']}.", why="torch does not read that type.")
+            raise UserError(
+                f"{path} holds {name} as {entry['dtype']}.", why="torch does not support that dtype."
+            )
         start, end = (header.data_start + offset for offset in entry["data_offsets"])
         places[name] = Place(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), start, end)
     return places
@@ -64,7 +66,7 @@ def read_tensor(place: Place) -> torch.Tensor:
         file.seek(place.start)
         buffer = bytearray(place.end - place.start)
         if file.readinto(buffer) != len(buffer):
-            raise UserError(f"{place.file} ends too early.", do="fetch the model again")
+            raise UserError(f"{place.file} is truncated.", do="fetch the model again")
     if not buffer:
         return torch.empty(place.shape, dtype=place.dtype)
     return torch.frombuffer(buffer, dtype=place.dtype).reshape(place.shape)
@@ -73,7 +75,7 @@ def read_tensor(place: Place) -> torch.Tensor:
 def read_ahead(
     names: Sequence[str], places: dict[str, Place], *, num_workers: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in the order asked, while the next `num_workers` are being read."""
+    """Yield tensors in the order of `names` while the next `num_workers` are read in threads."""
     with ThreadPoolExecutor(max_workers=num_workers) as pool:
         waiting: list[tuple[str, Future[torch.Tensor]]] = []
         for name in names:

@@ -1,4 +1,4 @@
-"""What the torch engine asks of a task: a model, the arrays of a batch, a loss."""
+"""Define the torch engine's task protocol: a model, the arrays of a batch, a loss."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from crosstune.torch_engine.precision import Precision
 
 Tensors = Mapping[str, torch.Tensor]
 MetricSums = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]]
-"""Name -> a sum and the weight it is over; the metric is their quotient over all batches and ranks."""
+"""Name -> (sum, weight); the metric is their quotient over all batches and ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """What a model is built for."""
+    """Arguments for building a model."""
 
     plan: Plan
     device: torch.device
@@ -37,11 +37,11 @@ class TorchTask(Protocol):
     """Names of the metrics that `loss` returns."""
 
     def build(self, opening: Opening) -> nn.Module:
-        """Return the model on the device, with its weights. Parameters that stand still do not require gradients."""
+        """Return the model on the device, with its weights. Frozen parameters do not require gradients."""
         ...
 
     def arrays(self, batch: Any) -> Mapping[str, Array]:
-        """Return the arrays of a batch that the loss reads. Called in a thread ahead of the step."""
+        """Return the arrays of a batch that the loss reads. Called in a prefetch thread."""
         ...
 
     def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
@@ -51,6 +51,6 @@ class TorchTask(Protocol):
 
 @runtime_checkable
 class WritesModel(Protocol):
-    """A task that writes its whole model itself, in the form that other tools read."""
+    """A task that writes the whole model itself, in a format that other tools read."""
 
     def write_model(self, model: nn.Module, folder: Path, *, trained: Tensors) -> None: ...

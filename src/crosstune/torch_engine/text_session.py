@@ -1,4 +1,4 @@
-"""A session of a causal language model: it gives logits and generates text besides."""
+"""Extend the session with logits and text generation for causal language models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from crosstune.torch_engine.verify import model_logits
 
 class TextSession(TorchSession):
     def logits(self, prompts: Prompts) -> Logits:
-        """Return the logits of the model as it is trained, in the dtypes of its training, without dropout."""
+        """Return the logits in eval mode, in the precision of training."""
         with evaluating(self.model):
             return model_logits(self.model, prompts, precision=self.precision, device=self.device)
 

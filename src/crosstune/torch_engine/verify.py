@@ -1,4 +1,4 @@
-"""Compute the logits of models on a few prompts: as they were trained, and as transformers loads them."""
+"""Compute logits on a few prompts, of a trained model and of a folder loaded by transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from crosstune.torch_engine.precision import Precision
 
 
 def load_plainly(folder: Path, precision: Precision, *, device: torch.device, gguf: str | None = None) -> Any:
-    """Load a folder, or the GGUF file `gguf` in it, as anyone would with transformers."""
+    """Load a folder, or the GGUF file `gguf` in it, with transformers alone."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -30,11 +30,11 @@ def load_plainly(folder: Path, precision: Precision, *, device: torch.device, gg
 
 @torch.no_grad()
 def replace_weights(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Put other weights into a loaded model; names that it does not have (of tied weights) are skipped."""
-    own = model.state_dict()
+    """Replace the weights of a loaded model; names it does not have (tied weights) are skipped."""
+    state = model.state_dict()
     for name, tensor in tensors:
-        if name in own:
-            own[name].copy_(tensor)
+        if name in state:
+            state[name].copy_(tensor)
 
 
 @torch.inference_mode()

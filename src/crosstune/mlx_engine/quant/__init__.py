@@ -1,1 +1,1 @@
-"""The quantizers of the MLX engine, found by their file names: constants as in core.quantizers.Quantizer."""
+"""Quantizers of the MLX engine, one module each, found by name. Constants as in core.quantizers.Quantizer."""

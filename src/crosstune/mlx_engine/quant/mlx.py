@@ -1,4 +1,4 @@
-"""MLX's own quantization: its bits and group sizes. Imports no MLX, so that a request can be refused without it."""
+"""Bits and group sizes of MLX's quantization. Does not import MLX, so that a request can be checked without it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GROUP_SIZES = (32, 64, 128)
 
 
 def check_form(*, bits: int, group_size: int) -> None:
-    """Raise unless MLX has such weights."""
+    """Raise unless MLX supports these bits and this group size."""
     if bits not in BITS:
         raise UserError(f"MLX has no {bits} bits.", do=f"use --n_bits {', '.join(map(str, BITS))}")
     if group_size not in GROUP_SIZES:

@@ -1,4 +1,4 @@
-"""Causal language models on MLX: built from a model folder, trained by next-token cross entropy."""
+"""Train causal language models on MLX from a model folder with next-token cross entropy."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class CausalLM:
         return load_model(opening.folder, plan=opening.plan, dtype=opening.dtype, trained=opening.trained)
 
     def arrays(self, batch: TokenBatch) -> Mapping[str, Array]:
-        """`places` are the supervised positions of all rows, counted through them.
+        """Return the token ids, the supervised positions (`places`, indices into the flattened rows) and their targets.
 
-        For a compiled step sizes are rounded up, as it is compiled anew for each. What is added carries no loss (its
-        `counted` is 0), and lies behind everything that does.
+        For a compiled step sizes are rounded up, since each new shape recompiles it. The padding is at the end and
+        carries no loss (its `counted` is 0).
         """
         few_shapes = self._opened().compiled
         length = batch.input_ids.shape[1]
@@ -69,7 +69,7 @@ class CausalLM:
         return self._loss(arrays)
 
     def check_batch(self, arrays: Mapping[str, Any]) -> None:
-        """Raise where a row is packed and the model does not keep its documents apart."""
+        """Raise if rows are packed and the model does not separate documents."""
         if "segments" in arrays:
             assert self._loss is not None
             self._loss.ensure_separates_documents()
@@ -80,7 +80,7 @@ class CausalLM:
         check_stored(folder, trained, kind=str(getattr(model, "model_type", "?")))
 
     def base_record(self) -> dict[str, Any]:
-        """Return which weights, quantized how, the training started from."""
+        """Return a record of the base weights, their quantization and the precision of the training."""
         opening = self._opened()
         plan = opening.plan
         assert opening.folder is not None
@@ -92,7 +92,7 @@ class CausalLM:
         }
 
     def write_model(self, model: nn.Module, folder: Path) -> None:
-        """Write a model folder that transformers and mlx-lm load."""
+        """Write a model folder that transformers and mlx-lm can load."""
         base = self._opened().folder
         assert base is not None
         save_model(folder, model, base=base)
@@ -103,6 +103,6 @@ class CausalLM:
 
 
 def _round_up(number: int) -> int:
-    """To the next of eight sizes between two powers of two: an eighth is added at most."""
+    """Round up to one of eight sizes between powers of two, which adds an eighth at most."""
     multiple = max(SMALLEST_MULTIPLE, 1 << max(0, (number - 1).bit_length() - 4))
     return -(-number // multiple) * multiple

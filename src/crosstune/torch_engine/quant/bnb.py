@@ -1,4 +1,4 @@
-"""bitsandbytes: 4-bit NormalFloat or float with doubly quantized scales, and 8-bit integers by row."""
+"""bitsandbytes: 4-bit NormalFloat or float with double quantization, and 8-bit integers with row-wise scales."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ USUAL_KINDS = {4: "nf4"}
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _INT8_LIMIT = 127.0
 SLICE = 2**20
-"""Weights quantized at a time on a CPU; a multiple of every block size."""
+"""Weights quantized at a time on the CPU; a multiple of every block size."""
 _FACTS = ("shape", "quant_type", "blocksize", "nested_blocksize", "nested_dtype")
 
 
@@ -35,7 +35,8 @@ def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
     allowed = ("auto", "nf4", "fp4") if spec.bits == 4 else ("auto", "int")
     if spec.kind not in allowed:
         raise UserError(
-            f"bnb has no kind {spec.kind} with {spec.bits} bits.", do=f"use one of {', '.join(allowed)}"
+            f"bnb does not support kind {spec.kind} with {spec.bits} bits.",
+            do=f"use one of {', '.join(allowed)}",
         )
 
 
@@ -56,7 +57,7 @@ def quantize(
         )
     else:
         packed, state = _quantize_in_slices(weight, spec, kind)
-    # The library shares one table among all weights; files and copies of a model need each its own.
+    # bitsandbytes shares one table among all weights; files and copies of a model need one each.
     tensors = {"packed": packed, "absmax": state.absmax, "quant_map": state.code.clone()}
     facts: dict[str, Any] = {**shape, "quant_type": state.quant_type, "blocksize": state.blocksize}
     if state.nested:
@@ -69,7 +70,7 @@ def quantize(
 
 
 def _quantize_in_slices(weight: torch.Tensor, spec: QuantSpec, kind: str) -> tuple[torch.Tensor, Any]:
-    """Quantize to the same numbers in bounded memory: on a CPU the library compares every weight with all 16 codes
+    """Quantize to the same values in bounded memory: on the CPU the library compares every weight with all 16 codes
     at once."""
     import bitsandbytes.functional as bnb
     import torch
@@ -122,7 +123,7 @@ def dequantize(
 def restore(
     tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Read also bitsandbytes' own folders and older ones of crosstune, whose offset of the scales is a JSON number."""
+    """Return tensors and facts, also from bitsandbytes' folders and older crosstune ones, which have the offset in JSON."""
     import torch
 
     found = dict(tensors)

@@ -1,4 +1,4 @@
-"""HQQ: integers of 8 to 1 bits with a scale and a zero point per group, fitted to the weights without data."""
+"""HQQ: integers of 8 to 1 bits with a scale and zero point per group, fitted without calibration data."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ BITS = (8, 4, 3, 2, 1)
 EXTRA = "hqq"
 PREFERENCE = 20
 PIECE = 2**21
-"""Numbers of a weight that are fitted at once."""
+"""Weights fitted at a time."""
 SCALES_IN_A_GROUP = 128
-"""Scales that are quantized together, where they are."""
+"""Group size for quantizing the scales themselves."""
 _PARTS = ("packed", "scale", "zero")
 
 
@@ -34,7 +34,7 @@ def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
 def quantize(
     weight: torch.Tensor, spec: QuantSpec, dtype: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Quantize a large weight a few rows at a time: fitting holds about ten copies of what it fits in fp32."""
+    """Quantize a large weight a few rows at a time: fitting needs about ten fp32 copies of its input."""
     import torch
     from hqq.core.quantize import Quantizer
 
@@ -63,7 +63,7 @@ def quantize(
 
 
 def _rows_at_once(rows: int, columns: int, group_size: int) -> int:
-    """Return as many rows as PIECE numbers make, in whole groups."""
+    """Return the number of rows that hold about PIECE weights in whole groups."""
     whole = group_size // math.gcd(columns, group_size)
     return min(rows, max(whole, PIECE // columns // whole * whole))
 
@@ -71,11 +71,11 @@ def _rows_at_once(rows: int, columns: int, group_size: int) -> int:
 def shrink(
     tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any], names: Sequence[str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Quantize zero points or scales themselves to 8 bits, by HQQ's own quantizer."""
+    """Quantize the zero points or scales to 8 bits with HQQ's own quantizer."""
     import torch
     from hqq.core.quantize import Quantizer
 
-    # Zero points lie within one small range for the whole matrix; scales differ more, so they get groups.
+    # Zero points share a small range over the whole matrix; scales vary more, so they are grouped.
     how: dict[str, dict[str, Any]] = {
         "zero": {"channel_wise": False, "group_size": None},
         "scale": {"channel_wise": True, "group_size": SCALES_IN_A_GROUP, "axis": 1},
@@ -122,7 +122,7 @@ def restore(
 
 
 def _facts(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return HQQ's own description, bits, groups and packing, as JSON."""
+    """Return HQQ's metadata (bits, groups, packing) as JSON."""
     import torch
 
     plain: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""optimum-quanto: integers of 8, 4 and 2 bits, and 8-bit floats, with scales by row or by group."""
+"""optimum-quanto: integers of 8, 4 and 2 bits, and 8-bit floats, with scales per row or per group."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
     allowed = ("auto", "int", "float8") if spec.bits == 8 else ("auto", "int")
     if spec.kind not in allowed:
         raise UserError(
-            f"quanto has no kind {spec.kind} with {spec.bits} bits.", do=f"use one of {', '.join(allowed)}"
+            f"quanto does not support kind {spec.kind} with {spec.bits} bits.",
+            do=f"use one of {', '.join(allowed)}",
         )
 
 
@@ -85,7 +86,7 @@ def dequantize(
 def restore(
     tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Read also older folders, which name the packed bits `data` and quote quanto's own description."""
+    """Return tensors and facts, also for older folders, which name the packed bits `data` and nest quanto's metadata."""
     if "outer" not in facts:
         return dict(tensors), dict(facts)
     found = {"packed": _bits(tensors["data"])} | {n: t for n, t in tensors.items() if n != "data"}
@@ -97,16 +98,16 @@ def restore(
 
 
 def _bits(data: torch.Tensor) -> torch.Tensor:
-    """Return 8-bit floats as the bytes they are; packed bits are integers everywhere."""
+    """View 8-bit floats as uint8, since packed bits are always integers."""
     import torch
 
     return data.view(torch.uint8) if data.is_floating_point() else data
 
 
 def unpack_without_compiler() -> None:
-    """Give quanto a plain torch function for unpacking 2 and 4 bits, where it would compile one on first use.
+    """Make quanto unpack 2 and 4 bits with a torch function instead of compiling an extension on first use.
 
-    Compiling takes up to two minutes, needs a compiler, and fails once something has imported Python's distutils.
+    Compiling takes up to two minutes, needs a compiler, and fails if something has imported Python's distutils.
     """
     from optimum.quanto.library.extensions import get_extension, is_extension_available
 
@@ -116,7 +117,7 @@ def unpack_without_compiler() -> None:
 
 
 def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack several numbers a byte, the lowest bits first, as one stretch of rows after the other."""
+    """Unpack several values per byte, lowest bits first; each bit position gives one block of rows."""
     import torch
 
     return torch.cat([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)])

@@ -1,4 +1,4 @@
-"""Causal language models: built from a model folder, trained by next-token cross entropy."""
+"""Train causal language models from a model folder with next-token cross entropy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CausalLM:
         self.expansion: Expansion | None = None
 
     def build(self, opening: Opening) -> nn.Module:
-        """Load the model folder: quantized and with new blocks as the plan says."""
+        """Load the model folder, quantized and expanded as the plan says."""
         assert opening.folder is not None, "a causal language model is built from a folder"
         model, self.expansion = load_model(
             opening.folder, plan=opening.plan, precision=opening.precision, device=opening.device
@@ -52,7 +52,7 @@ class CausalLM:
         return model
 
     def arrays(self, batch: TokenBatch) -> Mapping[str, Array]:
-        """Keep the columns where some row is supervised: most of a prompt never reaches the head."""
+        """Keep only columns where some row is supervised: most prompt tokens never reach the head."""
         columns = (batch.targets != IGNORED).any(axis=0).nonzero()[0]
         if not len(columns):
             columns = np.zeros(1, dtype=np.int64)
@@ -66,8 +66,8 @@ class CausalLM:
     def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
         """Return the cross entropy in fp32, summed over the supervised tokens of a batch.
 
-        Rows are padded on the right and attention is causal, so no token sees padding and no mask is needed. In packed
-        rows, positions that start again tell transformers where a document begins: it keeps attention within each.
+        Rows are padded on the right and attention is causal, so no token attends to padding and no mask is needed. In
+        packed rows, restarting positions tell transformers where each document begins, and attention stays within it.
         """
         options: dict[str, Any] = {"input_ids": tensors["input_ids"], "use_cache": False}
         if "positions" in tensors:
@@ -82,7 +82,7 @@ class CausalLM:
         return cross_entropy_sum(logits.reshape(-1, logits.shape[-1])[kept], flat[kept]), {}
 
     def base_record(self) -> dict[str, Any]:
-        """Return which weights, quantized how, the training started from."""
+        """Return a record of the base weights, their quantization and the precision of the training."""
         opening = self._opened()
         assert opening.folder is not None
         spec = opening.plan.quant_spec
@@ -93,7 +93,7 @@ class CausalLM:
         }
 
     def write_model(self, model: nn.Module, folder: Path, *, trained: Tensors) -> None:
-        """Write a model folder that transformers loads."""
+        """Write a model folder that transformers can load."""
         base = self._opened().folder
         assert base is not None
         export.save_model(folder, model.config, self._result_tensors(model, base, trained), base=base)
@@ -102,7 +102,7 @@ class CausalLM:
     def _result_tensors(
         self, model: nn.Module, base: Path, trained: Tensors
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the whole model. With new blocks over a frozen base, the base comes unchanged from its files."""
+        """Yield all tensors of the model. With new blocks, the frozen base is copied unchanged from its files."""
         if self.expansion is None:
             skipped = set(model.all_tied_weights_keys or ())
             yield from ((name, t) for name, t in model.state_dict().items() if name not in skipped)
@@ -113,7 +113,7 @@ class CausalLM:
                 yield target, trained[target].to(place.dtype) if is_new else read_tensor(place)
 
     def _expansion_record(self, model: nn.Module, base: Path) -> dict[str, Any]:
-        """Say which blocks are new and, where they learned over a quantized base, what saving the original costs."""
+        """Return which blocks are new and, after training on a quantized base, the effect of saving the original one."""
         if self.expansion is None:
             return {}
         opening = self._opened()
@@ -137,8 +137,8 @@ def takes_logits_to_keep(model: nn.Module) -> bool:
 
 
 def ensure_separates_documents(model: nn.Module, *, device: torch.device) -> None:
-    """Raise unless a document in a packed row is blind to the one before it. Tried once per model: not every kind of
-    model in transformers heeds positions, and one that does not would train on wrong text without a word."""
+    """Raise unless documents in a packed row cannot attend to each other. Tried once per model: not every model in
+    transformers separates documents by position, and one that does not would silently train on mixed documents."""
     if getattr(model, "separates_documents", False):
         return
     documents = torch.arange(1, 25, device=device).reshape(3, 8)
@@ -149,7 +149,7 @@ def ensure_separates_documents(model: nn.Module, *, device: torch.device) -> Non
     if (logits[0] - logits[1]).abs().max() > 1e-4 * logits.abs().max():
         raise UserError(
             f"--packing cannot be used with {type(model).__name__}.",
-            why="its attention reaches over the border between documents of a row.",
+            why="its attention crosses the boundary between documents in a row.",
             do="leave out --packing",
         )
     model.separates_documents = True
