@@ -62,6 +62,18 @@ def test_large_logits_do_not_overflow() -> None:
     assert found.mean_kl == pytest.approx(0.0, abs=1e-12) and found.relative == pytest.approx(0.5)
 
 
+def test_what_is_not_a_number_is_never_taken_for_equal() -> None:
+    found = measure_agreement([logits([1.0, 2.0])] * 2, [logits([math.nan, 2.0]), logits([1.0, 2.0])])
+    assert math.isnan(found.max_abs) and math.isnan(found.mean_kl) and math.isnan(found.relative)
+
+
+def test_rounding_makes_no_divergence_negative() -> None:
+    draw = np.random.default_rng(0)
+    made = [draw.standard_normal((1, 50)).astype(np.float32) for _ in range(50)]
+    found = [measure_agreement([one], [one + np.float32(4.0)]).mean_kl for one in made]
+    assert min(found) == 0.0 and max(found) < 1e-12
+
+
 def test_a_flat_reference_has_no_relative_distance() -> None:
     assert measure_agreement([logits([1.0, 1.0])], [logits([1.0, 3.0])]).relative == 0.0
 
@@ -83,4 +95,4 @@ def test_coarser_formats_have_wider_bounds_and_none_allows_a_wrong_layout() -> N
         ("4", "5"),
     ]:
         assert 0 < BOUNDS[finer] < BOUNDS[coarser] < 1
-    assert BOUNDS["q8_0"] <= BOUNDS["8"]
+    assert BOUNDS["bf16"] <= BOUNDS["q8_0"] <= BOUNDS["8"]

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crosstune.core.errors import UserError
 from crosstune.core.safetensors_header import HEADER_LIMIT, BadSafetensors, read_header
 from crosstune.models.folder import check_folder
 from crosstune.models.weights import read_arrays
@@ -134,15 +133,10 @@ def test_a_file_without_tensors(tmp_path: Path) -> None:
 
 
 def test_every_reader_refuses(tmp_path: Path, tiny_model: Path) -> None:
-    """Model folders, arrays for numpy and tensors for torch are read through the same check."""
-    from crosstune.torch_engine.stream import find_tensors
-
+    """Model folders and arrays for numpy are read through the same check."""
     bad = write(tmp_path / "model.safetensors", {"a": tensor(), "b": tensor()})
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((tiny_model / name).read_bytes())
-    for read in (lambda: check_folder(tmp_path), lambda: read_arrays(bad), lambda: find_tensors(tmp_path)):
+    for read in (lambda: check_folder(tmp_path), lambda: read_arrays(bad)):
         with pytest.raises(BadSafetensors, match="overlap"):
             read()
-    write(bad, {"a": tensor(dtype="C64", shape=[1])})
-    with pytest.raises(UserError, match="C64"):
-        find_tensors(tmp_path)
