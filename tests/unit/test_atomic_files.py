@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import os
 from pathlib import Path
 
@@ -202,3 +204,46 @@ def test_leftovers_of_every_kind_are_cleared_and_nothing_else(tmp_path: Path) ->
     assert atomic_files.clear_leftovers(tmp_path, of=bool) == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == [".a.0123", "kept"]
     assert (tmp_path / "kept" / "word").read_text() == "whole"
+
+
+def test_a_staged_file_is_synced_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, target = tmp_path / "new", tmp_path / "result"
+    new.write_text("new")
+    wanted, synced, plain = new.stat().st_ino, list[tuple[int, bool]](), os.fsync
+
+    def watched(handle: int) -> None:
+        synced.append((os.fstat(handle).st_ino, target.exists()))
+        plain(handle)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    atomic_files.put_new(new, target)
+    assert synced == [(wanted, False), (tmp_path.stat().st_ino, True)]
+
+
+def test_a_swap_that_fails_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        atomic_files._swap(tmp_path / "missing", make(tmp_path / "result", "old"))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES, None])
+def test_where_names_cannot_be_swapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None
+) -> None:
+    """A C library without the call, or a file system that refuses it; any other refusal is an error."""
+
+    class Refuses:
+        def renameat2(self, *arguments: object) -> int:
+            ctypes.set_errno(code or 0)
+            return -1
+
+        renamex_np = renameat2
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object() if code is None else Refuses())
+    one, other = make(tmp_path / "one", "1"), make(tmp_path / "other", "2")
+    if code == errno.EACCES:
+        with pytest.raises(PermissionError):
+            atomic_files._swap(one, other)
+    else:
+        assert atomic_files._swap(one, other) is False
