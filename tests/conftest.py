@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import FRAMEWORKS
 
 from crosstune.core.machine import Machine
 from crosstune.machines.probe import load_machine
@@ -54,6 +56,16 @@ def _has_16_bit_arithmetic() -> bool:
     from crosstune.torch_engine.capabilities import bf16_speedup
 
     return bf16_speedup("cpu") > 0.2
+
+
+@pytest.fixture(autouse=True)
+def no_framework_in_unit_tests(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a unit test that loads a framework; tests/contract/test_tiers.py reads the imports of their files."""
+    before = FRAMEWORKS & sys.modules.keys()
+    yield
+    if request.path.parent.name == "unit":
+        loaded = sorted((FRAMEWORKS & sys.modules.keys()) - before)
+        assert not loaded, f"a unit test loaded {', '.join(loaded)}: move it to tests/engine or tests/parity"
 
 
 @pytest.fixture(scope="session")

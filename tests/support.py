@@ -1,4 +1,4 @@
-"""Small ways to use sessions that several tiers of tests share."""
+"""Small ways to use sessions that several tiers of tests share, and the names of the frameworks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from crosstune.core.protocols import Backward, Batch, Session
 from crosstune.core.scaling import LossScale, needs_loss_scale
 from crosstune.loop.step import prepare_window, take_step
+
+FRAMEWORKS = frozenset({"torch", "transformers", "peft", "accelerate", "bitsandbytes", "mlx", "mlx_lm"})
 
 
 def train_step(

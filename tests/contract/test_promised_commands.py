@@ -256,3 +256,12 @@ def test_the_page_of_options_is_the_schema() -> None:
 
     page = Path(__file__).parents[2] / "docs" / "options.md"
     assert page.read_text(encoding="utf-8") == markdown_table(), "run: make docs"
+
+
+def test_machine_profiles_and_probes_load_no_framework_when_imported() -> None:
+    code = (
+        "import sys, backend_manager, crosstune.machines.probe as m; m.recommend(m.load_machine('h200')); "
+        "import crosstune.torch_engine.probe, crosstune.mlx_engine.probe; "
+        "print([name for name in ('torch', 'mlx', 'transformers') if name in sys.modules])"
+    )
+    assert run_python(code).stdout.strip() == "[]"

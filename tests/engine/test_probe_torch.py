@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -179,3 +182,25 @@ def test_gpu_has_bf16_nccl_and_flash_attention() -> None:
     assert {"flash", "efficient", "math"} <= set(report.attention)
     assert len(report.devices) == torch.cuda.device_count()
     assert not probe(backend_specs()["rocm"]).available
+
+
+def test_mps_variables_are_set_before_torch_is_loaded() -> None:
+    """torch reads them once, when it is loaded: what they are at that moment is what counts."""
+    high, low = "PYTORCH_MPS_HIGH_WATERMARK_RATIO", "PYTORCH_MPS_LOW_WATERMARK_RATIO"
+    code = """
+import os, sys
+class Look:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch" and "torch" not in sys.modules and not said:
+            said.append({key: value for key, value in os.environ.items() if "MPS" in key})
+said = []
+sys.meta_path.insert(0, Look())
+from crosstune.cli.main import main
+main(["train", "--backend", "mps", "--model_name", "tiny-random"])
+print(said[0])
+"""
+    environment = {key: value for key, value in os.environ.items() if "MPS" not in key} | {high: "0.4"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert ast.literal_eval(run.stdout) == {"PYTORCH_ENABLE_MPS_FALLBACK": "1", high: "0.4", low: "0.4"}

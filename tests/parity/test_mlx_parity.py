@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
 import mlx.core as mx
 from support import train_step
 
-from crosstune.config.load import make_config
+from crosstune.config.load import load_config, make_config
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Session
 from crosstune.data.batches import pack_rows, pad_rows, split_rows
@@ -279,3 +280,12 @@ def test_transformers_and_mlx_lm_load_the_model_and_give_our_logits(folders: Any
     np.testing.assert_array_equal(np.array(load(str(saved))[0](mx.array(ids))), ours)
     again = open_session("cpu", saved)
     assert again.evaluate(window(0)).loss == pytest.approx(session.evaluate(window(0)).loss, rel=1e-6)
+
+
+def test_every_key_of_the_installed_mlx_lm_is_known(tmp_path: Path) -> None:
+    """A file with all of mlx-lm's defaults is a file that --mlx_config takes."""
+    from mlx_lm.lora import CONFIG_DEFAULTS
+
+    path = tmp_path / "mlx.json"
+    path.write_text(json.dumps(CONFIG_DEFAULTS))
+    load_config(["--mlx_config", str(path)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import os
 from pathlib import Path
 
@@ -148,3 +150,100 @@ def test_a_removed_folder_is_gone_from_its_name_first(
     assert not folder.exists()
     [left] = atomic_files.leftovers(tmp_path, of="old".__eq__)
     assert (left / "word").read_text() == "old"
+
+
+def test_what_is_set_aside_gets_the_first_free_number(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        path = make(tmp_path / "step", f"the {number}.")
+        assert atomic_files.set_aside(path) == tmp_path / f"step~{number}"
+    assert [(tmp_path / f"step~{n}" / "word").read_text() for n in (1, 2, 3)] == [
+        "the 1.",
+        "the 2.",
+        "the 3.",
+    ]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_staging_folder_is_private_and_may_be_moved_away(tmp_path: Path) -> None:
+    with atomic_files.staging_folder(tmp_path / "a") as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert atomic_files.staged_name(folder) == "a"
+        folder.rename(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == [tmp_path / "a"]
+
+
+def test_a_failure_before_anything_is_staged_is_the_one_that_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Killed), atomic_files.staged_file(tmp_path / "a"):
+        raise Killed
+
+    def dying(*args: object) -> None:
+        raise Killed
+
+    monkeypatch.setattr(Path, "symlink_to", dying)
+    with pytest.raises(Killed):
+        atomic_files.replace_link(tmp_path / "a", to="b")
+
+
+def test_a_link_is_replaced_in_one_step(tmp_path: Path) -> None:
+    for word in ("one", "two"):
+        atomic_files.replace_link(tmp_path / "latest", to=word)
+        assert str((tmp_path / "latest").readlink()) == word
+    assert list(tmp_path.iterdir()) == [tmp_path / "latest"]
+
+
+def test_leftovers_of_every_kind_are_cleared_and_nothing_else(tmp_path: Path) -> None:
+    file, folder, link = (atomic_files.staging_path(tmp_path / name) for name in ("a", "b", "c"))
+    file.write_text("half")
+    make(folder, "half")
+    link.symlink_to(make(tmp_path / "kept", "whole"))
+    (tmp_path / ".a.0123").write_text("no name of ours")
+    assert atomic_files.leftovers(tmp_path / "missing", of=bool) == []
+    assert atomic_files.leftovers(tmp_path, of="b".__eq__) == [folder]
+    assert atomic_files.clear_leftovers(tmp_path, of=bool) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".a.0123", "kept"]
+    assert (tmp_path / "kept" / "word").read_text() == "whole"
+
+
+def test_a_staged_file_is_synced_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, target = tmp_path / "new", tmp_path / "result"
+    new.write_text("new")
+    wanted, synced, plain = new.stat().st_ino, list[tuple[int, bool]](), os.fsync
+
+    def watched(handle: int) -> None:
+        synced.append((os.fstat(handle).st_ino, target.exists()))
+        plain(handle)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    atomic_files.put_new(new, target)
+    assert synced == [(wanted, False), (tmp_path.stat().st_ino, True)]
+
+
+def test_a_swap_that_fails_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        atomic_files._swap(tmp_path / "missing", make(tmp_path / "result", "old"))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES, None])
+def test_where_names_cannot_be_swapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None
+) -> None:
+    """A C library without the call, or a file system that refuses it; any other refusal is an error."""
+
+    class Refuses:
+        def renameat2(self, *arguments: object) -> int:
+            ctypes.set_errno(code or 0)
+            return -1
+
+        renamex_np = renameat2
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object() if code is None else Refuses())
+    one, other = make(tmp_path / "one", "1"), make(tmp_path / "other", "2")
+    if code == errno.EACCES:
+        with pytest.raises(PermissionError):
+            atomic_files._swap(one, other)
+    else:
+        assert atomic_files._swap(one, other) is False

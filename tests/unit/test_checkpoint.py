@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from independent_reader import read_checkpoint
 
 from crosstune.checkpoint import folders
 from crosstune.checkpoint.manifest import (
@@ -129,32 +128,6 @@ def test_the_files_are_plain_safetensors(tmp_path: Path) -> None:
 
     folder = save(tmp_path, 3)
     np.testing.assert_array_equal(load_file(folder / WEIGHTS)["a.weight"], make_state(3).weights["a.weight"])
-
-
-def test_an_independent_reader_reads_a_real_run(tmp_path: Path, tiny_model: Path, write_jsonl: Any) -> None:
-    from crosstune.config.load import make_config
-    from crosstune.run import train
-
-    row = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there"}]}
-    options = {"backend": "cpu", "precision": "fp32", "max_steps": 2, "save_steps": 2, "skip_eval": True}
-    options |= {"model_name": str(tiny_model), "dataset": str(write_jsonl([row] * 20)), "save_model": False}
-    result = train(make_config(**options, output_dir=str(tmp_path), name="run"))
-    folder = result.folder / "checkpoints" / "latest"
-    theirs, ours = read_checkpoint(folder), open_checkpoint(folder)
-    state = ours.load()
-    assert theirs["manifest"] == ours.manifest
-    assert set(theirs["moments"]) == {"first_moment", "second_moment", "step"}
-    for name, array in state.weights.items():
-        np.testing.assert_array_equal(theirs["weights"][name], array)
-        np.testing.assert_array_equal(
-            theirs["moments"]["second_moment"][name], state.moments["second_moment"][name]
-        )
-    np.testing.assert_array_equal(theirs["random"]["torch.cpu"], state.random["torch.cpu"])
-    assert theirs["manifest"]["data"]["epoch"] == 0
-    assert len(Path(__file__).with_name("independent_reader.py").read_text().splitlines()) <= 50
-    damage(folder.resolve())
-    with pytest.raises(ValueError, match="was changed"):
-        read_checkpoint(folder)
 
 
 def test_only_its_owner_may_look_into_it(tmp_path: Path) -> None:

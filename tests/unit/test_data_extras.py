@@ -143,20 +143,16 @@ def bare_model(tiny_model: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_model_without_a_template_is_told_of_and_gets_one(
-    bare_model: Path, write_jsonl: Any, tmp_path: Path
-) -> None:
-    from transformers import AutoTokenizer
-
+def test_a_model_without_a_template_is_told_of_and_gets_one(bare_model: Path, write_jsonl: Any) -> None:
     row = {"prompt": "Is it warm?", "completion": "It is."}
     recipe = read(bare_model, write_jsonl([row]))
     words = " ".join(recipe.describe()["warnings"])
     assert "no chat template" in words
     assert "no end token" in words
     recipe.complete_result(bare_model)
-    turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
-    theirs = AutoTokenizer.from_pretrained(bare_model).apply_chat_template(turns, tokenize=False)
-    assert theirs == recipe.tokenizer.decode(recipe.train[0].tokens, keep_special=True)
+    again = read(bare_model, write_jsonl([row]))
+    assert "no chat template" not in " ".join(again.describe()["warnings"])
+    assert again.train[0].tokens.tolist() == recipe.train[0].tokens.tolist()
 
 
 @pytest.mark.parametrize(("ending", "said"), [("", True), ("{{ eos_token }}", False)])

@@ -207,11 +207,6 @@ def test_a_whole_file_of_mlx_lm_is_read(tmp_path: Path) -> None:
     assert "report_to" not in said and "--output_dir and --name" in said
 
 
-def test_every_key_of_the_installed_mlx_lm_is_known(tmp_path: Path) -> None:
-    lora = pytest.importorskip("mlx_lm.lora", reason="the mlx extra is not installed")
-    load_config(["--mlx_config", str(write(tmp_path, **lora.CONFIG_DEFAULTS))])
-
-
 def test_wired_memory_is_for_metal(tmp_path: Path) -> None:
     path = str(write(tmp_path, wired_limit_gb=8))
     mac = load_machine("apple-m2-max-64gb")

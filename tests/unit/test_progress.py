@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 from crosstune.core.protocols import Backward, Memory
 from crosstune.loop.progress import Progress
 
@@ -46,3 +48,41 @@ def test_what_the_losses_are_a_sum_over_is_carried_under_the_recipes_name() -> N
     add(progress, tokens=100, seconds=1.0)
     assert progress.summary()["examples"] == 50
     assert Progress.from_manifest(progress.to_manifest(), weight_name="examples").weight == 50
+
+
+def test_a_run_starts_from_nothing() -> None:
+    progress = Progress()
+    assert (progress.status, progress.steps, progress.start_step, progress.skipped) == ("failed", 0, 0, 0)
+    assert (progress.seconds, progress.wall_s, progress.longest_step_s) == (0.0, 0.0, 0.0)
+    assert (progress.peak_memory_bytes, progress.tokens, progress.weight) == (0, 0, 0)
+    assert progress.summary()["first_loss"] is None and progress.summary()["eval_loss"] is None
+
+
+def test_the_first_and_the_final_loss_and_the_peaks() -> None:
+    progress = Progress()
+    progress.add(None, step_s=1.0, memory=Memory(used_bytes=1, peak_bytes=5))
+    for loss, peak in ((3.0, 9), (2.0, 7), (1.0, 8)):
+        result = Backward(loss=loss, grad_norm=1.0, weight=1, num_tokens=1)
+        progress.add(result, step_s=loss, memory=Memory(used_bytes=1, peak_bytes=peak))
+    summary = progress.summary()
+    assert (summary["first_loss"], summary["final_loss"], summary["skipped_steps"]) == (3.0, 1.0, 1)
+    assert summary["peak_memory_bytes"] == 9 and progress.longest_step_s == 3.0
+
+
+def test_a_checkpoint_carries_everything_but_the_rate() -> None:
+    progress = Progress(eval_before={"loss": 4.0}, evaluations={2: 3.5, 4: 3.0}, wall_s=60.0, skipped=2)
+    add(progress, tokens=100, seconds=2.0)
+    progress.eval_after = {"loss": 3.0}
+    assert progress.summary()["eval_loss"] == 3.0 and progress.summary()["eval_before"] == {"loss": 4.0}
+    carried = json.loads(json.dumps(progress.to_manifest()))
+    again = Progress.from_manifest(carried)
+    assert again.evaluations == {2: 3.5, 4: 3.0} and again.eval_before == {"loss": 4.0}
+    assert (again.wall_s, again.skipped, again.seconds, again.peak_memory_bytes) == (60.0, 2, 2.0, 2)
+    assert (again.first_loss, again.final_loss) == (1.0, 1.0)
+    assert again.to_manifest() == progress.to_manifest()
+
+
+def test_a_checkpoint_that_says_less_is_read() -> None:
+    bare = Progress.from_manifest({"steps": 3, "eval_before": None, "evaluations": None})
+    assert (bare.steps, bare.start_step, bare.weight, bare.tokens) == (3, 3, 0, 0)
+    assert bare.eval_before == {} and bare.evaluations == {}

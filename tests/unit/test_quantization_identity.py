@@ -24,9 +24,34 @@ def test_every_spelling_is_read() -> None:
     assert QuantSpec(**BNB).name() == "bnb-4bit"
     assert read_spec(None) is None
     assert same_meaning(read_spec(MLX_ADAPTER), read_spec(MLX_CHECKPOINT))
-    for wrong in ({"bits": 4}, {**BNB, "rounding": "up"}):
-        with pytest.raises(UserError, match="cannot be read"):
+    for wrong, why in (
+        ({"bits": 4}, "it has the keys bits and lacks group_size, quantizer."),
+        ({**BNB, "rounding": "up"}, "it has the keys quantizer, bits, group_size, rounding."),
+    ):
+        with pytest.raises(UserError, match="cannot be read") as caught:
             QuantSpec.from_json(wrong)
+        assert caught.value.why == why
+
+
+@pytest.mark.parametrize(
+    ("spec", "words", "kind"),
+    [
+        (BNB, "bnb with 4 bits, groups of 64, kind nf4, scales quantized too", "nf4"),
+        (
+            {**BNB, "double": False, "kind": "fp4"},
+            "bnb with 4 bits, groups of 64, kind fp4, plain scales",
+            "fp4",
+        ),
+        ({**BNB, "bits": 8}, "bnb with 8 bits, kind int", "int"),
+        ({**BNB, "quantizer": "hqq", "kind": "nf4"}, "hqq with 4 bits, groups of 64", "int"),
+        ({**BNB, "quantizer": "mlx", "bits": 8}, "mlx with 8 bits, groups of 64", "int"),
+        ({**BNB, "quantizer": "quanto"}, "quanto with 4 bits, groups of 64, kind int", "int"),
+        ({**BNB, "quantizer": "quanto", "bits": 7}, "quanto with 7 bits, groups of 64, kind int", "int"),
+    ],
+)
+def test_a_quantization_in_words(spec: dict[str, Any], words: str, kind: str) -> None:
+    made = QuantSpec(**spec)
+    assert (made.describe(), made.resolved_kind()) == (words, kind)
 
 
 @pytest.mark.parametrize(

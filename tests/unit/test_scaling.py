@@ -7,14 +7,19 @@ import pytest
 from crosstune.core.scaling import SMALLEST, START, STEPS_TO_GROW, LossScale, needs_loss_scale
 
 
+def test_a_run_that_scales_starts_at_65536_and_the_loss_is_never_scaled_down() -> None:
+    assert (START, SMALLEST, STEPS_TO_GROW) == (65536.0, 1.0, 200)
+    assert LossScale(enabled=True).factor == 65536.0
+
+
 def test_the_factor_halves_until_nothing_is_left() -> None:
     scale = LossScale(enabled=True)
     factors = [scale.factor]
-    while scale.shrink():
+    while scale.shrink() and len(factors) < 99:
         factors.append(scale.factor)
     assert factors[0] == START and factors[-1] == SMALLEST
     assert all(after == before / 2 for before, after in itertools.pairwise(factors))
-    assert not scale.shrink() and scale.factor == SMALLEST
+    assert scale.shrink() is False and scale.factor == SMALLEST
 
 
 def test_the_factor_doubles_after_enough_good_steps_in_a_row() -> None:

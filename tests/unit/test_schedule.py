@@ -44,6 +44,41 @@ def test_restarts_come_back_to_the_peak() -> None:
     assert values[29] < 0.25
 
 
+def test_restarts_end_at_the_floor() -> None:
+    options = {"peak": 2.0, "num_steps": 90, "warmup": 0, "floor_ratio": 0.1}
+    after_the_end = learning_rate(90, schedule="cosine_with_restarts", **options)
+    assert after_the_end == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_rate_stays_where_it_ended(schedule: str) -> None:
+    options = {"peak": 2.0, "num_steps": 100, "warmup": 10, "floor_ratio": 0.1}
+    ended = learning_rate(100, schedule=schedule, **options)
+    assert ended == pytest.approx({"constant": 2.0, "linear": 0.0, "polynomial": 0.0}.get(schedule, 0.2))
+    assert learning_rate(130, schedule=schedule, **options) == ended
+
+
+def test_polynomial_is_a_square() -> None:
+    assert rates("polynomial", warmup=0)[50] == pytest.approx(2.0 * 0.5**2)
+    assert rates("polynomial")[40] == pytest.approx(2.0 * (2 / 3) ** 2)
+
+
+def test_exponential_is_a_power_of_the_floor() -> None:
+    assert rates("exponential", warmup=0)[50] == pytest.approx(2.0 * 0.1**0.5)
+    assert rates("exponential", warmup=0, floor=0.0)[50] == pytest.approx(2.0 * 0.001**0.5)
+
+
+def test_an_unknown_schedule_is_our_own_mistake() -> None:
+    with pytest.raises(AssertionError, match="unknown schedule sine"):
+        rates("sine", warmup=0)
+
+
+def test_a_run_that_is_all_warm_up_has_a_rate_after_it() -> None:
+    options = {"peak": 2.0, "num_steps": 4, "warmup": 4, "floor_ratio": 0.1}
+    assert learning_rate(4, schedule="linear", **options) == 2.0
+    assert learning_rate(5, schedule="linear", **options) == 0.0
+
+
 def test_polynomial_and_exponential_fall_monotonically() -> None:
     for schedule in ("polynomial", "exponential"):
         values = rates(schedule)[10:]

@@ -39,7 +39,7 @@ def measure_agreement(reference: Logits, other: Logits) -> Agreement:
     for expected, found in zip(reference, other, strict=True):
         assert expected.shape == found.shape, (expected.shape, found.shape)
         ours, theirs = expected.astype(np.float64), found.astype(np.float64)
-        max_abs = max(max_abs, float(np.abs(ours - theirs).max()))
+        max_abs = float(np.maximum(max_abs, np.abs(ours - theirs).max()))  # keeps a NaN, which max() drops
         p, q = _log_softmax(ours), _log_softmax(theirs)
         kl += float((np.exp(p) * (p - q)).sum())
         same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
@@ -49,7 +49,7 @@ def measure_agreement(reference: Logits, other: Logits) -> Agreement:
         squared_reference += float((centred**2).sum())
     return Agreement(
         max_abs=max_abs,
-        mean_kl=max(0.0, kl / count),
+        mean_kl=float(np.maximum(0.0, kl / count)),
         top1=same / count,
         relative=(squared_difference / squared_reference) ** 0.5 if squared_reference else 0.0,
     )
