@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,20 @@ class Workshop:
         out, _ = process.communicate()
         assert process.returncode == code, f"{words}\n{out}"
         return out
+
+
+@dataclass
+class Followed:
+    """What the commands of a page print, by their number; each is run once, in order, when it is first asked for."""
+
+    workshop: Workshop
+    page: Page
+    outputs: list[str] = field(default_factory=list)
+
+    def __getitem__(self, number: int) -> str:
+        for command in self.page.commands()[len(self.outputs) : number + 1]:
+            self.outputs.append(self.workshop.shell(command))
+        return self.outputs[number]
 
 
 def open_workshop(home: Path, page: Page) -> Workshop:

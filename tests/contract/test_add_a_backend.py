@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from pages import Page, Workshop, check_house_style, open_workshop
+from pages import Followed, Page, Workshop, check_house_style, open_workshop
 
 PAGE = Page("add-a-backend.md")
+pytestmark = pytest.mark.xdist_group(PAGE.name)  # its commands are run once
 
 
 @pytest.fixture(scope="module")
@@ -17,12 +18,12 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 @pytest.fixture(scope="module")
-def followed(shop: Workshop) -> list[str]:
-    """What the commands of the page printed."""
-    return [shop.shell(command) for command in PAGE.commands()]
+def followed(shop: Workshop) -> Followed:
+    return Followed(shop, PAGE)
 
 
-def test_doctor_probes_it_and_trains_on_it(shop: Workshop, followed: list[str]) -> None:
+def test_doctor_probes_it_and_trains_on_it(shop: Workshop, followed: Followed) -> None:
+    assert "training 3 steps on cpu2" in followed[0]
     machine = shop.json("machine.json")
     one, other = machine["backends"]["cpu"], machine["backends"]["cpu2"]
     assert other["available"] and other["dtypes"] == one["dtypes"]
@@ -30,12 +31,12 @@ def test_doctor_probes_it_and_trains_on_it(shop: Workshop, followed: list[str]) 
     assert check["agrees"] and check["difference"] == 0
 
 
-def test_it_is_planned_here_and_from_a_report(followed: list[str]) -> None:
-    here, elsewhere = followed[1:3]
-    assert "cpu2" in here and "cpu2" in elsewhere
+def test_it_is_planned_here_and_from_a_report(followed: Followed) -> None:
+    assert "cpu2" in followed[1] and "cpu2" in followed[2]
 
 
-def test_the_loss_falls_and_the_run_goes_on_elsewhere(shop: Workshop, followed: list[str]) -> None:
+def test_the_loss_falls_and_the_run_goes_on_elsewhere(shop: Workshop, followed: Followed) -> None:
+    assert "finished 20 steps" in followed[3] and "resumed  step 20" in followed[4]
     rows = shop.metrics("second")
     assert len(rows) == 20 and rows[-1]["loss"] < rows[0]["loss"]
     assert shop.json("runs/second/plan.json")["backend"] == "cpu2"
@@ -43,25 +44,25 @@ def test_the_loss_falls_and_the_run_goes_on_elsewhere(shop: Workshop, followed: 
     assert [row["step"] for row in shop.metrics("first")][-5:] == list(range(21, 26))
 
 
-def test_it_is_planned_as_the_device_it_is(shop: Workshop) -> None:
+def test_it_is_planned_as_the_device_it_is(shop: Workshop, followed: Followed) -> None:
     """What is decided by the kind of device does not depend on the name of the backend."""
 
     def plan(backend: str) -> dict[str, object]:
-        asked = (
-            f"plan --backend {backend} --model_name tiny-random --optimizer fused_adamw --world_size 2 --json"
-        )
-        found = json.loads(shop.run(asked))
+        asked = f"--backend {backend} --model_name tiny-random --optimizer fused_adamw --train_type qlora"
+        found = json.loads(shop.run(f"plan --machine machine.json {asked} --json"))
         assert found["backend"] == backend
         return {
             name: found[name]
             for name in ("device", "method", "precision", "world_size", "collective", "adjustments")
         }
 
+    assert "cpu2" in followed[0]
     assert plan("cpu2") == plan("cpu")
 
 
-def test_auto_still_takes_the_usual_one(shop: Workshop) -> None:
-    found = json.loads(shop.run("plan --model_name tiny-random --json"))
+def test_auto_still_takes_the_usual_one(shop: Workshop, followed: Followed) -> None:
+    assert "cpu2" in followed[0]
+    found = json.loads(shop.run("plan --machine machine.json --model_name tiny-random --json"))
     assert found["backend"] != "cpu2"
 
 

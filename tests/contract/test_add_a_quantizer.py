@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from pages import Page, Workshop, check_house_style, open_workshop
+from pages import Followed, Page, Workshop, check_house_style, open_workshop
 
 PAGE = Page("add-a-quantizer.md")
-QLORA = "--train_type qlora --quantization_backend absmax --model_name tiny-random --backend cpu"
+pytestmark = pytest.mark.xdist_group(PAGE.name)  # its commands are run once
 
 
 @pytest.fixture(scope="module")
@@ -18,35 +18,35 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 @pytest.fixture(scope="module")
-def followed(shop: Workshop) -> list[str]:
-    """What the commands of the page printed."""
-    return [shop.shell(command) for command in PAGE.commands()]
+def followed(shop: Workshop) -> Followed:
+    return Followed(shop, PAGE)
 
 
-def test_it_is_probed_and_planned(followed: list[str]) -> None:
-    doctor, plan = followed[:2]
-    assert "absmax 4/8 bit" in doctor
-    assert "absmax base of 4 bits" in plan
+def test_it_is_probed_and_planned(followed: Followed) -> None:
+    assert "absmax 4/8 bit" in followed[0]
+    assert "absmax base of 4 bits" in followed[1]
 
 
-def test_the_loss_falls_and_the_run_continues(shop: Workshop, followed: list[str]) -> None:
+def test_the_loss_falls_and_the_run_continues(shop: Workshop, followed: Followed) -> None:
+    assert "resumed  step 20" in followed[3]
     summary = shop.json("runs/absmax/summary.json")
     assert (summary["status"], summary["steps"]) == ("finished", 30)
     rows = shop.metrics("absmax")
     assert [row["step"] for row in rows] == list(range(1, 31))
     losses = [row["loss"] for row in rows]
     assert losses[0] > losses[19] > losses[29]
-    assert "resumed  step 20" in followed[3]
 
 
-def test_adapter_and_checkpoint_name_the_quantizer(shop: Workshop, followed: list[str]) -> None:
+def test_adapter_and_checkpoint_name_the_quantizer(shop: Workshop, followed: Followed) -> None:
+    assert followed[4].strip()
     spec = shop.json("runs/absmax/adapter/crosstune.json")["quantization"]
     assert (spec["quantizer"], spec["bits"], spec["group_size"]) == ("absmax", 4, 64)
     manifest = shop.json("runs/absmax/checkpoints/step-00000030/manifest.json")
     assert manifest["identity"]["quantization"] == spec
 
 
-def test_a_quantized_folder_is_written_and_trained_over(shop: Workshop, followed: list[str]) -> None:
+def test_a_quantized_folder_is_written_and_trained_over(shop: Workshop, followed: Followed) -> None:
+    assert "none -> absmax" in followed[5] and "finished 5 steps" in followed[6]
     record = shop.json("models/tiny-absmax/crosstune_quantization.json")
     assert (record["spec"]["quantizer"], record["spec"]["bits"]) == ("absmax", 8)
     spec = shop.json("runs/over/adapter/crosstune.json")["quantization"]
@@ -65,11 +65,25 @@ def test_its_identity_follows_its_constants(shop: Workshop) -> None:
     assert shop.python(code).split() == ["False", "True"]
 
 
-def test_what_it_lacks_is_refused(shop: Workshop, followed: list[str]) -> None:
-    train = f"train {QLORA} --precision fp32 --max_steps 1"
-    assert "absmax has no kind nf4" in shop.run(f"{train} --quant_type nf4 --name kind", code=2)
-    assert "absmax has no 2 bits" in shop.run(f"{train} --n_bits 2 --name bits", code=2)
-    assert "do not divide" in shop.run(f"{train} --group_size 48 --name group", code=2)
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"kind": "nf4"}, "absmax has no kind nf4"),
+        ({"bits": 2}, "absmax has no 2 bits"),
+        ({"group_size": 48}, "do not divide"),
+    ],
+)
+def test_what_it_lacks_is_refused(shop: Workshop, changed: dict[str, object], words: str) -> None:
+    fields = {"quantizer": "absmax", "bits": 4, "group_size": 64} | changed
+    code = (
+        "from crosstune.core.errors import UserError\n"
+        "from crosstune.core.quantization import QuantSpec\n"
+        "from crosstune.torch_engine.quantized import open_quantizer\n"
+        f"spec = QuantSpec(**{fields!r})\n"
+        "try: open_quantizer(spec).check(spec, (64, 64))\n"
+        "except UserError as error: print(error.asked)"
+    )
+    assert words in shop.python(code)
 
 
 def test_other_bits_and_group_sizes_are_probed(shop: Workshop) -> None:

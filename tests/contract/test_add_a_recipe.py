@@ -7,9 +7,10 @@ import signal
 import time
 
 import pytest
-from pages import Page, Workshop, check_house_style, open_workshop
+from pages import Followed, Page, Workshop, check_house_style, open_workshop
 
 PAGE = Page("add-a-recipe.md")
+pytestmark = pytest.mark.xdist_group(PAGE.name)  # its commands are run once
 STRAIGHT = "--recipe curve --train_type full --precision fp32 --batch_size 32 --lr 0.05 --seed 3"
 
 
@@ -20,27 +21,28 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 @pytest.fixture(scope="module")
-def followed(shop: Workshop) -> list[str]:
-    """What the commands of the page printed."""
-    return [shop.shell(command) for command in PAGE.commands()]
+def followed(shop: Workshop) -> Followed:
+    return Followed(shop, PAGE)
 
 
 def losses(shop: Workshop, name: str) -> list[tuple[float, float, float]]:
     return [(row["loss"], row["grad_norm"], row["close"]) for row in shop.metrics(name)]
 
 
-def test_the_commands_of_the_page_train_evaluate_and_continue(shop: Workshop, followed: list[str]) -> None:
+def test_the_commands_of_the_page_train_evaluate_and_continue(shop: Workshop, followed: Followed) -> None:
+    assert "generate" not in followed[0]  # it is not a model to talk to
+    assert "resumed" in followed[1]
     summary = shop.json("runs/curve/summary.json")
     assert (summary["status"], summary["steps"], summary["examples"]) == ("finished", 180, 180 * 32)
     assert summary["eval_after"]["close"] > 0.8 > 0.2 > summary["eval_before"]["close"]
     rows = shop.metrics("curve")
     assert [row["step"] for row in rows] == list(range(1, 181))
     assert all(row["examples"] == 32 and 0 <= row["close"] <= 1 for row in rows)
-    assert "generate" not in followed[0]  # it is not a model to talk to
     assert (shop.home / "runs" / "curve" / "model" / "model.safetensors").is_file()
 
 
-def test_the_recipe_goes_on_in_the_other_engine(shop: Workshop, followed: list[str]) -> None:
+def test_the_recipe_goes_on_in_the_other_engine(shop: Workshop, followed: Followed) -> None:
+    assert "resumed" in followed[2]
     summary = shop.json("runs/curve-mlx/summary.json")
     assert (summary["engine"], summary["steps"]) == ("mlx", 240)
     shop.run(f"train {STRAIGHT} --backend cpu --name torch --max_steps 12 --skip_eval")
@@ -49,7 +51,8 @@ def test_the_recipe_goes_on_in_the_other_engine(shop: Workshop, followed: list[s
         assert one == pytest.approx(other, rel=1e-4)
 
 
-def test_the_metrics_are_in_the_report(shop: Workshop, followed: list[str]) -> None:
+def test_the_metrics_are_in_the_report(shop: Workshop, followed: Followed) -> None:
+    assert "report.html" in followed[3]
     page = (shop.home / "runs" / "curve" / "report.html").read_text(encoding="utf-8")
     for title in ("Evaluation: close", "Training: close", "Evaluation close", "points of sin(3 x)"):
         assert title in page, title
