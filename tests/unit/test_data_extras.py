@@ -165,7 +165,7 @@ def test_a_template_that_never_ends_an_answer_is_told_of(
     asks = "{% if add_generation_prompt %}<assistant>{% endif %}"
     (folder / "chat_template.jinja").write_text(turn + asks)
     recipe = read(folder, write_jsonl([{"prompt": "Is it warm?", "completion": "It is."}]))
-    assert ("learns to go on" in " ".join(recipe.describe().get("warnings", []))) == said
+    assert ("will not stop" in " ".join(recipe.describe().get("warnings", []))) == said
 
 
 def test_options_without_effect_on_plain_text_are_said(tiny_model: Path, write_jsonl: Any) -> None:

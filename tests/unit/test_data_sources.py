@@ -85,7 +85,7 @@ def test_a_json_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
         ("a.csv", "text,text\na,b\n", "does not name the columns"),
         ("a.tsv", "a\tb\n1\t2\n1\n", "line 3 has 1 fields"),
         ("a.parquet", "not parquet at all", "cannot be read as Parquet"),
-        ("a.txt", "hello", "not a kind of file"),
+        ("a.txt", "hello", "not a supported data file"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, text: str, words: str) -> None:
