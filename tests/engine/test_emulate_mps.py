@@ -22,8 +22,8 @@ from crosstune.emulate.verdict import Verdict, emulate
 from crosstune.emulate.watch import Watch
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import find_model, open_recipe, open_session
-from crosstune.torch_engine import session as torch_session
 from crosstune.torch_engine.device import CacheClearing
+from crosstune.torch_engine.tasks import causal_lm
 
 WITHOUT_KERNEL = "aten::linalg_matrix_exp"
 Wrap = Callable[[nn.Module], nn.Module]
@@ -39,14 +39,14 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Wrap], None]:
     """Put something around the second MLP of every model that is loaded."""
 
     def put(wrap: Wrap) -> None:
-        load = torch_session.load_model
+        load = causal_lm.load_model
 
         def load_and_wrap(*args: Any, **options: Any) -> Any:
             model, expansion = load(*args, **options)
             model.model.layers[1].mlp = wrap(model.model.layers[1].mlp)
             return model, expansion
 
-        monkeypatch.setattr(torch_session, "load_model", load_and_wrap)
+        monkeypatch.setattr(causal_lm, "load_model", load_and_wrap)
 
     return put
 

@@ -56,10 +56,10 @@ def test_a_good_run_for_comparison(tmp_path: Path, tiny_model: Path, data: Path)
         ("--backend abacus", "backend cannot be 'abacus'"),
         ("--backend xpu", "Backend 'xpu' is not available"),
         ("--lr fast", "lr cannot be 'fast'"),
-        ("--dataset {empty}/none.jsonl", "no data set"),
+        ("--dataset {empty}/none.jsonl", "no dataset"),
         (
             "--model_name no-such-model --dataset {empty}/none.jsonl",
-            "no data set",
+            "no dataset",
         ),  # before the model is fetched
         ("--dataset {blank}", "is empty"),
         ("--dataset {columns}", "question, reply"),

@@ -171,7 +171,7 @@ def _plan_torch(trained: Trained, backend: str) -> Plan:
                 do="pip install 'crosstune[torch]'",
             )
         plan = make_plan(dataclasses.replace(plan.config, backend="cpu", precision="auto"))
-    if trained.adapter is None and plan.backend.name == "cpu":
+    if trained.adapter is None and plan.backend.is_torch_cpu:
         # fp32 needs no more memory than autocast here, and rounding does not hide differences.
         plan = plan_like(plan, trained.options() | {"precision": "fp32"})
     return plan

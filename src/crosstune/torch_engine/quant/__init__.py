@@ -1,4 +1,4 @@
-"""One file per quantizer, found by its name. It holds
+"""The quantizers of the torch engine, one file each, found by name. A file holds
 
 - its constants (see core.quantizers.Quantizer), readable without torch: torch and the library are imported in functions;
 - `check(spec, shape)`, which raises a UserError for what it cannot quantize;
