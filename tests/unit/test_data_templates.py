@@ -299,5 +299,5 @@ def test_one_render_function_and_no_other() -> None:
 
     sources = Path(crosstune.__file__).parent.rglob("*.py")
     using = {path.name for path in sources if "SandboxedEnvironment" in path.read_text(encoding="utf-8")}
-    assert using == {"guards.py"}
+    assert using == {"template_limits.py"}
     assert "random" not in FILTERS
