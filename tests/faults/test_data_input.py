@@ -48,7 +48,7 @@ def test_empty_answers_are_left_out_and_said_unless_all_are(
     assert data(tiny_model, write_jsonl([empty, {"prompt": "a", "completion": "b"}])) == 0
     assert "1 rows have an empty answer" in capsys.readouterr().out
     assert data(tiny_model, write_jsonl([empty, empty])) == 2
-    assert "has an empty answer" in capsys.readouterr().err
+    assert "have an empty answer" in capsys.readouterr().err
 
 
 def test_an_image_column_is_refused(tiny_model: Path, write_jsonl: Any, capsys: Any) -> None:
