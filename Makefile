@@ -11,7 +11,7 @@ help:
 	@echo "make faults  500 kills, 2,000 corruptions, full disks, payloads, signals (about 20 minutes)"
 	@echo "make check   lint, format, types, import directions"
 	@echo "make setup   only make the environment in $(VENV)"
-	@echo "make docs    write docs/options.md from the schema"
+	@echo "make docs    write docs/options.md from the schema, and the map in CONTRIBUTING.md"
 
 setup: $(VENV)/.ready
 
@@ -43,6 +43,7 @@ check: setup
 
 docs: setup
 	$(BIN)/crosstune options --markdown > docs/options.md
+	$(BIN)/python docs/write_map.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache

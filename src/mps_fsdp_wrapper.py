@@ -1,4 +1,4 @@
-"""The import of the guides: `from mps_fsdp_wrapper import MPSFSDPWrapper`."""
+"""The guides' import path: `from mps_fsdp_wrapper import MPSFSDPWrapper`."""
 
 from crosstune.compat.mps_fsdp import MPSFSDPWrapper
 

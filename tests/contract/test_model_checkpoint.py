@@ -77,7 +77,7 @@ def test_another_model_and_strange_metadata_are_refused(tmp_path: Path) -> None:
     wrapper.save_checkpoint(make(0)[0], tmp_path / "a")
     with pytest.raises(UserError, match="not a checkpoint of this model"):
         wrapper.load_checkpoint(nn.Linear(3, 3), tmp_path / "a")
-    with pytest.raises(UserError, match="'head' cannot go into a checkpoint"):
+    with pytest.raises(UserError, match="'head' cannot be saved in a checkpoint"):
         wrapper.save_checkpoint(make(0)[0], tmp_path / "b", head=nn.Linear(1, 1))
 
 

@@ -38,8 +38,8 @@ def check_same(words: str, expected: str, capsys: Captured) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--dataset nowhere.jsonl", "There is no data set 'nowhere.jsonl'"),
-        ("--eval_dataset nowhere.jsonl", "There is no data set 'nowhere.jsonl'"),
+        ("--dataset nowhere.jsonl", "There is no dataset 'nowhere.jsonl'"),
+        ("--eval_dataset nowhere.jsonl", "There is no dataset 'nowhere.jsonl'"),
         ("--model_name ./nowhere", "There is no folder"),
         ("--model_name smollm", "Unknown model 'smollm'"),
         ("--lora_target_modules nothing_like_it", "matches no linear layer"),

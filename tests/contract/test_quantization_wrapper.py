@@ -473,7 +473,7 @@ def test_shared_layers_and_shared_weights() -> None:
     )
     model["b"] = model["a"]
     model["head"].weight = model["embedding"].weight
-    with pytest.warns(UserWarning, match="head keeps its bits"):
+    with pytest.warns(UserWarning, match="head is not quantized"):
         HQQAdapter().quantize_model(model)
     assert model["a"] is model["b"] and quantized_names(model) == {"a"}
 

@@ -57,7 +57,7 @@ def test_a_run_is_trained_continued_reported_and_merged(environment: Path, tmp_p
     assert json.loads((run / "summary.json").read_text())["engine"] == "mlx"
     longer = call(environment, tmp_path, f"train --resume {run} --max_steps 6")
     assert longer.returncode == 0, longer.stderr
-    assert "resumed  step 4" in longer.stderr
+    assert "resumed  at step 4" in longer.stderr
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4, 5, 6]
     (run / "report.html").unlink()

@@ -159,7 +159,7 @@ def test_another_base_is_refused_by_name(
     assert "another base" in answer and str(other) in answer and str(tiny_model) in answer
     assert not (tmp_path / "out").exists()
     assert main([*words, "--force"]) == 0
-    assert "is not that of training" in capsys.readouterr().out
+    assert "is not the one used in training" in capsys.readouterr().out
 
 
 def test_a_base_of_another_shape_does_not_fit(

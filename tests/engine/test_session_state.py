@@ -116,7 +116,7 @@ def test_adams_moments_have_portable_names(tiny_model: Path, windows: list[list[
 def test_a_state_of_other_shapes_is_refused(tiny_model: Path, windows: list[list[TokenBatch]]) -> None:
     state = open_session(tiny_model, lora_rank=4).export_state()
     session = open_session(tiny_model, lora_rank=8)
-    with pytest.raises(UserError, match="does not fit what this run trains") as error:
+    with pytest.raises(UserError, match="does not fit the weights that this run trains") as error:
         session.import_state(state)
     assert "lora_A" in error.value.why
 

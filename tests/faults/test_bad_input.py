@@ -56,10 +56,10 @@ def test_a_good_run_for_comparison(tmp_path: Path, tiny_model: Path, data: Path)
         ("--backend abacus", "backend cannot be 'abacus'"),
         ("--backend xpu", "Backend 'xpu' is not available"),
         ("--lr fast", "lr cannot be 'fast'"),
-        ("--dataset {empty}/none.jsonl", "no data set"),
+        ("--dataset {empty}/none.jsonl", "no dataset"),
         (
             "--model_name no-such-model --dataset {empty}/none.jsonl",
-            "no data set",
+            "no dataset",
         ),  # before the model is fetched
         ("--dataset {blank}", "is empty"),
         ("--dataset {columns}", "question, reply"),
@@ -201,7 +201,7 @@ def test_a_signal_keeps_what_was_logged_and_says_how_to_go_on(
     process.send_signal(number)
     _, answer = process.communicate(timeout=60)
     assert process.returncode == 3
-    assert "go on" in answer
+    assert "continue" in answer
     assert f"crosstune train --resume {folder}" in answer
     assert open_checkpoint(folder / "checkpoints" / "latest").step == len(
         read_jsonl(folder / "metrics.jsonl")

@@ -62,7 +62,7 @@ def test_a_bad_byte_in_a_table_is_named_by_its_line(tiny_model: Path, tmp_path: 
     path.write_bytes(b"prompt,completion\n" + b"a,b\n" * 50 + b"caf\xe9,b\n" + b"a,b\n" * 50)
     assert data(tiny_model, path) == 2
     answer = capsys.readouterr().err
-    assert "rows.csv, line 52 is not text in UTF-8" in answer
+    assert "rows.csv, line 52 is not UTF-8 text" in answer
     assert "0xe9" in answer
 
 

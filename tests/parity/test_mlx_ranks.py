@@ -172,8 +172,8 @@ def test_one_goes_on_where_two_were(runs: Path, tiny_model: Path, data: Path) ->
 def test_a_run_of_two_moves_to_one(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     archive = tmp_path / "two.tar"
     assert main(["move", str(runs / "two-lora"), "--to", "cpu", "--out", str(archive)]) == 0
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("go on")]
-    words = line.split()[3:]
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("continue")]
+    words = line.split()[2:]
     assert words[-2:] == ["--world_size", "1"]
     words[words.index("two.tar")] = str(archive)
     assert main([*words, "--output_dir", str(tmp_path), "--max_steps", "7"]) == 0
@@ -227,7 +227,7 @@ def test_a_dead_process_ends_the_run(tiny_model: Path, data: Path, tmp_path: Pat
     said = process.communicate(timeout=60)[1]
     assert time.monotonic() - started < 45
     assert process.returncode == 128 + signal.SIGKILL, said
-    assert "process 1 of 2 (counted from 0) was ended by SIGKILL" in said
+    assert "process 1 of 2 (counted from 0) was killed by SIGKILL" in said
     assert "The connection to another process of the run was lost." in said
     assert not any(is_running(pid) for pid in children.values())
     summary = read_json(tmp_path / "run" / "summary.json")
@@ -279,7 +279,7 @@ def test_what_cannot_be_started_is_refused(
     words = [f"--{n}={v}" for n, v in options(tiny_model, data, tmp_path, world_size=2).items()]
     assert main(["train", *words, "--backend=cpu"]) == 2
     assert "Not built yet: training on 2 devices" in capsys.readouterr().err
-    with pytest.raises(UserError, match="2 processes were asked for"):
+    with pytest.raises(UserError, match="--world_size is 2"):
         train(make_config(**options(tiny_model, data, tmp_path, world_size=2)))
     with pytest.raises(ConfigError):
         make_config(world_size=0)

@@ -243,7 +243,7 @@ def plant(path: Path, name: str, kind: bytes = tarfile.REGTYPE, link: str = "") 
 def test_an_archive_writes_nothing_outside(name: str, kind: bytes, link: str, tmp_path: Path) -> None:
     path = plant(tmp_path / "bad.tar", name, kind, link)
     assert read_note(path)["run"] == "x"
-    with pytest.raises(UserError, match="not a run to take along"):
+    with pytest.raises(UserError, match="not an archive of a run"):
         unpack_archive(path, tmp_path / "there" / "run")
     assert not Path("/tmp/crosstune-outside").exists()
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["bad.tar", "there"]
@@ -330,5 +330,5 @@ def test_a_run_without_checkpoints_is_not_called_damaged(
 def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.tar").write_bytes(b"\x80\x04cos\nsystem\n" * 100)
     for act in (read_note, lambda path: unpack_archive(path, tmp_path / "run")):
-        with pytest.raises(UserError, match="not a run to take along"):
+        with pytest.raises(UserError, match="not an archive of a run"):
             act(tmp_path / "x.tar")

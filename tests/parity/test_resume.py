@@ -247,3 +247,21 @@ def test_a_finished_run_without_a_checkpoint_is_not_moved_aside(bench: Bench) ->
     run(bench, "lora", folder, save_steps=0, save_minutes=0)
     with pytest.raises(UserError, match="finished run without a checkpoint"):
         run(bench, "lora", folder, resume="auto")
+
+
+def test_resuming_does_not_export_the_state_it_replaces(
+    bench: Bench, straight: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from crosstune.torch_engine.session import TorchSession
+
+    whole, exported = straight("lora"), list[int]()
+    export = TorchSession.export_state
+
+    def count(session: TorchSession, **options: Any) -> Any:
+        exported.append(1)
+        return export(session, **options)
+
+    monkeypatch.setattr(TorchSession, "export_state", count)
+    folder = bench.home / "exports"
+    run(bench, "lora", folder, resume=str(at_step(whole, NUM_STEPS - 1)), save_steps=99)
+    assert len(exported) == 1  # the checkpoint at the end

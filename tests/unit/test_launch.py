@@ -52,7 +52,7 @@ def test_who_does_not_listen_to_sigterm_is_killed(monkeypatch: pytest.MonkeyPatc
     code = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif rank: os.kill(os.getpid(), 9)\ntime.sleep(60)"
     outcome = run(code)
     assert outcome.code == 128 + signal.SIGKILL
-    assert "process 1 of 2 (counted from 0) was ended by SIGKILL" in outcome.lines[0]
+    assert "process 1 of 2 (counted from 0) was killed by SIGKILL" in outcome.lines[0]
 
 
 def test_who_lost_the_others_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_a_process_on_its_own_is_no_rank(tmp_path: Path) -> None:
         ('[["a:1"], ["b:1"]]', "2", "MLX_RANK cannot be '2'"),
         ('[["a:1"], ["b:1"]]', "-1", "MLX_RANK cannot be '-1'"),
         (None, "0", "Cannot read the host file"),
-        ("", "0", "not in a ring"),
+        ("", "0", "do not form a ring"),
     ],
 )
 def test_what_is_wrong_with_a_ring_is_said(text: str | None, rank: str, words: str, tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_scale_is_what_is_applied_whatever_the_rank(tmp_path: Path, flags: list[
 def test_numbers_are_finite(tmp_path: Path, text: str) -> None:
     path = tmp_path / "mlx.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="a number that is finite"):
+    with pytest.raises(ConfigError, match="a finite number"):
         load_config(["--mlx_config", str(path)])
 
 

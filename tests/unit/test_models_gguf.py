@@ -179,10 +179,10 @@ def test_the_tokenizer_comes_back(tmp_path: Path, original: Path) -> None:
     [
         ({"architecture": "gemma"}, "its architecture is 'gemma'; GGUF files can be read for: llama"),
         ({"tokenizer__ggml__model": "llama"}, "its tokenizer is of the kind 'llama'"),
-        ({"tokenizer__ggml__pre": "tekken"}, "it splits text as 'tekken'; these can be read: gpt-2, smollm"),
+        ({"tokenizer__ggml__pre": "tekken"}, "it splits text as 'tekken'; supported: gpt-2, smollm"),
         ({"tokenizer__ggml__eos_token_id": 10_000}, "its eos token is number 10000 of 512"),
-        ({"llama__rope__scaling__type": "yarn"}, "its positions are scaled (yarn)"),
-        ({"llama__rope__dimension_count": 8}, "only a part of each attention head"),
+        ({"llama__rope__scaling__type": "yarn"}, "its RoPE is scaled (yarn)"),
+        ({"llama__rope__dimension_count": 8}, "only a part of each head"),
         ({"llama__block_count": 3}, "the tensor blk.2.attn_norm.weight is not in it"),
         ({"llama__block_count": 1}, "tensors that a plain Llama model does not have: blk.1."),
         ({"llama__feed_forward_length": 64}, "the tensor blk.0.ffn_gate.weight has the shape"),
@@ -202,7 +202,7 @@ def test_a_file_cut_short_or_of_another_kind(tmp_path: Path, original: Path) -> 
     whole = path.read_bytes()
     for data in (whole[:-1000], whole[:5000], whole[:10], b"", b"PK\3\4" * 100):
         path.write_bytes(data)
-        assert "is not a whole GGUF file" in refused(path, tmp_path)
+        assert "is not a complete GGUF file" in refused(path, tmp_path)
 
 
 def test_a_missing_gguf_package_answers_with_the_command(

@@ -70,7 +70,7 @@ def test_folder_without_weights(model: Path) -> None:
     (model / "model.safetensors").unlink()
     assert "there is no *.safetensors file" in refused(model)
     (model / "m.gguf").write_bytes(b"GGUF")
-    assert f"name the file itself as the model: {model / 'm.gguf'}" in refused(model)
+    assert f"give the file itself as the model: {model / 'm.gguf'}" in refused(model)
     (model / "pytorch_model.bin").write_bytes(b"")
     assert "its weights are pickles (pytorch_model.bin)" in refused(model)
 
@@ -87,7 +87,7 @@ def test_folder_with_weights_cut_short(model: Path) -> None:
     assert f"it has {len(data) - 1:,} bytes and its header declares {len(data):,}" in refused(model)
     for junk in (b"", b"short", b"\xff" * 64, b"\x02" + b"\0" * 7 + b"[]"):
         weights.write_bytes(junk)
-        assert "is not a whole safetensors file" in refused(model)
+        assert "is not a complete safetensors file" in refused(model)
 
 
 def test_a_bundled_name_is_made_again_from_its_own_source(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_paths_that_are_not_there(tmp_path: Path) -> None:
     assert "There is no folder" in refused("./nowhere/at-all")
     assert "There is no file" in refused("nowhere.gguf")
     (tmp_path / "model.safetensors").write_bytes(b"")
-    assert f"name the folder instead: {tmp_path}" in refused(tmp_path / "model.safetensors")
+    assert f"give the folder instead: {tmp_path}" in refused(tmp_path / "model.safetensors")
 
 
 def test_shapes_without_a_download(model: Path, tmp_path: Path) -> None:

@@ -44,6 +44,10 @@ def test_every_spelling_is_read() -> None:
         ({**BNB, "quantizer": "mlx", "kind": "nf4"}, {**BNB, "quantizer": "mlx"}, True),
         ({**BNB, "quantizer": "quanto", "bits": 8, "group_size": 32}, {**BNB, "quantizer": "quanto", "bits": 8}, True),
         ({**BNB, "quantizer": "quanto", "bits": 8, "kind": "float8"}, {**BNB, "quantizer": "quanto", "bits": 8}, False),
+        # Of a quantizer that has no file here nothing is known, so that every field counts.
+        ({**BNB, "quantizer": "other"}, {**BNB, "quantizer": "other"}, True),
+        ({**BNB, "quantizer": "other", "bits": 8, "group_size": 32}, {**BNB, "quantizer": "other", "bits": 8}, False),
+        ({**BNB, "quantizer": "other", "double": False}, {**BNB, "quantizer": "other"}, False),
     ],
 )  # fmt: skip
 def test_what_changes_the_numbers(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:

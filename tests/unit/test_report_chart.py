@@ -15,7 +15,14 @@ from crosstune.report.chart import Chart, Mark, Scale, Series, byte_scale, draw
 from crosstune.report.files import RunFiles
 from crosstune.report.quantity import show_bytes
 from crosstune.report.run_charts import run_moves
-from crosstune.report.series import Point, kept_indices, smooth, smoothing_window
+from crosstune.report.series import (
+    Point,
+    kept_indices,
+    smooth,
+    smoothing_window,
+    step_points,
+    task_metrics,
+)
 
 
 def readout(svg: str) -> dict:
@@ -160,3 +167,12 @@ def test_a_run_that_went_on_on_another_backend_is_marked_there() -> None:
     events = [*first, *part("cpu", 4, "mlx"), *part("cpu", 6, "cpu"), *part("mlx", 8, "cpu")]
     run = RunFiles(folder=Path(), events=events)
     assert [(mark.step, mark.label) for mark in run_moves(run)] == [(4.0, "mlx → cpu"), (8.0, "cpu → mlx")]
+
+
+def test_the_metrics_of_a_task_are_found_among_the_columns() -> None:
+    rows = [
+        {"step": 1, "loss": 2.0, "examples": 8, "lr": 0.1, "close": 0.5, "tokens_per_s": 3.0},
+        {"step": 2, "loss": None, "examples": 0, "lr": 0.1, "close": None, "far": 1.0, "skipped": True},
+    ]
+    assert task_metrics(rows) == ["close", "far"]
+    assert step_points(rows, "close") == [(1.0, 0.5), (2.0, None)]

@@ -23,7 +23,7 @@ def write_lines(path: Path, rows: list[dict]) -> None:
 def test_a_folder_without_a_run_is_the_users_to_mend(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(UserError, match="holds no run"):
+        with pytest.raises(UserError, match="is not a run folder"):
             load_run(folder)
 
 

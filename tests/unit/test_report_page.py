@@ -241,7 +241,7 @@ def test_a_configuration_alone_makes_a_page(tmp_path: Path) -> None:
 
 
 def test_no_run_no_page(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="is not a run folder"):
         write_report(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -174,7 +174,7 @@ def test_processes_that_were_started_are_the_world() -> None:
     assert plan.world_size == plan.config.world_size == 3
     assert adjustment(plan, "world_size", "choice").used == 3
     assert not [a for a in plan.adjustments if a.option == "world_size" and a.kind == "warning"]
-    with pytest.raises(ConfigError, match="2 was asked for, and 3 processes were started"):
+    with pytest.raises(ConfigError, match="is 2, but 3 processes were started"):
         plan_on("apple-m2-max-64gb", backend="mlx", world_size=2, ranks=ranks)
     with pytest.raises(ConfigError, match="--backend mps is not for them"):
         plan_on("apple-m2-max-64gb", backend="mps", ranks=ranks)
@@ -260,9 +260,15 @@ def test_resolve_is_pure() -> None:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"train_type": "qlora", "quantization_backend": "bnb", "n_bits": 2}, "bnb has no 2 bits"),
-        ({"train_type": "bnb_dora", "n_bits": 3}, "bnb has no 3 bits"),
-        ({"train_type": "lora", "quantization_backend": "quanto", "n_bits": 3}, "quanto has no 3 bits"),
+        (
+            {"train_type": "qlora", "quantization_backend": "bnb", "n_bits": 2},
+            "bnb does not quantize to 2 bits",
+        ),
+        ({"train_type": "bnb_dora", "n_bits": 3}, "bnb does not quantize to 3 bits"),
+        (
+            {"train_type": "lora", "quantization_backend": "quanto", "n_bits": 3},
+            "quanto does not quantize to 3 bits",
+        ),
         ({"loraplus_lr_ratio": 0}, "loraplus_lr_ratio is 0"),
     ],
 )

@@ -36,7 +36,7 @@ def test_a_base_without_a_template_may_get_that_of_its_adapter(bare: Path, tmp_p
     copy_template(adapter, merged)
     assert (merged / "chat_template.jinja").is_file()
     assert chat_problems(bare, merged) == []
-    assert "the chat template renders otherwise" in chat_problems(merged, bare)
+    assert "the chat template renders differently" in chat_problems(merged, bare)
 
 
 def write(folder: Path, **formats: str) -> Path:

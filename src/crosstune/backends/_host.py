@@ -1,4 +1,4 @@
-"""The computer under every backend: its processor, its cores and its memory."""
+"""Read the CPU name, the number of cores and the memory of this machine."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def processor_name() -> str:
 
 
 def num_cores() -> int:
-    """Cores this process may use, which in a container or under taskset are fewer than the computer has."""
+    """Return the number of cores that this process may use, which a container or taskset may limit."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def memory_bytes(*, cgroup: Path = _CGROUP) -> tuple[int, int]:
-    """Total and free memory; a container's limit counts where it is smaller than the computer's."""
+    """Return total and free memory, within the limit of a container."""
     memory = psutil.virtual_memory()
     limit, used = _read_bytes(cgroup / "memory.max"), _read_bytes(cgroup / "memory.current")
     if limit is None or limit >= memory.total:
@@ -65,5 +65,5 @@ def _from_sysctl() -> str:
 def _read_bytes(path: Path) -> int | None:
     try:
         return int(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # no control group, or no limit in it ("max")
+    except (OSError, ValueError):  # no cgroup, or no limit ("max")
         return None

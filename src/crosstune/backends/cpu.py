@@ -1,4 +1,4 @@
-"""The processor through PyTorch: every computer has one."""
+"""The CPU through PyTorch."""
 
 from __future__ import annotations
 

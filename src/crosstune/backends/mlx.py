@@ -1,4 +1,4 @@
-"""Apple's own framework: Apple GPUs through unified memory, and for tests any processor."""
+"""Apple GPUs through MLX, and any CPU for tests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ SPEC = BackendSpec(
     device="gpu",
     preference=40,
     collective="ring",
-    # What one command buffer uses stays in memory until the buffer is done, and on CUDA MLX puts a gigabyte and more
-    # into one: a quarter of a step's memory and more. On Metal it commits them earlier of itself.
+    # Everything that a command buffer uses stays in memory until the buffer completes. On CUDA, MLX puts a gigabyte or
+    # more into one, a quarter of a step's memory or more; on Metal it commits buffers earlier.
     environment_on={"Linux": {"MLX_MAX_MB_PER_BUFFER": "100"}},
     install=(
-        "It needs its framework: pip install 'crosstune[mlx]' on a Mac with Apple silicon, "
-        "or pip install 'mlx[cpu]' mlx-lm to try it on a Linux processor; otherwise use --backend auto"
+        "It needs MLX: pip install 'crosstune[mlx]' on a Mac with Apple silicon, "
+        "or pip install 'mlx[cpu]' mlx-lm to try it on a Linux CPU; otherwise use --backend auto"
     ),
 )

@@ -16,16 +16,16 @@ SPEC = BackendSpec(
         "on another computer use --backend auto, or name a backend that is available here"
     ),
     environment={
-        # Operators without a Metal kernel run on the processor instead of failing.
+        # Operators without a Metal kernel run on the CPU instead of failing.
         "PYTORCH_ENABLE_MPS_FALLBACK": "1",
-        # Shares of the memory that Metal recommends: the GPU and the system live in the same one.
+        # Fractions of the memory that Metal recommends, since the GPU shares memory with the system.
         "PYTORCH_MPS_HIGH_WATERMARK_RATIO": "0.7",
         "PYTORCH_MPS_LOW_WATERMARK_RATIO": "0.5",
     },
-    # torch refuses to start its allocator otherwise.
+    # Otherwise torch's allocator fails to start.
     at_most={"PYTORCH_MPS_LOW_WATERMARK_RATIO": "PYTORCH_MPS_HIGH_WATERMARK_RATIO"},
-    # Buffers are kept by size, and rows of ever new lengths leave ever more of them behind.
+    # Buffers are cached by size, so rows of many lengths fill the cache.
     clear_cache_every=100,
-    # The GPU reads the system's own memory: there is no copy to speed up.
+    # The GPU shares memory with the CPU: there is no copy to speed up.
     pinned_memory=False,
 )

@@ -1,4 +1,4 @@
-"""AMD GPUs through PyTorch, which calls them cuda as well; the build of torch tells the two apart."""
+"""AMD GPUs through PyTorch, where their device name is also `cuda`."""
 
 from __future__ import annotations
 

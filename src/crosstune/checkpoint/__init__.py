@@ -1,0 +1,1 @@
+"""Checkpoints on disk: written atomically, verified when read, rotated, packed into archives."""

@@ -1,4 +1,4 @@
-"""Pack a run into one plain tar file, and unpack such a file with every name and every hash checked."""
+"""Pack a run into a tar file; unpack one after checking all names and hashes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _MEMBER_LIMIT = 100_000
 
 
 def write_archive(path: Path, members: Mapping[str, Path], note: Mapping[str, Any]) -> int:
-    """Write a tar with each file under its name and the note first, whole or not at all; return its size in bytes."""
+    """Write a tar file atomically, the note first, then each file under its name; return its size in bytes."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with staged_file(path) as staged, tarfile.open(staged, mode="x:", format=tarfile.PAX_FORMAT) as tar:
             files = {name: file_sha256(source) for name, source in members.items()}
-            whole = {**note, "files": files}
-            raw = (json.dumps({**whole, "sha256": _hash_of(whole)}, indent=1) + "\n").encode()
+            full_note = {**note, "files": files}
+            raw = (json.dumps({**full_note, "sha256": _hash_of(full_note)}, indent=1) + "\n").encode()
             _add(tar, NOTE, io.BytesIO(raw), len(raw))
             for name, source in members.items():
                 with source.open("rb") as content:
@@ -51,26 +51,28 @@ def read_note(path: Path) -> dict[str, Any]:
         except ValueError as error:
             raise _not_ours(path, f"{NOTE} is not JSON: {error}") from error
     if not isinstance(note, dict) or not isinstance(note.get("files"), dict):
-        raise _not_ours(path, f"{NOTE} does not say what the archive holds")
+        raise _not_ours(path, f"{NOTE} does not list the files of the archive")
     if note.get("sha256") != _hash_of({key: value for key, value in note.items() if key != "sha256"}):
-        raise _damaged(path, f"{NOTE} is not as it was written")
+        raise _damaged(path, f"{NOTE} has changed since it was written")
     return note
 
 
 def unpack_archive(path: Path, folder: Path) -> None:
-    """Make `folder` from an archive. It appears once everything is in it and checked; nothing is written elsewhere."""
+    """Unpack an archive to `folder`, which appears only when all files are checked; write nowhere else."""
     files = read_note(path)["files"]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _opened(path) as tar, _readable(path):
         members = _checked(path, tar)
-        held = {member.name for member in members} - {NOTE}
-        if held != files.keys():
-            missing = sorted(files.keys() - held)
-            raise _damaged(path, f"it lacks {missing[0]}" if missing else "it holds more than it says")
+        found = {member.name for member in members} - {NOTE}
+        if found != files.keys():
+            missing = sorted(files.keys() - found)
+            raise _damaged(
+                path, f"it lacks {missing[0]}" if missing else f"it holds files that {NOTE} does not list"
+            )
         need = sum(member.size for member in members)
         if need > (free := free_space(folder.parent)):
             raise UserError(
-                f"There is no room to unpack {path}.",
+                f"There is not enough disk space to unpack {path}.",
                 why=f"it takes {readable_bytes(need)} and {readable_bytes(free)} are free.",
             )
         with staging_folder(folder) as staged:
@@ -78,7 +80,7 @@ def unpack_archive(path: Path, folder: Path) -> None:
                 target = staged / member.name
                 _extract(tar, member, target)
                 if member.name != NOTE and file_sha256(target) != files[member.name]:
-                    raise _damaged(path, f"{member.name} is not as it was written")
+                    raise _damaged(path, f"{member.name} has changed since it was written")
             put_new(staged, folder)
 
 
@@ -92,13 +94,13 @@ def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> Non
 
 
 def _checked(path: Path, tar: tarfile.TarFile) -> list[tarfile.TarInfo]:
-    """Return the members if they are regular files under plain relative names, each once; refuse anything else."""
+    """Return the members; raise a UserError unless all are regular files with unique, plain relative names."""
     found: dict[str, tarfile.TarInfo] = {}
     for member in tar:
         name = PurePosixPath(member.name)
         plain = not name.is_absolute() and ".." not in name.parts and "\\" not in member.name
         if not plain or not member.isfile() or member.name in found or "\0" in member.name:
-            raise _not_ours(path, f"it holds {member.name!r}, which is no plain file of a run")
+            raise _not_ours(path, f"it holds {member.name!r}, which is not a plain file of a run")
         found[member.name] = member
         if len(found) > _MEMBER_LIMIT:
             raise _not_ours(path, f"it holds more than {_MEMBER_LIMIT:,} files")
@@ -134,11 +136,11 @@ def _damaged(path: Path, why: str) -> UserError:
     return UserError(
         f"The archive {path} is damaged, and nothing was unpacked.",
         why=f"{why}.",
-        do="copy it again from where it was made",
+        do="copy it again from its source",
     )
 
 
 def _not_ours(path: Path, why: str) -> UserError:
     return UserError(
-        f"{path} is not a run to take along.", why=why, do="make one: crosstune move RUN --to BACKEND"
+        f"{path} is not an archive of a run.", why=why, do="make one: crosstune move RUN --to BACKEND"
     )

@@ -1,4 +1,4 @@
-"""Adam's moments as bitsandbytes keeps them in 8 bits, made plain, so that an engine without them can go on."""
+"""Convert bitsandbytes' 8-bit optimizer state to fp32, for engines that do not have it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def holds_eight_bit(moments: Moments) -> bool:
 
 
 def plain_moments(moments: Moments, weights: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
-    """The same moments in fp32. Each byte is a place in a table of values, scaled by the largest of its block."""
+    """Return the moments in fp32. Each byte is an index into a table of values, scaled by the maximum of its block."""
     plain: dict[str, dict[str, Array]] = {slot: {} for slot in (*_PARTS, "step")}
     for name, weight in weights.items():
         if name not in moments["state1"]:
@@ -36,6 +36,6 @@ def plain_moments(moments: Moments, weights: Mapping[str, Array]) -> dict[str, d
 def _values(codes: Array, table: Array, largest: Array) -> Array:
     flat = table[codes.reshape(-1)]
     block = -(-flat.size // largest.size)
-    block = 1 << (block - 1).bit_length()  # blocks are powers of two; the last may be cut short
+    block = 1 << (block - 1).bit_length()  # block sizes are powers of two; the last block may be shorter
     values: Array = flat * np.repeat(largest, block)[: flat.size]
     return values

@@ -1,4 +1,4 @@
-"""Name, list and tidy the checkpoints in the folder of a run."""
+"""Name and list the checkpoints of a run, and remove leftovers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def step_of(folder: Path) -> int | None:
 
 
 def checkpoint_folders(root: Path) -> list[tuple[int, Path]]:
-    """Return every folder with the name of a checkpoint, the newest first, without looking into them."""
+    """Return all folders named like a checkpoint, newest first, without opening them."""
     if not root.is_dir():
         return []
     found = [(step, path) for path in root.iterdir() if (step := step_of(path)) is not None]
@@ -30,17 +30,17 @@ def checkpoint_folders(root: Path) -> list[tuple[int, Path]]:
 
 
 def leftovers(root: Path) -> list[Path]:
-    """Return what a kill left behind while it was being written or removed."""
+    """Return the staged folders that a kill during writing or removal left behind."""
     return atomic_files.leftovers(root, of=_is_ours)
 
 
 def clear_leftovers(root: Path) -> int:
-    """Remove the leftovers and return how many there were; only for the process that holds the run."""
+    """Remove the leftovers and return their number; only for the process that holds the lock of the run."""
     return atomic_files.clear_leftovers(root, of=_is_ours)
 
 
 def point_latest(root: Path, target: Path) -> None:
-    """Move `latest`. It is for people and scripts; crosstune itself looks at the checkpoints."""
+    """Point the link `latest` at a checkpoint. It is for users and scripts; crosstune does not read it."""
     atomic_files.replace_link(root / LATEST, to=target.name)
 
 

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it must say, and the seal over its bytes."""
+"""Encode and check the manifest of a checkpoint and its seal, the hash of its bytes."""
 
 from __future__ import annotations
 
@@ -35,51 +35,51 @@ _REQUIRED: Mapping[str, type | tuple[type, ...]] = {
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint is not what was written: cut short, changed, or made by something else."""
+    """A checkpoint was truncated, changed, or not written by crosstune."""
 
     def __init__(self, folder: Any, why: str) -> None:
         super().__init__(
             f"The checkpoint {folder} is damaged.",
             why=why,
-            do="use an older one (`crosstune checkpoint verify RUN` says which are whole), or --resume auto, which does so",
+            do="use an older one (`crosstune checkpoint verify RUN` lists the valid ones), or --resume auto, which finds it",
         )
 
 
 class UnknownVersion(UserError):
-    """A checkpoint of a format this version cannot read; guessing could lose state."""
+    """A checkpoint has a format version that this crosstune cannot read."""
 
 
 def encode(fields: Mapping[str, Any]) -> bytes:
-    """The bytes of manifest.json. NaN has no place in JSON and becomes null."""
-    whole = {"format": FORMAT, "format_version": VERSION, **finite(dict(fields))}
-    return (json.dumps(whole, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    """Return the bytes of manifest.json. NaN becomes null."""
+    manifest = {"format": FORMAT, "format_version": VERSION, **finite(dict(fields))}
+    return (json.dumps(manifest, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def seal(manifest: bytes) -> bytes:
-    """A line as sha256sum writes and checks it."""
+    """Return the hash of the manifest as a line in the format of sha256sum."""
     return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
 
 
 def decode(raw: bytes, *, seal_found: bytes, folder: Any) -> dict[str, Any]:
-    """A manifest that is whole, of a version we know, and names only plain files."""
+    """Return the manifest after checking its seal, version, required fields and file names."""
     if seal_found != seal(raw):
-        raise DamagedCheckpoint(folder, f"{MANIFEST} is not the one that {SEAL} was made for")
+        raise DamagedCheckpoint(folder, f"{MANIFEST} does not match {SEAL}")
     try:
         manifest = json.loads(raw, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(folder, f"{MANIFEST} is not JSON: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise DamagedCheckpoint(folder, f"{MANIFEST} is not that of a crosstune checkpoint")
+        raise DamagedCheckpoint(folder, f"{MANIFEST} is not the manifest of a crosstune checkpoint")
     version = manifest.get("format_version")
     if type(version) is not int or version != VERSION:
         raise UnknownVersion(
             f"The checkpoint {folder} has format version {version!r}.",
-            why=f"this crosstune reads version {VERSION}, and guessing could lose a part of the run.",
+            why=f"this crosstune reads version {VERSION}, and guessing could lose state.",
             do="use the version of crosstune that wrote it, or a newer one",
         )
     for name, kind in _REQUIRED.items():
         if not isinstance(manifest.get(name, ...), kind) or isinstance(manifest.get(name), bool):
-            raise DamagedCheckpoint(folder, f"{MANIFEST} says nothing usable about {name!r}")
+            raise DamagedCheckpoint(folder, f"{MANIFEST} has no valid {name!r}")
     for name, facts in manifest["files"].items():
         _check_file(name, facts, folder)
     return manifest
@@ -92,4 +92,4 @@ def _check_file(name: str, facts: Any, folder: Any) -> None:
     size, digest = (facts.get("bytes"), facts.get("sha256")) if isinstance(facts, dict) else (None, None)
     good_size = isinstance(size, int) and not isinstance(size, bool) and size >= 0
     if not good_size or not isinstance(digest, str) or re.fullmatch(r"[0-9a-f]{64}", digest) is None:
-        raise DamagedCheckpoint(folder, f"{MANIFEST} gives no size and hash of {name}")
+        raise DamagedCheckpoint(folder, f"{MANIFEST} has no valid size and hash for {name}")

@@ -1,4 +1,4 @@
-"""Read a checkpoint: everything is checked before anything of it is used."""
+"""Check and read checkpoints. Nothing is used before everything is checked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SEAL_LIMIT = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint whose bytes were found to be those that were written."""
+    """A checkpoint that passed its checks."""
 
     folder: Path
     manifest: Mapping[str, Any]
@@ -60,13 +60,14 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, *, hashes: bool = True) -> Checkpoint:
-    """Check a checkpoint: its manifest, that its files are there and nothing else, their sizes, hashes and headers.
+    """Open a checkpoint after checking its manifest, the set of files, and their sizes, hashes and headers.
 
-    Without `hashes` the contents of the files are not read, which is enough to list them.
+    Without `hashes` the contents of the files are not read, which is enough for a listing.
     """
     if not folder.is_dir():
         raise UserError(
-            f"There is no checkpoint at {folder}.", do="`crosstune checkpoint list RUN` shows those of a run"
+            f"There is no checkpoint at {folder}.",
+            do="list the checkpoints of a run with: crosstune checkpoint list RUN",
         )
     try:
         manifest = _read_manifest(folder)
@@ -83,7 +84,7 @@ def open_checkpoint(folder: Path, *, hashes: bool = True) -> Checkpoint:
 def newest_valid(
     root: Path, *, on_damaged: Callable[[DamagedCheckpoint], None] | None = None
 ) -> Checkpoint | None:
-    """The newest checkpoint that passes every check; each damaged one on the way is reported."""
+    """Return the newest checkpoint that passes all checks; report each damaged one that is newer."""
     for _, folder in checkpoint_folders(root):
         try:
             return open_checkpoint(folder)
@@ -94,7 +95,7 @@ def newest_valid(
 
 
 def find_run(path: Path) -> Path:
-    """The run folder that a path means: itself, or the run that a checkpoint lies in."""
+    """Return the run folder of a path, which is a run folder or a checkpoint in one."""
     folder = path.resolve()
     return folder.parent.parent if folder.parent.name == FOLDER else folder
 
@@ -105,22 +106,24 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_step(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """A checkpoint under the name of another step would be taken for newer or older than it is."""
+    """Check that the folder name and the manifest agree on the step."""
     named = (step_of(folder), manifest["schedule"].get("step"), manifest["progress"].get("steps"))
     if manifest["step"] < 0 or any(step not in (None, manifest["step"]) for step in named):
-        raise DamagedCheckpoint(folder, f"its name and {MANIFEST} speak of different steps")
+        raise DamagedCheckpoint(folder, f"its name and {MANIFEST} have different steps")
 
 
 def _read_small(path: Path, *, limit: int) -> bytes:
     with os.fdopen(_open_plain(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise DamagedCheckpoint(path.parent, f"{path.name} has {size} bytes, more than any of ours")
+            raise DamagedCheckpoint(
+                path.parent, f"{path.name} has {size} bytes, more than the limit of {limit}"
+            )
         return file.read()
 
 
 def _open_plain(path: Path) -> int:
-    """A handle on a regular file; a link, a pipe or a device is not opened."""
+    """Open a regular file; refuse links, pipes and devices."""
     if not path.exists() and not path.is_symlink():
         raise DamagedCheckpoint(path.parent, f"{path.name} is missing")
     if not stat.S_ISREG(path.lstat().st_mode):
@@ -152,19 +155,19 @@ def _check_file(folder: Path, name: str, facts: Mapping[str, Any], *, hashes: bo
 
 
 def _check_arrays(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """The arrays that the manifest promises are those in the files."""
+    """Check that the files hold the arrays that the manifest lists."""
     try:
         found = {name: describe_tensors(folder / name) for name in (WEIGHTS, MOMENTS, RANDOM)}
     except BadSafetensors as error:
         raise DamagedCheckpoint(folder, error.short()) from error
-    described = {name: [word, list(shape)] for name, (word, shape) in found[WEIGHTS].items()}
-    promised = {
+    described = {name: [dtype, list(shape)] for name, (dtype, shape) in found[WEIGHTS].items()}
+    listed = {
         name: [facts.get("dtype"), facts.get("shape")]
         for name, facts in manifest["trainable"].items()
         if isinstance(facts, dict)
     }
-    if described != promised:
-        raise DamagedCheckpoint(folder, f"{WEIGHTS} does not hold what {MANIFEST} says is trained")
-    strange = [key for key in found[MOMENTS] if key.partition("/")[2] not in described]
-    if strange:
-        raise DamagedCheckpoint(folder, f"{MOMENTS} holds {strange[0]!r}, which belongs to no weight")
+    if described != listed:
+        raise DamagedCheckpoint(folder, f"{WEIGHTS} does not hold the trained weights that {MANIFEST} lists")
+    unknown = [key for key in found[MOMENTS] if key.partition("/")[2] not in described]
+    if unknown:
+        raise DamagedCheckpoint(folder, f"{MOMENTS} holds {unknown[0]!r}, which belongs to no weight")

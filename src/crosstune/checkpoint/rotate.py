@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest, the best by evaluation, the milestones."""
+"""Remove old checkpoints; keep the newest, the best by evaluation, and milestones."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from crosstune.core.errors import UserError
 class Keep:
     last_n: int
     best: bool = True
-    """Keep the one with the lowest loss in an evaluation."""
+    """Keep the one with the lowest evaluation loss."""
     every: int = 0
-    """Keep each whose step is a multiple of this, for good; 0 for none."""
+    """Keep all whose step is a multiple of this; 0 for none."""
 
 
 def best_step(steps: Sequence[int], evaluations: Mapping[int, float]) -> int | None:
@@ -28,7 +28,7 @@ def best_step(steps: Sequence[int], evaluations: Mapping[int, float]) -> int | N
 
 
 def superfluous(steps: Sequence[int], keep: Keep, evaluations: Mapping[int, float]) -> list[int]:
-    """Of these steps, the ones that may go, the oldest first."""
+    """Return the steps whose checkpoints may be removed, oldest first."""
     kept = set(sorted(steps, reverse=True)[: keep.last_n])
     if keep.every:
         kept |= {step for step in steps if step % keep.every == 0}
@@ -39,21 +39,21 @@ def superfluous(steps: Sequence[int], keep: Keep, evaluations: Mapping[int, floa
 
 
 def rotate(root: Path, keep: Keep, evaluations: Mapping[int, float], *, only_say: bool = False) -> list[Path]:
-    """Remove what may go, but only once the newest has been read back and found whole. Returns what was removed, or
-    (`only_say`) would be."""
+    """Remove superfluous checkpoints after verifying the newest one; return them. With `only_say`, nothing is
+    removed."""
     folders = checkpoint_folders(root)
-    going = superfluous([step for step, _ in folders], keep, evaluations)
-    if not going:
+    steps = superfluous([step for step, _ in folders], keep, evaluations)
+    if not steps:
         return []
     try:
         open_checkpoint(folders[0][1])
     except DamagedCheckpoint as error:
         raise UserError(
-            f"No checkpoint is removed: the newest, {folders[0][1].name}, does not read back as it was written.",
+            f"No checkpoint is removed: the newest, {folders[0][1].name}, cannot be read back.",
             why=error.why,
             do="check the disk; the older checkpoints are all kept",
         ) from error
-    removed = [path for step, path in folders if step in set(going)]
+    removed = [path for step, path in folders if step in set(steps)]
     for path in reversed(removed if not only_say else []):
         remove_folder(path)
     return removed

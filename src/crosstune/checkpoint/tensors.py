@@ -1,4 +1,4 @@
-"""Write arrays as one safetensors file, hashed meanwhile, and read them back once its header has been checked."""
+"""Write arrays to a safetensors file with its hash, and read them back after checking the header."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
-"""The types that a checkpoint holds, by the format's words for them."""
-_WORDS = {dtype: word for word, dtype in DTYPES.items()}
+"""The dtypes in a checkpoint, by their safetensors names."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Written:
 
 
 def write_tensors(path: Path, arrays: Mapping[str, Array]) -> Written:
-    """Write a new file; hashing runs beside the writing. Syncing it to the disk is left to whoever puts it in place."""
+    """Write a new file, hashed in a thread meanwhile. The caller syncs it to disk."""
     hasher = _Hasher()
     with hasher:
         num_bytes = write_new(path, map(hasher.add, _chunks(arrays)))
@@ -64,12 +64,12 @@ def write_new(path: Path, chunks: Iterable[Any]) -> int:
 
 
 def file_bytes(arrays: Mapping[str, Array]) -> int:
-    """Return the size of the file that `write_tensors` makes of them."""
+    """Return the size of the file that `write_tensors` writes for these arrays."""
     return len(_header(arrays)) + sum(array.nbytes for array in arrays.values())
 
 
 def read_tensors(path: Path) -> dict[str, Array]:
-    """Return every array of a file, each a copy of its own."""
+    """Return copies of all arrays in a file."""
     arrays = {}
     with path.open("rb") as file:
         header = _read_header(file, path)
@@ -84,27 +84,27 @@ def read_tensors(path: Path) -> dict[str, Array]:
 
 
 def describe_tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the type and shape of every array, from the header alone."""
+    """Return the dtype and shape of every array, from the header alone."""
     with path.open("rb") as file:
         header = _read_header(file, path)
     return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.tensors.items()}
 
 
 def word_of(array: Array) -> str:
-    """Return the format's word for the type of an array."""
-    return _WORDS[array.dtype.newbyteorder("<")]
+    """Return the safetensors name of an array's dtype."""
+    return _NAMES[array.dtype.newbyteorder("<")]
 
 
 def _read_header(file: BinaryIO, path: Path) -> Header:
     header = read_header_of(file, path=path)
     for name, entry in header.tensors.items():
         if entry["dtype"] not in DTYPES:
-            raise BadSafetensors(path, f"{name!r} is {entry['dtype']}, which no checkpoint holds")
+            raise BadSafetensors(path, f"{name!r} is {entry['dtype']}, a dtype that checkpoints do not use")
     return header
 
 
 class _Hasher:
-    """sha256 in a thread of its own: the hash and the write of a chunk run at the same time."""
+    """Compute sha256 in a thread, at the same time as the chunks are written."""
 
     def __init__(self) -> None:
         self._sha = hashlib.sha256()
@@ -140,7 +140,7 @@ def _chunks(arrays: Mapping[str, Array]) -> Iterator[Any]:
 
 
 def _ordered(arrays: Mapping[str, Array]) -> list[tuple[str, Array]]:
-    """Wide types first, so that every array starts at a multiple of its own size."""
+    """Return the arrays with wide dtypes first, so that each starts at a multiple of its item size."""
     return sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
 
 

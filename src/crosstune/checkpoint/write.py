@@ -1,4 +1,4 @@
-"""Write a checkpoint so that it is whole or not there: staged beside its place, hashed, synced, then renamed."""
+"""Write a checkpoint atomically: stage it, hash it, sync it, then rename it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array, SessionState
 
 SPARE_BYTES = 4 * 2**20
-"""Left free beside a checkpoint, for its manifest and the logs of the run."""
+"""Disk space to leave for the manifest and the logs of the run."""
 
 
 class SaveFailed(UserError):
-    """A checkpoint could not be written. The older ones are as they were."""
+    """A checkpoint could not be written. The older ones are unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +30,11 @@ class Committed:
     folder: Path
     num_bytes: int
     latest_error: str = ""
-    """Why `latest` could not be moved; the checkpoint itself is safe, and nothing of ours needs the link."""
+    """Why `latest` could not be updated; the checkpoint itself is valid."""
 
 
 def write_checkpoint(root: Path, state: SessionState, fields: Mapping[str, Any]) -> Committed:
-    """Write and commit `root/step-NNNNNNNN`, and point `latest` at it."""
+    """Write `root/step-NNNNNNNN` and point `latest` at it."""
     target = root / name_of(fields["step"])
     num_bytes = write_folder(target, state, fields)
     try:
@@ -45,16 +45,16 @@ def write_checkpoint(root: Path, state: SessionState, fields: Mapping[str, Any])
 
 
 def write_folder(target: Path, state: SessionState, fields: Mapping[str, Any]) -> int:
-    """Write and commit one new checkpoint under any name, and return its size in bytes.
+    """Write a new checkpoint under any name, and return its size in bytes.
 
-    `fields` is the manifest without its description of the files.
+    `fields` is the manifest without `files`.
     """
     _check_finite(state)
     parts = state_files(state)
     need = sum(file_bytes(arrays) for arrays in parts.values())
     root = target.parent
     try:
-        # Its parent must exist: a disk that went away is not made anew.
+        # No parents: when the disk is gone, do not create the path elsewhere.
         root.mkdir(mode=0o700, exist_ok=True)
         _check_room(root, need)
         with staging_folder(target) as staged:
@@ -66,7 +66,7 @@ def write_folder(target: Path, state: SessionState, fields: Mapping[str, Any]) -
 
 
 def state_files(state: SessionState) -> dict[str, dict[str, Array]]:
-    """Return the arrays of each file. A moment's key is its slot, a slash and the canonical name of the weight."""
+    """Return the arrays of each file. The key of a moment is `slot/canonical name of the weight`."""
     moments = {f"{slot}/{name}": a for slot, arrays in state.moments.items() for name, a in arrays.items()}
     return {WEIGHTS: dict(state.weights), MOMENTS: moments, RANDOM: dict(state.random)}
 
@@ -82,11 +82,11 @@ def _fill(staged: Path, parts: Mapping[str, Mapping[str, Array]], fields: Mappin
 
 
 def _check_finite(state: SessionState) -> None:
-    """Refuse a state that cannot be trained any further."""
+    """Raise SaveFailed when a weight is not finite, since training cannot continue from it."""
     for name, array in state.weights.items():
         if not np.isfinite(array).all():
             raise SaveFailed(
-                f"No checkpoint was written: {name} holds numbers that are not finite.",
+                f"No checkpoint was written: {name} has non-finite values.",
                 why="training cannot continue from such weights; the older checkpoints are intact.",
                 do="continue from one of them with a lower --lr, or in --precision fp32 or bf16",
             )
@@ -96,7 +96,7 @@ def _check_room(root: Path, need: int) -> None:
     free = free_space(root)
     if free < need + SPARE_BYTES:
         raise SaveFailed(
-            f"There is no room for a checkpoint in {root}.",
+            f"There is not enough disk space for a checkpoint in {root}.",
             why=f"it takes {readable_bytes(need)} and {readable_bytes(free)} are free; the older ones are intact.",
             do="free some space or lower --keep_last_n, then continue with --resume auto",
         )
@@ -106,9 +106,9 @@ def _failed(target: Path, need: int, error: OSError) -> SaveFailed:
     if error.errno in NO_ROOM:
         why = f"the disk is full or a limit was reached ({error.strerror}); it takes {readable_bytes(need)}."
     else:
-        why = f"the system said: {error.strerror or error}."
+        why = f"{error.strerror or error}."
     return SaveFailed(
         f"The checkpoint {target} could not be written.",
-        why=f"{why} Nothing half-written is left, and the older checkpoints are intact.",
-        do="free space or mend the disk, then continue with --resume auto",
+        why=f"{why} No partial checkpoint is left, and the older checkpoints are intact.",
+        do="free space or repair the disk, then continue with --resume auto",
     )

@@ -14,7 +14,7 @@ from crosstune.core.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that raises our error instead of exiting, and takes no abbreviations."""
+    """An ArgumentParser that raises UserError instead of exiting, and accepts no abbreviations."""
 
     def __init__(self, command: str, *, description: str, epilog: str = "") -> None:
         super().__init__(
@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_config(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-    """Return the subcommand's own arguments, and the configuration of a run from all the others."""
+    """Return the subcommand's own arguments, and the run configuration made from the remaining ones."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with options")
     if "-h" in words or "--help" in words:
         from crosstune.config.table import help_text
@@ -43,19 +43,19 @@ def parse_config(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespa
 
 
 def at_least(low: int | float) -> Callable[[str], int | float]:
-    """Return a type for argparse: a number of the type of `low`, not below it and within 63 bits."""
+    """Return an argparse type: a number of the type of `low` that is at least `low` and fits into 63 bits."""
 
     def read(text: str) -> int | float:
         value = type(low)(text)
         if not low <= value < 2**63:
-            raise argparse.ArgumentTypeError(f"{text} is not a number from {low} up")
+            raise argparse.ArgumentTypeError(f"{text} is not a number of at least {low}")
         return value
 
     return read
 
 
 def print_json(data: object) -> None:
-    """Print data as JSON, with null for numbers that are not finite."""
+    """Print data as JSON, with null for non-finite numbers."""
     import json
 
     from crosstune.core.json_files import finite

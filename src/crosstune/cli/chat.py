@@ -1,4 +1,4 @@
-"""`crosstune chat`: talk to a model or a trained run."""
+"""`crosstune chat`: chat with a model or a trained run."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import sys
 from collections.abc import Sequence
 
 from crosstune.cli.arguments import Parser
-from crosstune.cli.generate import add_model_words
+from crosstune.cli.generate import add_model_arguments
 
 HELP = (
-    "Ctrl-C cuts an answer short, /reset forgets the conversation, /quit (or Ctrl-D) leaves, /help says this"
+    "Ctrl-C interrupts an answer, /reset clears the conversation, /quit (or Ctrl-D) exits, /help shows this"
 )
 
 
 def run(words: Sequence[str]) -> int:
-    parser = Parser(
-        "chat", description="Talk to a model or to what a run has trained.", epilog=f"while talking: {HELP}"
-    )
-    add_model_words(parser)
+    parser = Parser("chat", description="Chat with a model or a trained run.", epilog=f"in the chat: {HELP}")
+    add_model_arguments(parser)
     own = parser.parse_args(list(words))
 
     from crosstune.cli.screen import Screen
@@ -51,7 +49,7 @@ def run(words: Sequence[str]) -> int:
                     on_text=lambda text: print(text, end="", flush=True),
                 )
             except KeyboardInterrupt:
-                print(" ... (cut short and forgotten)")
+                print(" ... (interrupted and discarded)")
                 continue
             print()
             messages = [*asked, {"role": "assistant", "content": answer}]
@@ -59,7 +57,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _read_line(interactive: bool) -> str | None:
-    """The next line of the user, or None at the end."""
+    """Return the user's next line, or None at the end of the input."""
     try:
         return input("> " if interactive else "").strip()
     except EOFError:

@@ -1,4 +1,4 @@
-"""`crosstune checkpoint`: look at the checkpoints of a run, check them, thin them out, take models out of them."""
+"""`crosstune checkpoint`: list, verify, show, prune, export and import checkpoints."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ EXAMPLES = """examples:
   crosstune checkpoint export runs/demo/checkpoints/step-00000100 --out adapter-100
   crosstune checkpoint import old.pt --out runs/old --model_name ORG/MODEL --train_type full
 
-`import` reads a file that torch.save wrote, tensors and plain values only; it takes every option of train that says
-which model and method the file is of. `crosstune train --resume RUN` then continues from it."""
+`import` reads a file written by torch.save, tensors and plain values only. It takes the options of train that describe
+the model and method of the file. `crosstune train --resume RUN` then continues from it."""
 
 _HELP = {
-    "list": "the checkpoints of a run",
-    "verify": "read every byte and compare it with what was written",
-    "show": "what a checkpoint says about itself",
-    "prune": "remove checkpoints that are not worth keeping",
+    "list": "list the checkpoints of a run",
+    "verify": "read every file and compare its hash with the recorded one",
+    "show": "print what a checkpoint contains",
+    "prune": "remove old checkpoints",
     "export": "write the adapter or model of a checkpoint for other tools",
-    "import": "make a checkpoint of a file that torch.save wrote",
+    "import": "make a checkpoint from a file written by torch.save",
 }
 
 
@@ -38,17 +38,22 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("target", type=Path, metavar="RUN|CHECKPOINT|FILE")
     parser.add_argument("--out", type=Path, help="folder for the result of export and import")
     parser.add_argument(
-        "--keep_last_n", type=at_least(1), default=3, help="for prune: newest ones to keep (3)"
+        "--keep_last_n",
+        type=at_least(1),
+        default=3,
+        help="for prune: how many of the newest to keep (default 3)",
     )
-    parser.add_argument("--keep_every", type=at_least(0), default=0, help="for prune: keep multiples of this")
+    parser.add_argument(
+        "--keep_every", type=at_least(0), default=0, help="for prune: also keep steps divisible by this"
+    )
     parser.add_argument("--drop_best", action="store_true", help="for prune: do not keep the best one")
-    parser.add_argument("--dry_run", action="store_true", help="for prune: only say what would go")
-    parser.add_argument("--step", type=at_least(0), help="for import: steps done, if the file does not say")
-    parser.add_argument("--without_optimizer", action="store_true", help="for import: take the weights alone")
+    parser.add_argument("--dry_run", action="store_true", help="for prune: only print what would be removed")
+    parser.add_argument("--step", type=at_least(0), help="for import: steps done, if not in the file")
+    parser.add_argument("--without_optimizer", action="store_true", help="for import: take only the weights")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     own, flags = parser.parse_known_args(list(words))
     if flags and own.action not in ("import", "export"):
-        parser.error(f"unknown word {flags[0]}")
+        parser.error(f"unrecognized argument {flags[0]}")
     if own.action in ("import", "export") and own.out is None:
         parser.error(f"{own.action} needs --out")
     own.target = own.target.expanduser()
@@ -102,7 +107,7 @@ def _rows(target: Path, *, hashes: bool) -> list[dict[str, Any]]:
 
 
 def _evaluations(rows: Sequence[dict[str, Any]], target: Path) -> dict[int, float]:
-    """Losses on held-out data, which come after the checkpoint of their step: the newest manifest has them."""
+    """Return the evaluation losses by step, from the newest manifest: evaluation follows the checkpoint of its step."""
     from crosstune.checkpoint.read import open_checkpoint
 
     newest = next((row for row in rows if not row["problem"]), None)
@@ -134,8 +139,8 @@ def _verify(own: Any) -> int:
         print_json({"checkpoints": rows})
     else:
         for row in rows:
-            words = f"damaged: {row['problem']}" if row["problem"] else f"whole, {size(row['bytes'])}"
-            print(f"{Path(row['path']).name}  {words}")
+            status = f"damaged: {row['problem']}" if row["problem"] else f"valid, {size(row['bytes'])}"
+            print(f"{Path(row['path']).name}  {status}")
     return EXIT_USER_MUST_ACT if any(row["problem"] for row in rows) else EXIT_DONE
 
 
@@ -155,7 +160,7 @@ def _show(own: Any) -> int:
         "step": f"{found.step} of {manifest['schedule'].get('num_steps', '?')}",
         "written": f"{manifest.get('created')} on {manifest['backend']} ({manifest['engine']}), {manifest['precision']}",
         "model": identity.get("model", {}).get("name"),
-        "method": f"{manifest.get('method')}, {trained:,} trained numbers in {len(manifest['trainable'])} arrays",
+        "method": f"{manifest.get('method')}, {trained:,} trained parameters in {len(manifest['trainable'])} tensors",
         "base": manifest["quantization"] or "not quantized",
         "data": f"epoch {manifest['data'].get('epoch')}, row {manifest['data'].get('row_in_epoch')}",
         "tokens": progress.get("tokens"),
@@ -172,20 +177,18 @@ def _prune(own: Any) -> int:
     from crosstune.checkpoint.rotate import Keep, rotate
 
     if step_of(own.target.resolve()) is not None:
-        raise UserError(
-            f"{own.target} is one checkpoint.", do="name the run whose checkpoints are to be thinned out"
-        )
+        raise UserError(f"{own.target} is a single checkpoint.", do="name the run whose checkpoints to prune")
     rows = _rows(own.target, hashes=False)
     evaluations = {row["step"]: row["eval_loss"] for row in rows if row["eval_loss"] is not None}
     keep = Keep(last_n=own.keep_last_n, best=not own.drop_best, every=own.keep_every)
     root = Path(rows[0]["path"]).parent
-    going = [str(path) for path in rotate(root, keep, evaluations, only_say=own.dry_run)]
+    removed = [str(path) for path in rotate(root, keep, evaluations, only_say=own.dry_run)]
     if own.json:
-        print_json({"removed": going, "dry_run": own.dry_run})
+        print_json({"removed": removed, "dry_run": own.dry_run})
         return EXIT_DONE
-    for path in going:
+    for path in removed:
         print(f"{'would remove' if own.dry_run else 'removed'}  {path}")
-    if not going:
+    if not removed:
         print("nothing to remove")
     return EXIT_DONE
 
@@ -196,9 +199,12 @@ def _export(own: Any, flags: Sequence[str]) -> int:
     from crosstune.runs.restore import export_checkpoint, pick_checkpoint
 
     config = load_config(flags)
-    idle = sorted(set(config.asked) - {"backend", "model_name"})
-    if idle:
-        raise UserError(f"export takes no --{idle[0]}.", do="the options of the run are in the checkpoint")
+    unused = sorted(set(config.asked) - {"backend", "model_name"})
+    if unused:
+        raise UserError(
+            f"export takes no --{unused[0]}.",
+            do="leave it out: the options of the run are in the checkpoint",
+        )
     screen = Screen(live=not own.json)
     report = export_checkpoint(
         pick_checkpoint(own.target, screen),
@@ -233,9 +239,9 @@ def _import(own: Any, flags: Sequence[str]) -> int:
         print_json(report)
         return EXIT_DONE
     print(f"written  {report['path']} (step {report['step']}, {report['weights']} weights)")
-    moments = ", ".join(report["moments"]) or "none: the optimizer starts anew"
+    moments = ", ".join(report["moments"]) or "none: the optimizer state starts fresh"
     print(f"moments  {moments}")
-    print(f"go on    crosstune train --resume {own.out} --dataset ... ")
+    print(f"continue crosstune train --resume {own.out} --dataset ... ")
     return EXIT_DONE
 
 

@@ -25,14 +25,14 @@ EXAMPLES = """examples:
   crosstune convert models/llama-mlx-4bit --to hf
   crosstune convert runs/demo/adapter --to mlx
 
-A quantized folder is trained over as it is:
+A quantized folder can be trained over directly:
   crosstune train --model_name models/llama-hqq-4bit --train_type qlora --quantization_backend hqq --group_size 128"""
 
 
 def run(words: Sequence[str]) -> int:
     parser = Parser(
         "convert",
-        description="Rewrite a model folder with its weights quantized, quantized otherwise, or plain.",
+        description="Rewrite a model folder with its weights quantized, quantized differently, or dequantized.",
         epilog=EXAMPLES,
     )
     parser.add_argument(
@@ -42,33 +42,33 @@ def run(words: Sequence[str]) -> int:
         "--from",
         dest="held",
         choices=(*quantizer_names(), "none"),
-        help="what the folder holds; checked",
+        help="check that the folder holds these weights (default: no check)",
     )
     parser.add_argument(
         "--to",
         required=True,
         choices=(*quantizer_names(), "none", "hf", "peft"),
-        help="none and hf are the same: plain weights. For an adapter folder: mlx or peft",
+        help="the quantizer; none or hf for dense weights. For an adapter folder: mlx or peft",
     )
     parser.add_argument(
         "--n_bits",
         type=at_least(1),
-        help="bits of a weight (default 4); with --to mlx, 16 for dense weights",
+        help="bits per weight (default 4); with --to mlx, 16 for dense weights",
     )
     parser.add_argument("--group_size", type=at_least(1), help="weights that share a scale (default 64)")
     parser.add_argument("--quant_type", help="nf4 or fp4 (bnb), int or float8 (quanto)")
     parser.add_argument(
-        "--double_quant", choices=("true", "false"), help="bnb: quantize scales too (default true)"
+        "--double_quant", choices=("true", "false"), help="bnb: quantize the scales too (default true)"
     )
     parser.add_argument(
         "--original",
-        help="folder of the weights before quantization; none to do without them. Of an adapter: its base model",
+        help="folder of the weights before quantization, or none to ignore them. For an adapter: its base model",
     )
     add_output_arguments(
         parser,
-        out="folder for the result (default: named after the model, the form and its bits, such as NAME-mlx-4bit)",
-        dtype="of weights that stay dense, and of scales (default: the model's)",
-        force="take --original though it is not the recorded one",
+        out="folder for the result (default: named after the model and the format, such as NAME-mlx-4bit)",
+        dtype="dtype of dense weights and of scales (default: the model's)",
+        force="accept an --original that is not the recorded one",
     )
     own = parser.parse_args(list(words))
 
@@ -97,32 +97,32 @@ def run(words: Sequence[str]) -> int:
 
 
 def _print_report(report: Mapping[str, Any]) -> None:
-    """Print the report of an adapter, of a judged conversion, or of one whose errors are measured."""
+    """Print the report of a converted adapter, of a conversion checked against a bound, or of one without a bound."""
     if "exact" in report:
         print_warnings(report)
-        print(f"checked  {report['num_matrices']} matrices, the same bits there and back")
+        print(f"checked  {report['num_matrices']} matrices: converting back gives the same bits")
         print(f"written  {report['path']}")
     elif "agreement" in report:
-        print(f"converted {_source_words(report)}, compared with {report['reference']}")
+        print(f"converted {_describe_source(report)}, compared with {report['reference']}")
         if "before" in report:
-            print(f"  before  weights {report['before']['weights']:.4f} off")
+            print(f"  before  relative error of the weights {report['before']['weights']:.4f}")
             print(f"          {format_agreement(report['before']['agreement'])}")
         print_report(report)
     else:
         _print_errors(report)
 
 
-def _source_words(report: Mapping[str, Any]) -> str:
-    words = {
+def _describe_source(report: Mapping[str, Any]) -> str:
+    source = {
         "original": "from the original weights",
-        "dequantized": "through the quantized weights made dense, without the original ones",
+        "dequantized": "from the dequantized weights, without the original ones",
     }[report["started_from"]]
-    return f"{report['from']} -> {report['to']}, {words}"
+    return f"{report['from']} -> {report['to']}, {source}"
 
 
 def _without_effect(own: argparse.Namespace, report: Mapping[str, Any]) -> list[str]:
     quantizers = read_quantizers()
-    heeded = {
+    used_by = {
         "n_bits": list(quantizers),
         "group_size": list(quantizers),
         "quant_type": [name for name, quantizer in quantizers.items() if quantizer.takes_kind],
@@ -131,20 +131,21 @@ def _without_effect(own: argparse.Namespace, report: Mapping[str, Any]) -> list[
     is_adapter = "exact" in report
     return [
         f"--{option} has no effect {'on an adapter' if is_adapter else f'with --to {own.to}'}"
-        for option, forms in heeded.items()
+        for option, forms in used_by.items()
         if getattr(own, option) is not None and (is_adapter or own.to not in forms)
     ]
 
 
 def _print_errors(report: Mapping[str, Any]) -> None:
     print_warnings(report)
-    print(f"converted  {_source_words(report)}")
+    print(f"converted  {_describe_source(report)}")
     print(f"measured against {report['reference']}:")
     for name in ("before", "after"):
         if name in report["weights"]:
             weights = report["weights"][name]
             print(
-                f"  {name:<7} weights {weights['relative']:.4f} off (worst {weights['worst']:.4f}, {weights['worst_layer']})"
+                f"  {name:<7} relative error of the weights {weights['relative']:.4f} "
+                f"(worst {weights['worst']:.4f}, {weights['worst_layer']})"
             )
             print(f"  {'':<7} {format_agreement(report['logits'][name])}")
     print(f"written    {report['path']}")

@@ -1,4 +1,4 @@
-"""`crosstune data`: what training would read from a data set, without training."""
+"""`crosstune data`: show what training would read from a data set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXAMPLES = """examples:
   crosstune data chats.jsonl --model_name ORG/MODEL --context_length 1024 --packing --show 5
   crosstune data my-folder --train_on_prompt --json
 
-The part of an example that is learned is in colour on a terminal and in [[ ]] elsewhere."""
+The supervised part of an example is in colour on a terminal and in [[ ]] elsewhere."""
 
 _MARK, _UNMARK = "\033[32m", "\033[0m"
 
@@ -23,8 +23,8 @@ _MARK, _UNMARK = "\033[32m", "\033[0m"
 def run(words: Sequence[str]) -> int:
     parser = Parser(
         "data",
-        description="`crosstune data SOURCE [options]` checks a data set and shows what is learned from it.\n"
-        "SOURCE is what --dataset takes; the options are those of train.",
+        description="`crosstune data SOURCE [options]` checks a data set and shows which tokens carry loss.\n"
+        "SOURCE is anything that --dataset takes; the options are those of train.",
         epilog=EXAMPLES,
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -74,7 +74,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         ),
         (
             "lengths",
-            f"half up to {train['length_p50']:,}, 90 % up to {train['length_p90']:,}, "
+            f"50 % up to {train['length_p50']:,}, 90 % up to {train['length_p90']:,}, "
             f"99 % up to {train['length_p99']:,}, longest {train['longest']:,} (context {report['context_length']:,})",
         ),
         (
@@ -95,7 +95,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def mark_supervised(example: Any, tokenizer: Any, *, colour: bool) -> str:
-    """The text of an example with the supervised stretches marked; control characters cannot reach the terminal."""
+    """Return the text of an example with supervised spans marked and control characters escaped."""
     begin, end = (_MARK, _UNMARK) if colour else ("[[", "]]")
     pieces: list[str] = []
     start = 0
@@ -113,7 +113,7 @@ def _printable(text: str) -> str:
 
 
 def _with_dataset(words: Sequence[str]) -> list[str]:
-    """`data SOURCE ...` as `--dataset SOURCE ...`, which is how the options know it."""
+    """Turn `data SOURCE ...` into `--dataset SOURCE ...`."""
     if words and not words[0].startswith("-"):
         return ["--dataset", *words]
     return list(words)

@@ -1,4 +1,4 @@
-"""`crosstune doctor`: check this machine by using it."""
+"""`crosstune doctor`: check this machine by running on every backend."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ EPILOG = """examples:
 def run(words: Sequence[str]) -> int:
     parser = Parser(
         "doctor",
-        description="Probe every backend, then train three real steps on each that is available and compare the\n"
-        "losses with those of the CPU in fp32. Exit code 0 when every job ran and agreed.",
+        description="Probe every backend, then train three steps on each available one and compare the losses with\n"
+        "those of the CPU in fp32. The exit code is 0 when every job ran and agreed.",
         epilog=EPILOG,
     )
     parser.add_argument(
-        "--json", action="store_true", help="print the report as JSON, to plan with elsewhere"
+        "--json", action="store_true", help="print the report as JSON, for `crosstune plan --machine`"
     )
     parser.add_argument("--no_train", action="store_true", help="probe only, train nothing")
     own = parser.parse_args(list(words))
@@ -42,7 +42,7 @@ def run(words: Sequence[str]) -> int:
     else:
         _print(diagnosis)
     built = [check for check in diagnosis.checks if not check.error.startswith("Not built yet")]
-    # Without torch there is nothing to compare with, and a job that ran is all that can be asked for.
+    # Without torch there is no reference to compare with; it is enough that the job ran.
     return 0 if all(check.ran and (check.agrees or check.difference is None) for check in built) else 2
 
 
@@ -68,7 +68,7 @@ def _print_available(report: BackendReport, check: Check | None) -> None:
     for device in report.devices:
         total, free = size(device.memory_total_bytes), size(device.memory_free_bytes)
         print(f"      device       {device.name}, {total} ({free} free)")
-    print(f"      formats      {', '.join(report.dtypes)} (bf16 {report.bf16_speedup:.1f}x as fast as fp32)")
+    print(f"      dtypes       {', '.join(report.dtypes)} (bf16 {report.bf16_speedup:.1f}x as fast as fp32)")
     print(f"      attention    {', '.join(report.attention) or 'none'}")
     widths = [f"{name} {'/'.join(map(str, bits))} bit" for name, bits in report.quantizers.items()]
     print(f"      quantizers   {', '.join(widths) or 'none'}")
@@ -84,6 +84,6 @@ def _verdict(check: Check) -> str:
         return f"did not run: {check.error}"
     losses = ", ".join(f"{loss:.5f}" for loss in check.losses)
     if check.difference is None:
-        return f"ran (losses {losses}); there is no CPU reference to compare with"
+        return f"ran (losses {losses}); no CPU reference to compare with"
     word = "agrees" if check.agrees else "DISAGREES"
     return f"three steps ran, losses {losses}; {word} with the CPU in fp32 (largest difference {check.difference:.1e})"

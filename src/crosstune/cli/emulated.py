@@ -1,4 +1,4 @@
-"""`--emulate` of train and plan: the verdict on a run that another device would have."""
+"""`--emulate` of train and plan: print whether a run would work on another device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_SHOWN = 12
 
 
 def judge(config: Config, *, machine: str | None) -> Verdict:
-    """Try the run here while its events are shown."""
+    """Emulate the run on this machine and show its progress."""
     from crosstune.cli.screen import Screen
     from crosstune.emulate.verdict import emulate
 
@@ -38,10 +38,10 @@ def print_verdict(verdict: Verdict) -> None:
     _row(
         "checked",
         f"{len(tried.losses)} step{'s' * (len(tried.losses) != 1)}{answers} and a checkpoint in {duration(tried.seconds)}: {verdict.num_operators} operators, "
-        f"{verdict.num_calls:,} calls, against the table of torch {verdict.torch_version}",
+        f"{verdict.num_calls:,} calls, against the operator table of torch {verdict.torch_version}",
     )
     _row("verdict", verdict.sentence())
-    _rows("refused", verdict.refused, "gives {what}, which " + verdict.title + " does not have")
+    _rows("refused", verdict.refused, "returns {what}, which " + verdict.title + " does not have")
     _rows("fails", verdict.failing, f"has no {verdict.title} kernel, and {{what}}")
     _rows("slow", verdict.fallen_back, f"has no {verdict.title} kernel; {{what}}")
     _rows("custom", verdict.custom, "{what}")
@@ -51,12 +51,14 @@ def print_verdict(verdict: Verdict) -> None:
         _row("not checked", sentence)
 
 
-def _rows(label: str, rows: Sequence[Row], words: str) -> None:
+def _rows(label: str, rows: Sequence[Row], template: str) -> None:
     for row in rows[:MOST_SHOWN]:
-        times = f"{row['calls']:,} call{'s' * (row['calls'] != 1)}"
-        _row(label, f"{row['operator']} {words.format(what=row['what'])}; {times}, first at {row['where']}")
+        calls = f"{row['calls']:,} call{'s' * (row['calls'] != 1)}"
+        _row(
+            label, f"{row['operator']} {template.format(what=row['what'])}; {calls}, first at {row['where']}"
+        )
     if len(rows) > MOST_SHOWN:
-        _row(label, f"and {len(rows) - MOST_SHOWN} more; --json names them all")
+        _row(label, f"and {len(rows) - MOST_SHOWN} more; --json lists them all")
 
 
 def _row(label: str, text: str) -> None:

@@ -14,21 +14,23 @@ EXAMPLES = """examples:
   crosstune export runs/demo --to mlx --n_bits 4 --group_size 64
   crosstune export smollm2-135m --to mlx --out smollm2-mlx
 
-Whatever is written is loaded again and compared with what was trained: logits, chat template, first and last token."""
+Every result is loaded again and compared with the trained model: logits, chat template, bos and eos tokens."""
 
 
 def run(words: Sequence[str]) -> int:
     parser = Parser(
-        "export", description="Write what a run has trained, or any model, for other tools.", epilog=EXAMPLES
+        "export", description="Write a trained run, or any model, for other tools.", epilog=EXAMPLES
     )
     parser.add_argument("target", metavar="RUN|ADAPTER|MODEL", help="a run, an adapter, or a model")
-    parser.add_argument("--to", required=True, choices=("hf", "mlx", "gguf"), help="the form to write")
+    parser.add_argument("--to", required=True, choices=("hf", "mlx", "gguf"), help="the format to write")
     parser.add_argument(
         "--gguf_type",
         choices=("auto", "f32", "f16", "bf16", "q8_0"),
-        help="numbers of a GGUF file (default: those of the weights)",
+        help="tensor type of a GGUF file (default: that of the weights)",
     )
-    parser.add_argument("--n_bits", type=at_least(1), help="bits for MLX (default 16: not quantized)")
+    parser.add_argument(
+        "--n_bits", type=at_least(1), help="bits per weight for MLX (default 16: not quantized)"
+    )
     parser.add_argument(
         "--group_size", type=at_least(1), help="weights that share a scale, for MLX (default 64)"
     )

@@ -17,16 +17,16 @@ EXAMPLES = """examples:
 def run(words: Sequence[str]) -> int:
     parser = Parser(
         "generate",
-        description="Answer a prompt with a model or with what a run has trained.",
+        description="Answer a prompt with a model or a trained run.",
         epilog=EXAMPLES,
     )
-    add_model_words(parser)
-    parser.add_argument("--prompt", help="the user's words; unset, standard input is read")
+    add_model_arguments(parser)
+    parser.add_argument("--prompt", help="the user's message (default: read standard input)")
     parser.add_argument("--json", action="store_true", help="print prompt and answer as JSON")
     own = parser.parse_args(list(words))
     prompt = own.prompt if own.prompt is not None else sys.stdin.read().strip()
     if not prompt:
-        raise UserError("There is no prompt.", do='pass --prompt "..." or pipe a text in')
+        raise UserError("There is no prompt.", do='pass --prompt "..." or pipe text to standard input')
 
     from crosstune.cli.screen import Screen
     from crosstune.results.chat_model import open_chat_model
@@ -48,18 +48,18 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def add_model_words(parser: Parser) -> None:
+def add_model_arguments(parser: Parser) -> None:
     parser.add_argument("model", help="a run folder, an adapter folder, or a model as --model_name takes it")
     parser.add_argument("--system", default="", help="a system message")
     parser.add_argument(
-        "--max_new_tokens", type=at_least(1), default=256, help="longest answer (default 256)"
+        "--max_new_tokens", type=at_least(1), default=256, help="longest answer in tokens (default 256)"
     )
     parser.add_argument(
-        "--temperature", type=at_least(0.0), default=0.0, help="0 for the likeliest words (default)"
+        "--temperature", type=at_least(0.0), default=0.0, help="0 always takes the likeliest token (default)"
     )
     parser.add_argument("--seed", type=at_least(0), default=0, help="seed of sampling (default 0)")
-    parser.add_argument("--backend", default="auto", help="where to run (default auto)")
-    parser.add_argument("--precision", default="auto", help="number formats (default auto)")
+    parser.add_argument("--backend", default="auto", help="backend to run on (default auto)")
+    parser.add_argument("--precision", default="auto", help="dtype to compute in (default auto)")
 
 
 def _show(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The command line: finds the subcommand, runs it, turns errors into sentences and exit codes."""
+"""Run a subcommand, and turn its errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Sequence
 from crosstune.core.errors import EXIT_AT_ONCE, EXIT_DONE, EXIT_USER_MUST_ACT, UserError
 from crosstune.core.names import unknown_name
 
-# Subcommand -> what it is for. Its code is crosstune.cli.<name>, imported when it is asked for.
+# Subcommand -> its one-line help. The code is in crosstune.cli.<name>, imported on use.
 COMMANDS = {
     "train": "fine-tune a model",
     "plan": "show what train would do, here or on another machine, without doing it",
-    "data": "check a data set: counts, lengths, and examples with what is learned from them marked",
-    "doctor": "check this machine: backends, memory, and a real three-step training job on each",
+    "data": "check a data set: counts, lengths, and examples with the supervised part marked",
+    "doctor": "check this machine: backends, memory, and a three-step training job on each backend",
     "generate": "answer a prompt with a model or a trained run",
-    "chat": "talk to a model or a trained run",
-    "merge": "fold a trained adapter into the weights of its base",
+    "chat": "chat with a model or a trained run",
+    "merge": "merge a trained adapter into the weights of its base model",
     "export": "write a trained run or a model for other tools: Hugging Face, MLX, GGUF",
     "convert": "change how the weights of a model folder are quantized",
-    "move": "take a run along to another machine or backend, in one archive",
-    "checkpoint": "list, check, thin out and export the checkpoints of a run",
+    "move": "pack a run into one archive to continue it on another machine or backend",
+    "checkpoint": "list, verify, prune and export the checkpoints of a run",
     "report": "write the HTML report of a run",
-    "models": "list, fetch and remove models in the cache",
+    "models": "list, download and remove models in the cache",
     "options": "list every option of train",
 }
 
@@ -39,8 +39,8 @@ examples:
   crosstune plan --machine apple-m1-16gb --train_type qlora
   crosstune generate runs/NAME --prompt "Turn off the attic fan in 20 minutes."
 
-`crosstune COMMAND --help` says more. Exit codes: 0 done, 1 a fault of crosstune, 2 something to change in the
-request, 3 stopped by a signal or a time limit with a checkpoint kept, 130 stopped at once."""
+Run `crosstune COMMAND --help` for details. Exit codes: 0 success, 1 internal error, 2 the request has to be changed,
+3 stopped by a signal or a time limit after saving a checkpoint, 130 stopped immediately."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,9 +66,9 @@ def _run(command: str, words: list[str]) -> int:
             print(line if line.startswith("  ") else f"crosstune: {line}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("\ncrosstune: stopped at once.", file=sys.stderr)
+        print("\ncrosstune: stopped.", file=sys.stderr)
         return EXIT_AT_ONCE
     except BrokenPipeError:
-        # The reader of our output went away (`crosstune ... | head`); nothing is left to tell it.
+        # The reader of our output has exited (`crosstune ... | head`), so there is nowhere to print an error.
         sys.stderr.close()
         return EXIT_USER_MUST_ACT

@@ -1,4 +1,4 @@
-"""`crosstune merge`: fold a trained adapter into the weights of its base."""
+"""`crosstune merge`: merge a trained adapter into the weights of its base model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ EXAMPLES = """examples:
   crosstune merge runs/demo/adapter --out merged --dtype fp32
   crosstune merge runs/qlora --into dequantized
 
-An adapter that was trained over a quantized base has learned to correct that base's errors. `--into original` folds it
-into the weights before quantization; `--into dequantized` into exactly what training saw. Both are measured."""
+An adapter trained over a quantized base has learned to correct its quantization errors. `--into original` merges it into
+the weights before quantization, `--into dequantized` into exactly the weights used in training. Both are measured."""
 
 
 def run(words: Sequence[str]) -> int:
     parser = Parser(
-        "merge", description="Fold a LoRA or DoRA adapter into the weights of its base.", epilog=EXAMPLES
+        "merge",
+        description="Merge a LoRA or DoRA adapter into the weights of its base model.",
+        epilog=EXAMPLES,
     )
     parser.add_argument("target", metavar="RUN|ADAPTER", help="a run folder or an adapter folder")
     add_request_arguments(parser)

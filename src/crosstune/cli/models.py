@@ -1,4 +1,4 @@
-"""`crosstune models`: list, fetch and remove models in the cache."""
+"""`crosstune models`: list, download and remove models in the cache."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from crosstune.config.load import cache_override
 def run(words: Sequence[str]) -> int:
     parser = Parser(
         "models",
-        description="Models in the cache. CROSSTUNE_CACHE names another folder for it.",
+        description="List, download and remove models in the cache. CROSSTUNE_CACHE sets the cache folder.",
         epilog="examples:\n  crosstune models list\n  crosstune models get smollm2-135m\n  crosstune models rm smollm2-135m",
     )
     parser.add_argument("action", choices=("list", "get", "rm"))
-    parser.add_argument("name", nargs="?", help="the model, for get and rm")
+    parser.add_argument("name", nargs="?", help="for get and rm: the model")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     own = parser.parse_args(list(words))
     if own.action != "list" and not own.name:
@@ -41,7 +41,7 @@ def _list(name: str | None, as_json: bool) -> int:
         damage = f"  damaged: {'; '.join(model.problems)}" if model.problems else ""
         print(f"{model.name:<28} {size(model.size_bytes):>10}  {model.path}{damage}")
     for bundled in absent:
-        print(f"{bundled:<28} {'':>10}  not fetched yet: crosstune models get {bundled}")
+        print(f"{bundled:<28} {'':>10}  not downloaded yet: crosstune models get {bundled}")
     return 0
 
 

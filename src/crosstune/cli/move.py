@@ -1,4 +1,4 @@
-"""`crosstune move`: take a run along to another machine or backend."""
+"""`crosstune move`: pack a run into an archive to continue it on another machine or backend."""
 
 from __future__ import annotations
 
@@ -16,23 +16,27 @@ EXAMPLES = """examples:
   crosstune train --resume demo.crosstune.tar --backend mlx          on the other machine
 
 The archive holds the newest valid checkpoint (weights, optimizer, schedule, data position), the logs and local data
-files; the base model is named and is fetched, or given with --model_name, on the other side. The loss of the next
-batches is measured here and again there, before training goes on."""
+files, but not the base model: the other machine downloads it, or finds it with --model_name. The loss on the next
+batches is measured here, and again on the other machine before training continues."""
 
 
 def run(words: Sequence[str]) -> int:
-    parser = Parser("move", description="Write one file with which a run goes on elsewhere.", epilog=EXAMPLES)
+    parser = Parser(
+        "move", description="Pack a run into one archive to continue it elsewhere.", epilog=EXAMPLES
+    )
     parser.add_argument("target", type=Path, metavar="RUN|CHECKPOINT")
     parser.add_argument(
-        "--to", required=True, metavar="BACKEND", help="where it goes: mlx, cuda, mps, cpu, ..."
+        "--to", required=True, metavar="BACKEND", help="target backend: mlx, cuda, mps, cpu, ..."
     )
-    parser.add_argument("--out", type=Path, help="the archive (default: beside the run)")
+    parser.add_argument("--out", type=Path, help="path of the archive (default: beside the run)")
     parser.add_argument(
-        "--machine", help="the machine it goes to: a profile or a file of `crosstune doctor --json`"
+        "--machine", help="target machine: a profile or a file written by `crosstune doctor --json`"
     )
-    parser.add_argument("--model_name", help="where the base model is here, if not under its recorded name")
+    parser.add_argument("--model_name", help="the base model on this machine, if not at its recorded name")
     parser.add_argument("--without_data", action="store_true", help="leave local data files out")
-    parser.add_argument("--force", action="store_true", help="go on when the losses are too far apart")
+    parser.add_argument(
+        "--force", action="store_true", help="write the archive even if the losses differ too much"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     own = parser.parse_args(list(words))
 
@@ -60,13 +64,16 @@ def _print(report: Mapping[str, Any]) -> None:
     if report["compared"] is None:
         why = f"this machine has no {report['to']}"
         if report["to"] == report["from"]:
-            why = "it stays on its backend"
+            why = "the backend stays the same"
         elif report["to"] == report["measured"]["backend"]:
             why = f"this machine has no {report['from']}"
-        print(f"note     {why}: the loss is compared there, before training goes on")
+        print(f"note     {why}: the loss is compared on the other machine, before training continues")
     print(f"written  {report['path']} ({size(report['bytes'])}, step {report['step']})")
     if report["model"]:
-        print(f"base     {report['model']['name']}, not in the archive: have it there, or give --model_name")
+        print(
+            f"base     {report['model']['name']} is not in the archive: on the other machine, have it under this "
+            "name or pass --model_name"
+        )
     more = f" --model_name {report['model_name']}" if report["model_name"] else ""
     more += " --world_size 1" if report["processes"] > 1 else ""
-    print(f"go on    crosstune train --resume {Path(report['path']).name} --backend {report['to']}{more}")
+    print(f"continue crosstune train --resume {Path(report['path']).name} --backend {report['to']}{more}")

@@ -1,4 +1,4 @@
-"""`crosstune plan`: what `train` would do, without doing it."""
+"""`crosstune plan`: show what `train` would do, without doing it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ EXAMPLES = """examples:
   crosstune plan --train_type qlora --model_name meta-llama/Llama-2-7b-hf
   crosstune plan --machine apple-m1-16gb --backend mps --precision bf16
   crosstune plan --machine their-doctor-report.json --json
-  crosstune plan --machine apple-m1-16gb --emulate mps       (and try a few steps here as that Mac would run them)
+  crosstune plan --machine apple-m1-16gb --emulate mps       (also emulate a few steps of that Mac here)
 
-machines: a report written by `crosstune doctor --json` on another computer, or one of the profiles that
-`crosstune plan --machine list` names. The exit code is 2 when train would refuse the request; what cannot be known
-without a download, or on another machine, is printed as not checked."""
+--machine takes a report written by `crosstune doctor --json` on another computer, or one of the profiles that
+`crosstune plan --machine list` prints. The exit code is 2 when train would refuse the request. What cannot be checked
+without a download or from this machine is printed as not checked."""
 
 
 def run(words: Sequence[str]) -> int:
@@ -73,7 +73,7 @@ def _to_json(
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
-    """What the backend's file sets for a run."""
+    """Return the settings that the backend's module applies to a run."""
     spec = backend_specs()[plan.backend.name]
     return {
         "environment": environment_of(spec, system=plan.machine.system),
@@ -82,15 +82,15 @@ def _settings(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _settings_words(plan: Plan) -> list[str]:
-    """The same in words, but for what is usual."""
+def _describe_settings(plan: Plan) -> list[str]:
+    """Return a description of each setting that is in effect."""
     settings = _settings(plan)
-    said = [f"{name}={value}" for name, value in settings["environment"].items()]
+    found = [f"{name}={value}" for name, value in settings["environment"].items()]
     if settings["clear_cache_every"]:
-        said.append(f"cache cleared every {settings['clear_cache_every']} steps")
+        found.append(f"cache cleared every {settings['clear_cache_every']} steps")
     if settings["pinned_memory"]:
-        said.append("batches copied from pinned memory")
-    return said
+        found.append("batches copied from pinned memory")
+    return found
 
 
 def _print_plan(plan: Plan, problems: Sequence[UserError] = (), not_checked: Sequence[str] = ()) -> None:
@@ -101,7 +101,7 @@ def _print_plan(plan: Plan, problems: Sequence[UserError] = (), not_checked: Seq
         ("machine", plan.machine.name),
         ("backend", f"{plan.backend.name} ({plan.engine} engine), {plan.world_size} x {device}"),
         ("model", config.model_name),
-        ("data", f"{config.dataset}, up to {config.context_length} tokens a row"),
+        ("data", f"{config.dataset}, up to {config.context_length} tokens per row"),
         ("method", f"{config.recipe} / {plan.method}{quantized}"),
         ("precision", plan.precision),
         (
@@ -111,20 +111,18 @@ def _print_plan(plan: Plan, problems: Sequence[UserError] = (), not_checked: Seq
         ("optimizer", f"{config.optimizer}, lr {config.lr:g} {config.lr_scheduler}, wd {config.wd:g}"),
     ]
     if plan.collective:
-        rows.append(("devices talk", f"through {plan.collective}, {config.sharding_strategy}"))
-    if settings := _settings_words(plan):
-        rows.append(("sets", ", ".join(settings)))
+        rows.append(("collectives", f"{plan.collective}, {config.sharding_strategy}"))
+    if settings := _describe_settings(plan):
+        rows.append(("settings", ", ".join(settings)))
     if plan.estimated_bytes is not None:
         have = size(plan.backend.memory_total_bytes)
-        rows.append(
-            ("memory", f"about {size(plan.estimated_bytes)} for a full step, by arithmetic; {have} there")
-        )
+        rows.append(("memory", f"about {size(plan.estimated_bytes)} for a full step (estimated), of {have}"))
     for name, value in rows:
         print(f"{name:<12} {value}")
     for adjustment in plan.adjustments:
         label = {"change": "changed", "warning": "warning"}.get(adjustment.kind, "chosen")
         print(f"{label:<12} {adjustment.sentence()}")
-    for words in not_checked:
-        print(f"{'not checked':<12} {words}")
+    for sentence in not_checked:
+        print(f"{'not checked':<12} {sentence}")
     for problem in problems:
         print(f"{'cannot train':<12} {problem.asked}")

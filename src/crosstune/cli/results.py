@@ -1,4 +1,4 @@
-"""Share the arguments, the request and the printed report of merge, export and convert."""
+"""Arguments and printed reports that merge, export and convert share."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ Report = dict[str, Any]
 
 
 def add_request_arguments(parser: Parser) -> None:
-    """Add what `read_request` reads."""
+    """Add the arguments that `read_request` reads."""
     parser.add_argument(
         "--into",
         choices=("original", "dequantized"),
-        help="weights to fold into: the original ones (default), or the quantized ones made dense again",
+        help="weights to merge into: the original ones (default), or the dequantized ones",
     )
-    parser.add_argument("--base", help="the base model, where it is not found under its recorded name")
+    parser.add_argument("--base", help="the base model, if not at its recorded name")
     add_output_arguments(
         parser,
         out="folder for the result",
-        dtype="number format (default: the base's)",
-        force="go on with a base that is not the recorded one",
+        dtype="dtype of the weights (default: the base model's)",
+        force="accept a base model that is not the recorded one",
     )
 
 
 def add_output_arguments(parser: Parser, *, out: str, dtype: str, force: str) -> None:
-    """Add the arguments that every result has; the texts are those of --help."""
+    """Add the arguments that every result has, with these texts for --help."""
     parser.add_argument("--out", type=lambda text: Path(text).expanduser().absolute(), help=out)
     parser.add_argument("--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help=dtype)
     parser.add_argument("--force", action="store_true", help=force)
-    parser.add_argument("--backend", default="auto", help="where to run (default auto)")
+    parser.add_argument("--backend", default="auto", help="backend to run on (default auto)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def read_request(own: argparse.Namespace) -> Request:
-    """Return the request that the arguments of `add_request_arguments` make."""
+    """Return the request made from the arguments of `add_request_arguments`."""
     from crosstune.results.opened import Request
 
     return Request(
@@ -64,7 +64,7 @@ def show_result(
     unused: Callable[[Report], list[str]] = lambda report: [],
     show: Callable[[Report], None] | None = None,
 ) -> int:
-    """Make a result while its progress is shown, and print its report. `unused` warns of options without effect."""
+    """Make a result, show its progress and print its report. `unused` returns warnings about options without effect."""
     from crosstune.cli.screen import Screen
 
     report = make(Screen(live=not own.json))
@@ -97,5 +97,5 @@ def print_warnings(report: Mapping[str, Any]) -> None:
 def format_agreement(agreement: Mapping[str, float]) -> str:
     return (
         f"max difference {agreement['max_abs']:.2e}  mean KL {agreement['mean_kl']:.2e}  "
-        f"same first choice {100 * agreement['top1']:.1f} %  relative {agreement['relative']:.2e}"
+        f"same top token {100 * agreement['top1']:.1f} %  relative {agreement['relative']:.2e}"
     )

@@ -1,4 +1,4 @@
-"""Show a run on the terminal: a live bar where there is one, plain lines elsewhere."""
+"""Show the progress of a run: a live bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from crosstune.core.measured import Comparison
 
 PLAIN_SECONDS = 5.0
 NOT_SHOWN: tuple[type[Event], ...] = (Failed, Interrupted)
-"""Events without a line here: the command prints the error that ended a run."""
+"""Events that print nothing here: the command prints the error that ended the run."""
 
 
 class Screen:
-    """Print events and steps. On a terminal a bar shows the step, loss, rate, time left and memory."""
+    """Print events and steps. On a terminal, a bar shows step, loss, tokens per second, time left and memory."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Screen:
         lines: bool = False,
         stream: TextIO | None = None,
     ) -> None:
-        """`lines`: print a line for steps above the live bar too."""
+        """With `lines`, print a line per step above the live bar too."""
         self.console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
         self.live = live and self.console.is_terminal
         self.every = every
@@ -79,7 +79,7 @@ class Screen:
 
     def on_step(self, metrics: StepMetrics) -> None:
         self._steps += 1
-        if self._steps > 1:  # the first step pays for warming up
+        if self._steps > 1:  # the first step includes warm-up
             self._seconds += metrics["step_s"]
             self._tokens += metrics["tokens"]
         rate = self._tokens / self._seconds if self._seconds else metrics["tokens_per_s"]
@@ -97,7 +97,7 @@ class Screen:
 
     @singledispatchmethod
     def on_event(self, event: Event) -> None:
-        """Print an event with the handler that is registered for its class; those in `NOT_SHOWN` have none."""
+        """Print an event with the handler registered for its class; those in `NOT_SHOWN` have none."""
 
     def close(self) -> None:
         if self._bar is not None:
@@ -150,7 +150,7 @@ class Screen:
             self._last_stage, self._stage_started, self._last_shown = stage, now, now
         seconds = now - self._stage_started
         finished = done >= total
-        # A data set that is read in a moment needs no line.
+        # Print nothing for a data set that is read within a second.
         if seconds < 1.0 or not (finished or now - self._last_shown >= (0.2 if self.live else PLAIN_SECONDS)):
             return
         self._last_shown = now
@@ -171,7 +171,7 @@ class Screen:
     def _on_start(self, event: Started) -> None:
         train = event.data.get("train", {})
         parts = [f"{train.get('examples', 0):,} examples"]
-        if "tokens" in train:  # a recipe may train on something else
+        if "tokens" in train:  # a recipe's examples need not consist of tokens
             parts.append(f"{count(train['tokens'])} tokens")
             parts.append(f"{count(train.get('supervised_tokens', 0))} supervised")
             parts.append(f"longest {train.get('longest', 0)}")
@@ -244,7 +244,7 @@ class Screen:
 
     @on_event.register
     def _on_resumed(self, event: Resumed) -> None:
-        self._print(f"resumed  step {event.step} of {event.checkpoint}", style="bold")
+        self._print(f"resumed  at step {event.step} from {event.checkpoint}", style="bold")
         for sentence in dict.fromkeys((*event.adapted, *event.allowed_differences, *event.changed_options)):
             self._print(f"changed  {sentence}", style="yellow")
 
@@ -265,8 +265,8 @@ class Screen:
         there, here = compared.there, compared.here
         self._print(
             f"compared the same batches: {there.loss:.6f} on {there.backend} ({there.terms()}), "
-            f"{here.loss:.6f} on {here.backend} ({here.terms()}): {compared.difference:.2e} apart, "
-            f"at most {compared.bound:g}",
+            f"{here.loss:.6f} on {here.backend} ({here.terms()}): relative difference {compared.difference:.2e}, "
+            f"at most {compared.bound:g} allowed",
             style="bold",
         )
 
@@ -277,7 +277,7 @@ class Screen:
     @on_event.register
     def _on_checkpoint(self, event: CheckpointSaved) -> None:
         self._print(
-            f"kept     checkpoint of step {event.step}: {size(event.bytes)} in {event.seconds:.1f} s, "
+            f"saved    checkpoint of step {event.step}: {size(event.bytes)} in {event.seconds:.1f} s, "
             f"training waited {event.blocked_s * 1000:.0f} ms",
             style="dim",
         )
@@ -288,7 +288,7 @@ class Screen:
 
     @on_event.register
     def _on_nonfinite(self, event: NonFinite) -> None:
-        ending = f"step left out ({event.allowed} allowed)" if event.skipped else "stopping"
+        ending = f"step skipped ({event.allowed} allowed)" if event.skipped else "stopping"
         self._print(f"warning  step {event.step}: {event.error} {event.blame}; {ending}", style="bold red")
 
     @on_event.register
@@ -304,8 +304,9 @@ class Screen:
         self._print(f"saved    {event.path}")
         for name, agreement in (event.against_trained or {}).items():
             self._print(
-                f"warning  the new blocks are saved over the {name} weights, {agreement['relative']:.2g} (relative) from "
-                "the model that was trained; crosstune export --to hf --into dequantized writes that one",
+                f"warning  the new blocks are saved with the {name} weights; the logits differ by "
+                f"{agreement['relative']:.2g} (relative) from those of the trained model; "
+                "crosstune export --to hf --into dequantized writes the trained model itself",
                 style="yellow",
             )
 

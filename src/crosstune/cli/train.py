@@ -18,22 +18,22 @@ EXAMPLES = """examples:
   crosstune train
   crosstune train --model_name ./my-model --dataset chats.jsonl --num_epochs 3 --name first-try
   crosstune train --train_type full --lr 2e-5 --precision bf16 --use_gradient_checkpointing
-  crosstune train --config run.yaml --max_steps 20        (a flag wins over the file)
-  crosstune train --name long --num_epochs 3 --save_steps 100 --resume auto     (the same line again after a kill)
-  crosstune train --resume runs/long                      (continue a run with the options it has)
-  crosstune train --emulate mps --machine apple-m1-16gb   (would this run work on that Mac? nothing is kept)"""
+  crosstune train --config run.yaml --max_steps 20        (flags override the file)
+  crosstune train --name long --num_epochs 3 --save_steps 100 --resume auto     (run it again to continue after a kill)
+  crosstune train --resume runs/long                      (continue a run with its own options)
+  crosstune train --emulate mps --machine apple-m1-16gb   (check whether this run would work on that Mac)"""
 
 
 def run(words: Sequence[str]) -> int:
     parser = Parser("train", description="Fine-tune a model on this machine.", epilog=EXAMPLES)
     parser.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
-    parser.add_argument("--machine", metavar="NAME|FILE", help="with --emulate: the machine to stand in for")
+    parser.add_argument("--machine", metavar="NAME|FILE", help="with --emulate: the machine to emulate")
     own, config = parse_config(parser, words)
     if config.emulate is not None:
         return _emulate(config, machine=own.machine, as_json=own.json)
     if own.machine is not None:
         raise UserError(
-            "train runs on this machine; --machine has no meaning without --emulate.",
+            "train runs on this machine: --machine only works with --emulate.",
             do="crosstune plan --machine shows what another machine would do",
         )
 
@@ -79,13 +79,13 @@ def _train(config: Config, command: Sequence[str], group: Group, *, as_json: boo
         screen.close()
     summary = result.summary
     if group.ranks.first:
-        with StopSignal().listening():  # the run is over: a signal changes nothing any more
+        with StopSignal().listening():  # the run is over: a signal must not interrupt its report
             report = _write_report(result.folder, screen)
         if as_json:
             print_json(summary | {"folder": str(result.folder), "report": str(report) if report else None})
         _print_ending(summary, result.folder, report, screen)
     if not isinstance(result.failure, PeerLost):
-        group.meet()  # who ends earlier ends the others, where mlx.launch has started them
+        group.meet()  # under mlx.launch, the first process to exit ends the others
     if result.failure is not None:
         raise result.failure
     return EXIT_DONE if summary["status"] == "finished" else EXIT_STOPPED
@@ -96,7 +96,7 @@ def _write_report(folder: Path, screen: Any) -> Path | None:
 
     try:
         return write_report(folder)
-    except UserError as error:  # a page that cannot be written takes nothing away from the run
+    except UserError as error:  # the run itself succeeded
         screen.console.print("\n".join(error.lines()), markup=False)
         return None
 
@@ -114,9 +114,7 @@ def _emulate(config: Config, *, machine: str | None, as_json: bool) -> int:
 
 def _print_ending(summary: dict[str, Any], folder: Path, report: Path | None, screen: Any) -> None:
     if summary.get("already_finished"):
-        screen.console.print(
-            f"finished already: {folder} (ask for more --num_epochs or --max_steps to go on)"
-        )
+        screen.console.print(f"already finished: {folder} (raise --num_epochs or --max_steps to continue)")
     rate = f"{summary['tokens_per_s']:,.0f} tok/s" if summary["tokens_per_s"] else "no step"
     lines = [
         f"{summary['status']} {summary['steps']} steps, {summary['tokens']:,} tokens in "
@@ -130,7 +128,7 @@ def _print_ending(summary: dict[str, Any], folder: Path, report: Path | None, sc
     if report is not None:
         lines.append(f"report   {report}")
     if summary["status"] != "finished":
-        lines += _how_to_go_on(summary, folder)
+        lines += _how_to_continue(summary, folder)
     elif summary["result"] and summary.get("generates"):
         lines.append(f'try it   crosstune generate {folder} --prompt "..."')
     for line in lines:
@@ -138,7 +136,7 @@ def _print_ending(summary: dict[str, Any], folder: Path, report: Path | None, sc
     sys.stderr.flush()
 
 
-def _how_to_go_on(summary: dict[str, Any], folder: Path) -> list[str]:
+def _how_to_continue(summary: dict[str, Any], folder: Path) -> list[str]:
     if summary["checkpoint"]:
-        return [f"go on    crosstune train --resume {folder}"]
-    return ["go on    nothing was kept yet: run the same command with another --name or with --overwrite"]
+        return [f"continue crosstune train --resume {folder}"]
+    return ["continue no checkpoint was saved: run the same command with another --name or with --overwrite"]

@@ -1,4 +1,4 @@
-"""The guides' BackendManager: their names over what the probe of this machine found."""
+"""The guides' BackendManager: their interface to the probe of this machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Backend(Enum):
 
 @dataclass
 class BackendCapabilities:
-    """What a backend can do here, in the guides' words."""
+    """The capabilities of a backend on this machine, under the guides' names."""
 
     quantization_bits: list[int] = field(default_factory=list)
     supports_distributed: bool = False
@@ -46,13 +46,13 @@ class BackendCapabilities:
     supports_bfloat16: bool = False
     supports_flash_attention: bool = False
     max_model_size: float | None = None
-    """Billions of parameters whose LoRA training is estimated to fit; None when the memory is not known."""
+    """Billions of parameters for which LoRA training is estimated to fit; None when the memory is unknown."""
     distributed_backend: str | None = None
     notes: list[str] = field(default_factory=list)
 
 
 class BackendManager:
-    """One backend of this machine, or of the `machine` given: its device, its capabilities, its memory."""
+    """Device, capabilities and memory of one backend on this machine or on the given `machine`."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class BackendManager:
     def from_env(
         cls, verbose: bool = True, *, environment: Mapping[str, str] | None = None
     ) -> BackendManager:
-        """The backend that FSDP_BACKEND names; unset or `auto`, the fastest one here."""
+        """Return the manager of the backend named by FSDP_BACKEND; unset or `auto`, of the fastest one here."""
         variables = os.environ if environment is None else environment
         return cls(backend=variables.get("FSDP_BACKEND") or None, verbose=verbose)
 
@@ -89,7 +89,7 @@ class BackendManager:
         return bits in self.capabilities.quantization_bits
 
     def get_dtype(self, prefer_bfloat16: bool = True) -> Any:
-        """The torch.dtype to train in: bfloat16 where it works and is wanted, then float16, then float32."""
+        """Return the first dtype that works here: bfloat16 unless not preferred, then float16, then float32."""
         order = ("bf16", "fp16", "fp32") if prefer_bfloat16 else ("fp16", "fp32")
         return torch_dtype(next(name for name in order if name in self.report.dtypes))
 
@@ -97,7 +97,7 @@ class BackendManager:
         return self.capabilities.distributed_backend
 
     def validate_model_size(self, model_size_b: float) -> None:
-        """Raise a ValueError for a model too large to train here."""
+        """Raise a ValueError when the model is too large to train here."""
         limit = self.capabilities.max_model_size
         if limit is not None and model_size_b > limit:
             raise ValueError(
@@ -106,7 +106,7 @@ class BackendManager:
             )
 
     def get_memory_info(self) -> dict[str, int | float]:
-        """Memory of the first device in bytes, as it is now; of a `machine` given, as it was recorded."""
+        """Return the current memory of the first device in bytes; for a given `machine`, the recorded one."""
         total, free = self.report.memory_total_bytes, self.report.memory_free_bytes
         allocated = reserved = 0
         if self._is_here:
@@ -126,7 +126,7 @@ class BackendManager:
         }
 
     def get_optimal_batch_size(self, model_size_b: float, sequence_length: int = 2048) -> int:
-        """Rows of this length that are estimated to fit when LoRA trains over the smallest usual base."""
+        """Return the estimated largest batch for LoRA training over a 4-bit base, or 8 or 16 where that is all there is."""
         batch = largest_batch(
             shape_for_size(model_size_b),
             limit_bytes=int(self.report.memory_free_bytes * USABLE_MEMORY),
@@ -136,7 +136,7 @@ class BackendManager:
         return max(1, batch)
 
     def _summary(self) -> list[str]:
-        able, report = self.capabilities, self.report
+        capabilities, report = self.capabilities, self.report
         others = ", ".join(str(backend) for backend in self._available_backends)
         lines = [
             f"{self.machine.name}: {self.machine.system}, {self.machine.processor}, {self.machine.num_cores} cores",
@@ -150,16 +150,17 @@ class BackendManager:
         ]
         quantizers = [f"{name} {'/'.join(map(str, bits))}" for name, bits in report.quantizers.items()]
         lines += [
-            f"  number formats       {', '.join(report.dtypes)} (bf16 products {report.bf16_speedup:g}x fp32)",
-            f"  quantization bits    {', '.join(map(str, able.quantization_bits))} ({'; '.join(quantizers) or 'none'})",
-            f"  distributed          {able.distributed_backend or 'no'}",
-            f"  FSDP                 {'yes' if able.supports_fsdp else 'no'}",
+            f"  dtypes               {', '.join(report.dtypes)} (bf16 matmul {report.bf16_speedup:g}x fp32)",
+            f"  quantization bits    {', '.join(map(str, capabilities.quantization_bits))} "
+            f"({'; '.join(quantizers) or 'none'})",
+            f"  distributed          {capabilities.distributed_backend or 'no'}",
+            f"  FSDP                 {'yes' if capabilities.supports_fsdp else 'no'}",
             f"  attention            {', '.join(report.attention) or 'plain'}",
-            f"  largest model        about {able.max_model_size:g}B parameters"
-            if able.max_model_size
+            f"  largest model        about {capabilities.max_model_size:g}B parameters"
+            if capabilities.max_model_size
             else "",
         ]
-        return [line for line in lines if line] + [f"  note: {note}" for note in able.notes]
+        return [line for line in lines if line] + [f"  note: {note}" for note in capabilities.notes]
 
 
 def get_backend_manager(backend: str | Backend | None = None, verbose: bool = True) -> BackendManager:
@@ -167,17 +168,17 @@ def get_backend_manager(backend: str | Backend | None = None, verbose: bool = Tr
 
 
 def detect_backend() -> Backend:
-    """The backend that `auto` takes here."""
+    """Return the backend that `auto` selects here."""
     return Backend(fastest_backend(probe_machine()))
 
 
 def get_device(backend: str | Backend | None = None) -> Any:
-    """The torch.device of a backend, by default of the fastest one."""
+    """Return the torch.device of a backend; by default, of the fastest one."""
     return BackendManager(backend, verbose=False, machine=probe_machine()).device
 
 
 def _probe_fully(backend: Backend) -> BackendReport:
-    """One backend with every quantizer, which takes seconds: only the chosen one is worth that."""
+    """Probe a backend with every quantizer. This takes seconds, so only the chosen backend is probed this way."""
     return probe_backend(backend_specs()[backend.value], quantizers=quantizer_names())
 
 
@@ -189,7 +190,7 @@ def _find(backend: str | Backend | None) -> Backend | None:
         return None
     if name not in {member.value for member in Backend}:
         raise ValueError(
-            f"Unknown backend '{backend}'. The names that exist: auto, {', '.join(map(str, Backend))}."
+            f"Unknown backend '{backend}'. Known backends: auto, {', '.join(map(str, Backend))}."
         )
     return Backend(name)
 
@@ -204,7 +205,7 @@ def _why_not_available(machine: Machine, backend: Backend) -> str:
 
 
 def _device(report: BackendReport) -> Any:
-    """torch's device; MLX has none, so the processor's stands in, and its name alone where torch is missing."""
+    """Return the torch.device, `cpu` for MLX; only its name when torch is missing."""
     name = report.device if report.engine == "torch" else "cpu"
     return torch_device(name) if find_spec("torch") is not None else name
 
@@ -226,13 +227,16 @@ def _capabilities(report: BackendReport) -> BackendCapabilities:
 
 
 def _base_bits(report: BackendReport) -> int:
-    """The base that QLoRA would take here: 4 bits where a quantizer has them, else 8, else 16."""
+    """Return the bits of a QLoRA base here: 4 if a quantizer supports them, else 8, else 16."""
     widths = {width for bits in report.quantizers.values() for width in bits}
     return next((bits for bits in (4, 8) if bits in widths), 16)
 
 
 def _largest_model_b(report: BackendReport) -> float | None:
-    """The largest size of which one row of 512 tokens is estimated to fit; an estimate deserves no more digits."""
+    """Return the largest model in billions of parameters whose training on one row of 512 tokens is estimated to fit.
+
+    From 10B on it is rounded down to a whole number: an estimate has no more digits.
+    """
     if not report.devices:
         return None
     limit, bits = int(report.memory_total_bytes * USABLE_MEMORY), _base_bits(report)

@@ -1,4 +1,4 @@
-"""The guides' MPSFSDPWrapper: so far its checkpoints, over the format of runs."""
+"""The guides' MPSFSDPWrapper: so far only its checkpoints, in the format of crosstune's runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from crosstune.core.errors import UserError
 
 
 class MPSFSDPWrapper:
-    """Saves and loads a model with its optimizer; a checkpoint is a folder, hashed, and read without pickle."""
+    """Saves and loads a model with its optimizer. A checkpoint is a folder with hashes and without pickles."""
 
     def save_checkpoint(
         self, model: Any, checkpoint_path: str | Path, optimizer: Any = None, **metadata: Any

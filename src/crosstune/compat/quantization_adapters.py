@@ -1,4 +1,4 @@
-"""The guides' quantization adapters: their methods over the torch engine's real quantizers."""
+"""The guides' quantization adapters, implemented with the torch engine's quantizers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from crosstune.torch_engine.probe import torch_device
 
 
 class _TorchAdapter(QuantizationAdapter):
-    """What all libraries of the torch engine share; a subclass only names its library."""
+    """The adapter of all the torch engine's libraries; a subclass only names its library."""
 
     library: ClassVar[str]
 
@@ -32,7 +32,9 @@ class _TorchAdapter(QuantizationAdapter):
         super().__init__(config)
         if self.config.method.library != self.library:
             right = ADAPTERS[self.config.method.library].__name__
-            raise ValueError(f"{type(self).__name__} is not for {self.config.method.name}; use {right}.")
+            raise ValueError(
+                f"{type(self).__name__} does not support {self.config.method.name}; use {right}."
+            )
         configs = each_config(self.config)
         for each in configs:
             check_config(each)
@@ -52,7 +54,7 @@ class _TorchAdapter(QuantizationAdapter):
     def quantize_model(self, model: Any) -> Any:
         from crosstune.compat.torch_parts.replace_layers import linear_names, replace_layers
 
-        _check_words(self.config, linear_names(model))
+        _check_patterns(self.config, linear_names(model))
 
         def choose(name: str) -> Any:
             config = self.config.for_layer(name)
@@ -60,11 +62,11 @@ class _TorchAdapter(QuantizationAdapter):
 
         done, shared = replace_layers(model, choose)
         for name in shared:
-            _warn(f"{name} keeps its bits: it shares its weight with the embedding.")
+            _warn(f"{name} is not quantized: it shares its weight with the embedding.")
         if not done:
             raise ValueError(
-                f"No layer of {type(model).__name__} was quantized: it has no linear layers that are neither skipped "
-                "nor quantized already."
+                f"No layer of {type(model).__name__} was quantized: all its linear layers are skipped or already "
+                "quantized."
             )
         return model
 
@@ -91,13 +93,13 @@ class _TorchAdapter(QuantizationAdapter):
 
 
 class BitsAndBytesAdapter(_TorchAdapter):
-    """bitsandbytes: NF4 or FP4 with 4 bits, integers with 8."""
+    """bitsandbytes: 4-bit NF4 or FP4, and 8-bit integers."""
 
     library = "bnb"
 
 
 class HQQAdapter(_TorchAdapter):
-    """HQQ: integers of 1, 2, 3, 4 and 8 bits by group."""
+    """HQQ: group-wise integers of 1, 2, 3, 4 and 8 bits."""
 
     library = "hqq"
 
@@ -109,26 +111,27 @@ class QuantoAdapter(_TorchAdapter):
 
 
 class FallbackAdapter(_TorchAdapter):
-    """No quantizer: linear layers are kept in 16 bits."""
+    """No quantization: linear layers are stored in 16 bits."""
 
     library = "none"
 
     def __init__(self, config: QuantizationConfig | None = None) -> None:
         if config is not None and config.method.library != "none":
             if config.layer_configs:
-                _warn("layer_configs has no effect: every layer is kept in 16 bits.")
+                _warn("layer_configs has no effect: every layer is stored in 16 bits.")
             config = replace(config, method=QuantizationMethod.NONE, bits=16, layer_configs={})
         super().__init__(config)
 
 
 class MLXAdapter(QuantizationAdapter):
-    """MLX quantizes its own engine's models: each method says so, and how to get there."""
+    """Every method raises: MLX quantizes only models of its own engine. The error names the command to use."""
 
     def __init__(self, config: QuantizationConfig | None = None) -> None:
         super().__init__(QuantizationConfig(method=QuantizationMethod.MLX_INT4) if config is None else config)
         if self.config.method.library != "mlx":
             raise ValueError(
-                f"MLXAdapter is not for {self.config.method.name}; use {ADAPTERS[self.config.method.library].__name__}."
+                f"MLXAdapter does not support {self.config.method.name}; "
+                f"use {ADAPTERS[self.config.method.library].__name__}."
             )
 
     def create_quantized_linear(
@@ -170,7 +173,7 @@ ADAPTERS: dict[str, type[QuantizationAdapter]] = {
 def replace_linear_with_quantized(
     model: Any, adapter: QuantizationAdapter, skip_modules: list[str] | None = None
 ) -> Any:
-    """Quantize the model's linear layers in place, but those of `skip_modules` (by default the adapter's)."""
+    """Quantize the model's linear layers in place, except those in `skip_modules` (default: the adapter's)."""
     if skip_modules is not None:
         adapter = type(adapter)(replace(adapter.config, skip_modules=list(skip_modules)))
     return adapter.quantize_model(model)
@@ -180,23 +183,23 @@ def _first_method(library: str) -> QuantizationMethod:
     return next(method for method in QuantizationMethod if method.library == library)
 
 
-def _check_words(config: QuantizationConfig, names: list[str]) -> None:
-    """A word that means no layer of this model is a mistake; of the default list it is nothing."""
+def _check_patterns(config: QuantizationConfig, names: list[str]) -> None:
+    """Check that every pattern of the configuration matches a layer of this model, except the default lm_head."""
     quantized = [name for name in names if config.for_layer(name) is not None]
-    for word in config.layer_configs:
-        if not any(matches(word, name) for name in quantized):
-            skipped = any(matches(word, name) for name in names)
+    for pattern in config.layer_configs:
+        if not any(matches(pattern, name) for name in quantized):
+            skipped = any(matches(pattern, name) for name in names)
             raise ValueError(
-                f"layer_configs[{word!r}] means "
+                f"layer_configs[{pattern!r}] matches "
                 + (
                     "only layers that skip_modules leaves out."
                     if skipped
                     else "no linear layer of this model."
                 )
             )
-    for word in config.skip_modules:
-        if word != "lm_head" and not any(matches(word, name) for name in names):
-            _warn(f"skip_modules: {word!r} means no linear layer of this model.")
+    for pattern in config.skip_modules:
+        if pattern != "lm_head" and not any(matches(pattern, name) for name in names):
+            _warn(f"skip_modules: {pattern!r} matches no linear layer of this model.")
 
 
 def _check_installed(library: str) -> None:

@@ -1,4 +1,4 @@
-"""What is wrong with a quantization configuration wherever it runs, and the torch engine's words for one that is not."""
+"""Check a quantization configuration, and translate it for the torch engine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ HALF_TYPES = ("float16", "bfloat16")
 
 
 def each_config(config: QuantizationConfig) -> list[QuantizationConfig]:
-    """A configuration and those of its single layers."""
+    """Return the configuration and those of its `layer_configs`."""
     return [config, *(config.with_overrides(word) for word in config.layer_configs)]
 
 
 def check_config(config: QuantizationConfig) -> None:
-    """Raise a ValueError for what no backend can do."""
+    """Raise a ValueError when no backend supports the configuration."""
     own = config.method.bits
     if own is not None and config.bits != own:
         better = method_for(config.method.library, config.bits)
@@ -35,14 +35,14 @@ def check_config(config: QuantizationConfig) -> None:
         spec = make_recipe(config).spec
         assert spec is not None
         try:
-            # A shape that every group size divides: the shapes of real layers are checked when there are some.
+            # Any shape that the group size divides; the shapes of real layers are checked once there is a model.
             open_quantizer(spec).check(spec, (spec.group_size, spec.group_size))
         except UserError as error:
             raise ValueError(" ".join([error.asked, error.do]).strip()) from error
 
 
 def without_effect(config: QuantizationConfig) -> list[str]:
-    """Options that were changed and mean nothing to the method; of single layers those that were changed there."""
+    """Return a warning for each option that was set but has no effect with its method."""
     texts = [text for _, text in _unused(config)]
     for word, asked in config.layer_configs.items():
         names = asked if isinstance(asked, Mapping) else ()
@@ -65,7 +65,7 @@ def _unused(config: QuantizationConfig) -> list[tuple[str, str]]:
         "quant_scale": library != "hqq" and config.quant_scale,
         "storage_dtype": storage not in stored_as,
     }
-    hints = {"group_size": ": block_size is the size of its blocks"} if blocked else {}
+    hints = {"group_size": ": block_size sets the size of its blocks"} if blocked else {}
     texts = [
         (
             name,
@@ -81,7 +81,7 @@ def _unused(config: QuantizationConfig) -> list[tuple[str, str]]:
 
 
 def make_recipe(config: QuantizationConfig) -> Any:
-    """The torch engine's description of the same."""
+    """Return the configuration as the torch engine describes it."""
     from crosstune.compat.torch_parts.layer_storage import LayerStorage
 
     library = config.method.library

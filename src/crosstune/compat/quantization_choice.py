@@ -1,4 +1,4 @@
-"""Which quantization a backend can run: validation, recommendation, and the adapter for what is possible there."""
+"""Choose a quantization that runs on a backend: validate, recommend, create an adapter."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def create_quantization_adapter(
     machine: Machine | None = None,
     strict: bool = False,
 ) -> QuantizationAdapter:
-    """The adapter for what was asked, or for the nearest that runs on the backend.
+    """Return an adapter for the configuration, or for the nearest one that runs on the backend.
 
-    What was changed is a warning and stays in `adjustments`; `strict` makes it a ValueError.
+    Each change is a warning and is recorded in `adjustments`; with `strict` it is a ValueError.
     """
     report = _report(backend, machine)
     asked = QuantizationConfig() if config is None else config
@@ -45,7 +45,7 @@ def create_quantization_adapter(
     used, changes = _adjust(asked, report)
     if strict and changes:
         raise ValueError(" ".join(changes))
-    # The adapter itself warns of options that mean nothing to the method that is used.
+    # The adapter itself warns about options that have no effect with the method that is used.
     lost = [] if used.method is asked.method else without_effect(asked)
     for text in changes + lost:
         warnings.warn(text, UserWarning, stacklevel=2)
@@ -57,7 +57,7 @@ def create_quantization_adapter(
 def validate_quantization_config(
     config: QuantizationConfig, backend: str | Backend | None, *, machine: Machine | None = None
 ) -> list[str]:
-    """Every problem of a configuration on a backend, as sentences; an empty list means that it runs as it stands."""
+    """Return every problem of the configuration on the backend; an empty list means that it runs unchanged."""
     try:
         report = _report(backend, machine)
     except ValueError as error:
@@ -79,9 +79,9 @@ def get_recommended_config(
     *,
     machine: Machine | None = None,
 ) -> QuantizationConfig:
-    """The most bits with which training LoRA over a model of this size, one row at a time, is estimated to fit."""
+    """Return the configuration with the most bits at which LoRA training with batch size 1 is estimated to fit."""
     if model_size_b <= 0 or available_memory_gb <= 0:
-        raise ValueError("A model and a memory have a size above 0.")
+        raise ValueError("model_size_b and available_memory_gb must be greater than 0.")
     report = _report(backend, machine)
     methods = [(bits, _method_here(report, bits)) for bits in RECOMMENDED_BITS]
     runnable = [(bits, method) for bits, method in methods if method is not None]
@@ -142,7 +142,7 @@ def _no_such_type(config: QuantizationConfig, report: BackendReport) -> str:
 
 
 def _adjust(config: QuantizationConfig, report: BackendReport) -> tuple[QuantizationConfig, list[str]]:
-    """The configuration that will run, and a sentence for each change."""
+    """Return the configuration that will run, and a sentence for each change."""
     used, changes = config, []
     missing = [each for each in each_config(config) if not _runs(each, report)]
     if missing:
@@ -157,7 +157,7 @@ def _adjust(config: QuantizationConfig, report: BackendReport) -> tuple[Quantiza
 
 
 def _others(config: QuantizationConfig, report: BackendReport) -> list[QuantizationConfig]:
-    """The same bits by other libraries, of which every layer runs on this backend."""
+    """Return configurations with the same bits by other libraries, for those that run every layer on this backend."""
     widths = {each.bits for each in each_config(config)}
     able = [library for library in read_quantizers() if all(method_for(library, bits) for bits in widths)]
     moved = [config.moved_to(library) for library in able]
@@ -181,7 +181,7 @@ def _sixteen_bits(config: QuantizationConfig, report: BackendReport) -> Quantiza
 
 
 def _method_here(report: BackendReport, bits: int) -> QuantizationMethod | None:
-    """The preferred method with these bits that runs on the backend."""
+    """Return the preferred method with these bits that runs on the backend."""
     if bits == 16:
         return QuantizationMethod.NONE
     libraries = [name for name in read_quantizers() if bits in report.quantizers.get(name, ())]
@@ -195,7 +195,7 @@ def _fits(model_size_b: float, bits: int, memory_gb: float) -> bool:
 
 
 def _best_dtype(report: BackendReport) -> Any:
-    """bf16 where it works and is not slower than fp32, as it is on some processors; None where torch is missing."""
+    """Return bf16 where it works and is not slower than fp32, as on some CPUs; None when torch is missing."""
     if find_spec("torch") is None or not report.dtypes:
         return None
     is_slow = report.device == "cpu" and report.bf16_speedup < 1

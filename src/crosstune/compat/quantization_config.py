@@ -1,4 +1,4 @@
-"""The guides' QuantizationConfig and QuantizationMethod: how the weights of a model, and of single layers, are kept."""
+"""The guides' QuantizationConfig and QuantizationMethod: how the weights of a model and of single layers are stored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from crosstune.core.names import nearest
 BITS = (2, 4, 8, 16)
 HQQ_BITS = (1, 2, 3, 4, 8, 16)
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-"""torch's names of the types that can be computed in, and crosstune's."""
+"""torch's names of the compute dtypes -> crosstune's."""
 _OTHER_NAMES = {"float": "float32", "half": "float16"} | {short: name for name, short in DTYPES.items()}
 LAYER_OPTIONS = (
     "method",
@@ -29,7 +29,7 @@ LAYER_OPTIONS = (
 
 
 class QuantizationMethod(Enum):
-    """A library and what it makes of a weight."""
+    """A library and the type it quantizes weights to."""
 
     BNB_NF4 = "bnb_nf4"
     BNB_INT8 = "bnb_int8"
@@ -49,7 +49,7 @@ class QuantizationMethod(Enum):
 
     @property
     def bits(self) -> int | None:
-        """The width that the name stands for; HQQ has several."""
+        """The bits in the method's name; None for HQQ, which supports several."""
         if self is QuantizationMethod.NONE:
             return 16
         digits = "".join(character for character in self.value if character.isdigit())
@@ -58,34 +58,33 @@ class QuantizationMethod(Enum):
 
 @dataclass
 class QuantizationConfig:
-    """How weights are kept. A value that is not possible anywhere is a ValueError at once; what a backend cannot do
-    is found by `validate_quantization_config`."""
+    """How weights are stored. An invalid value raises a ValueError at once; `validate_quantization_config` finds what
+    a backend does not support."""
 
     method: QuantizationMethod = QuantizationMethod.BNB_NF4
     bits: int = None  # type: ignore[assignment]  # replaced below
-    """Left out, those of the method."""
+    """Default: those of the method."""
     group_size: int = 64
     """Weights that share a scale (hqq, quanto, mlx)."""
     compute_dtype: Any = None
-    """A torch.dtype or its name; left out, products are computed in the type of their input."""
+    """A torch.dtype or its name; None computes in the dtype of the input."""
     storage_dtype: Any = None
-    """The 16-bit type of layers that are not quantized; quantizers choose their own."""
+    """The 16-bit dtype of layers that are not quantized; quantizers choose their own."""
     double_quant: bool = True
     """bnb, 4 bits: quantize the scales too."""
     quant_type: str = "nf4"
-    """bnb: nf4 or fp4. quanto, 8 bits: int or float8. The default means nothing to others."""
+    """bnb: nf4 or fp4. quanto, 8 bits: int or float8. Other methods ignore the default."""
     block_size: int = 64
     """Weights that share a scale (bnb, 4 bits)."""
     quant_zero: bool = True
-    """hqq: zero points in 8 bits too."""
+    """hqq: quantize zero points to 8 bits."""
     quant_scale: bool = False
-    """hqq: scales in 8 bits too; of 8-bit weights the error grows several times by it."""
+    """hqq: quantize scales to 8 bits; this multiplies the error of 8-bit weights."""
     layer_configs: dict[str, Any] = field(default_factory=dict)
-    """Layers by name (see `matches`) to what is different there: a number of bits, or options by name. Where several
-    match, later ones win."""
+    """Layer pattern (see `matches`) -> a number of bits, or a dict of options. When several match, later ones win."""
     skip_modules: list[str] = field(default_factory=lambda: ["lm_head"])
     backend_options: dict[str, Any] = field(default_factory=dict)
-    """Kept for the guides' sake; no backend has any, and each one given is warned about."""
+    """Accepted because the guides pass it; no backend has such options, and each one raises a warning."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, QuantizationMethod):
@@ -95,14 +94,14 @@ class QuantizationConfig:
         allowed = HQQ_BITS if self.method.library == "hqq" else BITS
         if self.bits not in allowed:
             raise ValueError(
-                f"bits={self.bits} does not exist for {self.method.name}; use one of {', '.join(map(str, allowed))}."
+                f"{self.method.name} does not support bits={self.bits}; use one of {', '.join(map(str, allowed))}."
             )
         for name in ("group_size", "block_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} is not a positive whole number.")
+                raise ValueError(f"{name}={value!r} is not a positive integer.")
         if self.compute_dtype is not None and dtype_name(self.compute_dtype) not in DTYPES:
-            raise ValueError(f"compute_dtype={self.compute_dtype} is none of {', '.join(DTYPES)}.")
+            raise ValueError(f"compute_dtype={self.compute_dtype} is not one of {', '.join(DTYPES)}.")
         self.layer_configs = dict(self.layer_configs or {})
         self.skip_modules = list(self.skip_modules if self.skip_modules is not None else ["lm_head"])
         self.backend_options = dict(self.backend_options or {})
@@ -110,7 +109,7 @@ class QuantizationConfig:
             self.with_overrides(word)
 
     def for_layer(self, name: str) -> QuantizationConfig | None:
-        """The configuration of one layer; None where it is skipped."""
+        """Return the configuration of one layer; None when the layer is skipped."""
         if any(matches(word, name) for word in self.skip_modules):
             return None
         config = self
@@ -120,7 +119,7 @@ class QuantizationConfig:
         return config
 
     def with_overrides(self, word: str, *, table: Mapping[str, Any] | None = None) -> QuantizationConfig:
-        """This configuration with what `layer_configs` says for `word`."""
+        """Return this configuration with the overrides of `layer_configs[word]`."""
         asked = _read_overrides(word, (self.layer_configs if table is None else table)[word])
         try:
             return self._changed(asked)
@@ -128,7 +127,7 @@ class QuantizationConfig:
             raise ValueError(f"layer_configs[{word!r}]: {error}") from error
 
     def moved_to(self, library: str) -> QuantizationConfig | None:
-        """The same with another library, or None where that has no such bits. A size of groups moves along."""
+        """Return the configuration for another library with the same group size; None when it lacks these bits."""
         method = method_for(library, self.bits)
         if method is None:
             return None
@@ -158,19 +157,19 @@ class QuantizationConfig:
             found = method_for(self.method.library, values["bits"])
             if found is None:
                 raise ValueError(
-                    f"{self.method.library} has no {values['bits']} bits; name a method that has."
+                    f"{self.method.library} does not support {values['bits']} bits; name a method that does."
                 )
             method = found
         else:
             method = self.method
         if method is not self.method:
-            # A kind such as fp4 belongs to the method it was chosen for.
+            # A quant_type such as fp4 belongs to the method it was chosen for.
             values = {"quant_type": "nf4", "bits": None} | values
         return replace(self, **{"layer_configs": {}, **values, "method": method})
 
 
 def method_for(library: str, bits: int) -> QuantizationMethod | None:
-    """A library's method with these bits; 16 bits are the method NONE with every library."""
+    """Return the library's method with these bits; 16 bits is NONE for every library."""
     if bits == 16:
         return QuantizationMethod.NONE
     if library == "hqq":
@@ -179,8 +178,8 @@ def method_for(library: str, bits: int) -> QuantizationMethod | None:
 
 
 def matches(word: str, name: str) -> bool:
-    """Whether `word` means the layer `name`: whole parts of its name in a row, such as lm_head, layers.0 or mlp.up_proj,
-    or a pattern with * for the whole name."""
+    """Return whether `word` matches the layer `name`: consecutive whole parts of the name, such as lm_head, layers.0 or
+    mlp.up_proj, or a pattern with * or ? that matches the whole name."""
     if "*" in word or "?" in word:
         return fnmatchcase(name, word)
     wanted, parts = word.split("."), name.split(".")
@@ -188,7 +187,7 @@ def matches(word: str, name: str) -> bool:
 
 
 def dtype_name(dtype: Any) -> str | None:
-    """torch's name of a type given as torch.float16, 'float16' or 'fp16'."""
+    """Return torch's name of a dtype given as torch.float16, 'float16' or 'fp16'."""
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
@@ -201,7 +200,7 @@ def _read_method(value: Any) -> QuantizationMethod:
     names = {method.value: method for method in QuantizationMethod}
     found = names.get(str(value).strip().lower())
     if found is None:
-        raise ValueError(f"Unknown quantization method {value!r}. The names that exist: {', '.join(names)}.")
+        raise ValueError(f"Unknown quantization method {value!r}. Known methods: {', '.join(names)}.")
     return found
 
 
@@ -209,7 +208,7 @@ def _read_overrides(word: str, value: Any) -> dict[str, Any]:
     if isinstance(value, int) and not isinstance(value, bool):
         return {"bits": value}
     if not isinstance(value, Mapping):
-        raise ValueError(f"layer_configs[{word!r}] is neither a number of bits nor options by name.")
+        raise ValueError(f"layer_configs[{word!r}] is neither a number of bits nor a dict of options.")
     unknown = [key for key in value if key not in LAYER_OPTIONS]
     if unknown:
         close = nearest(str(unknown[0]), LAYER_OPTIONS)

@@ -1,4 +1,4 @@
-"""The guides' abstract classes: what a quantized layer and a quantization adapter can do."""
+"""The guides' abstract classes: a quantized layer and a quantization adapter."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from crosstune.compat.quantization_config import QuantizationConfig
 
 
 class QuantizedLinear(ABC):
-    """A linear layer with a quantized weight. Every torch layer with these three methods is one."""
+    """A linear layer with a quantized weight. Every torch layer with these three methods is an instance."""
 
     @abstractmethod
     def forward(self, x: Any) -> Any: ...
 
     @abstractmethod
     def quantize_weights(self, weight: Any) -> None:
-        """Take another dense weight."""
+        """Replace the weight by this dense weight, quantized."""
 
     @abstractmethod
     def dequantize_weights(self, dtype: Any = None) -> Any:
-        """The weight as a dense matrix."""
+        """Return the weight as a dense matrix."""
 
     @classmethod
     def __subclasshook__(cls, other: type) -> Any:
@@ -32,26 +32,26 @@ class QuantizedLinear(ABC):
 
 
 class QuantizationAdapter(ABC):
-    """A way to quantize models, by its configuration."""
+    """Quantizes models as its configuration says."""
 
     def __init__(self, config: QuantizationConfig | None = None) -> None:
         self.config = QuantizationConfig() if config is None else config
         self.adjustments: list[str] = []
-        """What `create_quantization_adapter` changed of what was asked, and why."""
+        """What `create_quantization_adapter` changed in the requested configuration, and why."""
 
     @abstractmethod
     def create_quantized_linear(
         self, in_features: int, out_features: int, bias: bool = True, *, device: Any = None
     ) -> Any:
-        """A new layer as torch would start it, quantized."""
+        """Return a new quantized layer with torch's default initialization."""
 
     @abstractmethod
     def quantize_model(self, model: Any) -> Any:
-        """Replace the linear layers in place, where the model is; returns the model."""
+        """Replace the linear layers in place, on the model's device, and return the model."""
 
     @abstractmethod
     def prepare_model_for_training(self, model: Any, use_gradient_checkpointing: bool = False) -> Any:
-        """Freeze the model, so that what is added to it trains through its quantized layers."""
+        """Freeze the model, so that adapters added to it can be trained."""
 
     @abstractmethod
     def save_quantized_model(self, model: Any, path: str | Path) -> None:
@@ -59,4 +59,4 @@ class QuantizationAdapter(ABC):
 
     @abstractmethod
     def load_quantized_model(self, path: str | Path, model: Any = None, *, device: Any = None) -> Any:
-        """The saved model, bit for bit. One that is not transformers' is built by you and given as `model`."""
+        """Return the saved model, bit for bit. Pass a model that is not from transformers, newly built, as `model`."""

@@ -1,4 +1,4 @@
-"""Check that nothing in a plan is still to be built."""
+"""Find the parts of a plan that are not implemented yet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from crosstune.core.quantizers import read_quantizers
 
 
 def unbuilt_parts(plan: Plan) -> list[UserError]:
-    """Return one error for each thing in the plan that has no code behind it yet."""
+    """Return one error for each part of the plan that is not implemented yet."""
     decided = Decided(
         options=plan.config.options(),
         engine=plan.engine,
@@ -21,7 +21,7 @@ def unbuilt_parts(plan: Plan) -> list[UserError]:
     )
     declared = dict.fromkeys(option.unbuilt for option in option_list() if option.unbuilt is not None)
     return [
-        UserError(f"Not built yet: {part.what.format(**decided.words())}.", do=part.do)
+        UserError(f"Not built yet: {part.what.format(**decided.values())}.", do=part.do)
         for part in declared
         if part.needed(decided)
     ]

@@ -1,4 +1,4 @@
-"""Values that make no sense on any machine, or not beside each other."""
+"""Check for option values that are wrong on any machine, or that contradict each other."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from crosstune.core.errors import UserError
 
 
 def check_values(draft: Draft, method: str) -> None:
-    """Add a problem to the draft for each of them; some are only worth a warning."""
+    """Add a problem or a warning to the draft for each of them."""
     if draft["max_steps"] != -1 and not draft.is_asked("num_epochs"):
-        draft.set("num_epochs", 0, "max_steps alone says when to stop")
+        draft.set("num_epochs", 0, "max_steps alone decides when to stop")
     if draft["num_epochs"] == 0 and draft["max_steps"] == -1:
-        draft.problems.append(
-            UserError("num_epochs is 0 and max_steps is not set.", do="ask for one of the two")
-        )
+        draft.problems.append(UserError("num_epochs is 0 and max_steps is not set.", do="set one of the two"))
     if draft.is_asked("warmup_steps") and draft.is_asked("warmup_ratio"):
         draft.problems.append(
             UserError("warmup_steps and warmup_ratio are both set.", do="keep one of the two")
@@ -23,20 +21,24 @@ def check_values(draft: Draft, method: str) -> None:
     for option in ("lora_dropout", "warmup_ratio", "cosine_min_lr_ratio"):
         value = draft[option]
         if value is not None and value > 1:
-            draft.problems.append(UserError(f"{option} cannot be {value}.", do="it is a share, from 0 to 1"))
-    stuck = [
+            draft.problems.append(
+                UserError(f"{option} cannot be {value}.", do="it is a fraction, from 0 to 1")
+            )
+    must_be_positive = [
         ("lr", True),
         ("lora_alpha", method in ("lora", "dora")),
         ("loraplus_lr_ratio", method in ("lora", "dora")),
         ("grad_norm", draft["apply_gradient_clipping"]),
     ]
-    for option, matters in stuck:
+    for option, matters in must_be_positive:
         if matters and draft[option] == 0:
             draft.problems.append(
-                UserError(f"{option} is 0.", why="nothing would ever be learned.", do="ask for more")
+                UserError(f"{option} is 0.", why="nothing would be learned.", do="set a larger value")
             )
     if draft["lora_dropout"] == 1:
-        draft.problems.append(UserError("lora_dropout is 1.", why="the adapters would never see an input."))
+        draft.problems.append(
+            UserError("lora_dropout is 1.", why="it would drop every input of the adapters.")
+        )
     if (
         draft["warmup_steps"] is not None
         and draft["max_steps"] != -1
@@ -51,7 +53,8 @@ def check_values(draft: Draft, method: str) -> None:
     if unknown := sorted(set(mismatches(draft["allow_mismatch"])) - set(MISMATCHES)):
         draft.problems.append(
             UserError(
-                f"allow_mismatch cannot be '{unknown[0]}'.", do=f"it takes some of {', '.join(MISMATCHES)}"
+                f"allow_mismatch cannot be '{unknown[0]}'.",
+                do=f"it takes one or more of {', '.join(MISMATCHES)}",
             )
         )
     if method == "llama_pro" and draft["base_adapter"]:

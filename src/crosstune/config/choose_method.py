@@ -1,4 +1,4 @@
-"""Choose the method and the quantizer that a train type and the quantizer options add up to."""
+"""Choose the method and the quantizer from --train_type and the quantization options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from crosstune.core.errors import UserError
 
 
 def choose_method(draft: Draft) -> tuple[str, str, int]:
-    """Return method, quantizer and bits: what the one word of --train_type and the quantizer options add up to."""
+    """Return method, quantizer and bits for --train_type and the quantization options."""
     train_type = draft["train_type"]
     method, wanted = TRAIN_TYPE_PARTS[train_type]
     explicit = draft["quantization_backend"]
@@ -28,7 +28,7 @@ def choose_method(draft: Draft) -> tuple[str, str, int]:
     if method == "full":
         draft.problems.append(
             UserError(
-                "A quantized base cannot be trained as a whole.",
+                "A quantized base cannot be trained in full.",
                 why=f"--train_type full updates every weight, --quantization_backend {wanted} freezes them.",
                 do="use --train_type qlora, or leave --quantization_backend out",
             )
@@ -39,10 +39,10 @@ def choose_method(draft: Draft) -> tuple[str, str, int]:
 def _fit_quantizer(draft: Draft, wanted: str) -> str:
     report, bits, known = draft.report, draft["n_bits"], draft.facts.quantizers
     if wanted != "auto" and bits not in known[wanted].bits:
-        # Another library is for one that is missing on a machine, not for what it never had.
+        # Another library replaces one that is missing on this machine, not one that never has these bits.
         draft.problems.append(
             UserError(
-                f"{wanted} has no {bits} bits.",
+                f"{wanted} does not quantize to {bits} bits.",
                 do=f"use --n_bits {', '.join(map(str, known[wanted].bits))}, or --train_type qlora with "
                 "--quantization_backend auto",
             )
@@ -66,13 +66,13 @@ def _fit_quantizer(draft: Draft, wanted: str) -> str:
     if sizes and draft["group_size"] not in sizes:
         draft.problems.append(
             UserError(
-                f"{used} has no groups of {draft['group_size']} weights.",
+                f"{used} does not have groups of {draft['group_size']} weights.",
                 do=f"use --group_size {', '.join(map(str, sizes))}",
             )
         )
     if report.name == "mps" and bits == 4:
-        draft.warn("n_bits", "4-bit arithmetic has no fast kernels on MPS: expect it to be slow")
-    if report.name == "cpu":
+        draft.warn("n_bits", "MPS has no fast 4-bit kernels: expect it to be slow")
+    if report.is_torch_cpu:
         draft.warn("n_bits", "quantization has limited support on a CPU: expect it to be slow")
     return used
 
@@ -80,7 +80,7 @@ def _fit_quantizer(draft: Draft, wanted: str) -> str:
 def _no_quantizer(draft: Draft, wanted: str) -> UserError:
     report, bits = draft.report, draft["n_bits"]
     offers = [f"{name} {'/'.join(map(str, widths))} bit" for name, widths in report.quantizers.items()]
-    have = f"what runs here: {'; '.join(offers)}." if offers else "no quantizer runs here."
+    have = f"available here: {'; '.join(offers)}." if offers else "no quantizer runs here."
     fitting = [
         quantizer
         for quantizer in draft.facts.quantizers.values()
@@ -89,4 +89,4 @@ def _no_quantizer(draft: Draft, wanted: str) -> UserError:
     do = "choose an --n_bits from that list, or use --train_type lora"
     if fitting and fitting[0].name not in report.quantizers:
         do = f"{fitting[0].install_command}, {do}"
-    return UserError(f"A base of {bits} bits is not possible on {report.name} here.", why=have, do=do)
+    return UserError(f"A base with {bits} bits is not possible on {report.name} here.", why=have, do=do)

@@ -1,4 +1,4 @@
-"""The conditions under which an option has an effect, each with the sentence for someone who set it in vain."""
+"""Define when an option has an effect, and the warning for an option that has none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SCHEDULES_WITH_FLOOR = ("cosine", "cosine_with_restarts", "exponential")
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """What a plan has decided, as far as conditions ask for it."""
+    """The decisions of a plan that conditions depend on."""
 
     options: Mapping[str, Any]
     engine: str
@@ -24,130 +24,130 @@ class Decided:
     n_bits: int
     world_size: int
 
-    def words(self) -> dict[str, Any]:
-        """The values that a sentence may name."""
+    def values(self) -> dict[str, Any]:
+        """Return the values for the placeholders of messages."""
         quantizer = self.quantizer.name if self.quantizer is not None else "none"
-        facts = {"engine": self.engine, "method": self.method, "world_size": self.world_size}
-        return {**self.options, **facts, "quantizer": quantizer, "n_bits": self.n_bits}
+        decisions = {"engine": self.engine, "method": self.method, "world_size": self.world_size}
+        return {**self.options, **decisions, "quantizer": quantizer, "n_bits": self.n_bits}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    words: str
-    """For the table of options, after "only with"; empty where the option's own text says it."""
+    summary: str
+    """For the table of options, after "only with"; empty when the option's own text says it."""
     holds: Callable[[Decided], bool]
     otherwise: str
-    """Why an option has no effect; may name what `Decided.words` has."""
+    """Why the option has no effect; a template for `Decided.values`."""
 
 
 def idle_reason(needs: tuple[Condition, ...], decided: Decided) -> str | None:
-    """Return why an option with these needs has no effect, by the first that is not met; None where all are."""
+    """Return the reason of the first condition that does not hold, or None if all hold."""
     failing = next((condition for condition in needs if not condition.holds(decided)), None)
-    return failing.otherwise.format(**decided.words()) if failing is not None else None
+    return failing.otherwise.format(**decided.values()) if failing is not None else None
 
 
 ADAPTERS = Condition(
-    words="lora or dora",
+    summary="lora or dora",
     holds=lambda now: now.method in ADAPTER_METHODS,
     otherwise="has no effect with method {method}",
 )
 LLAMA_PRO = Condition(
-    words="llama_pro",
+    summary="llama_pro",
     holds=lambda now: now.method == "llama_pro",
     otherwise="has no effect without a llama_pro train type",
 )
 BLOCKS_TO_ADD = Condition(
-    words="",
+    summary="",
     holds=lambda now: not now.options["llama_pro_path"],
-    otherwise="has no effect with --llama_pro_path, whose blocks are there already",
+    otherwise="has no effect with --llama_pro_path, whose model has its new blocks already",
 )
 QUANTIZED_BASE = Condition(
-    words="a quantized base",
+    summary="a quantized base",
     holds=lambda now: now.quantizer is not None,
     otherwise="has no effect without a quantized base",
 )
 QUANTIZING_TRAIN_TYPE = Condition(
-    words="a train type that quantizes",
+    summary="a train type that quantizes",
     holds=lambda now: TRAIN_TYPE_PARTS[now.options["train_type"]][1] != "none",
     otherwise="has no effect with train_type {train_type}",
 )
 SCALES_BY_GROUP = Condition(
-    words="",
+    summary="",
     holds=lambda now: now.quantizer is not None and now.n_bits not in now.quantizer.bits_by_row,
-    otherwise="has no effect with {quantizer} and {n_bits} bits, whose scales are by row",
+    otherwise="has no effect with {quantizer} and {n_bits} bits, which use one scale per row",
 )
 DOUBLE_QUANT = Condition(
-    words="",
+    summary="",
     holds=lambda now: now.quantizer is not None and now.n_bits in now.quantizer.bits_with_double_quant,
     otherwise="has no effect with {quantizer} and {n_bits} bits",
 )
 STREAMED_LOADING = Condition(
-    words="a quantized base or llama_pro",
+    summary="a quantized base or llama_pro",
     holds=lambda now: now.quantizer is not None or now.method == "llama_pro",
     otherwise="has no effect without a quantized base",
 )
 TORCH_ENGINE = Condition(
-    words="the torch engine",
+    summary="the torch engine",
     holds=lambda now: now.engine == "torch",
     otherwise="has no effect on the MLX engine",
 )
 MLX_ENGINE = Condition(
-    words="",
+    summary="",
     holds=lambda now: now.engine == "mlx",
-    otherwise="its memory limits and compile have no effect outside the MLX engine; everything else in it does",
+    otherwise="its memory limits and compile have no effect outside the MLX engine; its other settings do",
 )
 SEVERAL_DEVICES = Condition(
-    words="several devices",
+    summary="several devices",
     holds=lambda now: now.world_size > 1,
     otherwise="has no effect with one device",
 )
 SHARDED_MODEL = Condition(
-    words="",
+    summary="",
     holds=lambda now: now.engine != "mlx",
     otherwise="has no effect on MLX: each process has the whole model",
 )
 RECOMPUTATION = Condition(
-    words="`--use_gradient_checkpointing`",
+    summary="`--use_gradient_checkpointing`",
     holds=lambda now: bool(now.options["use_gradient_checkpointing"]),
     otherwise="has no effect without --use_gradient_checkpointing",
 )
 CLIPPING = Condition(
-    words="`--apply_gradient_clipping`",
+    summary="`--apply_gradient_clipping`",
     holds=lambda now: bool(now.options["apply_gradient_clipping"]),
     otherwise="has no effect without --apply_gradient_clipping",
 )
 SCHEDULE_WITH_FLOOR = Condition(
-    words=f"{', '.join(_SCHEDULES_WITH_FLOOR)}",
+    summary=f"{', '.join(_SCHEDULES_WITH_FLOOR)}",
     holds=lambda now: now.options["lr_scheduler"] in _SCHEDULES_WITH_FLOOR,
     otherwise="has no effect with lr_scheduler {lr_scheduler}",
 )
 EVALUATION = Condition(
-    words="evaluation",
+    summary="evaluation",
     holds=lambda now: not now.options["skip_eval"] and now.options["eval_samples"] > 0,
     otherwise="has no effect without evaluation",
 )
 NO_SKIP_EVAL = Condition(
-    words="evaluation",
+    summary="evaluation",
     holds=lambda now: not now.options["skip_eval"],
     otherwise="has no effect without evaluation",
 )
 SAVING = Condition(
-    words="`--save_steps` or `--save_minutes`",
+    summary="`--save_steps` or `--save_minutes`",
     holds=lambda now: bool(now.options["save_steps"] or now.options["save_minutes"]),
     otherwise="has no effect without --save_steps or --save_minutes",
 )
 RESUMING = Condition(
-    words="`--resume`",
+    summary="`--resume`",
     holds=lambda now: now.options["resume"] != "none",
     otherwise="has no effect without --resume",
 )
 WANDB = Condition(
-    words="`--log_to wandb`",
+    summary="`--log_to wandb`",
     holds=lambda now: now.options["log_to"] == "wandb",
     otherwise="has no effect without --log_to wandb",
 )
 PROFILE = Condition(
-    words="`--profile` or `--profile_memory`",
+    summary="`--profile` or `--profile_memory`",
     holds=lambda now: bool(now.options["profile"] or now.options["profile_memory"]),
     otherwise="has no effect without --profile",
 )

@@ -1,4 +1,4 @@
-"""A plan in the making: what has been decided so far, and how each decision is written down."""
+"""Collect the decisions of a plan while it is being resolved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from crosstune.core.machine import BackendReport
 
 @dataclass
 class Draft:
-    """Current values over what was asked, with the adjustments and problems found on the way."""
+    """The requested options with the values changed so far, the adjustments and the problems."""
 
     asked: Config
     facts: Facts
@@ -30,7 +30,7 @@ class Draft:
         return option in self.asked.asked
 
     def set(self, option: str, used: Any, reason: str, *, kind: Kind | None = None) -> None:
-        """Use another value. What the user wrote is changed; what was left open is chosen."""
+        """Use another value. By default it is a `change` of a value that the user set, and a `choice` otherwise."""
         asked = getattr(self.asked, option)
         if kind is None:
             kind = "change" if self.is_asked(option) and asked not in ("auto", None) else "choice"

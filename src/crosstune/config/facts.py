@@ -1,4 +1,4 @@
-"""What a plan depends on beside the request: gathered once, then resolved without reading anything."""
+"""Define what a plan depends on besides the request. It is gathered once; resolving reads nothing else."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from crosstune.core.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldQuantization:
-    """What a folder of quantized weights says about itself."""
+class StoredQuantization:
+    """The quantization that a folder of quantized weights records."""
 
     source: str
     """The folder."""
     quantizer: str
     options: Mapping[str, Any]
-    """The options that ask for exactly these weights."""
+    """The options that give exactly these weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     machine: Machine
     backends: Mapping[str, BackendSpec]
-    """By name, in the order `auto` tries them."""
+    """By name, in the order in which `auto` tries them."""
     quantizers: Mapping[str, Quantizer]
-    """By name, in the order `auto` prefers them."""
+    """By name, in the order in which `auto` prefers them."""
     ranks: Ranks | None = None
-    """Where several processes were started."""
+    """Set when several processes were started."""
     shape: ModelShape | None = None
-    held: HeldQuantization | None = None
-    """Where the model is a folder of quantized weights."""
+    stored: StoredQuantization | None = None
+    """Set when the model is a folder of quantized weights."""
     mlx_settings: Mapping[str, Any] = field(default_factory=dict)
-    """What the file of --mlx_config sets."""
+    """The settings in the file of --mlx_config."""
     longest_row: int | None = None
-    """Tokens of the longest row, once the data is open; memory is then estimated for it and not for the context."""
+    """Tokens in the longest row, once the data is loaded; the memory estimate then uses it instead of the context."""

@@ -1,4 +1,4 @@
-"""Make a training step fit into memory by changes that keep the maths."""
+"""Fit a training step into memory by changes that do not change the result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from crosstune.core.expanded_name import read_expanded_name
 from crosstune.core.memory import GIB, expand_shape, step_bytes
 
 USABLE_MEMORY = 0.9
-USABLE_MEMORY_ON_MPS = 0.7  # the high watermark that the backend sets
+USABLE_MEMORY_ON_MPS = 0.7  # the high watermark set in backends/mps.py
 
 
 def fit_memory(
@@ -20,7 +20,7 @@ def fit_memory(
     n_bits: int,
     sharing: int,
 ) -> int | None:
-    """Recompute activations, then take smaller micro-batches, until the step fits. Return its estimated bytes.
+    """Turn on activation checkpointing, then reduce the micro-batch, until the step fits; return its estimated bytes.
 
     `sharing` is the number of processes that use the same memory.
     """
@@ -60,19 +60,23 @@ def fit_memory(
         if need <= limit:
             break
         draft.set("batch_size", smaller, why)
-        draft.set("gradient_accumulation_steps", batch * accumulation // smaller, "keeps the rows of a step")
+        draft.set(
+            "gradient_accumulation_steps",
+            batch * accumulation // smaller,
+            "keeps the number of rows per step",
+        )
         need = estimate()
     if need > limit:
         draft.warn(
             "batch_size",
-            f"one row is still estimated at {need / GIB:.1f} GiB of {limit / GIB:.1f} GiB; it may run out of memory: "
+            f"one row is still estimated at {need / GIB:.1f} GiB of {limit / GIB:.1f} GiB; it may not fit into memory: "
             "use --train_type qlora, a shorter --context_length or a smaller model",
         )
     return need
 
 
 def _num_new_blocks(draft: Draft, method: str) -> int:
-    """Return how many blocks llama_pro trains; a folder that has them already says so in its name."""
+    """Return how many blocks llama_pro trains, read from the folder name when the model is already expanded."""
     if method != "llama_pro":
         return 0
     if not draft["llama_pro_path"]:

@@ -1,4 +1,4 @@
-"""Warn of options that were set and have no effect in the plan at hand."""
+"""Warn about options that were set but have no effect in the plan."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from crosstune.config.schema import option_list
 
 def warn_without_effect(draft: Draft, decided: Decided) -> None:
     facts = draft.facts
-    # A folder of quantized weights asks for all that its record has, whether it matters or not.
-    folder = facts.held.source if facts.held is not None else None
+    # A folder of quantized weights sets all options in its record; the user did not set those.
+    folder = facts.stored.source if facts.stored is not None else None
     for option in option_list():
         reason = idle_reason(option.needs, decided)
         if reason and draft.is_asked(option.name) and draft.asked.asked[option.name] != folder:

@@ -1,4 +1,4 @@
-"""From flags, environment and file to a Config. Flag > environment > file > default; all problems at once."""
+"""Read a Config from flags, environment and file, in that order of precedence, and report all problems at once."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _TRUE = {"true", "yes", "on", "1"}
 _FALSE = {"false", "no", "off", "0"}
 
 Given = dict[str, tuple[Any, str]]
-"""Option name -> (raw value, where it came from)."""
+"""Option name -> (raw value, its source)."""
 
 
 def load_config(
     flags: Sequence[str] = (), *, file: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> Config:
-    """Read a configuration; raises one ConfigError that names every problem."""
+    """Read a configuration; raise one ConfigError with all problems."""
     problems: list[UserError] = []
     given: Given = {}
     if file is not None:
@@ -38,7 +38,7 @@ def load_config(
 
 
 def make_config(**values: Any) -> Config:
-    """The Python way in: `make_config(model_name=..., lr=1e-4)`, checked like flags."""
+    """Make a configuration in Python: `make_config(model_name=..., lr=1e-4)`. Values are checked like flags."""
     problems: list[UserError] = []
     given: Given = {}
     for key, value in values.items():
@@ -49,29 +49,29 @@ def make_config(**values: Any) -> Config:
 
 
 def cache_override(environment: Mapping[str, str] | None = None) -> Path | None:
-    """The folder for models that CROSSTUNE_CACHE names, if it does."""
+    """Return the model cache folder set by CROSSTUNE_CACHE, if any."""
     value = (os.environ if environment is None else environment).get("CROSSTUNE_CACHE")
     return Path(value).expanduser() if value else None
 
 
 def child_environment(added: Mapping[str, str]) -> dict[str, str]:
-    """What a process that is started from here finds: everything that is here, and what is added."""
+    """Return the environment of a child process: that of this process, and the added variables."""
     return {**os.environ, **added}
 
 
 def add_environment(spec: BackendSpec) -> None:
-    """Set variables that a backend's engine wants before it starts; what the user has set stays."""
+    """Set the environment variables of a backend, before its engine starts; keep those that the user set."""
     os.environ.update(spec.missing_environment(os.environ))
 
 
 def environment_of(spec: BackendSpec, *, system: str | None = None) -> dict[str, str]:
-    """The variables of a backend as a run from this shell would have them, here or on a machine with that system."""
+    """Return the variables of a backend as a run from this shell would have them, on this system or on `system`."""
     full = {**os.environ, **spec.missing_environment(os.environ, system=system)}
     return {name: full[name] for name in spec.wanted_environment(system)}
 
 
 def to_yaml(config: Config) -> str:
-    """The options that were asked, as a file that `--config` reads back."""
+    """Return the options that were set, as YAML that `--config` reads."""
     return yaml.safe_dump(config.options_asked(), sort_keys=False, allow_unicode=True)
 
 
@@ -88,7 +88,7 @@ def _build(given: Given, problems: list[UserError]) -> Config:
 
 
 def _add_mlx_settings(given: Given, problems: list[UserError]) -> Given:
-    """Options from the file of --mlx_config, beneath everything else that was given."""
+    """Add the options in the file of --mlx_config; everything else that was given wins over them."""
     file = given.get("mlx_config", (None, ""))[0]
     if file is None:
         return given
@@ -113,9 +113,7 @@ def _read_file(path: Path, problems: list[UserError]) -> Given:
     if data is None:
         return {}
     if not isinstance(data, dict):
-        problems.append(
-            UserError(f"{path} holds no options.", why="it must be a list of `option: value` lines.")
-        )
+        problems.append(UserError(f"{path} has no options.", why="it must consist of `option: value` lines."))
         return {}
     given: Given = {}
     for key, value in data.items():
@@ -135,25 +133,27 @@ def _read_environment(environment: Mapping[str, str]) -> Given:
 
 def _read_flags(flags: Sequence[str], problems: list[UserError]) -> Given:
     given: Given = {}
-    words = list(flags)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--") or word == "--":
-            problems.append(UserError(f"Unexpected word '{word}'.", do="options look like --name value"))
+    arguments = list(flags)
+    while arguments:
+        argument = arguments.pop(0)
+        if not argument.startswith("--") or argument == "--":
+            problems.append(
+                UserError(f"Unexpected argument '{argument}'.", do="options look like --name value")
+            )
             continue
-        key, equals, text = word[2:].partition("=")
+        key, equals, text = argument[2:].partition("=")
         option = _find(key, f"flag --{key}", problems)
-        next_is_value = bool(words) and not _is_flag(words[0])
+        next_is_value = bool(arguments) and not _is_flag(arguments[0])
         value: Any
         if equals:
             value = text
         elif option is None:
-            value = words.pop(0) if next_is_value else None
+            value = arguments.pop(0) if next_is_value else None
         elif option.type is bool:
-            is_word = next_is_value and words[0].lower() in _TRUE | _FALSE
-            value = words.pop(0) if is_word else True
+            is_given = next_is_value and arguments[0].lower() in _TRUE | _FALSE
+            value = arguments.pop(0) if is_given else True
         elif next_is_value:
-            value = words.pop(0)
+            value = arguments.pop(0)
         else:
             problems.append(UserError(f"--{key} needs a value.", do=_expectation(option)))
             continue
@@ -161,14 +161,14 @@ def _read_flags(flags: Sequence[str], problems: list[UserError]) -> Given:
             continue
         if option.name in given and given[option.name][1] != f"flag --{key}":
             problems.append(
-                UserError(f"--{key} and {given[option.name][1]} are the same option.", do="keep one")
+                UserError(f"--{key} and {given[option.name][1]} are the same option.", do="keep one of them")
             )
         given[option.name] = (value, f"flag --{key}")
     return given
 
 
-def _is_flag(word: str) -> bool:
-    return word.startswith("--")
+def _is_flag(argument: str) -> bool:
+    return argument.startswith("--")
 
 
 def _find(key: str, where: str, problems: list[UserError]) -> Option | None:
@@ -182,7 +182,7 @@ def _find(key: str, where: str, problems: list[UserError]) -> Option | None:
 
 
 def _coerce(option: Option, raw: Any, source: str) -> Any:
-    """The value in the option's type and range, or a UserError."""
+    """Return the value in the option's type; raise a UserError when it has another type or is out of range."""
     if raw is None or (option.optional and isinstance(raw, str) and raw.lower() in ("none", "null")):
         if option.optional:
             return None
@@ -206,9 +206,9 @@ def _convert(option: Option, raw: Any, source: str) -> Any:
     if option.type is bool:
         if isinstance(raw, bool):
             return raw
-        word = str(raw).lower()
-        if word in _TRUE | _FALSE:
-            return word in _TRUE
+        text = str(raw).lower()
+        if text in _TRUE | _FALSE:
+            return text in _TRUE
         raise _bad_value(option, raw, source)
     if option.type is str:
         if isinstance(raw, (list, tuple)) and option.name == "lora_target_modules":
@@ -225,7 +225,7 @@ def _convert(option: Option, raw: Any, source: str) -> Any:
 
 
 def _exact_int(raw: int | float | str) -> int:
-    """A whole number, also when it is written as 1e3; never rounded through a float."""
+    """Parse an integer, also one written as 1e3, without rounding large ones through a float."""
     if isinstance(raw, str):
         try:
             return int(raw)
@@ -249,11 +249,11 @@ def _bad_value(option: Option, raw: Any, source: str) -> UserError:
 
 
 def _expectation(option: Option) -> str:
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}[option.type]
+    expected = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[option.type]
     if option.choices:
-        words = f"one of {', '.join(option.choices)}"
+        expected = f"one of {', '.join(option.choices)}"
     if option.low is not None:
-        words += f", {option.low:g} or more"
+        expected += f", {option.low:g} or more"
     if option.high is not None:
-        words += f", at most {option.high}"
-    return f"it takes {words}"
+        expected += f", at most {option.high}"
+    return f"it takes {expected}"

@@ -1,5 +1,5 @@
-"""The file behind --mlx_config: keys as mlx-lm's own trainer spells them, read as ordinary options where there is
-one, and the few settings that only the MLX engine has."""
+"""Read the file of --mlx_config: keys of mlx-lm's trainer, mapped to options where there is one, and settings that only
+the MLX engine has."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OPTION_OF = {
 }
 _LORA = "lora_parameters"
 _IDLE = {
-    "train": "`train` always trains",
+    "train": "crosstune train always trains",
     "test": "--eval_dataset names held-out data",
     "test_batches": "--eval_samples",
     "val_batches": "--eval_samples",
@@ -43,41 +43,41 @@ _IDLE = {
     "clear_cache_threshold": "cache_limit_gb, or --low_memory",
     "optimizer_config": "--wd",
     "config": "this file",
-    "trust_remote_code": "such code is never run",
+    "trust_remote_code": "remote code is never run",
 }
-"""What mlx-lm's trainer has beside these and this one does otherwise, with what takes its place."""
+"""Keys of mlx-lm's trainer that have no effect here -> what to use instead."""
 _REFUSED = {
-    "resume_adapter_file": "--base_adapter FOLDER starts from an adapter (crosstune convert ADAPTER --to peft turns one of "
-    "mlx-lm), --resume continues a run of crosstune",
+    "resume_adapter_file": "--base_adapter FOLDER to start from an adapter (crosstune convert ADAPTER --to peft converts one "
+    "of mlx-lm), or --resume to continue a run of crosstune",
     "lr_schedule": "--lr_scheduler with --warmup_steps and --cosine_min_lr_ratio",
 }
-"""What would train something else if it were passed over, with the options that say it here."""
+"""Keys that would change the training if they were ignored -> the options to use instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlxSettings:
-    """What no option says."""
+    """Settings of the MLX engine that are not options."""
 
     wired_limit_gb: float | None = None
-    """Memory that the system may not move away from the GPU."""
+    """Memory that stays wired, so that the system does not page it out."""
     cache_limit_gb: float | None = None
-    """Freed memory that MLX keeps for its next arrays."""
+    """Freed memory that MLX keeps for reuse."""
     memory_limit_gb: float | None = None
-    """What MLX tries to stay under."""
+    """The memory use that MLX tries to stay below."""
     compile: bool | None = None
-    """Whether steps are compiled; unset, on a GPU."""
+    """Whether steps are compiled; by default on a GPU only."""
     num_layers: int | None = None
-    """How many layers get adapters, the last ones of the model; -1 for all."""
+    """Number of layers, from the last, that get adapters; -1 for all."""
 
 
-_OWN = {item.name for item in fields(MlxSettings)}
+_MLX_ONLY = {item.name for item in fields(MlxSettings)}
 
 
 def read_mlx_settings(file: str | None) -> MlxSettings:
     if file is None:
         return MlxSettings()
     data, problems = _read(Path(file).expanduser())
-    values = {key: value for key, value in data.items() if key in _OWN}
+    values = {key: value for key, value in data.items() if key in _MLX_ONLY}
     raise_all(problems + _wrong_values(values, file))
     if values.get("num_layers") is not None:
         values["num_layers"] = int(values["num_layers"])
@@ -85,48 +85,48 @@ def read_mlx_settings(file: str | None) -> MlxSettings:
 
 
 def read_settings(file: str | None) -> dict[str, Any]:
-    """Return everything the file sets, as one flat list of keys."""
+    """Return all settings in the file, flattened."""
     return _read(Path(file).expanduser())[0] if file is not None else {}
 
 
 def idle_settings(data: Mapping[str, Any], *, without_metal: bool) -> list[str]:
-    """Return what the file sets without effect, in words: keys of mlx-lm's trainer, and what needs Metal."""
+    """Return a warning for each kind of setting without effect: keys of mlx-lm's trainer, and those that need Metal."""
     found = [f"{key} ({instead})" for key, instead in _IDLE.items() if key in data]
-    said = [f"has no effect here: {', '.join(found)}"] if found else []
+    warnings = [f"has no effect here: {', '.join(found)}"] if found else []
     if "wired_limit_gb" in data and without_metal:
-        said.append("wired_limit_gb has no effect without Metal")
-    return said
+        warnings.append("wired_limit_gb has no effect without Metal")
+    return warnings
 
 
 def _refused(data: Mapping[str, Any], file: Path) -> list[UserError]:
-    instead = {key: words for key, words in _REFUSED.items() if key in data}
+    instead = {key: option for key, option in _REFUSED.items() if key in data}
     settings = data.get("optimizer_config")
     chosen = settings.get(data.get("optimizer", "adam")) if isinstance(settings, dict) else settings
     if chosen:
-        instead["optimizer_config"] = "--wd for weight_decay; the other numbers of an optimizer are fixed"
+        instead["optimizer_config"] = "--wd for weight_decay; the other optimizer settings are fixed"
     return [
         UserError(
             f"{key} is not read from {file}.",
-            why="without it the training is another one.",
-            do=f"use {words}",
+            why="the training would differ without it.",
+            do=f"use {option}",
         )
-        for key, words in instead.items()
+        for key, option in instead.items()
     ]
 
 
 def _wrong_values(values: Mapping[str, Any], file: str) -> list[UserError]:
     found: list[UserError] = []
     for key, value in values.items():
-        wants_bool = key == "compile"
+        takes_bool = key == "compile"
         takes = ""
         if value is None:
             continue
-        if isinstance(value, bool) != wants_bool or not isinstance(value, (bool, int, float)):
-            takes = "true or false" if wants_bool else "a number"
+        if isinstance(value, bool) != takes_bool or not isinstance(value, (bool, int, float)):
+            takes = "true or false" if takes_bool else "a number"
         elif not math.isfinite(value):
-            takes = "a number that is finite"
+            takes = "a finite number"
         elif key == "num_layers" and (value != int(value) or value < -1 or value == 0):
-            takes = "a count from 1 up, or -1 for all"
+            takes = "1 or more, or -1 for all"
         elif value < 0 and key != "num_layers":
             takes = "0 or more gigabytes"
         if takes:
@@ -135,8 +135,8 @@ def _wrong_values(values: Mapping[str, Any], file: str) -> list[UserError]:
 
 
 def options_in(file: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[UserError]]:
-    """The ordinary options that the file sets, by their own names, and everything that is wrong with the file. What is
-    `given` elsewhere comes before it."""
+    """Return the options that the file sets, under their names here, and the problems of the file. Options `given`
+    elsewhere take precedence."""
     data, problems = _read(Path(file).expanduser())
     options: dict[str, Any] = {}
     for key, value in data.items():
@@ -151,11 +151,11 @@ def options_in(file: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], lis
             problems.append(error)
     if "mask_prompt" in data:
         options["train_on_prompt"] = not data["mask_prompt"]
-    return options, problems + _wrong_values({key: data[key] for key in data if key in _OWN}, file)
+    return options, problems + _wrong_values({key: data[key] for key in data if key in _MLX_ONLY}, file)
 
 
 def _alpha(file: str, data: Mapping[str, Any], options: Mapping[str, Any]) -> float:
-    """mlx-lm multiplies by `scale`, everyone else by alpha / rank, or by alpha / the root of rank."""
+    """Return alpha for mlx-lm's `scale`, which is alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
     rank, scale = _number(options.get("lora_rank")), _number(data["scale"])
     if rank is None or scale is None or "alpha" in data:
         raise UserError(
@@ -167,7 +167,7 @@ def _alpha(file: str, data: Mapping[str, Any], options: Mapping[str, Any]) -> fl
 
 
 def _number(value: Any) -> float | None:
-    """Flags are still words here."""
+    """Convert a value that may still be a string from a flag."""
     try:
         return None if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -175,8 +175,8 @@ def _number(value: Any) -> float | None:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[UserError]]:
-    """The file as one flat list of keys, and what is wrong with those; JSON is YAML too. A null is left out, as mlx-lm
-    writes one for what is not set."""
+    """Return the settings in the file, flattened, and their problems. JSON is read as YAML. Null values are left out:
+    mlx-lm writes null for settings that are not set."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -184,7 +184,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[UserError]]:
     except yaml.YAMLError as error:
         raise UserError(f"{path} is neither JSON nor YAML.", why=" ".join(str(error).split())) from error
     if not isinstance(data, dict):
-        raise UserError(f"{path} holds no settings.", why="it must be a list of `key: value` lines.")
+        raise UserError(f"{path} has no settings.", why="it must consist of `key: value` lines.")
     inner = {} if data.get(_LORA) is None else data[_LORA]
     if not isinstance(inner, dict):
         raise UserError(
@@ -192,7 +192,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[UserError]]:
         )
     both = {**{key: value for key, value in data.items() if key != _LORA}, **inner}
     flat = {str(key): value for key, value in both.items() if value is not None}
-    known = {*_OPTION_OF, *_OWN, *_IDLE, *_REFUSED, *options_by_name(), "scale", "mask_prompt", _LORA}
+    known = {*_OPTION_OF, *_MLX_ONLY, *_IDLE, *_REFUSED, *options_by_name(), "scale", "mask_prompt", _LORA}
     unknown = [
         _unknown(key, known - {"mlx_config"}, path) for key in flat if key not in known - {"mlx_config"}
     ]
@@ -201,7 +201,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[UserError]]:
 
 def _unknown(key: str, known: set[str], path: Path) -> UserError:
     close = nearest(key, known)
-    has = f"it has: {', '.join(sorted(_OWN))}, and options"
+    has = f"it has: {', '.join(sorted(_MLX_ONLY))}, and options"
     return UserError(
         f"Unknown setting '{key}' in {path}.", do=f"did you mean {' or '.join(close)}?" if close else has
     )

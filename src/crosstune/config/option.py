@@ -1,4 +1,4 @@
-"""How one option is declared: its default and words, when it has an effect, and what it means for a run that continues."""
+"""Declare an option: its default and help text, when it has an effect, and what a change means on resume."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ Choices = Sequence[str] | Callable[[], Sequence[str]]
 
 
 class OnResume(Flag):
-    """What a change of an option means when a run continues."""
+    """What a change of an option means when a run is resumed."""
 
     REPORTED = 0
-    """It shapes what is learned or how fast: the change is allowed and reported."""
+    """The option affects what is learned: a change is allowed and reported."""
     FREE = auto()
-    """It leaves the training as it is: where it runs, what it prints, what it keeps."""
+    """The option does not affect the training: where it runs, what it prints, which files it keeps."""
     ONE_START = auto()
-    """It concerns one start of the run: the run does not keep it, and a change is not reported."""
+    """The option applies to one start: the run does not keep it, and a change is not reported."""
     OWN_MACHINE = auto()
-    """It is chosen for one machine: a checkpoint that is opened elsewhere does not bring it along."""
+    """The option is chosen per machine: it is not taken over from a checkpoint of another machine."""
     DIVIDES_DATA = auto()
-    """It decides which rows of a data set are trained on."""
+    """The option decides which rows of a dataset are trained on."""
     ADAPTER = auto()
-    """It decides what the weights of a trained adapter mean."""
+    """The option decides the shape or the scale of an adapter."""
     NEW_BLOCKS = auto()
-    """It decides which blocks are trained."""
+    """The option decides which blocks are trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One declaration, ready for a parser."""
+    """The declaration of one option."""
 
     name: str
     type: type
@@ -75,10 +75,10 @@ def option(
 ) -> Any:
     """Declare an option as a field of a dataclass.
 
-    `needs` are the conditions under which it has an effect, `on_resume` says what a change of it means when a run
-    continues, `unbuilt` names what `plan` resolves but `train` cannot do yet.
+    `needs` are the conditions under which it has an effect, `on_resume` is what a change means when a run is resumed,
+    and `unbuilt` names what `plan` resolves but `train` cannot do yet.
     """
-    words = {
+    parsing = {
         "text": text,
         "choices": choices,
         "aliases": tuple(aliases),
@@ -87,7 +87,7 @@ def option(
         "env": env,
     }
     facts = {"needs": tuple(needs), "on_resume": on_resume, "unbuilt": unbuilt}
-    return field(default=default, metadata=words | facts)
+    return field(default=default, metadata=parsing | facts)
 
 
 def read_option(item: Field[Any], *, hint: Any, group: str) -> Option:

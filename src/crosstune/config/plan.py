@@ -1,4 +1,4 @@
-"""What will run: the resolved options, where they differ from what was asked, and why."""
+"""Define the plan of a run: the resolved options, and each difference from the request with its reason."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Kind = Literal["choice", "change", "warning"]
 
 @dataclass(frozen=True, kw_only=True)
 class Adjustment:
-    """One difference between what was asked and what runs.
+    """One difference between the request and the plan.
 
-    A `choice` fills in what was left open, a `change` replaces what was asked (and is forbidden by --strict),
-    a `warning` changes nothing but should be known.
+    A `choice` sets an option that was left open, a `change` replaces a value that was set (--strict forbids it), and a
+    `warning` changes nothing.
     """
 
     option: str
@@ -28,7 +28,7 @@ class Adjustment:
     kind: Kind
 
     def to_event(self) -> Adjusted:
-        """Return the event of a run that says so."""
+        """Return the event that records it."""
         return Adjusted(
             option=self.option,
             asked=self.asked,
@@ -41,16 +41,16 @@ class Adjustment:
     def sentence(self) -> str:
         if self.kind == "warning":
             return f"{self.option}: {self.reason}"
-        arrow = f"{_word(self.asked)} -> {_word(self.used)}" if self.kind == "change" else _word(self.used)
+        arrow = f"{_shown(self.asked)} -> {_shown(self.used)}" if self.kind == "change" else _shown(self.used)
         return f"{self.option}: {arrow} ({self.reason})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A configuration that a machine can run."""
+    """A configuration resolved for a machine."""
 
     config: Config
-    """The options as they will be used."""
+    """The resolved options."""
     machine: Machine
     backend: BackendReport
     method: str
@@ -59,7 +59,7 @@ class Plan:
     world_size: int
     collective: str | None
     estimated_bytes: int | None
-    """Memory of one training step by arithmetic; None when the model's shape is not known."""
+    """Estimated memory of one training step; None when the model's shape is not known."""
     adjustments: tuple[Adjustment, ...]
 
     @property
@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def quant_spec(self) -> QuantSpec | None:
-        """How the base is quantized; None where it is not."""
+        """How the base is quantized; None if it is not."""
         if self.quantizer == "none":
             return None
         return QuantSpec(
@@ -102,9 +102,9 @@ class Plan:
         }
 
     def replaced(self) -> list[Adjustment]:
-        """What the user wrote and does not get as written, `auto` among it."""
+        """Return the adjustments of options that the user set, including those set to `auto`."""
         return [a for a in self.adjustments if a.kind != "warning" and a.option in self.config.asked]
 
 
-def _word(value: Any) -> str:
+def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

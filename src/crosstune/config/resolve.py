@@ -1,4 +1,4 @@
-"""What was asked + facts -> plan: a pure function. Everything it changes is an Adjustment with a reason."""
+"""Resolve a request and the facts into a plan. This is a pure function; each change is an Adjustment with a reason."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from crosstune.core.ranks import Ranks
 
 EIGHT_BIT_OPTIMIZERS_FROM = "bnb"
 """The quantizer whose library has the 8-bit optimizers."""
+FUSED_OPTIMIZERS_ON = ("cuda", "cpu", "mps", "xpu")
+"""Devices of torch; ROCm's is called cuda."""
 CONTEXT_WITHOUT_FLASH = 2048
 BF16_WORTH_IT = 1.3
 
 
 def resolve(config: Config, facts: Facts) -> Plan:
-    """Return the plan for these facts, or raise one ConfigError with everything that stands in its way."""
-    config = _as_the_folder_is(config, facts)
+    """Return the plan for these facts; raise one ConfigError with all problems."""
+    config = _with_stored_quantization(config, facts)
     draft = _choose_backend(config, facts)
     method, quantizer, n_bits = choose_method(draft)
     if method == "llama_pro" and draft["llama_pro_path"]:
@@ -67,13 +69,13 @@ def resolve(config: Config, facts: Facts) -> Plan:
     )
 
 
-def _as_the_folder_is(config: Config, facts: Facts) -> Config:
-    """Take the quantization options from a folder of quantized weights, but for those the user has set."""
-    library, held = TRAIN_TYPE_PARTS[config.train_type][1], facts.held
-    if library == "none" or held is None or library not in ("auto", held.quantizer):
+def _with_stored_quantization(config: Config, facts: Facts) -> Config:
+    """Take the quantization options from a folder of quantized weights, except those that the user set."""
+    library, stored = TRAIN_TYPE_PARTS[config.train_type][1], facts.stored
+    if library == "none" or stored is None or library not in ("auto", stored.quantizer):
         return config
-    given = {name: value for name, value in held.options.items() if name not in config.asked}
-    sources = {**config.asked, **dict.fromkeys(given, held.source)}
+    given = {name: value for name, value in stored.options.items() if name not in config.asked}
+    sources = {**config.asked, **dict.fromkeys(given, stored.source)}
     return replace(config, **given, asked=sources)
 
 
@@ -88,8 +90,8 @@ def _num_sharing(draft: Draft, world_size: int) -> int:
 def _forbidden(adjustment: Adjustment) -> UserError:
     return UserError(
         f"{adjustment.option} cannot stay {adjustment.asked}.",
-        why=f"{adjustment.reason}; --strict forbids to use {adjustment.used} instead.",
-        do=f"ask for --{adjustment.option} {adjustment.used}, or leave --strict out",
+        why=f"{adjustment.reason}; --strict forbids using {adjustment.used} instead.",
+        do=f"use --{adjustment.option} {adjustment.used}, or leave out --strict",
     )
 
 
@@ -99,7 +101,7 @@ def _choose_backend(config: Config, facts: Facts) -> Draft:
         name = choose_backend(machine, preference=list(facts.backends))
         draft = Draft(asked=config, facts=facts, report=machine.backends[name])
         draft.set("backend", name, "the first that is available here", kind="choice")
-        if name == "cpu":
+        if draft.report.is_torch_cpu:
             draft.warn("backend", "training on a CPU is very slow: use it for small models and for tests")
         return draft
     report = machine.backends.get(config.backend)
@@ -112,7 +114,7 @@ def _choose_backend(config: Config, facts: Facts) -> Draft:
             f"{', '.join(machine.available())}",
         )
     draft = Draft(asked=config, facts=facts, report=report)
-    if report.name == "cpu":
+    if report.is_torch_cpu:
         draft.warn("backend", "training on a CPU is very slow: use it for small models and for tests")
     return draft
 
@@ -126,16 +128,19 @@ def _fit_precision(draft: Draft) -> None:
     dtype = asked.split("_")[0]
     if dtype in report.dtypes:
         if report.engine == "mlx" and dtype != asked:
-            draft.set("precision", dtype, "MLX has no autocast; what is trained is kept in fp32 beside it")
+            draft.set("precision", dtype, "MLX has no autocast; trained weights are kept in fp32")
         return
     title = report.name.upper()
-    words = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[dtype]
+    full_name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[dtype]
     for other in ("fp16", "bf16", "fp32"):
         if other in report.dtypes:
             keeps = asked.endswith("_autocast") and other != "fp32" and report.engine != "mlx"
             suffix = "_autocast" if keeps else ""
             draft.set(
-                "precision", other + suffix, f"{title} backend doesn't support {words} here", kind="change"
+                "precision",
+                other + suffix,
+                f"{title} backend doesn't support {full_name} here",
+                kind="change",
             )
             return
     draft.problems.append(
@@ -146,42 +151,49 @@ def _fit_precision(draft: Draft) -> None:
 def _best_precision(report: BackendReport) -> tuple[str, str]:
     if report.device == "cpu":
         if "bf16" in report.dtypes and report.bf16_speedup >= BF16_WORTH_IT:
-            return "bf16_autocast", f"bf16 products ran {report.bf16_speedup:.1f}x as fast as fp32 here"
+            return (
+                "bf16_autocast",
+                f"bf16 matrix products are {report.bf16_speedup:.1f}x as fast as fp32 here",
+            )
         return "fp32", "bf16 is not faster on this CPU"
     if "bf16" in report.dtypes:
-        return "bf16", "bf16 works here; what is trained is kept in fp32"
+        return "bf16", "bf16 works here; trained weights are kept in fp32"
     if "fp16" in report.dtypes and report.name != "mps":
         short = "fp16" if report.engine == "mlx" else "fp16_autocast"
         return short, "no bf16 here; fp16 with loss scaling"
     return (
         "fp32",
-        "no bf16 here, and fp16 is prone to overflow" if "fp16" in report.dtypes else "nothing shorter works",
+        "no bf16 here, and fp16 is prone to overflow"
+        if "fp16" in report.dtypes
+        else "no 16-bit format works here",
     )
 
 
 def _fit_world(draft: Draft) -> tuple[int, str | None]:
-    """Return the number of processes, and what they talk through where there are several."""
+    """Return the number of processes, and the communication library when there are several."""
     report, asked, ranks = draft.report, draft["world_size"], draft.facts.ranks
     num_devices = max(1, len(report.devices))
     world_size = 1 if asked == -1 else asked
     if ranks is not None:
         world_size = _fit_ranks(draft, ranks)
-    elif asked == -1 and num_devices > 1 and report.name != "cpu" and report.engine != "mlx":
+    elif asked == -1 and num_devices > 1 and not report.is_torch_cpu and report.engine != "mlx":
         draft.set("world_size", 1, f"one of {num_devices} devices; training on several is not built yet")
     if report.engine == "mlx":
         if world_size > 1 and (ranks is None or ranks.local_size > 1):
             draft.warn(
                 "world_size",
-                "MLX processes on one machine share its GPU: good for tests; to be faster, start one on each of "
-                "several machines with mlx.launch",
+                "MLX processes on one machine share its GPU, which is for tests only; to train faster, start one on each "
+                "of several machines with mlx.launch",
             )
-    elif report.name != "cpu" and world_size > num_devices:
+    elif not report.is_torch_cpu and world_size > num_devices:
         plural = "device" if num_devices == 1 else "devices"
         draft.set("world_size", num_devices, f"{report.name} has {num_devices} {plural} here")
         world_size = num_devices
     collective = draft.facts.backends[report.name].collective
     wanted = draft["distributed_backend"]
-    offers = () if report.engine == "mlx" else report.collectives  # MLX has others; only its ring is built
+    offers = (
+        () if report.engine == "mlx" else report.collectives
+    )  # MLX has others; only its ring is supported
     if wanted not in ("auto", collective) and wanted not in offers:
         draft.set("distributed_backend", collective or "auto", f"{report.name} has no {wanted}")
     elif wanted != "auto":
@@ -190,21 +202,21 @@ def _fit_world(draft: Draft) -> tuple[int, str | None]:
 
 
 def _fit_ranks(draft: Draft, ranks: Ranks) -> int:
-    """As many as were started."""
+    """Return the number of processes that were started; add a problem when the options contradict it."""
     report, asked = draft.report, draft["world_size"]
     if report.engine != ranks.engine:
         draft.problems.append(
             UserError(
-                f"{ranks.size} {ranks.engine} processes were started, and --backend {report.name} is not for them.",
+                f"{ranks.size} {ranks.engine} processes were started, but --backend {report.name} is not for them.",
                 do=f"use --backend {ranks.engine}, or start one process without mlx.launch",
             )
         )
     if asked == -1:
-        draft.set("world_size", ranks.size, "so many processes were started", kind="choice")
+        draft.set("world_size", ranks.size, "the number of processes that were started", kind="choice")
     elif asked != ranks.size:
         draft.problems.append(
             UserError(
-                f"--world_size {asked} was asked for, and {ranks.size} processes were started.",
+                f"--world_size is {asked}, but {ranks.size} processes were started.",
                 do=f"use --world_size {ranks.size}, or start {asked}",
             )
         )
@@ -213,7 +225,7 @@ def _fit_ranks(draft: Draft, ranks: Ranks) -> int:
 
 def _fit_attention(draft: Draft) -> None:
     shape = draft.facts.shape
-    # MLX has one fused attention of its own; asking it for flash attention asks for that.
+    # MLX has its own fused attention, which stands for flash attention.
     has_flash = any("flash" in kernel for kernel in draft.report.attention) or draft.report.engine == "mlx"
     if draft["use_flash_attention"] and not has_flash:
         draft.set("use_flash_attention", False, f"no flash attention on {draft.report.name} here")
@@ -224,12 +236,13 @@ def _fit_attention(draft: Draft) -> None:
                 "without flash attention, longer rows need too much memory",
             )
     if shape is not None and shape.max_context and draft["context_length"] > shape.max_context:
-        draft.set("context_length", shape.max_context, f"the model was made for {shape.max_context} tokens")
+        draft.set("context_length", shape.max_context, f"the model's context is {shape.max_context} tokens")
 
 
 def _fit_optimizer(draft: Draft) -> None:
     optimizer, report = draft["optimizer"], draft.report
-    if optimizer.startswith("fused_") and report.name not in ("cuda", "rocm", "cpu", "mps", "xpu"):
+    has_fused = report.engine == "torch" and report.device in FUSED_OPTIMIZERS_ON
+    if optimizer.startswith("fused_") and not has_fused:
         draft.set("optimizer", optimizer.removeprefix("fused_"), f"no fused optimizer on {report.name}")
     if optimizer.endswith("_8bit") and (
         report.name in ("mps", "mlx") or EIGHT_BIT_OPTIMIZERS_FROM not in report.quantizers
@@ -237,5 +250,5 @@ def _fit_optimizer(draft: Draft) -> None:
         draft.set(
             "optimizer", "adamw", f"no 8-bit optimizer on {report.name} here; it comes with bitsandbytes"
         )
-    elif optimizer == "paged_adamw_8bit" and report.name == "cpu":
-        draft.set("optimizer", "adamw_8bit", "host memory needs no paging")
+    elif optimizer == "paged_adamw_8bit" and report.is_torch_cpu:
+        draft.set("optimizer", "adamw_8bit", "on a CPU there is nothing to page")

@@ -1,4 +1,4 @@
-"""Every option, declared once: the Python API, the flags, the YAML file, --help and the docs table read it here."""
+"""Collect all options: the Python API, the flags, the YAML file, --help and the docs table are made from this schema."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Config(
     RunOptions,
     ProfilingOptions,
 ):
-    """What the user asked. `asked` names the options that were given a value, and where."""
+    """The options of a run, as the user set them or by default."""
 
     asked: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Option -> where its value came from: 'flag --lr', 'FSDP_BACKEND', a file, or 'argument'."""
+    """Option that was set -> the source of its value: 'flag --lr', 'FSDP_BACKEND', a file, or 'argument'."""
 
     def options(self) -> dict[str, Any]:
         return {option.name: getattr(self, option.name) for option in option_list()}
@@ -63,12 +63,12 @@ def option_list() -> tuple[Option, ...]:
 
 @lru_cache(maxsize=1)
 def options_by_name() -> dict[str, Option]:
-    """Return every name an option answers to, aliases included."""
+    """Return all options by name and by alias."""
     return {name: option for option in option_list() for name in (option.name, *option.aliases)}
 
 
 def options_on_resume(*meanings: OnResume) -> frozenset[str]:
-    """Return the options whose change means one of these when a run continues."""
+    """Return the options whose change has one of these meanings when a run is resumed."""
     return frozenset(
         option.name for option in option_list() if any(meaning in option.on_resume for meaning in meanings)
     )

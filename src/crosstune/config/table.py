@@ -1,4 +1,4 @@
-"""The options as text: --help and the docs table, both from the schema."""
+"""Format the options for --help and for the docs table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from crosstune.config.option import Option
 from crosstune.config.schema import GROUPS, option_list
 
-_TYPE_WORDS = {bool: "bool", int: "int", float: "number", str: "text"}
+_TYPE_NAMES = {bool: "bool", int: "int", float: "number", str: "text"}
 
 
 def help_text(*, width: int = 100) -> str:
@@ -26,11 +26,11 @@ def markdown_table() -> str:
     lines = [
         "# Options",
         "",
-        "Made from the schema by `crosstune options --markdown`; edit the schema, not this page.",
+        "Generated from the schema by `crosstune options --markdown`; edit the schema, not this page.",
         "Each option is a flag (`--name value`, dashes and underscores alike), a key of the YAML file given with",
         "`--config`, and an argument of `crosstune.config.load.make_config`. A flag wins over the environment,",
-        "the environment over the file, the file over the default. An option that is set where it has no effect is warned",
-        "of; `train` refuses what is marked as not built yet.",
+        "the environment over the file, the file over the default. `plan` and `train` warn about an option that is set but",
+        "has no effect; `train` stops with an error for what is marked as not built yet.",
     ]
     for title in GROUPS:
         lines += ["", f"## {title}", "", "| option | takes | default | meaning |", "|---|---|---|---|"]
@@ -43,7 +43,7 @@ def markdown_table() -> str:
 def _markdown_row(option: Option) -> str:
     also = [f"`--{alias}`" for alias in option.aliases] + [f"`${option.env}`"] * bool(option.env)
     meaning = option.text + (f" (also {', '.join(also)})" if also else "")
-    meaning += "".join(f"; {words}" for words in _limits(option))
+    meaning += "".join(f"; {limit}" for limit in _limits(option))
     return f"| `--{option.name}` | {_takes(option)} | `{_shown(option.default)}` | {meaning} |"
 
 
@@ -55,16 +55,16 @@ def _help_lines(option: Option, width: int) -> list[str]:
     details += [f"also --{alias}" for alias in option.aliases]
     if option.env:
         details.append(f"environment {option.env}")
-    details += [words.replace("`", "").replace("**", "") for words in _limits(option)]
+    details += [limit.replace("`", "").replace("**", "") for limit in _limits(option)]
     body = f"{option.text} ({'; '.join(details)})"
     return _fill(head, body, width)
 
 
 def _limits(option: Option) -> list[str]:
-    """When the option has an effect, and what of it is not built yet."""
-    conditions = [condition.words for condition in option.needs if condition.words]
-    said = [f"only with {' and '.join(conditions)}"] if conditions else []
-    return said + ([f"**not built yet**: {option.unbuilt.words}"] if option.unbuilt is not None else [])
+    """Return when the option has an effect, and which part of it is not built yet."""
+    conditions = [condition.summary for condition in option.needs if condition.summary]
+    limits = [f"only with {' and '.join(conditions)}"] if conditions else []
+    return limits + ([f"**not built yet**: {option.unbuilt.summary}"] if option.unbuilt is not None else [])
 
 
 def _fill(head: str, body: str, width: int) -> list[str]:
@@ -81,7 +81,7 @@ def _fill(head: str, body: str, width: int) -> list[str]:
 def _takes(option: Option) -> str:
     if option.choices:
         return " ".join(f"`{choice}`" for choice in option.choices)
-    return _TYPE_WORDS[option.type]
+    return _TYPE_NAMES[option.type]
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The guides' train types, each one word for two choices: a method and a quantizer."""
+"""Map the values of --train_type to a method and a quantizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Initial values of adapters, the same numbers for every engine."""
+"""Initialize adapter weights with the same numbers in every engine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 
 def uniform_by_name(name: str, *, shape: tuple[int, int], seed: int) -> NDArray[np.float32]:
-    """Uniform in +-1/sqrt(fan in), drawn from a stream of its own for each name.
+    """Return values uniform in +-1/sqrt(fan_in), from a random stream that depends on the name and the seed.
 
-    This is the usual start of the A matrix of LoRA (Kaiming uniform with a = sqrt 5); B starts at zero.
+    This is the usual initialization of LoRA's A (Kaiming uniform with a = sqrt(5)); B starts at zero.
     """
     digest = hashlib.sha256(name.encode()).digest()
     key = (seed, int.from_bytes(digest[:8], "little"))

@@ -1,7 +1,7 @@
-"""Write files and folders atomically: stage them beside their place, sync them to the disk, rename them.
+"""Write files and folders atomically: stage them next to the target, fsync, then rename.
 
-A reader, a kill or a loss of power finds the old contents or the new ones, never a part of them. Everything staged has
-a hidden name made by `staging_path`, so what a killed process left behind can be found and cleared.
+After a kill or a power loss, a reader finds the old contents or the new ones, never a mix. Staged files have a hidden
+name made by `staging_path`, so leftovers of a killed process can be found and removed.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from pathlib import Path
 _STAGED = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}")
 _CANNOT_SWAP = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
 _SWAP = 2
-"""RENAME_EXCHANGE of Linux and RENAME_SWAP of macOS."""
+"""RENAME_EXCHANGE on Linux and RENAME_SWAP on macOS."""
 _AT_FDCWD = -100
-"""Linux: paths are relative to the working directory, as everywhere else."""
+"""Linux: resolve relative paths against the working directory."""
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file in UTF-8, replacing an older one in one step."""
+    """Write a UTF-8 text file, replacing an existing one atomically."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file, replacing an older one in one step."""
+    """Write a file, replacing an existing one atomically."""
     with staged_file(path) as staged:
         staged.write_bytes(data)
 
 
 @contextmanager
 def staged_file(path: Path) -> Iterator[Path]:
-    """Yield the name to write a file under; it replaces `path` when the block ends, and is removed if the block fails."""
+    """Yield a path to write to. It replaces `path` when the block ends, and is removed when the block raises."""
     staged = staging_path(path)
     try:
         yield staged
@@ -51,7 +51,7 @@ def staged_file(path: Path) -> Iterator[Path]:
 
 
 def replace_link(link: Path, *, to: str) -> None:
-    """Point a symbolic link at `to`, in one step if it exists already."""
+    """Point a symbolic link at `to`, replacing an existing link atomically."""
     staged = staging_path(link)
     try:
         staged.symlink_to(to)
@@ -64,7 +64,7 @@ def replace_link(link: Path, *, to: str) -> None:
 
 @contextmanager
 def staging_folder(target: Path) -> Iterator[Path]:
-    """Make a hidden folder beside `target`, private to this user, and remove it with what is left in it afterwards."""
+    """Yield a new hidden folder next to `target`, readable by this user only; remove it when the block ends."""
     folder = staging_path(target)
     folder.mkdir(mode=0o700)
     try:
@@ -74,7 +74,7 @@ def staging_folder(target: Path) -> Iterator[Path]:
 
 
 def put_new(new: Path, target: Path) -> None:
-    """Sync a staged folder to the disk and rename it to `target`. Only an empty folder may be there already."""
+    """Sync a staged folder to disk and rename it to `target`, which must not exist or be an empty folder."""
     _sync_tree(new)
     if target.is_dir():
         target.rmdir()
@@ -83,10 +83,9 @@ def put_new(new: Path, target: Path) -> None:
 
 
 def put_in_place(new: Path, target: Path, *, aside: Path) -> None:
-    """Sync a staged folder to the disk and put it at `target`; an older folder there is moved to `aside`.
+    """Sync a staged folder to disk and move it to `target`; move an existing folder there to `aside`.
 
-    One of the two is at `target` at every moment where the system can swap names; elsewhere `target` is missing
-    between two renames.
+    Where the system can swap two names, `target` exists at every moment; elsewhere it is missing between two renames.
     """
     _sync_tree(new)
     if not target.exists():
@@ -100,7 +99,7 @@ def put_in_place(new: Path, target: Path, *, aside: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder. It is renamed first, so that a kill leaves no half of it under its name."""
+    """Remove a folder. Rename it first, so that a kill leaves no partial folder under its name."""
     trash = staging_path(folder)
     folder.rename(trash)
     sync_folder(folder.parent)
@@ -108,7 +107,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a file or folder to the first free `<name>~<n>`, so that it is kept and not used; return its new path."""
+    """Rename a file or folder to the first free `<name>~<n>`, which keeps it without using it; return the new path."""
     number = 1
     while (target := path.with_name(f"{path.name}~{number}")).exists():
         number += 1
@@ -118,7 +117,7 @@ def set_aside(path: Path) -> Path:
 
 
 def staging_path(target: Path) -> Path:
-    """Return a new hidden name beside `target`, on the same file system."""
+    """Return a new hidden path next to `target`, on the same file system."""
     return target.with_name(f".{target.name}.{uuid.uuid4().hex}")
 
 
@@ -129,14 +128,14 @@ def staged_name(path: Path) -> str | None:
 
 
 def leftovers(folder: Path, *, of: Callable[[str], object]) -> list[Path]:
-    """Return what killed processes left in `folder`, for targets whose name `of` accepts."""
+    """Return the staged paths that killed processes left in `folder`, for targets whose name `of` accepts."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if (name := staged_name(path)) is not None and of(name))
 
 
 def clear_leftovers(folder: Path, *, of: Callable[[str], object]) -> int:
-    """Remove the leftovers and return how many there were. Only the process that holds the targets may do so."""
+    """Remove the leftovers and return their number. Only the process that holds the targets' lock may call this."""
     found = leftovers(folder, of=of)
     for path in found:
         if path.is_symlink() or path.is_file():
@@ -147,8 +146,8 @@ def clear_leftovers(folder: Path, *, of: Callable[[str], object]) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make what was created, renamed or removed in a folder survive a loss of power."""
-    if os.name != "nt":  # Windows has no handle on a folder that could be synced
+    """Sync a folder, so that files created, renamed or removed in it survive a power loss."""
+    if os.name != "nt":  # Windows cannot sync a folder
         _sync(folder, os.O_RDONLY)
 
 
@@ -165,7 +164,7 @@ def _sync_tree(root: Path) -> None:
 
 
 def _sync_file(path: Path) -> None:
-    # Windows syncs only through a handle that may write; elsewhere a read-only file can be synced, too.
+    # Windows syncs only through a writable handle; elsewhere a read-only handle is enough.
     _sync(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
 
 
@@ -178,7 +177,7 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def _swap(one: Path, other: Path) -> bool:
-    """Exchange two names in one step; return False where the system or the file system cannot."""
+    """Swap two paths atomically; return False where the system or the file system cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     first, second = os.fsencode(one.absolute()), os.fsencode(other.absolute())
     try:
@@ -186,7 +185,7 @@ def _swap(one: Path, other: Path) -> bool:
             failed = libc.renamex_np(first, second, _SWAP)
         else:
             failed = libc.renameat2(_AT_FDCWD, first, _AT_FDCWD, second, _SWAP)
-    except AttributeError:  # a C library without it
+    except AttributeError:  # the C library lacks the call
         return False
     if not failed:
         return True

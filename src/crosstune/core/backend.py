@@ -1,4 +1,4 @@
-"""What a backend file declares about itself; engines probe by it, the resolver decides by it."""
+"""Define the declaration that each file in `backends` makes; probes and the resolver read it."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ BACKENDS_PACKAGE = "crosstune.backends"
 
 @dataclass(frozen=True, kw_only=True)
 class BackendSpec:
-    """One backend. Everything here is fixed; what differs between machines is in its BackendReport."""
+    """A backend. These values are the same everywhere; what differs between machines is in its BackendReport."""
 
     name: str
     title: str
     engine: str
     device: str
-    """The engine's own word for the device."""
+    """The engine's name for the device."""
     torch_build: str = ""
-    """cuda and hip share torch's device name; this says which build of torch belongs to the backend."""
+    """The torch build the backend needs, cuda or hip: both use the device name `cuda`."""
     preference: int
-    """`auto` takes the available backend with the smallest number."""
+    """`auto` picks the available backend with the smallest number."""
     collective: str | None = None
-    """What its devices talk through when there are several."""
+    """The communication library for several devices."""
     install: str
-    """What to do when it is not available."""
+    """How to make it available; shown when it is not."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables its engine wants set before it starts; one the user has set already is kept."""
+    """Environment variables to set before the engine starts; values set by the user are kept."""
     environment_on: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """More of them, for one operating system alone, by its name as `platform.system()` says it."""
+    """Operating system, as `platform.system()` names it -> more variables for it."""
     at_most: Mapping[str, str] = field(default_factory=dict)
-    """Variable -> the one it may not exceed. Of the two, the one the user has not set gives way."""
+    """Variable -> the variable it may not exceed. The one that the user did not set is adjusted."""
     clear_cache_every: int = 0
-    """Steps after which the engine hands memory that it keeps for reuse back to the device; 0 for never."""
+    """Release the engine's cached memory every this many steps; 0 for never."""
     pinned_memory: bool = False
     """Whether host memory may be pinned to speed up copies to the device."""
 
     def wanted_environment(self, system: str | None = None) -> dict[str, str]:
-        """Every variable it wants, on this computer or on one whose `system` begins with the system's name."""
-        words = (platform.system() if system is None else system).split()
-        return {**self.environment, **self.environment_on.get(words[0] if words else "", {})}
+        """Return all variables of the backend, on this machine or on one whose `Machine.system` is given."""
+        parts = (platform.system() if system is None else system).split()
+        return {**self.environment, **self.environment_on.get(parts[0] if parts else "", {})}
 
     def missing_environment(self, given: Mapping[str, str], *, system: str | None = None) -> dict[str, str]:
-        """The variables to set beside those that are given."""
+        """Return the variables to set in addition to the given ones."""
         missing = {
             name: value for name, value in self.wanted_environment(system).items() if name not in given
         }
         for lower, upper in self.at_most.items():
             together = {**missing, **given}
             low, high = _number(together.get(lower)), _number(together.get(upper))
-            if low is None or not high or low <= high:  # an upper limit of 0 is none
+            if low is None or not high or low <= high:  # an upper limit of 0 means no limit
                 continue
             if lower in missing:
                 missing[lower] = together[upper]
@@ -69,7 +69,7 @@ def _number(text: str | None) -> float | None:
 
 
 def backend_specs() -> dict[str, BackendSpec]:
-    """Every backend that has a file, in the order `auto` tries them."""
+    """Return all backends in the order in which `auto` tries them."""
     names = plugin_names(BACKENDS_PACKAGE)
     specs: list[BackendSpec] = [load_plugin(BACKENDS_PACKAGE, name, kind="backend").SPEC for name in names]
     return {spec.name: spec for spec in sorted(specs, key=lambda spec: spec.preference)}

@@ -1,4 +1,4 @@
-"""Whether stored weights are those that a session trains."""
+"""Check that stored weights fit the weights that a session trains."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array
 
 
-def check_fit(own: Mapping[str, tuple[int, ...]], weights: Mapping[str, Array]) -> None:
-    """Raise unless every trained weight is there, in the shape it has, and nothing else."""
-    missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
-    shapes = [name for name in own if name in weights and own[name] != weights[name].shape]
+def check_fit(trained: Mapping[str, tuple[int, ...]], weights: Mapping[str, Array]) -> None:
+    """Raise a UserError unless names and shapes of the stored weights equal those of the trained ones."""
+    missing, unknown = sorted(trained.keys() - weights.keys()), sorted(weights.keys() - trained.keys())
+    shapes = [name for name in trained if name in weights and trained[name] != weights[name].shape]
     if not (missing or unknown or shapes):
         return
     named = [f"it lacks {name}" for name in missing[:3]] + [f"it has {name}" for name in unknown[:3]]
-    named += [f"{name} is {weights[name].shape}, not {own[name]}" for name in shapes[:3]]
+    named += [f"{name} is {weights[name].shape}, not {trained[name]}" for name in shapes[:3]]
     raise UserError(
-        "The state does not fit what this run trains.",
+        "The state does not fit the weights that this run trains.",
         why="; ".join(named),
-        do="continue with the options of the run it is from: method, rank, target modules",
+        do="continue with the same method, rank and target modules as the run that wrote it",
     )

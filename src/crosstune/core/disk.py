@@ -1,4 +1,4 @@
-"""Measure free space and the hash of a file, and tell when an error means that a disk is full."""
+"""Measure free disk space, hash files, and name the errors that mean a full disk."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import hashlib
 import shutil
 from pathlib import Path
 
-# A quota or a limit on the size of one file stops a write just as a full disk does.
+# A quota or a file-size limit stops a write just as a full disk does.
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _BLOCK_BYTES = 2**20
 
 
 def free_space(folder: Path) -> int:
-    """Return the free bytes on the disk that holds `folder`, or would hold it."""
+    """Return the free bytes on the disk of `folder`, which need not exist yet."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -21,7 +21,7 @@ def free_space(folder: Path) -> int:
 
 
 def readable_bytes(count: int) -> str:
-    """Return a size as people write it."""
+    """Format a size for people."""
     if count >= 10e9:
         return f"{count / 1e9:,.1f} GB"
     return f"{count / 1e6:,.0f} MB" if count >= 1e6 else f"{count / 1e3:,.1f} kB"

@@ -1,4 +1,4 @@
-"""Lengths of time as people write them: 90, 45s, 30m, 3h30m, 1d."""
+"""Parse durations such as 90, 45s, 30m, 3h30m and 1d."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _PART = re.compile(r"(\d+(?:\.\d+)?)([dhms])")
 
 
 def parse_duration(text: str) -> float:
-    """Seconds; a bare number is seconds."""
-    word = text.strip().lower()
-    if re.fullmatch(r"\d+(?:\.\d+)?", word):
-        seconds = float(word)
+    """Return the seconds; a number without a unit is seconds."""
+    compact = text.strip().lower()
+    if re.fullmatch(r"\d+(?:\.\d+)?", compact):
+        seconds = float(compact)
     else:
-        parts = _PART.findall(word)
-        if not parts or "".join(number + unit for number, unit in parts) != word:
+        parts = _PART.findall(compact)
+        if not parts or "".join(number + unit for number, unit in parts) != compact:
             raise _bad(text)
         seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
     if seconds <= 0:
@@ -26,4 +26,4 @@ def parse_duration(text: str) -> float:
 
 
 def _bad(text: str) -> UserError:
-    return UserError(f"'{text}' is not a length of time.", do="write it like 90s, 30m, 3h30m or 1d")
+    return UserError(f"'{text}' is not a duration.", do="write it like 90s, 30m, 3h30m or 1d")

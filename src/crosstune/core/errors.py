@@ -1,4 +1,4 @@
-"""Errors that are meant to be read by people, and the exit codes they stand for."""
+"""Define the errors that users read, and the exit codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXIT_AT_ONCE = 130
 
 
 class UserError(Exception):
-    """Something the user can change: what was asked, why it cannot work here, what to do instead."""
+    """An error that the user can mend: what was asked, why it does not work here, and what to do instead."""
 
     exit_code = EXIT_USER_MUST_ACT
 
@@ -31,7 +31,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """Every problem of a configuration at once."""
+    """All problems of a configuration."""
 
     def __init__(self, problems: Sequence[UserError]) -> None:
         self.problems = list(problems)
@@ -43,39 +43,39 @@ class ConfigError(UserError):
 
 
 class NonFiniteError(UserError):
-    """The loss or a gradient is not a number; raised before the optimizer moves."""
+    """The loss or a gradient is not finite; raised before the optimizer step."""
 
     def with_blame(self, blame: str, *, num_skipped: int) -> NonFiniteError:
-        """The same error, with where it began."""
-        left_out = f" {num_skipped} such steps were left out before." if num_skipped else ""
+        """Return the error with the layer or weight where it began."""
+        left_out = f" {num_skipped} such steps were skipped before." if num_skipped else ""
         return NonFiniteError(self.asked, why=f"{blame}; {self.why}{left_out}", do=self.do)
 
 
 class PeerLost(UserError):
-    """Another process of the run went away; the state is that of the last whole step."""
+    """Another process of the run is gone; the state is that of the last complete step."""
 
     exit_code = EXIT_PEER_LOST
 
 
 class PortTaken(UserError):
-    """A process cannot listen where the others look for it; said before anything is begun."""
+    """The port of a process is in use; raised before anything is written."""
 
     exit_code = EXIT_PORT_TAKEN
 
 
 class OutOfMemory(UserError):
-    """A step does not fit; raised before the optimizer moves."""
+    """A step does not fit into memory; raised before the optimizer step."""
 
     def __init__(self, why: str) -> None:
         super().__init__(
-            "The device has not enough memory for a step.",
-            why=f"{why}; the weights are those of the step before.",
+            "There is not enough memory on the device for a step.",
+            why=f"{why}; the weights are those of the previous step.",
             do="continue with a smaller --batch_size and more --gradient_accumulation_steps, --use_gradient_checkpointing, "
             "a shorter --context_length, or --train_type qlora",
         )
 
 
 def raise_all(problems: Sequence[UserError]) -> None:
-    """Raise one ConfigError that carries all problems; do nothing when there are none."""
+    """Raise one ConfigError with all problems; do nothing when there are none."""
     if problems:
         raise ConfigError(problems)

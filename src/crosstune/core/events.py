@@ -1,7 +1,7 @@
-"""The events of a run, one class each, and the observers that receive them.
+"""Define the events of a run, one class each, and the observers that receive them.
 
-`kind` and `to_json()` of an event are its row in events.jsonl. Reports read rows of older runs, so both are a file
-format: add a class or a field with a default, and keep the names that exist.
+`kind` and `to_json()` of an event are its row in events.jsonl. Reports read the rows of older runs, so both are a file
+format: add a class, or a field with a default, and keep existing names.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class Event:
     """Something that happened in a run."""
 
     kind: ClassVar[str]
-    """Its name in events.jsonl. A row has `time` and `kind` besides the fields of the event."""
+    """The name in events.jsonl. A row has `time`, `kind` and the fields of the event."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields of the row. A field that still has its default is left out."""
+        """Return the fields of the row, without those that have their default value."""
         values = {item.name: (getattr(self, item.name), item.default) for item in fields(self)}
         return {
             name: value for name, (value, default) in values.items() if default is MISSING or value != default
@@ -30,7 +30,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Warned(Event):
-    """The user should know something that does not stop the run."""
+    """A warning for the user; the run goes on."""
 
     kind = "warning"
     message: str
@@ -47,7 +47,7 @@ class Adjusted(Event):
     used: Any
     reason: str
     sort: Literal["choice", "change", "warning"]
-    """The kind of the adjustment; `kind` is the event's own."""
+    """The kind of the adjustment; `kind` is that of the event."""
     sentence: str
 
 
@@ -65,7 +65,7 @@ class ModelProgress(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenizing(Event):
-    """A part of a data set was tokenized."""
+    """A part of a dataset was tokenized."""
 
     kind = "tokenizing"
     source: str
@@ -107,7 +107,7 @@ class Loaded(Event):
 
     kind = "loaded"
     name: str | None
-    """The run's; None outside of a run folder."""
+    """The name of the run; None without a run folder."""
     backend: str
     engine: str
     checkpoint: str | None
@@ -118,7 +118,7 @@ class Loaded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
-    """The session has taken the state of a checkpoint."""
+    """The session has loaded the state of a checkpoint."""
 
     kind = "resumed"
     checkpoint: str
@@ -143,7 +143,7 @@ class CheckpointSetAside(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LossMeasured(Event):
-    """The loss of fixed batches was measured before a move."""
+    """The loss on fixed batches was measured before a move."""
 
     kind = "measured"
     measured: Measured
@@ -154,7 +154,7 @@ class LossMeasured(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LossCompared(Event):
-    """The target backend of a move, present on this machine, was measured on the same batches."""
+    """The loss on the same batches was measured with the move's target backend, which this machine has."""
 
     kind = "compared"
     comparison: Comparison
@@ -165,7 +165,7 @@ class LossCompared(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Moved(Event):
-    """A run continues on another machine, where the same batches were measured again."""
+    """A run continues on another machine, where the loss on the same batches was measured again."""
 
     kind = "moved"
     comparison: Comparison
@@ -193,7 +193,7 @@ class EvaluationStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluating(Event):
-    """Some of the held-out prompts are answered."""
+    """Some of the held-out prompts have been answered."""
 
     kind = "evaluating"
     done: int
@@ -228,7 +228,7 @@ class CheckpointSaved(Event):
     """How long training waited."""
     seconds: float
     removed: Sequence[str]
-    """Older checkpoints that were deleted for it."""
+    """Older checkpoints that rotation deleted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +240,7 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class NonFinite(Event):
-    """The loss or the gradient of a step is not finite; the optimizer did not move."""
+    """The loss or the gradient of a step is not finite; the optimizer step was not taken."""
 
     kind = "nonfinite"
     step: int
@@ -254,18 +254,18 @@ class NonFinite(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ResultSaved(Event):
-    """The adapter or the model was written for other tools."""
+    """The adapter or the model was written in a form that other tools read."""
 
     kind = "saved"
     path: str
     step: int
     against_trained: Mapping[str, Mapping[str, Any]] | None = None
-    """Distance of what was saved from what was trained, where they differ, by the name of the saved weights."""
+    """Name of saved weights -> their distance from the trained ones, where they differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped(Event):
-    """A signal or the time limit ended the run in order."""
+    """A signal or the time limit ended the run gracefully."""
 
     kind = "stopped"
     reason: str
@@ -304,13 +304,13 @@ class _StepRow(TypedDict):
 
 
 class StepMetrics(_StepRow, total=False):
-    """One row of metrics.jsonl. Loss and gradient norm are None in a step that was skipped."""
+    """One row of metrics.jsonl. Loss and gradient norm are None for a skipped step."""
 
     skipped: bool
 
 
 class Observer(Protocol):
-    """Receives what happens in a run: the record on disk, the screen."""
+    """Receives the steps and events of a run: the record on disk, the screen."""
 
     def on_event(self, event: Event) -> None: ...
 
@@ -319,7 +319,7 @@ class Observer(Protocol):
 
 @dataclass
 class Observers:
-    """Several observers as one; each receives everything, in order."""
+    """Pass everything on to several observers, in order."""
 
     members: list[Observer] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""Read and write JSON and JSON Lines files, with what JSON cannot say handled in one place."""
+"""Read and write JSON and JSON Lines files; convert values that JSON does not have."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from crosstune.core.errors import UserError
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write a JSON file atomically, indented for people; NaN and infinities become null."""
+    """Write an indented JSON file atomically; NaN and infinities become null."""
     write_text(path, json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one if there is no such file."""
+    """Return the object in a JSON file, or an empty one if the file does not exist."""
     if not path.exists():
         return {}
     try:
@@ -31,8 +31,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a JSON Lines file. A last line cut short by a kill is left out; any other bad line is an
-    error."""
+    """Return the rows of a JSON Lines file. A truncated last line is left out; any other bad line is an error."""
     if not path.exists():
         return []
     rows: list[dict[str, Any]] = []
@@ -50,7 +49,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def finite(value: Any) -> Any:
-    """Return the value as JSON can say it: NaN and infinities as null, paths as text, sets and tuples as lists."""
+    """Return the value in JSON's types: NaN and infinities as null, paths as strings, sets and tuples as lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -63,9 +62,9 @@ def finite(value: Any) -> Any:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object from pairs, for `object_pairs_hook`; a key said twice could be read in two ways and is an error."""
+    """Make an object from pairs, as an `object_pairs_hook`; raise ValueError when a key occurs twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{max(names, key=names.count)!r} is said twice")
+        raise ValueError(f"{max(names, key=names.count)!r} occurs twice")
     return found

@@ -1,4 +1,4 @@
-"""Measure how far two models are apart by their logits on a few prompts."""
+"""Measure the distance between two models by their logits on a few prompts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from numpy.typing import NDArray
 Logits = list[NDArray[np.float32]]
 Prompts = Sequence[Sequence[int]]
 
-# Largest `relative` that rounding explains, by the coarsest number format on either side. A wrong layout, scale or
+# The largest `relative` that rounding explains, by the coarser number format of the two. A wrong layout, scale or
 # rotation gives values near 1.
 BOUNDS = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.1, "q8_0": 0.1, "8": 0.15, "6": 0.3, "5": 0.5, "4": 0.8}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """`relative` is the norm of the difference over that of the reference, both without what softmax ignores."""
+    """The distance between two sets of logits.
+
+    `relative` is the norm of the difference over the norm of the reference, both centred, as softmax ignores the mean.
+    """
 
     max_abs: float
     mean_kl: float
@@ -30,7 +33,7 @@ class Agreement:
 
 
 def measure_agreement(reference: Logits, other: Logits) -> Agreement:
-    """Compare every position of every prompt; the divergence is that of `other` from `reference`, in nats."""
+    """Compare every position of every prompt; the KL divergence is KL(reference || other), in nats."""
     max_abs, kl, same, count = 0.0, 0.0, 0, 0
     squared_difference, squared_reference = 0.0, 0.0
     for expected, found in zip(reference, other, strict=True):

@@ -1,4 +1,4 @@
-"""What a computer can do, as data: one report per backend, made by a probe or read from a file."""
+"""Describe what a machine can do: one report per backend, made by a probe or read from a file."""
 
 from __future__ import annotations
 
@@ -22,26 +22,31 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendReport:
-    """One backend of one machine: whether it can be used, and what was seen to work on it."""
+    """One backend on one machine: whether it is available, and what the probe found to work."""
 
     name: str
     engine: str
     available: bool
     reason: str = ""
-    """Why it is not available, and what would make it so."""
+    """Why it is not available, and how to make it available."""
     device: str = "cpu"
-    """The engine's own word for the device."""
+    """The engine's name for the device."""
     devices: tuple[Device, ...] = ()
     unified_memory: bool = False
     dtypes: tuple[str, ...] = ()
-    """Types in which a small product and its gradient gave the right numbers."""
+    """The dtypes in which a small product and its gradient were correct."""
     bf16_speedup: float = 1.0
-    """Time of an fp32 matrix product over that of a bf16 one."""
+    """The time of an fp32 matrix product over that of a bf16 one."""
     quantizers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Quantizers that import and run here, with their bit widths."""
+    """Quantizers that run here -> their bit widths."""
     collectives: tuple[str, ...] = ()
     attention: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def is_torch_cpu(self) -> bool:
+        """Whether torch computes on the processor, whatever the backend is called."""
+        return self.engine == "torch" and self.device == "cpu"
 
     @property
     def memory_total_bytes(self) -> int:
@@ -72,7 +77,7 @@ class Machine:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], *, source: str) -> Machine:
-        """Read a machine; keys that a newer doctor wrote beside it (checks, advice) are left alone."""
+        """Read a machine report, ignoring unknown keys such as the checks and advice of `doctor`."""
         if data.get("format") != MACHINE_FORMAT:
             raise UserError(
                 f"{source} is not a machine report this version can read.",
@@ -92,16 +97,16 @@ class Machine:
 
 
 def choose_backend(machine: Machine, *, preference: Sequence[str]) -> str:
-    """The backend `auto` takes: the first of `preference` that is available.
+    """Return the backend that `auto` takes: the first of `preference` that is available.
 
-    An accelerator's engine that found only a processor (MLX on Linux) comes last: the cpu backend is faster there.
+    An accelerator backend whose device is the CPU (MLX on Linux) comes last, since the cpu backend is faster there.
     """
     available = [name for name in preference if name in machine.available()]
     if not available:
         raise UserError(
             f"No backend can be used on {machine.name}.",
             why="; ".join(f"{report.name}: {report.reason}" for report in machine.backends.values()),
-            do="pip install 'crosstune[torch]', which runs on any processor",
+            do="pip install 'crosstune[torch]', which runs on any CPU",
         )
     return min(available, key=lambda name: name != "cpu" and machine.backends[name].device == "cpu")
 

@@ -1,4 +1,4 @@
-"""The loss measured on a few fixed batches, and the comparison of two such measurements."""
+"""Define the loss measured on a few fixed batches, and the comparison of two such measurements."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The loss of a few batches with the weights of a step, without dropout."""
+    """The loss on a few batches with the weights of a step, without dropout."""
 
     step: int
     first_step: int
-    """The first step whose rows are measured."""
+    """The first measured step."""
     num_steps: int
-    """How many whole steps are measured: another machine may divide the rows of a step into other batches."""
+    """Number of whole steps measured, since another machine may divide the rows of a step into other micro-batches."""
     loss: float
     num_supervised: int
     backend: str
@@ -39,7 +39,7 @@ class Measured:
         )
 
     def terms(self) -> str:
-        """Return the precision and the quantization, for people."""
+        """Return the precision and the quantization as text."""
         return f"{self.precision}, {self.quantization or 'not quantized'}"
 
 
@@ -48,12 +48,12 @@ class Comparison:
     """The same batches measured on two machines."""
 
     there: Measured
-    """On the machine the run comes from."""
+    """On the machine that the run comes from."""
     here: Measured
     difference: float
-    """Of the losses, relative."""
+    """The relative difference of the losses."""
     bound: float
-    """The largest difference that a move may make."""
+    """The largest difference that is accepted."""
     within: bool
     same_rows: bool
 

@@ -1,4 +1,4 @@
-"""How much memory a training step needs: arithmetic on shapes, an estimate and called one."""
+"""Estimate the memory of a training step from the shape of the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GIB = 1024**3
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The numbers of a decoder model that memory depends on."""
+    """The sizes of a decoder model that its memory depends on."""
 
     num_parameters: int
     hidden: int
@@ -19,7 +19,7 @@ class ModelShape:
     vocab: int
     max_context: int | None = None
     source: str = "config"
-    """Where the numbers come from: the model's config, or a guess from its name."""
+    """Where the sizes come from: `config`, or `name` for a guess from the model's name."""
 
 
 # (billions of parameters, hidden, layers, intermediate, vocabulary) of common decoder models.
@@ -36,7 +36,7 @@ _TYPICAL = (
 
 
 def shape_from_name(name: str) -> ModelShape | None:
-    """Guess a shape from a size in a model's name, such as 7b or 135M; None when there is no size in it."""
+    """Guess the shape from the size in a model's name, such as 7b or 135M; return None when it has none."""
     match = re.search(r"(?<![A-Za-z0-9])(\d+(?:\.\d+)?)\s*([bBmM])(?![A-Za-z0-9])", name)
     if match is None:
         return None
@@ -57,7 +57,7 @@ def shape_for_size(billions: float) -> ModelShape:
 
 
 def block_parameters(shape: ModelShape) -> int:
-    """Return the parameters of one decoder block: all but the embedding, divided by the blocks."""
+    """Return the parameters of one decoder block: all except the embedding, divided by the number of blocks."""
     return (shape.num_parameters - shape.vocab * shape.hidden) // shape.num_layers
 
 
@@ -73,12 +73,12 @@ def expand_shape(shape: ModelShape, num_blocks: int) -> ModelShape:
 def model_bytes(shape: ModelShape, *, method: str, bits: int, rank: int, num_new_blocks: int = 0) -> int:
     """Return the bytes of weights, gradients and optimizer moments.
 
-    `num_new_blocks` of the blocks in `shape` are new ones of llama_pro, which are trained in full and never quantized.
+    `num_new_blocks` of the blocks in `shape` were added by llama_pro; they are trained in full and never quantized.
     """
     new = num_new_blocks * block_parameters(shape)
     weights = shape.num_parameters * bits // 8
     if bits < 16:
-        # Embeddings, the head and new blocks stay in 16 bits; a scale per 64 weights adds half a bit to the rest.
+        # Embeddings, head and new blocks stay in 16 bits; a scale per 64 weights adds half a bit to the others.
         kept = shape.vocab * shape.hidden + new
         weights = kept * 2 + (shape.num_parameters - kept) * (2 * bits + 1) // 16
     if method == "full":
@@ -94,7 +94,7 @@ def model_bytes(shape: ModelShape, *, method: str, bits: int, rank: int, num_new
 def activation_bytes(
     shape: ModelShape, *, batch: int, context: int, checkpointing: bool, compute_bits: int
 ) -> int:
-    """What the forward pass keeps for the backward pass, and the logits of one micro-batch."""
+    """Return the bytes of the activations kept for the backward pass, and of the logits, of one micro-batch."""
     tokens = batch * context
     width = compute_bits // 8
     per_layer = tokens * (10 * shape.hidden + 4 * shape.intermediate) * width
@@ -118,8 +118,8 @@ def step_bytes(
     num_new_blocks: int = 0,
 ) -> int:
     """Return the bytes of a whole training step."""
-    held = model_bytes(shape, method=method, bits=bits, rank=rank, num_new_blocks=num_new_blocks)
-    return held + activation_bytes(
+    model = model_bytes(shape, method=method, bits=bits, rank=rank, num_new_blocks=num_new_blocks)
+    return model + activation_bytes(
         shape, batch=batch, context=context, checkpointing=checkpointing, compute_bits=compute_bits
     )
 
@@ -136,7 +136,7 @@ def largest_batch(
     compute_bits: int = 16,
     at_most: int = 1024,
 ) -> int:
-    """The largest power of two of rows that is estimated to fit; 0 when not even one does."""
+    """Return the largest power of two of rows that is estimated to fit; 0 when one row does not fit."""
     batch = 0
     candidate = 1
     while candidate <= at_most:

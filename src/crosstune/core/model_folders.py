@@ -1,4 +1,4 @@
-"""Define what an engine does with model folders: read, fold, write, and compute logits.
+"""Define an engine's operations on model folders: read, merge adapters, write, and compute logits.
 
 `crosstune.<engine>_engine.model_folders.open_folders(plan)` returns the implementation of an engine.
 """
@@ -14,7 +14,7 @@ from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.quantization import QuantSpec
 
 OnBytes = Callable[[int, int], None]
-"""Receives how many of how many bytes are done."""
+"""Receives the bytes done and the total."""
 PLAIN_BITS = 16
 """MLX: the weights are not quantized."""
 
@@ -29,23 +29,23 @@ class AdapterFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseWeights:
-    """The weights of a model folder made dense, with an adapter folded into them where one is given."""
+    """The dense weights of a model folder, with `adapter` merged into them when it is given."""
 
     folder: Path
     adapter: AdapterFolder | None = None
     quantization: QuantSpec | None = None
-    """Quantize each weight like this and make it dense again, as training saw it. None: take the folder's own values."""
+    """Quantize and dequantize each weight like this, as in training. None: take the values of the folder."""
     precision: str = "fp32"
-    """The precision of the training that saw the weights quantized."""
+    """The precision of the training over the quantized weights."""
     new_blocks: frozenset[int] = frozenset()
     """Blocks that training added and never quantized."""
     dtype: str = "auto"
-    """The number format of all weights; auto keeps the one in which the folder stores each of them."""
+    """The dtype of all weights; auto keeps the stored dtype of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightForm:
-    """How a folder stores its weights: `quantizer` is none for plain weights in `dtype`."""
+    """How a folder stores its weights. `quantizer` is "none" for plain weights in `dtype`."""
 
     quantizer: str
     bits: int = 4
@@ -56,14 +56,14 @@ class WeightForm:
 
     @property
     def name(self) -> str:
-        """Return the suffix for folders of this form."""
+        """Return the suffix of the names of such folders."""
         if self.quantizer == "none":
             return "plain"
         is_dense = self.quantizer == "mlx" and self.bits == PLAIN_BITS
         return self.quantizer if is_dense else f"{self.quantizer}-{self.bits}bit"
 
     def spec(self) -> QuantSpec:
-        """Return the quantization of this form, which is not plain."""
+        """Return the quantization; only for a form that is not plain."""
         return QuantSpec(
             quantizer=self.quantizer,
             bits=self.bits,
@@ -75,7 +75,7 @@ class WeightForm:
 
 @dataclass(frozen=True, kw_only=True)
 class Rewrite:
-    """A model folder to be written in another form."""
+    """A request to write a model folder in another form."""
 
     source: Path
     """The weights to start from."""
@@ -83,36 +83,36 @@ class Rewrite:
     tokenizer: Path
     """The folder that the tokenizer files come from."""
     replaced: Path | None = None
-    """The quantized folder that the result stands in for, when `source` is its original; it chooses the layers."""
+    """The quantized folder that the result replaces, when `source` is its original; it decides the quantized layers."""
     original: Mapping[str, Any] | None = None
-    """Name, path and identity of the original weights, for the record of a quantized folder."""
+    """Name, path and identity of the original weights, recorded in a quantized folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What an engine reports about a folder it has written."""
+    """An engine's report on a folder that it has written."""
 
     errors: Mapping[str, Any] | None = None
-    """The difference to the source's weights, where the engine measures it while writing."""
+    """The difference from the source's weights, when the engine measures it while writing."""
     warnings: list[str] = field(default_factory=list)
 
 
 class ModelFolders(Protocol):
-    """An engine's operations on model folders, on the device and in the precision it was opened for."""
+    """An engine's operations on model folders, on the device and in the precision of its plan."""
 
     reader: str
     """The library that loads folders for `logits`."""
     own_quantizer: str | None
-    """The quantizer whose folders `logits` and `weight_errors` read; None: plain ones, and those that a session opens."""
+    """The quantizer whose folders `logits` and `weight_errors` read; None: plain folders and those a session opens."""
     folds_sessions: bool
-    """Whether `write_dense` folds the layers of an open session instead of reading the adapter's files."""
+    """Whether `write_dense` merges the layers of an open session instead of reading the adapter's files."""
 
     def check_adapter(self, weights: DenseWeights) -> None:
-        """Raise a UserError when the adapter's layers are not those of the folder."""
+        """Raise a UserError when the adapter's layers do not match those of the folder."""
         ...
 
     def check_form(self, form: WeightForm) -> None:
-        """Raise a UserError when the engine cannot write the form here."""
+        """Raise a UserError when the engine cannot write the form on this machine."""
         ...
 
     def logits(self, folder: Path, prompts: Prompts, *, gguf: str | None = None) -> Logits:
@@ -122,21 +122,21 @@ class ModelFolders(Protocol):
     def variant_logits(
         self, folder: Path, prompts: Prompts, variants: Mapping[str, DenseWeights]
     ) -> tuple[Logits, dict[str, Logits]]:
-        """Return the folder's logits, and those of its model with other weights where the engine can exchange them."""
+        """Return the folder's logits, and those with each variant's weights where the engine can swap weights."""
         ...
 
     def weight_errors(self, folder: Path, original: Path) -> Mapping[str, Any]:
-        """Return how far a folder's quantized weights are from the original ones; `relative` is over all of them."""
+        """Return the errors of a folder's quantized weights; `relative` is over all weights."""
         ...
 
     def write_dense(
         self, target: Path, weights: DenseWeights, *, session: Any = None, on_bytes: OnBytes | None = None
     ) -> None:
-        """Write a plain model folder. `session` has the adapter loaded over the weights, for `folds_sessions`."""
+        """Write a plain model folder. With `folds_sessions`, `session` has the adapter loaded over the weights."""
         ...
 
     def result_bytes(self, rewrite: Rewrite) -> int:
-        """Return about how much disk space `rewrite_folder` needs."""
+        """Estimate the disk space that `rewrite_folder` needs."""
         ...
 
     def rewrite_folder(

@@ -1,4 +1,4 @@
-"""Plug-ins found by file name, and the nearest names to one that does not exist."""
+"""Find plug-ins by file name, and suggest near names for an unknown one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from crosstune.core.errors import UserError
 
 
 def plugin_names(package: str) -> list[str]:
-    """Module names in a package folder, without importing any of them. Names with a leading _ are private."""
+    """Return the public module names in a package, without importing them."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.submodule_search_locations is None:
         return []
@@ -22,7 +22,7 @@ def plugin_names(package: str) -> list[str]:
 
 
 def load_plugin(package: str, name: str, *, kind: str) -> ModuleType:
-    """Import `package.name`; an unknown name answers with the names that exist."""
+    """Import `package.name`; raise a UserError with the existing names when it is unknown."""
     names = plugin_names(package)
     if name not in names:
         raise unknown_name(kind, name, names)
@@ -34,7 +34,7 @@ def nearest(name: str, names: Iterable[str]) -> list[str]:
 
 
 def unknown_name(kind: str, name: str, names: Iterable[str]) -> UserError:
-    """The error for a name that is not among `names`."""
+    """Return the error for a name that is not in `names`."""
     known = sorted(names)
     close = nearest(name, known)
     hint = f"did you mean {' or '.join(repr(match) for match in close)}? " if close else ""

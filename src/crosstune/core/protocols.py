@@ -1,4 +1,4 @@
-"""The seams: what a recipe and an engine's session look like to the loop."""
+"""Define the protocols between the training loop, recipes and engines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Metrics = Mapping[str, float]
 
 
 class Batch(Protocol):
-    """A micro-batch: what a recipe makes and its task reads. Holds numpy arrays."""
+    """A micro-batch of numpy arrays, made by a recipe and read by its task."""
 
     @property
     def weight(self) -> int:
-        """What the loss of the batch is a sum over: supervised tokens, examples, ..."""
+        """The number of terms in the loss sum: supervised tokens, examples, ..."""
         ...
 
     @property
@@ -30,7 +30,7 @@ class Batch(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedBatch:
-    """A batch as arrays on the host, in the form the engine copies to its device."""
+    """A batch as host arrays, ready for the engine to copy to its device."""
 
     weight: int
     num_tokens: int
@@ -39,16 +39,16 @@ class PreparedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Backward:
-    """What the backward passes of a window gave."""
+    """The result of the backward passes of a window."""
 
     loss: float
-    """The sum of the losses divided by the weight of the whole window, over all ranks."""
+    """The sum of the losses over the weight of the whole window, over all ranks."""
     grad_norm: float
     """Before clipping."""
     weight: int
     num_tokens: int
     metrics: Metrics = field(default_factory=dict)
-    """The task's own metrics, averaged over the window."""
+    """The task's metrics, averaged over the window."""
 
     @property
     def is_finite(self) -> bool:
@@ -70,7 +70,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Numbers of one evaluation, and the samples behind them."""
+    """The metrics of one evaluation, and generated samples."""
 
     metrics: Mapping[str, float]
     samples: Sequence[Sample] = ()
@@ -85,16 +85,16 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionState:
-    """Everything of a session that training changes, on the host, in names that mean the same in every engine."""
+    """Everything that training changes in a session, on the host, under names that are the same in every engine."""
 
     weights: Mapping[str, Array]
-    """Canonical name -> what is trained, in fp32: the masters, where the model itself is in a shorter type."""
+    """Canonical name -> trained weight in fp32: the master copy, when the model has a shorter dtype."""
     moments: Mapping[str, Mapping[str, Array]]
-    """Slot -> canonical name -> array. Adam's are `first_moment`, `second_moment` and `step` (its count, a scalar)."""
+    """Slot -> canonical name -> array. Adam's slots are `first_moment`, `second_moment` and `step` (a scalar)."""
     random: Mapping[str, Array]
-    """Generator -> its state, as the engine wrote it. A generator that another engine does not have is left alone."""
+    """Random generator -> its state in the engine's format. An engine ignores generators that it does not have."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Small values that go into JSON, such as the factor of the loss scale."""
+    """Small values for JSON, such as the loss scale."""
 
     def num_bytes(self) -> int:
         parts = (self.weights, *self.moments.values(), self.random)
@@ -102,36 +102,36 @@ class SessionState:
 
 
 class Session(Protocol):
-    """An opened engine: model, adapters and optimizer on their devices. With several processes, every rank makes the
-    same calls in the same order."""
+    """Model, adapters and optimizer, loaded on the device. With several processes, every rank makes the same calls in
+    the same order."""
 
     def prepare(self, batch: Batch) -> PreparedBatch:
-        """Turn a batch into arrays on the host. Touches neither model nor device, so a thread may do it ahead."""
+        """Turn a batch into host arrays. Uses neither model nor device, so a thread may prefetch."""
         ...
 
     def backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
-        """Compute the clipped gradients of a whole window: those of one large batch, as the weight of all its batches
-        is known before the first pass. The gradients stay in the session; the loss scale is taken out of them."""
+        """Compute the clipped gradients of a whole window, equal to those of one large batch: each loss is divided by
+        the weight of the window. The session keeps the gradients, with the loss scale removed."""
         ...
 
     def discard(self) -> None:
-        """Drop the gradients of the last `backward` and put the random state back to before it."""
+        """Drop the gradients of the last `backward` and restore the random state from before it."""
         ...
 
     def update(self, *, lr: float) -> None:
-        """Move the weights by the gradients of the last `backward`, and drop those."""
+        """Take an optimizer step with the gradients of the last `backward`, and drop them."""
         ...
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult: ...
 
     def find_nonfinite(self, window: Sequence[PreparedBatch]) -> str:
-        """Run a window again and name what is not finite first: a layer's output, or the gradient of a weight."""
+        """Run a window again and name the first non-finite value: a layer's output, or the gradient of a weight."""
         ...
 
     def memory(self) -> Memory: ...
 
     def num_parameters(self) -> tuple[int, int]:
-        """Return the number of trained parameters, and of all."""
+        """Return the number of trained parameters, and of all parameters."""
         ...
 
     def trained_shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -139,26 +139,26 @@ class Session(Protocol):
         ...
 
     def export_state(self, *, copy: bool = True) -> SessionState:
-        """Return the state. With `copy`, later steps do not change it; without, it may be valid only until the next."""
+        """Return the state. Without `copy`, it may be valid only until the next step."""
         ...
 
     def import_state(self, state: SessionState) -> None:
-        """Continue from a state: the next step equals the one that would have followed where it is from."""
+        """Load a state: the next step equals the step that would have followed in the session that exported it."""
         ...
 
     def import_weights(self, weights: Mapping[str, Array]) -> None:
-        """Take what was trained alone, as `SessionState.weights` has it."""
+        """Load trained weights alone, as in `SessionState.weights`."""
         ...
 
     def save_result(self, folder: Path | None) -> Path | None:
-        """Write what was trained as other tools read it, to `folder/adapter` or `folder/model`; return that path. A rank
-        that does not write passes None."""
+        """Write the trained weights in a form that other tools read, to `folder/adapter` or `folder/model`; return that
+        path. A rank that does not write passes None."""
         ...
 
 
 @runtime_checkable
 class Generates(Protocol):
-    """What the session of a generating model can do besides."""
+    """A session whose model can generate text."""
 
     def generate(
         self,
@@ -173,10 +173,10 @@ class Generates(Protocol):
 
 
 class Task(Protocol):
-    """The engine's side of a recipe: its model and its loss. Each engine says in its own `task.py` what it passes."""
+    """The model and the loss of a recipe in one engine. The engine's `task.py` defines the argument types."""
 
     def build(self, opening: Any) -> Any:
-        """Return the model, with its weights."""
+        """Return the model with its weights loaded."""
         ...
 
     def arrays(self, batch: Any) -> Mapping[str, Array]:
@@ -184,7 +184,7 @@ class Task(Protocol):
         ...
 
     def loss(self, model: Any, arrays: Mapping[str, Any]) -> tuple[Any, Mapping[str, tuple[Any, Any]]]:
-        """Return the sum of losses over a batch, never a mean, and metrics: each a sum and the weight it is over."""
+        """Return the sum of the losses of a batch, not the mean, and metrics as name -> (sum, weight)."""
         ...
 
 
@@ -193,56 +193,56 @@ class RecordsBase(Protocol):
     """A task that trains over a base model."""
 
     def base_record(self) -> Mapping[str, Any]:
-        """Return which weights, quantized how, are trained over; goes into crosstune.json beside an adapter."""
+        """Return the identity and quantization of the base weights, for crosstune.json next to an adapter."""
         ...
 
 
 class Recipe(Protocol):
-    """One kind of training, engine-free: its data, how it is batched and how it is evaluated."""
+    """One kind of training without engine code: its data, batching and evaluation."""
 
     weight_name: str
-    """What the weight of a batch counts, as metrics.jsonl calls it: `supervised_tokens`, `examples`, ..."""
+    """What the weight of a batch counts, named as in metrics.jsonl: `supervised_tokens`, `examples`, ..."""
 
     def task(self, engine: str) -> Task:
-        """Return the recipe's task for an engine; raise a UserError when it has none."""
+        """Return the recipe's task for an engine; raise a UserError when there is none."""
         ...
 
     def longest_row(self) -> int:
-        """Return the number of tokens of the longest row that a step can meet."""
+        """Return the number of tokens in the longest row of the data."""
         ...
 
     def configure(self, config: Any) -> None:
-        """Take the options as finally resolved; the data stays what it is."""
+        """Set the final resolved options; the data does not change."""
         ...
 
     def window(self, step: int) -> Sequence[Batch]:
-        """Return the micro-batches of optimizer step `step`, counted from 0. Depends on nothing else."""
+        """Return the micro-batches of optimizer step `step`, counted from 0. They depend on nothing but the step."""
         ...
 
     def num_steps(self) -> int: ...
 
     def describe(self) -> Mapping[str, Any]:
-        """Return what plan.json, the screen and the report say about the data."""
+        """Return a description of the data for plan.json, the screen and the report."""
         ...
 
     def identity(self) -> str:
-        """Return a hash of the training examples, the same wherever they were read."""
+        """Return a hash of the training examples that does not depend on where they were read."""
         ...
 
     def order(self) -> Mapping[str, Any]:
-        """Return everything beside the examples that decides which of them make up which step."""
+        """Return everything, except the examples, that decides which examples a step trains on."""
         ...
 
     def position(self, step: int) -> Mapping[str, Any]:
-        """Return where in the data a run stands after `step` steps, in terms that mean the same on any machine."""
+        """Return the position in the data after `step` steps, in terms that do not depend on the machine."""
         ...
 
     def rows(self, step: int) -> list[int]:
-        """Return the places in the data set, counted from 0, of the examples of a step."""
+        """Return the dataset indices of the examples of a step."""
         ...
 
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation: ...
 
     def complete_result(self, folder: Path) -> None:
-        """Put beside the trained weights what others need to use them as they were trained."""
+        """Add files that other tools need to use the trained weights, such as a chat template."""
         ...

@@ -1,4 +1,4 @@
-"""The identity of a quantization: which library, bits and groups, how files spell it, and what of it changes numbers."""
+"""Define the identity of a quantization: its fields, its form in files, and which fields change the numbers."""
 
 from __future__ import annotations
 
@@ -7,37 +7,33 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.core.quantizers import Quantizer, find_quantizer
 
-# Keys of records that older versions wrote: identities of checkpoints, spelled after the options.
+# Keys in records of older versions, which were named after the options.
 _OLDER_KEYS = {"backend": "quantizer", "type": "kind"}
-_USUAL_KINDS = {("bnb", 4): "nf4"}
-_ONE_KIND = ("mlx", "hqq")
-"""Quantizers with integers alone."""
-_ALWAYS_GROUPED = ("mlx", "hqq")
-"""Quantizers that have groups at 8 bits too; the others scale 8 bits by row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantSpec:
-    """How weights are quantized: everything that the numbers depend on."""
+    """Everything that quantized numbers depend on."""
 
     quantizer: str
     bits: int
     group_size: int
     kind: str = "auto"
-    """nf4 or fp4 (bnb), int or float8 (quanto); auto is the library's usual one."""
+    """nf4 or fp4 (bnb), int or float8 (quanto); auto is the library's default."""
     double: bool = True
     """Quantize the scales too (bnb, 4 bits)."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> QuantSpec:
-        """Read a record of this version or of an older one."""
+        """Read a record that this version or an older one wrote."""
         fields = {_OLDER_KEYS.get(key, key): value for key, value in data.items()}
         unknown = sorted(fields.keys() - cls.__dataclass_fields__.keys())
         missing = sorted({"quantizer", "bits", "group_size"} - fields.keys())
         if unknown or missing:
             raise UserError(
-                "A record of a quantization cannot be read.",
+                "The record of a quantization cannot be read.",
                 why=f"it has the keys {', '.join(data)}"
                 + (f" and lacks {', '.join(missing)}." if missing else "."),
                 do="use the version of crosstune that wrote it, or a newer one",
@@ -53,20 +49,29 @@ class QuantSpec:
 
     def resolved_kind(self) -> str:
         """Return the kind with `auto` replaced by the one that the library uses."""
-        if self.quantizer in _ONE_KIND:
-            return "int"
-        return _USUAL_KINDS.get((self.quantizer, self.bits), "int") if self.kind == "auto" else self.kind
+        declared = self._declared()
+        if declared is None:
+            return self.kind
+        if declared.takes_kind and self.kind != "auto":
+            return self.kind
+        return declared.usual_kinds.get(self.bits, "int")
 
     def has_groups(self) -> bool:
-        """Check whether the group size changes the numbers."""
-        return self.bits < 8 or self.quantizer in _ALWAYS_GROUPED
+        """Return whether the group size changes the numbers."""
+        declared = self._declared()
+        return declared is None or self.bits not in declared.bits_by_row
 
     def has_double(self) -> bool:
-        """Check whether doubly quantized scales exist here."""
-        return (self.quantizer, self.bits) == ("bnb", 4)
+        """Return whether the scales can be quantized too."""
+        declared = self._declared()
+        return declared is None or self.bits in declared.bits_with_double_quant
+
+    def _declared(self) -> Quantizer | None:
+        """Return what the quantizer's file declares; None where there is no such file here, and every field counts."""
+        return find_quantizer(self.quantizer)
 
     def meaning(self) -> QuantSpec:
-        """Return the specification with every field that does not change the numbers set to one fixed value.
+        """Return a copy in which every field that does not change the numbers has a fixed value.
 
         Two specifications with the same meaning quantize a weight to the same numbers.
         """
@@ -79,21 +84,22 @@ class QuantSpec:
         )
 
     def describe(self) -> str:
-        """Return the quantization in words, with what changes its numbers."""
-        words = [f"{self.quantizer} with {self.bits} bits"]
-        words += [f"groups of {self.group_size}"] if self.has_groups() else []
-        words += [] if self.quantizer in _ONE_KIND else [f"kind {self.resolved_kind()}"]
-        words += ["scales quantized too" if self.double else "plain scales"] if self.has_double() else []
-        return ", ".join(words)
+        """Describe the quantization and the fields that change its numbers."""
+        parts = [f"{self.quantizer} with {self.bits} bits"]
+        parts += [f"groups of {self.group_size}"] if self.has_groups() else []
+        declared = self._declared()
+        parts += [f"kind {self.resolved_kind()}"] if declared is None or declared.takes_kind else []
+        parts += ["scales quantized too" if self.double else "plain scales"] if self.has_double() else []
+        return ", ".join(parts)
 
 
 def read_spec(data: Mapping[str, Any] | None) -> QuantSpec | None:
-    """Read the record of a base, which is None where it is not quantized."""
+    """Read the record of a base; None for a base that is not quantized."""
     return None if data is None else QuantSpec.from_json(data)
 
 
 def same_meaning(one: QuantSpec | None, other: QuantSpec | None) -> bool:
-    """Check whether two bases are quantized to the same numbers; None is a base that is not quantized."""
+    """Return whether two bases are quantized to the same numbers; None is a base that is not quantized."""
     if one is None or other is None:
         return one is other
     return one.meaning() == other.meaning()

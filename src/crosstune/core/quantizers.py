@@ -1,44 +1,47 @@
-"""What a quantizer's file declares about itself, read without importing the library it calls."""
+"""Read the declarations in the quantizer files, without importing their libraries."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import ModuleType
 
 from crosstune.core.names import load_plugin, plugin_names
 
 QUANT_PACKAGES = {"torch": "crosstune.torch_engine.quant", "mlx": "crosstune.mlx_engine.quant"}
-"""Engine -> the package that holds its quantizers, one file each."""
+"""Engine -> the package of its quantizers, one file each."""
 LAST = 100
-"""Preference of a quantizer that declares none: `auto` takes it when no other runs."""
+"""The default preference: `auto` takes such a quantizer when no other runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantizer:
-    """One quantizer. Everything here is fixed; which bits run on a machine is in its BackendReport."""
+    """A quantizer. These values are the same everywhere; which bits run on a machine is in its BackendReport."""
 
     name: str
     engine: str
     library: str
-    """The module that is imported to see whether the library is there."""
+    """The module to import to check that the library is installed."""
     bits: tuple[int, ...]
     preference: int = LAST
-    """`auto` takes the quantizer with the smallest number among those that run."""
+    """`auto` picks the quantizer with the smallest number among those that run."""
     preference_on: Mapping[str, int] = field(default_factory=dict)
-    """Backend -> preference there, where it differs."""
+    """Backend -> the preference on it, where it differs."""
     group_sizes: tuple[int, ...] = ()
-    """The group sizes it has; empty where any will do."""
+    """The supported group sizes; empty for any."""
     bits_by_row: tuple[int, ...] = ()
-    """Bits at which scales are per row, so that the group size has no effect."""
+    """Bit widths with one scale per row, where the group size has no effect."""
     bits_with_double_quant: tuple[int, ...] = ()
-    """Bits at which the scales can be quantized too."""
+    """Bit widths at which the scales can be quantized too."""
     takes_kind: bool = False
     """Whether --quant_type offers a choice."""
+    usual_kinds: Mapping[int, str] = field(default_factory=dict)
+    """Bits -> the kind that `auto` means, where it is not plain integers."""
     extra: str = ""
-    """The extra of crosstune that installs the library; empty where there is none."""
+    """The extra of crosstune that installs the library; empty if there is none."""
     distribution: str = ""
-    """The library's name on the package index."""
+    """The library's name on PyPI."""
 
     @property
     def install_command(self) -> str:
@@ -49,7 +52,7 @@ class Quantizer:
 
 
 def quantizer_names() -> list[str]:
-    """Every quantizer that has a file, without importing any."""
+    """Return the names of all quantizers, without importing them."""
     return sorted({name for package in QUANT_PACKAGES.values() for name in plugin_names(package)})
 
 
@@ -58,7 +61,7 @@ def torch_quantizer_names() -> list[str]:
 
 
 def read_quantizers() -> dict[str, Quantizer]:
-    """Every quantizer that has a file, in the order `auto` prefers them."""
+    """Return all quantizers in the order in which `auto` prefers them."""
     found = [
         _read(load_plugin(package, name, kind="quantizer"), name, engine)
         for engine, package in QUANT_PACKAGES.items()
@@ -67,8 +70,14 @@ def read_quantizers() -> dict[str, Quantizer]:
     return {item.name: item for item in sorted(found, key=lambda item: (item.preference, item.name))}
 
 
+@lru_cache(maxsize=64)
+def find_quantizer(name: str) -> Quantizer | None:
+    """Return the quantizer of this name; None where it has no file, as in a record that another installation wrote."""
+    return read_quantizers().get(name)
+
+
 def _read(module: ModuleType, name: str, engine: str) -> Quantizer:
-    """LIBRARY and BITS must be there; the other constants have defaults."""
+    """Read the constants of a quantizer module. LIBRARY and BITS are required; the others have defaults."""
     return Quantizer(
         name=name,
         engine=engine,
@@ -80,6 +89,7 @@ def _read(module: ModuleType, name: str, engine: str) -> Quantizer:
         bits_by_row=tuple(getattr(module, "BITS_BY_ROW", ())),
         bits_with_double_quant=tuple(getattr(module, "BITS_WITH_DOUBLE_QUANT", ())),
         takes_kind=getattr(module, "TAKES_KIND", False),
+        usual_kinds=getattr(module, "USUAL_KINDS", {}),
         extra=getattr(module, "EXTRA", ""),
         distribution=getattr(module, "DISTRIBUTION", module.LIBRARY.partition(".")[0]),
     )

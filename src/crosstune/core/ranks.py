@@ -1,4 +1,4 @@
-"""Several processes that train together: which of them this one is, and what they can say to each other."""
+"""Define the rank of a process and the communication between the processes of a run."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ from typing import Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The place of one process among those of a run."""
+    """The rank of one process in a run."""
 
     engine: str = ""
-    """Whose collectives they talk through."""
+    """The engine whose collectives the processes use."""
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    """Its place among those on the same host."""
+    """The rank among the processes of the same host."""
     local_size: int = 1
     launcher: int | None = None
-    """The process that started it, where that was crosstune's own launcher."""
+    """The id of the parent process, when that is crosstune's own launcher."""
 
     @property
     def first(self) -> bool:
-        """The one that writes the run folder and talks to the user."""
+        """Whether this process writes the run folder and prints."""
         return self.rank == 0
 
 
 class Group(Protocol):
-    """The processes of a run, connected. Every method is called by all of them, in the same order."""
+    """The connected processes of a run. Every rank makes the same calls in the same order."""
 
     ranks: Ranks
 
     def any(self, flag: bool) -> bool:
-        """Whether one of them says so."""
+        """Return whether the flag is set on any rank."""
         ...
 
     def same(self, text: str) -> bool:
-        """Whether all of them have the same text."""
+        """Return whether all ranks have the same text."""
         ...
 
     def share(self, text: str) -> str:
-        """The text of the first."""
+        """Return the text of rank 0."""
         ...
 
     def meet(self) -> None:
-        """Returns when all of them are here."""
+        """Wait until all ranks have called this."""
         ...
 
 
 class Alone:
-    """The group of a run that has one process."""
+    """The group of a run with one process."""
 
     ranks = Ranks()
 

@@ -1,4 +1,4 @@
-"""Write the run directory: what was asked, what ran, every step, every event, how it ended."""
+"""Write the run folder: the request, the plan, every step, every event, and the summary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUN_FILES = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "summa
 
 
 def _end_line(path: Path) -> None:
-    """Cut off a last line that a kill left unfinished."""
+    """Remove a last line that a kill left incomplete."""
     if not path.exists():
         return
     written = path.read_bytes()
@@ -35,8 +35,8 @@ def holds_run(folder: Path) -> bool:
 
 
 def check_free(folder: Path, *, resuming: bool = False) -> None:
-    """Raise if a new run would mix with an old one. With `resuming`, an unfinished run without a checkpoint is allowed:
-    it holds nothing to continue from, and is moved aside."""
+    """Raise a UserError when the folder holds a run already. With `resuming`, an unfinished run without a checkpoint is
+    allowed: there is nothing to continue from, and it is moved aside."""
     if not holds_run(folder):
         return
     if not resuming:
@@ -48,8 +48,8 @@ def check_free(folder: Path, *, resuming: bool = False) -> None:
 def _without_checkpoint(folder: Path) -> UserError:
     return UserError(
         f"{folder} holds a finished run without a checkpoint.",
-        why="it was short and wrote none, so there is nothing to continue from.",
-        do="pass --overwrite to move it aside and start anew, or choose another --name",
+        why="it ended before it wrote one, so there is nothing to continue from.",
+        do="pass --overwrite to move it aside and start over, or choose another --name",
     )
 
 
@@ -68,7 +68,7 @@ def _cannot_write(folder: Path, error: OSError) -> UserError:
 
 
 def move_aside(folder: Path) -> Path:
-    """Rename a run folder to the first free `<name>~<n>` and return the new path; refuse if it is being written."""
+    """Rename a run folder to the first free `<name>~<n>` and return the new path; fail when it is in use."""
     lock = hold(folder)
     try:
         return set_aside(folder)
@@ -79,7 +79,7 @@ def move_aside(folder: Path) -> Path:
 
 
 def hold(folder: Path) -> FileLock:
-    """Lock a run, so that one process writes to it. The lock ends with the process, however that ends."""
+    """Lock a run folder, so that only one process writes to it. The system releases the lock when the process ends."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / LOCK)
@@ -97,18 +97,18 @@ def hold(folder: Path) -> FileLock:
 
 
 class RecordFailed(UserError):
-    """The record of a run cannot be written any more: a disk that is full, or gone."""
+    """The record of a run cannot be written: the disk is full, or gone."""
 
     def __init__(self, path: Path, error: OSError) -> None:
         super().__init__(
             f"The record of the run could not be written: {path}.",
-            why=f"the system said: {error.strerror or error}. The checkpoints are as they were.",
-            do="free space or mend the disk, then continue with --resume auto",
+            why=f"{error.strerror or error}. The checkpoints are unchanged.",
+            do="free space or repair the disk, then continue with --resume auto",
         )
 
 
 class Record(Protocol):
-    """Receive the steps, the events and the end of a run."""
+    """Receives the steps, the events and the summary of a run."""
 
     folder: Path
 
@@ -120,7 +120,7 @@ class Record(Protocol):
 
 
 class SilentRecord:
-    """Record nothing, in a process whose run another one records."""
+    """The record of a rank that does not write."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -136,7 +136,7 @@ class SilentRecord:
 
 
 class RunRecord:
-    """Write one run directory. Lines are flushed as they come, so a kill loses at most the line being written."""
+    """Write a run folder. Each line is flushed, so a kill loses at most the line being written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -157,7 +157,7 @@ class RunRecord:
             record._lock = hold(folder)
             with (folder / "config.yaml").open(
                 "x", encoding="utf-8"
-            ) as file:  # whoever creates it has the folder
+            ) as file:  # fails if another process created it first
                 file.write(config_yaml)
             record._open_logs(plan)
         except FileExistsError:
@@ -168,8 +168,8 @@ class RunRecord:
 
     @classmethod
     def reopen(cls, folder: Path, *, config_yaml: str, plan: Mapping[str, Any], step: int) -> RunRecord:
-        """Continue the record of a run that resumes at `step`. Lines of later steps are removed from metrics.jsonl,
-        since those steps are trained again; events stay."""
+        """Continue the record of a run that resumes at `step`. Rows of later steps are removed from metrics.jsonl,
+        since those steps are trained again; events are kept."""
         record = cls(folder)
         record._lock = hold(folder)
         try:
@@ -185,7 +185,7 @@ class RunRecord:
         return record
 
     def carry_on(self, metrics: Path, *, step: int) -> None:
-        """Copy the steps of the run that this one continues, so that its curve is whole."""
+        """Copy the rows of the run that this one continues, so that the loss curve is complete."""
         for row in read_jsonl(metrics):
             if row.get("step", 0) <= step:
                 self._append(self._metrics, row)

@@ -1,4 +1,4 @@
-"""Read the header of a safetensors file, and refuse one that does not describe its file exactly."""
+"""Read and validate the header of a safetensors file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.json_files import unique_keys
 
 HEADER_LIMIT = 100_000_000
-"""The format's own limit on the bytes of a header, checked before the header is read."""
+"""The format's limit on the size of a header in bytes, checked before the header is read."""
 _PREFIX_BYTES = 8
 _METADATA = "__metadata__"
 _DTYPE_BITS: Mapping[str, int] = {
@@ -43,23 +43,23 @@ _DTYPE_BITS: Mapping[str, int] = {
 
 
 class BadSafetensors(UserError):
-    """A file is not a whole and unambiguous safetensors file."""
+    """The file is not a complete and unambiguous safetensors file."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(
-            f"{path} is not a whole safetensors file.",
+            f"{path} is not a complete safetensors file.",
             why=f"{why}.",
             do="download, copy or write the file again",
         )
         self.path = path
 
     def short(self) -> str:
-        """Return the reason alone, for an error about the folder that the file is in."""
+        """Return the file name and the reason, for an error about its folder."""
         return f"{self.path.name}: {self.why}"
 
 
 class TensorEntry(TypedDict):
-    """What a header says of one tensor, in the words of the format."""
+    """The header entry of one tensor, with the keys of the format."""
 
     dtype: str
     shape: list[int]
@@ -70,7 +70,7 @@ class TensorEntry(TypedDict):
 class Header(NamedTuple):
     tensors: dict[str, TensorEntry]
     raw: bytes
-    """The bytes before the data: the length of the JSON, and the JSON."""
+    """The bytes before the data: the length prefix and the JSON."""
 
     @property
     def data_start(self) -> int:
@@ -78,18 +78,18 @@ class Header(NamedTuple):
 
 
 def read_header(path: Path) -> Header:
-    """Return the header of a file whose tensors lie one after the other and fill it."""
+    """Return the header of a file; raise BadSafetensors unless its tensors fill the file without gaps or overlaps."""
     with path.open("rb") as file:
         return read_header_of(file, path=path)
 
 
 def read_header_of(file: BinaryIO, *, path: Path) -> Header:
-    """Return the header of a file that is open at its beginning; `path` is for errors."""
+    """Return the header of an open file, read from its start; `path` is for errors."""
     size = os.fstat(file.fileno()).st_size
     prefix = file.read(_PREFIX_BYTES)
     length = int.from_bytes(prefix, "little")
     if len(prefix) < _PREFIX_BYTES or length > min(size - _PREFIX_BYTES, HEADER_LIMIT):
-        raise BadSafetensors(path, f"it begins with a header of {length:,} bytes in a file of {size:,}")
+        raise BadSafetensors(path, f"its header is declared as {length:,} bytes in a file of {size:,}")
     raw = file.read(length)
     described = _parse(raw, path)
     _check_metadata(described.pop(_METADATA, {}), path)
@@ -110,7 +110,7 @@ def _parse(raw: bytes, path: Path) -> dict[str, Any]:
 
 def _check_metadata(metadata: Any, path: Path) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise BadSafetensors(path, f"{_METADATA} in its header does not map words to words")
+        raise BadSafetensors(path, f"{_METADATA} in its header does not map strings to strings")
 
 
 def _check_entry(name: str, entry: Any, path: Path) -> TensorEntry:
@@ -135,7 +135,7 @@ def _are_counts(values: Any) -> bool:
 
 
 def _check_layout(tensors: Mapping[str, TensorEntry], *, size: int, data_start: int, path: Path) -> None:
-    """Check that no byte is read twice and none is hidden."""
+    """Check that every byte of the data belongs to exactly one tensor."""
     expected = 0
     for name, entry in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = entry["data_offsets"]

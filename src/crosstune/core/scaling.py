@@ -1,4 +1,4 @@
-"""Loss scaling for fp16: a factor that shrinks when gradients overflow and grows back when they do not."""
+"""Scale the loss for fp16: halve the scale when gradients overflow, and double it after enough good steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STEPS_TO_GROW = 200
 
 
 def needs_loss_scale(precision: str) -> bool:
-    """Return whether gradients of this --precision underflow unless the loss is scaled up."""
+    """Return whether gradients in this --precision underflow without loss scaling."""
     return precision.startswith("fp16")
 
 
@@ -27,7 +27,7 @@ class LossScale:
             self.factor = START
 
     def shrink(self) -> bool:
-        """Halve the factor, so that the step can be tried again. False when there is nothing left to halve."""
+        """Halve the factor, so that the step can be tried again; return False when it is at its minimum."""
         if not self.enabled or self.factor <= SMALLEST:
             return False
         self.factor /= 2
@@ -35,7 +35,7 @@ class LossScale:
         return True
 
     def grow(self) -> None:
-        """Count a good step, and double the factor after enough of them."""
+        """Count a good step; double the factor after enough of them."""
         if not self.enabled:
             return
         self.good_steps += 1
@@ -46,6 +46,6 @@ class LossScale:
         return {"factor": self.factor, "good_steps": self.good_steps}
 
     def load(self, data: Mapping[str, Any]) -> None:
-        """Continue from what `to_json` gave; a run that does not scale stays at 1."""
+        """Restore the result of `to_json`; without scaling the factor stays at 1."""
         if self.enabled:
             self.factor, self.good_steps = float(data["factor"]), int(data["good_steps"])

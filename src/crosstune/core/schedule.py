@@ -1,4 +1,4 @@
-"""Learning-rate schedules as arithmetic: every engine follows the same numbers."""
+"""Compute learning-rate schedules, the same numbers for every engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ POLYNOMIAL_POWER = 2.0
 
 
 def warmup_steps(*, schedule: str, num_steps: int, steps: int | None, ratio: float | None) -> int:
-    """How many steps the rate climbs. Unasked, a decaying schedule takes a tenth and a constant one none."""
+    """Return the number of warm-up steps: by default a tenth for a decaying schedule, none for a constant one."""
     if steps is None:
         if ratio is None:
             ratio = 0.0 if schedule == "constant" else 0.1
@@ -21,7 +21,7 @@ def warmup_steps(*, schedule: str, num_steps: int, steps: int | None, ratio: flo
 def learning_rate(
     step: int, *, peak: float, schedule: str, num_steps: int, warmup: int, floor_ratio: float
 ) -> float:
-    """The rate of step `step`, counted from 0, out of `num_steps`."""
+    """Return the learning rate of step `step`, counted from 0, out of `num_steps`."""
     if step < warmup:
         return peak * (step + 1) / warmup
     span = max(1, num_steps - warmup)
@@ -42,7 +42,7 @@ def _decay(schedule: str, progress: float, floor_ratio: float) -> float:
     elif schedule == "polynomial":
         shape = (1.0 - progress) ** POLYNOMIAL_POWER
     elif schedule == "exponential":
-        # Falls to the floor exactly at the end; a floor of zero has no exponential, so a thousandth stands in.
+        # Reaches the floor exactly at the end. An exponential cannot reach zero, so the floor is at least 1e-3.
         return float(max(floor_ratio, 1e-3) ** progress)
     else:
         raise AssertionError(f"unknown schedule {schedule}")

@@ -1,4 +1,4 @@
-"""Examples to rectangular batches of numpy arrays."""
+"""Turn examples into rectangular batches of numpy arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LENGTH_STEP = 8
 
 
 def pad_rows(examples: Sequence[Example], *, pad_id: int) -> TokenBatch:
-    """One example a row, padded on the right to the longest."""
+    """Make one row per example, padded on the right to the longest."""
     longest = max(len(example.tokens) for example in examples)
     width = -(-longest // LENGTH_STEP) * LENGTH_STEP
     shape = (len(examples), width)
@@ -30,8 +30,8 @@ def pad_rows(examples: Sequence[Example], *, pad_id: int) -> TokenBatch:
 
 
 def pack_rows(rows: Sequence[Sequence[Example]], *, pad_id: int) -> TokenBatch:
-    """Several examples a row, one behind the other. Positions start again at each, and once more at the padding,
-    which is thereby a document of its own that carries no loss."""
+    """Make rows of several examples each. Positions restart at each example and at the padding, which is thereby a
+    document of its own without loss."""
     longest = max(sum(len(example.tokens) for example in row) for row in rows)
     width = -(-longest // LENGTH_STEP) * LENGTH_STEP
     shape = (len(rows), width)
@@ -63,5 +63,5 @@ def split_rows(examples: Sequence[Example], *, batch_size: int, pad_id: int) -> 
 
 
 def num_supervised(example: Example) -> int:
-    """Tokens that carry loss; the first token of a row has nothing before it to be predicted from."""
+    """Return the number of tokens with loss. The first token of a row is never predicted."""
     return int(example.supervised[1:].sum())

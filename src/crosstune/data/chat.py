@@ -1,4 +1,4 @@
-"""A conversation to text, with exactly the characters of the assistant's answers known."""
+"""Render conversations to text and find the exact character spans of the assistant's answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from crosstune.data.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tokenizers import Encoding
 
-# For models that come without a template: roles on lines of their own, the end token after each answer.
+# For models without a chat template: each turn on its own line, the end token after each answer.
 PLAIN_TEMPLATE = (
     "{{ leading_bos }}{% for m in messages %}"
     "{% if m.role == 'assistant' %}Assistant: {{ m.content }}{{ eos_token }}\n"
@@ -29,31 +29,31 @@ PLAIN_TEMPLATE = (
 
 
 def plain_template(tokenizer: Tokenizer) -> str:
-    """The same for other tools, which know no `leading_bos`."""
+    """Return the plain template for other tools, which do not define `leading_bos`."""
     return PLAIN_TEMPLATE.replace("{{ leading_bos }}", "{{ bos_token }}" if tokenizer.leading_bos else "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """A text and the parts of it that are to be learned."""
+    """A text and the spans of it that carry loss."""
 
     text: str
     spans: Sequence[Span]
     num_unlocated: int = 0
-    """Answers that the template has changed so much that their place is not known; they carry no loss."""
+    """Number of answers that cannot be found because the template changes them; they carry no loss."""
 
 
 def render(
     messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool, tools: Tools = None
 ) -> str:
-    """The text a model sees for a conversation, in which it may call `tools`."""
+    """Return the text of a conversation, in which the model may call `tools`."""
     return _render(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)[0]
 
 
 def render_conversation(
     messages: Sequence[Message], tokenizer: Tokenizer, *, whole: bool, tools: Tools = None
 ) -> Rendered:
-    """A conversation and the spans of its answers, each with the token that ends it. `whole`: all of it is a span."""
+    """Render a conversation with the spans of its answers and their end tokens, or with one span if `whole`."""
     text, marked = _render(messages, tokenizer, add_generation_prompt=False, tools=tools)
     if whole:
         return Rendered(text=text, spans=[(0, len(text))])
@@ -64,8 +64,8 @@ def render_conversation(
     spans = [span for span in found if span is not None]
     if places and not spans:
         raise UserError(
-            "The answers cannot be found in what the chat template makes of this conversation.",
-            why="the template changes the answers or what stands around them.",
+            "The answers cannot be found in the text that the chat template renders.",
+            why="the template changes the answers or the text around them.",
             do="pass --train_on_prompt, or mark the answers in the template with {% generation %}",
         )
     return Rendered(text=text, spans=spans, num_unlocated=len(places) - len(spans))
@@ -74,7 +74,7 @@ def render_conversation(
 def encode_conversation(
     messages: Sequence[Message], tokenizer: Tokenizer, *, index: int, whole: bool
 ) -> Example:
-    """Tokens of a conversation; supervised are the assistant's, up to and with the token that ends each answer."""
+    """Tokenize a conversation. The assistant's tokens are supervised, including the end token of each answer."""
     rendered = render_conversation(messages, tokenizer, whole=whole)
     encoding = tokenizer.encode(rendered.text)
     return Example(
@@ -85,12 +85,12 @@ def encode_conversation(
 
 
 def encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer, *, tools: Tools = None) -> list[int]:
-    """Tokens that ask for an answer."""
+    """Return the tokens of a conversation with the generation prompt."""
     return list(tokenizer.encode(render(messages, tokenizer, add_generation_prompt=True, tools=tools)).ids)
 
 
 def mask_of(encoding: Encoding, rendered: Rendered) -> NDArray[np.bool_]:
-    """Which tokens have a character inside a span."""
+    """Return the mask of tokens that have a character inside a span."""
     if list(rendered.spans) == [(0, len(rendered.text))]:
         return np.ones(len(encoding.ids), dtype=np.bool_)
     mask = np.zeros(len(encoding.ids), dtype=np.bool_)
@@ -99,7 +99,7 @@ def mask_of(encoding: Encoding, rendered: Rendered) -> NDArray[np.bool_]:
         last = _token_at(encoding, range(end - 1, start - 1, -1))
         if first is None or last is None:
             continue
-        # One character can be several tokens, each a part of its bytes.
+        # One character can be several tokens, one for each of its bytes.
         while last + 1 < len(mask) and _starts_before(encoding, last + 1, end):
             last += 1
         mask[first : last + 1] = True
@@ -107,7 +107,7 @@ def mask_of(encoding: Encoding, rendered: Rendered) -> NDArray[np.bool_]:
 
 
 def _token_at(encoding: Encoding, characters: range) -> int | None:
-    """The token of the first of these characters that has one: tokenizers drop some white space."""
+    """Return the token of the first of these characters that has one; tokenizers drop some white space."""
     for character in characters:
         token = encoding.char_to_token(character)
         if token is not None:
@@ -126,12 +126,12 @@ def _render(
     return render_text(
         tokenizer.chat_template or PLAIN_TEMPLATE,
         messages,
-        familiar=not tokenizer.chat_template,
+        is_ours=not tokenizer.chat_template,
         add_generation_prompt=add_generation_prompt,
         bos_token=tokenizer.bos_token or "",
         eos_token=tokenizer.eos_token or "",
         leading_bos=tokenizer.leading_bos,
-        # As transformers does: a template may ask whether there are any.
+        # Passed even when None, as in transformers: a template may test them.
         tools=tools,
         documents=None,
     )
@@ -140,11 +140,11 @@ def _render(
 def _locate(
     messages: Sequence[Message], place: int, text: str, tokenizer: Tokenizer, tools: Tools
 ) -> Span | None:
-    """Where an answer stands in the whole text: from the end of the prompt that asks for it, to its end token.
+    """Return the span of an answer in the whole text, from the end of its prompt to its end token.
 
-    Both ends are found by rendering the conversation up to there. Templates that treat earlier turns otherwise than
-    the last (they strip the reasoning from them, say) are rendered a second time with another answer in its place:
-    what stays the same on both sides of it is not the answer.
+    Both ends are found by rendering the conversation up to that point. Some templates treat earlier turns differently
+    from the last one, for example by removing the reasoning. They are rendered a second time with another answer in its
+    place: the text that stays the same before and after it is not the answer.
     """
     prompt = _render_part(messages[:place], tokenizer, add_generation_prompt=True, tools=tools)
     start, end = len(prompt) if prompt and text.startswith(prompt) else None, None
@@ -153,13 +153,13 @@ def _locate(
         through = _render_part(messages[: place + 1], tokenizer, add_generation_prompt=False, tools=tools)
     if start is not None and through and text.startswith(through) and len(through) > start:
         end = _without_tail(through, start, tokenizer)
-    if start is not None and end is not None and _heeds_prompt(tokenizer):
+    if start is not None and end is not None and _writes_prompt(tokenizer):
         return start, end
     around = _around(messages, place, text, tokenizer, tools)
     if around is None:
         return (start, end) if start is not None and end is not None else None
     before, behind = around
-    if start is None or (text[start:before].strip() and not _heeds_prompt(tokenizer)):
+    if start is None or (text[start:before].strip() and not _writes_prompt(tokenizer)):
         start = before
     return start, end if end is not None else _with_end_token(text, behind, tokenizer)
 
@@ -167,7 +167,7 @@ def _locate(
 def _render_part(
     messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool, tools: Tools
 ) -> str | None:
-    """A conversation cut short, which a template may refuse though it takes the whole."""
+    """Render a part of a conversation; return None when the template refuses it, as it may take whole ones only."""
     try:
         return render(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)
     except UserError:
@@ -177,31 +177,31 @@ def _render_part(
 def _around(
     messages: Sequence[Message], place: int, text: str, tokenizer: Tokenizer, tools: Tools
 ) -> Span | None:
-    """Where the content of an answer begins and ends, by what a different content leaves unchanged."""
-    stand_in = _stand_in(messages)
+    """Return the span of an answer's content: the text that changes when the content is replaced."""
+    placeholder = _placeholder(messages)
     changed = [*messages]
-    # Calls of tools are part of an answer, so that they too must not stay the same.
+    # Tool calls are part of an answer, so they are removed too.
     kept = {key: value for key, value in messages[place].items() if key != "tool_calls"}
-    changed[place] = {**kept, "content": stand_in}
+    changed[place] = {**kept, "content": placeholder}
     other = _render_part(changed, tokenizer, add_generation_prompt=False, tools=tools)
-    before, found, behind = other.partition(stand_in) if other else ("", "", "")
-    if not found or stand_in in behind or len(before) + len(behind) > len(text):
+    before, found, behind = other.partition(placeholder) if other else ("", "", "")
+    if not found or placeholder in behind or len(before) + len(behind) > len(text):
         return None
     if not (text.startswith(before) and text.endswith(behind)):
         return None
     return len(before), len(text) - len(behind)
 
 
-def _stand_in(messages: Sequence[Message]) -> str:
+def _placeholder(messages: Sequence[Message]) -> str:
     for number in count():
-        word = f"StandIn{number}Answer"
-        if not any(word in message["content"] for message in messages):
-            return word
+        text = f"StandIn{number}Answer"
+        if not any(text in message["content"] for message in messages):
+            return text
     raise AssertionError("count() does not end")
 
 
 def _without_tail(text: str, start: int, tokenizer: Tokenizer) -> int:
-    """The end of an answer: white space that a template writes behind the end token belongs to nobody."""
+    """Return the end of an answer, without white space that the template writes after the end token."""
     stripped = text.rstrip()
     if len(stripped) > start and stripped.endswith(_end_tokens(tokenizer)):
         return len(stripped)
@@ -209,7 +209,7 @@ def _without_tail(text: str, start: int, tokenizer: Tokenizer) -> int:
 
 
 def _with_end_token(text: str, end: int, tokenizer: Tokenizer) -> int:
-    """The end of an answer that is followed by other turns: behind its end token, where there is one."""
+    """Return the end of an answer that other turns follow: after its end token, if there is one."""
     skipped = end + len(text[end:]) - len(text[end:].lstrip())
     for token in _end_tokens(tokenizer):
         if text.startswith(token, skipped):
@@ -219,14 +219,14 @@ def _with_end_token(text: str, end: int, tokenizer: Tokenizer) -> int:
 
 @lru_cache(maxsize=8)
 def _end_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Special tokens, the longest first, so that none hides behind its own beginning."""
-    words = {*tokenizer.special, tokenizer.eos_token or ""} - {""}
-    return tuple(sorted(words, key=len, reverse=True)) or ("\0",)
+    """Return the special tokens, longest first, so that none is matched by its own prefix."""
+    tokens = {*tokenizer.special, tokenizer.eos_token or ""} - {""}
+    return tuple(sorted(tokens, key=len, reverse=True)) or ("\0",)
 
 
 @lru_cache(maxsize=8)
-def _heeds_prompt(tokenizer: Tokenizer) -> bool:
-    """Whether the template writes anything to ask for an answer. One that does not may still name the speaker."""
+def _writes_prompt(tokenizer: Tokenizer) -> bool:
+    """Return whether the template writes a generation prompt. Without one it may still name the speaker."""
     turn = [{"role": "user", "content": "Hello"}]
     texts = [render(turn, tokenizer, add_generation_prompt=asks) for asks in (False, True)]
     return texts[0] != texts[1]

@@ -1,4 +1,4 @@
-"""Check the rows of a data set on this machine without tokenizing them."""
+"""Check the rows of a local dataset without tokenizing them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from crosstune.data.named_datasets import BUNDLED, DUMMY
 from crosstune.data.sources import open_source
 
 MOST_BYTES = 64 << 20
-"""Rows beyond this are left to the training itself."""
+"""Rows beyond this are checked by the training itself."""
 
 
 def is_here(name: str) -> bool:
-    """Return whether the data behind a name can be opened without a download."""
+    """Return whether the dataset can be opened without a download."""
     return name in BUNDLED or name == DUMMY or Path(name).expanduser().exists()
 
 
 def check_rows(name: str, *, asked_format: str, limit: int) -> list[str]:
-    """Raise where a row of the data cannot be read as the format says; return what was not looked at, in words.
+    """Raise a UserError when a row does not fit the format; return a description of what was not checked.
 
-    At most `limit` rows are read, all of them where it is -1.
+    At most `limit` rows are read, or all when it is -1.
     """
     if name in BUNDLED or name == DUMMY or not is_here(name):
         return []

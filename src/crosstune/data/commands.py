@@ -1,7 +1,7 @@
-"""The bundled data set `commands`: spoken requests to a house, answered by a JSON command of four fields.
+"""Generate the bundled dataset `commands`: spoken requests to a smart home, answered with a JSON command.
 
-Its held-out split pairs devices with rooms that never occur together in training, so a model that scores there
-has learned the skill and not the sentences.
+The held-out split pairs devices and rooms that never occur together in training, so its score shows generalization
+rather than memorization.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def is_held_out(device: str, room: str) -> bool:
 
 
 def make_commands(split: str, *, seed: int = 7) -> list[dict[str, Any]]:
-    """Rows in chat form; always the same for the same seed. `split` is train or test."""
+    """Return the rows of a split (train or test) as chat messages, always the same for the same seed."""
     held_out = split == "test"
     rng = random.Random(f"{seed}-{split}")
     pairs = [(d, r) for d in DEVICES for r in ROOMS if is_held_out(d, r) == held_out]

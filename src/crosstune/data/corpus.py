@@ -1,5 +1,5 @@
-"""A tokenized data set: examples by number, what is known about them, and an identity. Small ones live in memory,
-large ones in files of the cache that are made once."""
+"""Define a tokenized dataset with its statistics and identity. Small ones are kept in memory, large ones in cache files
+that are made once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from crosstune.data.token_batch import Example
 from crosstune.data.tokenizer import Tokenizer
 
 LAYOUT = 2
-"""Raised when rows become other tokens than before, so that stores in the cache are made again."""
+"""Increase when rows are tokenized differently, so that cached stores are made again."""
 IN_MEMORY_BYTES = 64 << 20
 PERCENTILES = (50, 90, 99)
 MARKER = "store.json"
@@ -34,15 +34,15 @@ MARKER = "store.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Examples of a store, cut to `limit` tokens. A part of a corpus is a corpus."""
+    """Examples of a store, truncated to `limit` tokens."""
 
     store: TokenStore
     kept: NDArray[np.int64]
-    """Which examples of the store these are."""
+    """The indices of the examples in the store."""
     limit: int
     form: str
     identity: str
-    """sha256 of all that decides the examples: contents, tokenizer, template, format, context, truncation."""
+    """sha256 of everything that decides the examples: contents, tokenizer, template, format, context, truncation."""
     dropped: int = 0
     """Examples left out because they are longer than the limit."""
 
@@ -62,17 +62,17 @@ class Corpus:
 
     @cached_property
     def stats(self) -> dict[str, Any]:
-        """Its numbers, flat, for people and for plan.json."""
+        """Return the statistics for the screen and plan.json."""
         full, lengths = self.full_lengths(), self.lengths()
         tokens, supervised = int(lengths.sum()), int(self.num_supervised.sum())
         cut = int((full > self.limit).sum())
-        shares = np.percentile(lengths, PERCENTILES, method="inverted_cdf") if len(self) else ()
+        percentiles = np.percentile(lengths, PERCENTILES, method="inverted_cdf") if len(self) else ()
         return {
             "examples": len(self),
             "tokens": tokens,
             "supervised_tokens": supervised,
             "supervised_share": supervised / tokens if tokens else 0.0,
-            **{f"length_p{name}": int(value) for name, value in zip(PERCENTILES, shares, strict=False)},
+            **{f"length_p{name}": int(value) for name, value in zip(PERCENTILES, percentiles, strict=False)},
             "longest": int(lengths.max(initial=0)),
             "duplicates": len(self) - len(np.unique(self.hashes())),
             "over_context": cut + self.dropped,
@@ -82,7 +82,7 @@ class Corpus:
         }
 
     def full_lengths(self) -> NDArray[np.int64]:
-        """Tokens of each example before the cut."""
+        """Return the number of tokens of each example before truncation."""
         return self.store.lengths()[self.kept]
 
     def lengths(self) -> NDArray[np.int64]:
@@ -90,14 +90,14 @@ class Corpus:
 
     @cached_property
     def num_supervised(self) -> NDArray[np.int64]:
-        """Tokens that carry loss, for each example."""
+        """The number of tokens with loss in each example."""
         return self.store.num_supervised_within(self.limit)[self.kept]
 
     def hashes(self) -> NDArray[np.uint64]:
         return self.store.hashes[self.kept]
 
     def rows(self) -> NDArray[np.int64]:
-        """The number of each example's row in the source."""
+        """Return the index of each example's row in the source."""
         return self.store.rows[self.kept]
 
 
@@ -114,7 +114,7 @@ def open_corpus(
     in_memory_bytes: int = IN_MEMORY_BYTES,
     progress: OnProgress | None = None,
 ) -> Corpus:
-    """The examples of a source; `limit` rows of it where that is not -1. `cache` is the folder of crosstune's cache."""
+    """Tokenize a source, or its first `limit` rows unless that is -1. `cache` is crosstune's cache folder."""
     form = source_format(source, asked=asked_format)
     encoder = Encoder(tokenizer=tokenizer, form=form, whole=whole)
     decides = {
@@ -128,9 +128,9 @@ def open_corpus(
         "rows": limit,
     }
     if source.size_bytes <= in_memory_bytes:
-        held = MemoryFiles()
-        facts = encode_source(source, encoder, StoreWriter(held.files), limit=limit, progress=progress)
-        store = held.to_store(facts)
+        memory = MemoryFiles()
+        facts = encode_source(source, encoder, StoreWriter(memory.files), limit=limit, progress=progress)
+        store = memory.to_store(facts)
     else:
         store = _cached_store(
             source, encoder, key=_sha256(decides), limit=limit, cache=cache, progress=progress
@@ -148,7 +148,7 @@ def open_corpus(
 def fit_context(
     store: TokenStore, *, source: str, context_length: int, truncation: str, form: str, identity: str
 ) -> Corpus:
-    """All examples of a store within the context: an error, a cut or a smaller corpus when some are longer."""
+    """Return the examples of a store within the context. Longer ones raise a UserError, are cut, or are dropped."""
     lengths = store.lengths()
     long = np.flatnonzero(lengths > context_length)
     kept = np.arange(len(store), dtype=np.int64)
@@ -171,7 +171,7 @@ def fit_context(
 
 
 def cache_folder(cache: Path | None) -> Path:
-    """Where tokens of large data sets are kept."""
+    """Return the folder for the tokens of large datasets."""
     import platformdirs
 
     base = platformdirs.user_cache_path("crosstune") if cache is None else cache.expanduser().absolute()
@@ -188,9 +188,9 @@ def _cached_store(
     try:
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f".{key[:32]}.lock"):
-            facts = _sound(folder)
+            facts = _read_facts(folder)
             if facts is None:
-                # The lock is held, so what was staged for this folder belongs to a process that was killed.
+                # We hold the lock, so a staged folder is the leftover of a killed process.
                 clear_leftovers(root, of=folder.name.__eq__)
                 with staging_folder(folder) as staging:
                     store = staging / "store"
@@ -201,7 +201,7 @@ def _cached_store(
         if error.errno not in NO_ROOM | {errno.EACCES, errno.EROFS}:
             raise
         raise UserError(
-            f"The tokens of {source.name} cannot be kept in {root}.",
+            f"The tokens of {source.name} cannot be cached in {root}.",
             why=f"{error.strerror}; they need about {source.size_bytes * 3 // 2 >> 20:,} MiB.",
             do="free some space, or set the environment variable CROSSTUNE_CACHE to a folder on a larger disk",
         ) from error
@@ -219,15 +219,15 @@ def _write_store(
     return facts
 
 
-def _sound(folder: Path) -> dict[str, Any] | None:
-    """The facts of a whole store; None for one that is missing or damaged."""
+def _read_facts(folder: Path) -> dict[str, Any] | None:
+    """Return the facts of a complete store; None when it is missing or damaged."""
     try:
         marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         sizes = {name: (folder / f"{name}.bin").stat().st_size for name in ARRAYS}
     except (OSError, ValueError):
         return None
-    sound = marker.get("layout") == LAYOUT and marker.get("bytes") == sizes
-    return dict(marker["facts"]) if sound else None
+    is_valid = marker.get("layout") == LAYOUT and marker.get("bytes") == sizes
+    return dict(marker["facts"]) if is_valid else None
 
 
 def _sha256(value: Any) -> str:

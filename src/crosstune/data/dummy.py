@@ -1,4 +1,4 @@
-"""The data set `dummy`: random tokens that fill the context, to measure a machine without reading anything."""
+"""Generate the dataset `dummy`: random tokens that fill the context, for benchmarks without data."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from crosstune.data.tokenizer import Tokenizer
 
 
 def dummy_corpus(tokenizer: Tokenizer, num_examples: int, *, context_length: int) -> Corpus:
-    """Always the same tokens for the same vocabulary; all of them are supervised. -1 examples are the default number."""
+    """Return examples that depend only on the vocabulary size, fully supervised; -1 for the default number."""
     num_examples = DEFAULT_SAMPLES if num_examples == -1 else num_examples
     vocabulary = tokenizer.rust.get_vocab_size()
-    held = MemoryFiles()
-    writer = StoreWriter(held.files)
+    memory = MemoryFiles()
+    writer = StoreWriter(memory.files)
     for index in range(num_examples):
         random = np.random.Generator(np.random.Philox(key=(0, index)))
         tokens = random.integers(0, vocabulary, size=context_length, dtype=np.int32)
         writer.append(tokens, np.ones(context_length, dtype=np.bool_), row=index)
     identity = hashlib.sha256(f"{DUMMY} {num_examples} {context_length} {vocabulary}".encode()).hexdigest()
     return Corpus(
-        store=held.to_store(
+        store=memory.to_store(
             {
                 "rows": num_examples,
                 "empty": 0,

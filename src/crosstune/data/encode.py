@@ -1,4 +1,4 @@
-"""Rows of a source to a store of tokens, in one pass, a batch of texts at a time."""
+"""Tokenize the rows of a source into a store, in one pass and in batches of texts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from crosstune.data.store import StoreWriter
 from crosstune.data.tokenizer import Tokenizer
 
 OnProgress = Callable[[int, int, int], None]
-"""Bytes read, bytes in all, examples so far."""
+"""Receives the bytes read, the total bytes, and the number of examples so far."""
 
-# Large enough to keep all cores at work, small enough that the places of its tokens fit a few dozen megabytes.
+# Large enough to keep all cores busy, small enough that the token offsets take a few dozen megabytes.
 BATCH_CHARACTERS = 256 << 10
 BATCH_TEXTS = 512
 _SECONDS_BETWEEN_REPORTS = 0.2
@@ -39,14 +39,14 @@ _MOST_COLUMNS_NAMED = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """How a row becomes tokens."""
+    """How rows are turned into text and tokens."""
 
     tokenizer: Tokenizer
     form: str
     whole: bool
 
     def to_text(self, row: Row) -> Rendered | None:
-        """The text to learn from and the part that counts; None for a row with an empty answer."""
+        """Return the text and the spans with loss; None for a row with an empty answer."""
         conversation = to_conversation(row, self.form)
         if has_empty_answer(conversation):
             return None
@@ -61,14 +61,14 @@ class Encoder:
         return rendered
 
     def extras(self, row: Row) -> set[str]:
-        """What a conversation has beside its roles and contents."""
+        """Return the keys of a conversation besides role and content."""
         conversation = to_conversation(row, self.form)
         if isinstance(conversation, str):
             return set()
         return turn_keys(conversation) | ({TOOLS_COLUMN} if tools_of(row) else set())
 
-    def heeds(self, row: Row, extra: str) -> bool:
-        """Whether the chat template makes another text of this conversation without one of its extras."""
+    def is_rendered(self, row: Row, extra: str) -> bool:
+        """Return whether an extra key changes the text that the chat template renders."""
         conversation, tools = to_conversation(row, self.form), tools_of(row)
         assert not isinstance(conversation, str)
         without = [{key: value for key, value in turn.items() if key != extra} for turn in conversation]
@@ -77,13 +77,13 @@ class Encoder:
             tools = None
         try:
             return text != render(without, self.tokenizer, add_generation_prompt=False, tools=tools)
-        except UserError:  # the answer of a tool that nobody has called, say
+        except UserError:  # such as the answer of a tool that was not called
             return True
 
 
 @dataclass
 class _Pass:
-    """One reading of a source. While a batch is tokenized the texts of the next are made."""
+    """One pass over a source. While a batch is tokenized, the texts of the next are rendered."""
 
     writer: StoreWriter
     encoder: Encoder
@@ -96,12 +96,12 @@ class _Pass:
     num_unlocated: int = 0
     unused: set[str] = field(default_factory=set)
     ignored: dict[str, int] = field(default_factory=dict)
-    """Extras of conversations that made no difference so far, each with the rows in which it was tried."""
-    heeded: set[str] = field(default_factory=set)
+    """Extra keys that had no effect so far -> the number of rows tried."""
+    rendered_extras: set[str] = field(default_factory=set)
 
     def take(self, row: Row) -> None:
         rendered = self.encoder.to_text(row)
-        self._look_aside(row)
+        self._note_unused(row)
         index = self.num_rows
         self.num_rows += 1
         if rendered is None:
@@ -113,21 +113,21 @@ class _Pass:
         if self.characters >= BATCH_CHARACTERS or len(self.texts) >= BATCH_TEXTS:
             self.flush()
 
-    def _look_aside(self, row: Row) -> None:
-        """What the row holds and the text does not."""
+    def _note_unused(self, row: Row) -> None:
+        """Note the columns and keys of the row that are not in the text."""
         if len(self.unused) < _MOST_COLUMNS_NAMED:
             self.unused |= unused_columns(row, self.encoder.form)
-        for extra in self.encoder.extras(row) - self.heeded:
+        for extra in self.encoder.extras(row) - self.rendered_extras:
             if self.ignored.get(extra, 0) >= _ROWS_TO_TRY:
                 continue
-            if self.encoder.heeds(row, extra):
-                self.heeded.add(extra)
+            if self.encoder.is_rendered(row, extra):
+                self.rendered_extras.add(extra)
                 self.ignored.pop(extra, None)
             else:
                 self.ignored[extra] = self.ignored.get(extra, 0) + 1
 
     def flush(self) -> None:
-        """Hand the texts over to be tokenized, and write those that were handed over before."""
+        """Submit the texts for tokenization, and write the batch submitted before."""
         self.finish()
         texts = [rendered.text for _, rendered in self.texts]
         self.pending = (self.texts, self.thread.submit(self.encoder.tokenizer.encode_batch, texts))
@@ -155,7 +155,7 @@ class _Pass:
 def encode_source(
     source: Source, encoder: Encoder, writer: StoreWriter, *, limit: int, progress: OnProgress | None
 ) -> dict[str, Any]:
-    """Write every row, or the first `limit` where it is not -1. Returns what was counted on the way."""
+    """Tokenize and write all rows, or the first `limit` unless that is -1; return the counts."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         run = _Pass(writer=writer, encoder=encoder, thread=thread)
         _read(source, run, limit=limit, progress=progress)
@@ -185,7 +185,7 @@ def _read(source: Source, run: _Pass, *, limit: int, progress: OnProgress | None
 
 
 def source_format(source: Source, *, asked: str) -> str:
-    """The format of a source: as asked, as its name says, or by the columns of its first row."""
+    """Return the format of a source: as requested, as its name implies, or by the columns of its first row."""
     first = first_row(source)
     if asked == "auto" and source.form != "auto":
         asked = source.form
@@ -196,7 +196,7 @@ def first_row(source: Source) -> Row:
     rows: Iterator[Any] = source.rows()
     for _, found, _ in rows:
         return found.row
-    raise UserError(f"The data set {source.name} is empty.", do="give it at least one row")
+    raise UserError(f"The dataset {source.name} is empty.", do="give it at least one row")
 
 
 def _check_characters(text: str) -> None:
@@ -204,17 +204,17 @@ def _check_characters(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            "It holds half of a character that no text can have.",
-            why=f"{text[error.start]!a} is one of two parts (a surrogate) without the other.",
-            do="write the row again from its source, or take the character out",
+            "It has half of a character, which is not valid text.",
+            why=f"{text[error.start]!a} is a surrogate without its other half.",
+            do="write the row again from its source, or remove the character",
         ) from error
 
 
 def check_any_answer(source: str, form: str, *, num_rows: int, num_empty: int) -> None:
-    """Raise where every row has an empty answer."""
+    """Raise a UserError when every row has an empty answer."""
     if num_rows and num_empty == num_rows:
         raise UserError(
-            f"Every one of the {num_rows} rows of {source} has an empty answer.",
+            f"All {num_rows} rows of {source} have an empty answer.",
             why=f"read as {form}, there is nothing to learn from.",
             do="check the columns, or choose another --dataset_format",
         )

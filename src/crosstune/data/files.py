@@ -1,4 +1,4 @@
-"""Rows of a file, one after the other: JSON, JSON lines, CSV, TSV, Parquet. What cannot be read is named by its place."""
+"""Read the rows of JSON, JSON Lines, CSV, TSV and Parquet files one by one. Errors name the line or row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PARQUET_ROWS = 512
 
 
 class Found(NamedTuple):
-    """A row, the number of its line (or of the row, where lines mean nothing), and how far into the file it ends."""
+    """A row, its line number (its row number in .json and .parquet), and the file offset of its end."""
 
     row: Row
     number: int
@@ -50,7 +50,7 @@ class FilePart:
         return f"{self.path}, line {number}" if by_line else f"Row {number} of {self.path}"
 
     def digest(self) -> str:
-        """sha256 of the contents; the name of the file says nothing about its rows."""
+        """Return the sha256 of the contents and the suffix; the rest of the file name does not matter."""
         total = hashlib.sha256(self.path.suffix.lower().encode())
         with _open(self.path) as file:
             while block := file.read(_CHUNK_BYTES):
@@ -74,7 +74,7 @@ class FilePart:
 def file_part(path: Path) -> FilePart:
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(
-            f"{path} is not a kind of file that can be read.",
+            f"{path} is not a supported data file.",
             do=f"use one that ends in {' or '.join(SUFFIXES)}",
         )
     return FilePart(path=path)
@@ -84,7 +84,7 @@ def _open(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
-        raise UserError(f"Cannot read the data set {path}.", why=str(error)) from error
+        raise UserError(f"Cannot read the dataset {path}.", why=str(error)) from error
 
 
 def _read_lines(path: Path, file: BinaryIO) -> Iterator[Found]:
@@ -109,14 +109,16 @@ def _read_lines(path: Path, file: BinaryIO) -> Iterator[Found]:
 
 def _hint(path: Path, number: int) -> str:
     if path.suffix.lower() == ".json":
-        return "a .json file holds an array of rows, or one row a line"
+        return "a .json file holds an array of rows, or one row per line"
     return (
-        "a .jsonl file holds one row a line; an array of rows belongs in a .json file" if number == 1 else ""
+        "a .jsonl file holds one row per line; an array of rows belongs in a .json file"
+        if number == 1
+        else ""
     )
 
 
 def _read_json(path: Path, file: BinaryIO) -> Iterator[Found]:
-    """An array of rows, read piece by piece; a file that starts with an object is read as lines."""
+    """Read an array of rows in chunks; a file that starts with an object is read as JSON Lines."""
     first = _first_character(file)
     if first == "{":
         return _read_lines(path, file)
@@ -153,7 +155,7 @@ def _read_array(path: Path, raw: BinaryIO) -> Iterator[Found]:
             text, place = text[place:], 0
             if len(text) > LARGEST_ROW_BYTES:
                 raise _too_large(f"Row {number + 1} of {path}") from error
-            # Twice as much each time, so that a large row is not parsed from its start again and again.
+            # Double the chunk each time, so that a large row is not parsed many times.
             more = _read_text(path, file, max(need, len(text)))
             ended = not more
             text += more
@@ -161,7 +163,7 @@ def _read_array(path: Path, raw: BinaryIO) -> Iterator[Found]:
         number += 1
         if not isinstance(row, dict):
             raise UserError(
-                f"{path} is not a list of rows.", why=f"row {number} is not a JSON object but {row!r:.60}."
+                f"{path} is not a list of rows.", why=f"row {number} is not a JSON object: {row!r:.60}."
             )
         yield Found(row, number, raw.tell())
         place = end
@@ -184,11 +186,11 @@ def _read_text(path: Path, file: io.TextIOWrapper, size: int) -> str:
     try:
         return file.read(size)
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not text in UTF-8.", why=str(error)) from error
+        raise UserError(f"{path} is not UTF-8 text.", why=str(error)) from error
 
 
 def _read_csv(path: Path, file: BinaryIO, *, delimiter: str) -> Iterator[Found]:
-    csv.field_size_limit(LARGEST_ROW_BYTES)  # the library's own limit of 128 KiB is less than one long answer
+    csv.field_size_limit(LARGEST_ROW_BYTES)  # the default of 128 KiB is too small for long answers
     reader = csv.reader(_decoded_lines(path, file), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     line = 1
@@ -212,15 +214,15 @@ def _read_csv(path: Path, file: BinaryIO, *, delimiter: str) -> Iterator[Found]:
 
 
 def _decoded_lines(path: Path, file: BinaryIO) -> Iterator[str]:
-    """Lines of text. Bad bytes are looked for in each by itself: the decoder reads ahead and would name a line long
-    before theirs."""
+    """Yield the decoded lines. Invalid bytes are searched in each line, since the decoder reads ahead and would report
+    an earlier line."""
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
     for number, line in enumerate(text, start=1):
         try:
             line.encode()
         except UnicodeEncodeError as error:
             raise UserError(
-                f"{path}, line {number} is not text in UTF-8.",
+                f"{path}, line {number} is not UTF-8 text.",
                 why=f"character {error.start + 1} of the line is the byte 0x{ord(line[error.start]) - 0xDC00:02x}.",
                 do="save the file as UTF-8",
             ) from error
@@ -232,7 +234,7 @@ def _check_header(path: Path, names: list[str]) -> list[str]:
     if not all(names) or len(set(names)) < len(names):
         raise UserError(
             f"{path}, line 1 does not name the columns.",
-            why=f"every column needs a name of its own; found {', '.join(map(repr, names))}.",
+            why=f"every column needs a unique name; found {', '.join(map(repr, names))}.",
         )
     return names
 

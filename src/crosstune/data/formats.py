@@ -1,4 +1,4 @@
-"""Rows of any known shape to conversations; the shape is recognised by its columns."""
+"""Detect the format of rows by their columns, and convert rows to conversations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Row = Mapping[str, Any]
 Turn = dict[str, Any]
 Conversation = list[Turn] | str
 
-# Format -> the columns that tell it, the first that fits is taken.
+# Format -> the columns that identify it; the first match wins.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),
@@ -21,16 +21,16 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "question_answer": ("question", "answer"),
     "text": ("text",),
 }
-# Read only when asked for: the columns are those of another format.
+# Used only when requested: the columns are those of another format.
 HIDDEN_COLUMNS: Mapping[str, tuple[str, ...]] = {"guanaco": ("text",)}
-# Read where a row has them, beside the columns that tell the format.
+# Optional columns, read in addition to those of the format.
 SYSTEM_COLUMNS = ("system", "system_prompt")
 TOOLS_COLUMN = "tools"
 _MORE_COLUMNS: Mapping[str, tuple[str, ...]] = {"alpaca": ("input",), "question_answer": ("context",)}
 _WITHOUT_TURNS = ("text",)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TURN_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
-"""What a message may have beside role and content; the chat template decides what becomes of it."""
+"""Keys of a message besides role and content; the chat template decides how to render them."""
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
 _IMAGE_COLUMNS = ("image", "images", "pixel_values", "video", "audio")
@@ -38,21 +38,21 @@ _GUANACO_TURNS = {"### Human:": "user", "### Assistant:": "assistant"}
 
 
 def recognise(first: Row, *, asked: str, source: str) -> str:
-    """The format of a data set, by the columns of its first row."""
+    """Return the requested format, or detect it from the columns of the first row."""
     _check_media(first, what=source)
     if asked != "auto":
         return asked
     found = _fitting(first)
     if not found:
         raise UserError(
-            f"The columns of {source} are not known: {', '.join(map(str, first)) or 'none'}.",
+            f"The columns of {source} fit no known format: {', '.join(map(str, first)) or 'none'}.",
             do=f"rename them to one of: {_known_columns()}",
         )
     return found[0]
 
 
 def to_conversation(row: Row, form: str) -> Conversation:
-    """Messages, or a plain text for the format that has no turns. An answer that is missing is an empty one."""
+    """Return the messages of a row, or its text for the format without turns. A missing answer is an empty one."""
     _check_media(row, what="It")
     _check_columns(row, form)
     if form in _WITHOUT_TURNS:
@@ -65,7 +65,7 @@ def to_conversation(row: Row, form: str) -> Conversation:
 
 
 def tools_of(row: Row) -> list[Any] | None:
-    """The functions that the model may call in this conversation, as its chat template takes them."""
+    """Return the tools that the model may call in this conversation, in the form the chat template takes."""
     tools = _parsed(row.get(TOOLS_COLUMN) or None)
     if tools is not None and not isinstance(tools, list):
         raise UserError(f"The column {TOOLS_COLUMN} must hold a list.", why=f"found {_short(tools)}")
@@ -73,7 +73,7 @@ def tools_of(row: Row) -> list[Any] | None:
 
 
 def unused_columns(row: Row, form: str) -> set[str]:
-    """Columns that hold something and are not read."""
+    """Return the non-empty columns that are not read."""
     used = {*_needed(form), *_MORE_COLUMNS.get(form, ())}
     if form not in _WITHOUT_TURNS:
         used |= {TOOLS_COLUMN} | ({column} if (column := _system_column(row)) is not None else set())
@@ -81,7 +81,7 @@ def unused_columns(row: Row, form: str) -> set[str]:
 
 
 def turn_keys(conversation: Conversation) -> set[str]:
-    """What its messages have beside role and content."""
+    """Return the keys of the messages besides role and content."""
     return {key for turn in conversation for key in turn if isinstance(turn, dict) and key in TURN_KEYS}
 
 
@@ -106,7 +106,7 @@ def _turns(row: Row, form: str) -> list[Turn]:
 
 
 def has_empty_answer(conversation: Conversation) -> bool:
-    """Whether there is nothing to learn from some answer, or from the whole text."""
+    """Return whether an answer, or the whole text, is empty."""
     if isinstance(conversation, str):
         return not conversation.strip()
     return any(
@@ -116,10 +116,10 @@ def has_empty_answer(conversation: Conversation) -> bool:
 
 
 def as_messages(value: Any) -> list[Turn]:
-    """A conversation as messages of role, content and `TURN_KEYS`, in a sensible order; anything else is a UserError."""
+    """Return a conversation as messages with role, content and `TURN_KEYS`; raise a UserError when it is not valid."""
     value = _parsed(value)
     if not isinstance(value, list) or not value:
-        raise UserError("A conversation must be a list of messages that is not empty.")
+        raise UserError("A conversation must be a non-empty list of messages.")
     messages = [_message(item) for item in value]
     _check_order([message["role"] for message in messages])
     return messages
@@ -128,10 +128,10 @@ def as_messages(value: Any) -> list[Turn]:
 def _message(item: Any) -> Turn:
     calls = isinstance(item, Mapping) and bool(item.get("tool_calls"))
     if not isinstance(item, Mapping) or "role" not in item or not ("content" in item or calls):
-        raise UserError("Every message needs a role and a content.", why=f"found {_short(item)}")
+        raise UserError("Every message needs role and content.", why=f"found {_short(item)}")
     role = str(item["role"])
     if role not in ROLES:
-        raise UserError(f"Unknown role '{role}'.", do=f"the roles that exist: {', '.join(ROLES)}")
+        raise UserError(f"Unknown role '{role}'.", do=f"the roles are: {', '.join(ROLES)}")
     content = item.get("content")
     if content is None and role == "assistant":
         content = ""
@@ -158,7 +158,7 @@ def _check_order(roles: list[str]) -> None:
         if role in ("system", "developer") and place > 0:
             raise UserError(
                 f"The roles are out of order: {role} is turn {place + 1}.",
-                why="instructions of the system come first.",
+                why="system instructions come first.",
             )
         if role == "assistant" and "user" not in roles[:place]:
             raise UserError(
@@ -173,7 +173,7 @@ def _check_columns(row: Row, form: str) -> None:
     if not missing:
         return
     others = [name for name in _fitting(row) if name != form]
-    mixed = f" This row looks like {others[0]}: formats cannot be mixed in one data set." if others else ""
+    mixed = f" This row looks like {others[0]}: formats cannot be mixed in one dataset." if others else ""
     raise UserError(
         f"It has no column {' or '.join(missing)}.",
         why=f"rows of the format {form} need {', '.join(needed)}; it has {', '.join(map(str, row)) or 'none'}.{mixed}",
@@ -193,8 +193,8 @@ def _check_media(row: Row, *, what: str) -> None:
     if media:
         raise UserError(
             f"{what} has columns that are not text: {', '.join(media)}.",
-            why="this kind of training reads text alone.",
-            do="use a data set of text, or take these columns out",
+            why="this recipe reads text only.",
+            do="use a text dataset, or remove these columns",
         )
 
 
@@ -216,13 +216,13 @@ def _sharegpt_message(item: Any) -> Turn:
     role = _SHAREGPT_ROLES.get(str(item["from"]))
     if role is None:
         raise UserError(
-            f"Unknown speaker '{item['from']}'.", do=f"the speakers that exist: {', '.join(_SHAREGPT_ROLES)}"
+            f"Unknown speaker '{item['from']}'.", do=f"the speakers are: {', '.join(_SHAREGPT_ROLES)}"
         )
     return {"role": role, "content": item["value"]} | {key: item[key] for key in TURN_KEYS if key in item}
 
 
 def _guanaco_turns(text: str) -> list[Turn]:
-    """`### Human: ...### Assistant: ...` as turns."""
+    """Split `### Human: ...### Assistant: ...` into turns."""
     turns: list[Turn] = []
     for piece in text.split("###")[1:]:
         mark = next((mark for mark in _GUANACO_TURNS if ("###" + piece).startswith(mark)), None)
@@ -235,7 +235,7 @@ def _guanaco_turns(text: str) -> list[Turn]:
 
 
 def _parsed(value: Any) -> Any:
-    """CSV has no lists, so a conversation may come as JSON text."""
+    """Parse a list that is given as JSON text, since CSV has no lists."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             return json.loads(value)
@@ -256,5 +256,5 @@ def _answer(row: Row, column: str) -> str:
 
 
 def _short(value: Any) -> str:
-    words = json.dumps(value, ensure_ascii=False, default=str)
-    return words if len(words) <= 80 else words[:77] + "..."
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, read through `datasets`; code that a data set brings along is never run."""
+"""Read datasets of the Hugging Face hub with `datasets`; dataset scripts are never run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
 
 @dataclass(frozen=True, kw_only=True)
 class HubPart:
-    """One split of a data set of the hub, memory-mapped by `datasets`."""
+    """One split of a hub dataset, memory-mapped by `datasets`."""
 
     repo: str
     split: str
@@ -37,7 +37,7 @@ class HubPart:
         return f"Row {number} of {self.repo} ({self.split})"
 
     def digest(self) -> str:
-        """sha256 of the rows as JSON: the same on every machine, whatever its versions of the libraries."""
+        """Return the sha256 of the rows as JSON, which does not depend on library versions."""
         total = hashlib.sha256()
         for found in self.rows():
             total.update(json.dumps(found.row, sort_keys=True, default=str).encode())
@@ -50,7 +50,7 @@ class HubPart:
 
 
 def open_hub(repo: str, *, known: str) -> dict[str, HubPart]:
-    """Split name -> its rows. `known` says which names exist beside the hub, for an id that is not there."""
+    """Return split name -> its rows. `known` lists the names outside the hub, for the error about an unknown id."""
     data = _load(repo, known=known)
     parts = {}
     for split, rows in data.items():
@@ -65,8 +65,8 @@ def _load(repo: str, *, known: str) -> DatasetDict:
         from datasets.exceptions import DatasetNotFoundError, DatasetsError
     except ImportError as error:
         raise UserError(
-            f"Cannot read the data set '{repo}' of the hub.",
-            why="it needs the library `datasets`.",
+            f"Cannot read the hub dataset '{repo}'.",
+            why="it needs the `datasets` library.",
             do=f"run: {INSTALL_DATA}",
         ) from error
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
@@ -78,28 +78,28 @@ def _load(repo: str, *, known: str) -> DatasetDict:
         raise _missing(repo, error, known=known) from error
     except (OfflineModeIsEnabled, ConnectionError, OSError) as error:
         raise UserError(
-            f"The data set '{repo}' cannot be fetched from the hub, and it is not on this machine.",
+            f"The dataset '{repo}' cannot be fetched from the hub, and it is not on this machine.",
             why=_line(error),
             do="check the connection, or download it elsewhere and give the path of its files",
         ) from error
     except (HfHubHTTPError, DatasetsError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"The data set '{repo}' cannot be read.",
+            f"The dataset '{repo}' cannot be read.",
             why=_line(error),
-            do="download its files and give their path; data sets that bring their own code are not run",
+            do="download its files and give their path; datasets that need their own code are not supported",
         ) from error
 
 
 def _missing(repo: str, error: Exception, *, known: str) -> UserError:
-    words = str(error).lower()
-    if "gated" in words:
+    message = str(error).lower()
+    if "gated" in message:
         return UserError(
-            f"The data set '{repo}' is gated.",
+            f"The dataset '{repo}' is gated.",
             why=_line(error),
             do=f"accept its terms at https://huggingface.co/datasets/{repo}, then run: hf auth login",
         )
     return UserError(
-        f"There is no data set '{repo}'.",
+        f"There is no dataset '{repo}'.",
         why=f"it is neither a file here nor on the hub, or it is private: {_line(error)}",
         do=f"give the path of a file or folder, a hub id, or a known name: {known}",
     )
@@ -111,9 +111,9 @@ def _refuse_media(repo: str, rows: Dataset) -> None:
     ]
     if media:
         raise UserError(
-            f"The data set '{repo}' has columns that are not text: {', '.join(media)}.",
-            why="this kind of training reads text alone.",
-            do="use a data set of text, or save it without these columns",
+            f"The dataset '{repo}' has columns that are not text: {', '.join(media)}.",
+            why="this recipe reads text only.",
+            do="use a text dataset, or save it without these columns",
         )
 
 

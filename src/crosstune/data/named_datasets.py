@@ -1,4 +1,4 @@
-"""Data sets known by a short name: the bundled one, the generated one, and those of the original tool."""
+"""List the datasets that have a short name: the bundled one, the generated one, and some of the hub."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from crosstune.data.files import Found, Row
 
 DUMMY = "dummy"
 DEFAULT_SAMPLES = 512
-"""Rows of `dummy` and `alpaca_sample` when nobody says how many."""
+"""The default number of rows of `dummy` and `alpaca_sample`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubName:
-    """A data set of the hub, how its rows are read, and how many of them by default (-1: all)."""
+    """A hub dataset, the format of its rows, and the default number of rows (-1 for all)."""
 
     repo: str
     form: str
@@ -40,21 +40,21 @@ def known_names() -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RowsPart:
-    """Rows that are in memory already."""
+    """Rows that are already in memory."""
 
     name: str
-    held: list[Row]
+    loaded: list[Row]
 
     @property
     def size_bytes(self) -> int:
-        return sum(len(repr(row)) for row in self.held)
+        return sum(len(repr(row)) for row in self.loaded)
 
     def place(self, number: int) -> str:
         return f"Row {number} of {self.name}"
 
     def digest(self) -> str:
-        return hashlib.sha256(repr(self.held).encode()).hexdigest()
+        return hashlib.sha256(repr(self.loaded).encode()).hexdigest()
 
     def rows(self) -> Iterator[Found]:
-        for number, row in enumerate(self.held, start=1):
+        for number, row in enumerate(self.loaded, start=1):
             yield Found(row, number, 0)

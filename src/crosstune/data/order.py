@@ -1,4 +1,4 @@
-"""Which examples make up which step: a function of seed and position alone, the same on any number of devices."""
+"""Compute which examples a step trains on, from seed and step alone, for any number of devices."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def epoch_order(num_examples: int, *, seed: int, epoch: int) -> NDArray[np.int64
 
 
 def rows_in_epochs(num_examples: int, num_epochs: float) -> int:
-    """Rows of so many epochs, the last of which may be a part of one; at least one row of any part."""
+    """Return the number of rows in `num_epochs` epochs, rounded up; the last epoch may be partial."""
     return math.ceil(round(num_examples * num_epochs, 6))
 
 
 def total_steps(num_examples: int, *, rows_per_step: int, num_epochs: float, max_steps: int) -> int:
-    """Steps until every epoch is done, the last one perhaps with fewer rows; cut at max_steps."""
+    """Return the number of steps for all epochs, at most max_steps; the last step may have fewer rows."""
     num_rows = rows_in_epochs(num_examples, num_epochs)
     return steps_of_rows(num_rows, rows_per_step=rows_per_step, num_epochs=num_epochs, max_steps=max_steps)
 
@@ -35,7 +35,7 @@ def steps_of_rows(num_rows: int, *, rows_per_step: int, num_epochs: float, max_s
 def rows_of_step(
     step: int, *, num_examples: int, rows_per_step: int, num_rows_in_all: int, seed: int
 ) -> list[int]:
-    """Indices of the examples of optimizer step `step`, counted from 0. Epochs follow each other without a gap."""
+    """Return the example indices of optimizer step `step`, counted from 0. A step may span two epochs."""
     first = step * rows_per_step
     last = min(first + rows_per_step, num_rows_in_all)
     indices = []

@@ -1,4 +1,4 @@
-"""Whole documents into rows: first fit over a window of open rows, in the order of the stream."""
+"""Pack whole documents into rows: first fit over a window of open rows, in stream order."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from crosstune.data.order import epoch_order
 
 OPEN_ROWS = 64
-"""Rows that are filled at the same time. More fill better and keep the documents of the stream less together."""
+"""Number of rows filled at the same time. More rows pack better but move documents further from their order."""
 
 
 class Packer:
-    """Takes documents one by one and gives rows back as they are done."""
+    """Take documents one by one, and return rows as they are completed."""
 
     def __init__(self, *, capacity: int, num_open: int = OPEN_ROWS) -> None:
         self.capacity = capacity
@@ -26,7 +26,7 @@ class Packer:
         self._free = np.zeros(num_open, dtype=np.int64)
 
     def add(self, document: int, length: int) -> list[list[int]]:
-        """Put a document into the first open row with room for it. Returns the rows that are done by that."""
+        """Put a document into the first open row with room for it; return the rows that this completes."""
         assert 0 < length <= self.capacity, f"document {document} has {length} of {self.capacity} tokens"
         done: list[list[int]] = []
         fits = self._free[: len(self._rows)] >= length
@@ -44,7 +44,7 @@ class Packer:
         return done
 
     def flush(self) -> list[list[int]]:
-        """The rows that are still open, the oldest first."""
+        """Return the rows that are still open, oldest first."""
         rows, self._rows = self._rows, []
         return rows
 
@@ -56,7 +56,7 @@ class Packer:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRows:
-    """Rows of documents as two flat arrays."""
+    """Rows of documents, stored as two flat arrays."""
 
     documents: NDArray[np.int64]
     ends: NDArray[np.int64]
@@ -70,7 +70,7 @@ class PackedRows:
 
 
 def pack(order: NDArray[np.int64], lengths: NDArray[np.int64], *, capacity: int) -> PackedRows:
-    """All rows of a stream of documents: `order` names them, `lengths[d]` is the length of document d."""
+    """Pack the documents in `order`; `lengths[d]` is the length of document d."""
     packer = Packer(capacity=capacity)
     documents, ends = array("q"), array("q")
 
@@ -88,14 +88,14 @@ def pack(order: NDArray[np.int64], lengths: NDArray[np.int64], *, capacity: int)
 
 
 class PackedOrder:
-    """The rows of all epochs, one after the other. Each epoch is packed by itself, from its own order of documents,
-    so any row follows from seed and position alone."""
+    """The packed rows of all epochs in sequence. Each epoch is packed separately, so any row depends only on the seed
+    and its position."""
 
     def __init__(self, lengths: NDArray[np.int64], *, capacity: int, seed: int) -> None:
         self.lengths, self.capacity, self.seed = lengths, capacity, seed
         self._counts: list[int] = []
         self._packed: dict[int, PackedRows] = {}
-        self._lock = threading.RLock()  # the next steps are prepared in a thread beside the loop
+        self._lock = threading.RLock()  # a thread prepares the next steps
 
     def epoch(self, number: int) -> PackedRows:
         with self._lock:
@@ -105,14 +105,14 @@ class PackedOrder:
         if number not in self._packed:
             order = epoch_order(len(self.lengths), seed=self.seed, epoch=number)
             packed = pack(order, self.lengths, capacity=self.capacity)
-            # A step touches at most the end of one epoch and the start of the next, unless epochs are tiny.
+            # A step needs at most the end of one epoch and the start of the next, unless epochs are tiny.
             self._packed = {key: rows for key, rows in self._packed.items() if key >= number - 1} | {
                 number: packed
             }
         return self._packed[number]
 
     def num_rows(self, num_epochs: float, *, at_most: int | None = None) -> int:
-        """Rows of so many passes; counting stops at `at_most`."""
+        """Return the number of rows in `num_epochs` epochs; stop counting at `at_most`."""
         total = 0
         for number in range(math.ceil(num_epochs)):
             share = min(1.0, num_epochs - number)
@@ -122,7 +122,7 @@ class PackedOrder:
         return total
 
     def rows(self, first: int, last: int) -> list[NDArray[np.int64]]:
-        """The documents of rows `first` to `last` (not included), counted over all epochs."""
+        """Return the documents of rows `first` to `last` (exclusive), counted over all epochs."""
         found: list[NDArray[np.int64]] = []
         epoch, start = 0, 0
         while start < last:
@@ -133,7 +133,7 @@ class PackedOrder:
         return found
 
     def place(self, row: int) -> tuple[int, int]:
-        """The epoch of a row, and its number in there."""
+        """Return the epoch of a row, and its index in that epoch."""
         epoch = 0
         while row >= self._count(epoch):
             row -= self._count(epoch)
@@ -141,7 +141,7 @@ class PackedOrder:
         return epoch, row
 
     def fill(self) -> float:
-        """How much of the rows of the first epoch is tokens."""
+        """Return the fraction of the first epoch's rows that is filled with tokens."""
         return float(self.lengths.sum()) / (self._count(0) * self.capacity)
 
     def _count(self, epoch: int) -> int:

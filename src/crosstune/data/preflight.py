@@ -1,4 +1,4 @@
-"""What should be known about the data before the machine is busy with it for hours."""
+"""Check the data before training and report what looks wrong."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from crosstune.data.corpus import Corpus
 from crosstune.data.named_datasets import DUMMY
 from crosstune.data.tokenizer import Tokenizer
 
-# Below this share of supervised tokens most of the work goes into prompts that teach nothing.
+# Below this share of supervised tokens, most of the compute is spent on prompts.
 LOW_SUPERVISED_SHARE = 0.01
 
 
 def leave_out_unsupervised(corpus: Corpus, *, source: str) -> tuple[Corpus, int]:
-    """A row without a supervised token teaches nothing and would make a step of nothing."""
-    taught = np.flatnonzero(corpus.num_supervised > 0)
-    if not len(taught):
+    """Return the rows with a supervised token, and the number of the others, which have no loss."""
+    supervised = np.flatnonzero(corpus.num_supervised > 0)
+    if not len(supervised):
         raise UserError(
             f"No token of {source} is supervised: there is nothing to learn.",
-            why="no row has an answer of the assistant within the context.",
+            why="no row has an assistant's answer within the context.",
             do="check the roles of the messages, raise --context_length, or pass --train_on_prompt",
         )
-    return corpus.part(taught), len(corpus) - len(taught)
+    return corpus.part(supervised), len(corpus) - len(supervised)
 
 
 def num_shared(train: Corpus, held_out: Corpus) -> int:
-    """Held-out examples that are in the training data too, and so measure memory."""
+    """Return the number of held-out examples that are also in the training data."""
     return int(np.isin(held_out.hashes(), train.hashes()).sum())
 
 
 def format_warnings(config: Config, tokenizer: Tokenizer, *, form: str) -> Sequence[str]:
-    """What the model's tokenizer lacks for such data, and what was asked that such data has no use for."""
+    """Return warnings about what the tokenizer lacks for this format, and about options without effect."""
     if form == DUMMY:
         return []
     plain = form == "text"
     rows = (
         (
             not plain and not tokenizer.chat_template,
-            "this model has no chat template: turns are written as `User: ...` and `Assistant: ...` on lines of their own, "
-            "and the template for that is saved beside the result",
+            "this model has no chat template: turns are written as lines `User: ...` and `Assistant: ...`, "
+            "and the template for this is saved with the result",
         ),
         (
             not tokenizer.eos_token and (plain or not tokenizer.chat_template),
@@ -52,7 +52,7 @@ def format_warnings(config: Config, tokenizer: Tokenizer, *, form: str) -> Seque
         ),
         (
             bool(last := "" if plain else _unending(tokenizer)),
-            f"the chat template ends an answer with {last!r}, which is no end token of this model: it learns to go on",
+            f"the chat template ends an answer with {last!r}, which is not an end token of this model: it will not stop",
         ),
         (plain and config.train_on_prompt, "train_on_prompt has no effect: a plain text has no prompt"),
         (
@@ -64,13 +64,15 @@ def format_warnings(config: Config, tokenizer: Tokenizer, *, form: str) -> Seque
 
 
 def _unending(tokenizer: Tokenizer) -> str:
-    """The last token of an answer, where the model does not stop at it."""
+    """Return the last token of an answer if the model does not stop at it, or else an empty string."""
     if not tokenizer.chat_template:
         return ""
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good morning"}]
     try:
         example = encode_conversation(turns, tokenizer, index=0, whole=False)
-    except UserError:  # a template for other turns than these; the data's own rows tell what it takes
+    except (
+        UserError
+    ):  # the template takes other turns; errors for the rows of the data are reported elsewhere
         return ""
     learned = example.tokens[example.supervised]
     if not len(learned) or int(learned[-1]) in tokenizer.stop_ids:
@@ -79,7 +81,7 @@ def _unending(tokenizer: Tokenizer) -> str:
 
 
 def warnings_of(train: dict[str, Any], *, num_shared: int) -> Sequence[str]:
-    """What someone should look at before the machine is busy for hours."""
+    """Return the warnings that the statistics of the training data call for."""
     examples = train["examples"]
     rows = (
         (train["empty_answers"], f"{train['empty_answers']:,} rows have an empty answer and are left out"),
@@ -89,8 +91,8 @@ def warnings_of(train: dict[str, Any], *, num_shared: int) -> Sequence[str]:
         ),
         (
             train["unlocated_answers"],
-            f"{train['unlocated_answers']:,} answers are changed by the chat template so much that they cannot be "
-            "located; they carry no loss",
+            f"{train['unlocated_answers']:,} answers cannot be located because the chat template changes them; "
+            "they carry no loss",
         ),
         (
             train["cut_examples"],

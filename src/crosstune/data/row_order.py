@@ -1,4 +1,4 @@
-"""Which examples make up which step, packed or not: what every recipe over a list of examples shares."""
+"""Compute which examples a step trains on, packed or not, for any recipe over a list of examples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from crosstune.data.packing import PackedOrder
 
 @dataclass(frozen=True, kw_only=True)
 class RowOrder:
-    """A step is a function of its number: no iterator has to be saved, and any step can be made again."""
+    """The order of examples. A step depends only on its number, so there is no iterator state to save."""
 
     num_examples: int
     seed: int
@@ -22,7 +22,7 @@ class RowOrder:
     max_steps: int
     """-1 for no limit."""
     packed: PackedOrder | None = None
-    """Given where rows hold several examples."""
+    """Set when rows hold several examples."""
 
     @classmethod
     def from_config(cls, config: Config, *, num_examples: int, packed: PackedOrder | None = None) -> RowOrder:
@@ -51,7 +51,7 @@ class RowOrder:
         )
 
     def rows(self, step: int) -> list[list[int]]:
-        """Return the examples in each row of a step, counted from 0; one a row unless rows are packed."""
+        """Return the example indices of each row of step `step`, counted from 0; one per row unless rows are packed."""
         first = step * self.rows_per_step
         if self.packed is not None:
             in_all = self._num_packed_rows(self.packed)
@@ -68,14 +68,14 @@ class RowOrder:
         return [[index] for index in indices]
 
     def position(self, step: int) -> dict[str, int]:
-        """Return how far in the data a run is after `step` steps. Rows are packed an epoch at a time, from its order
-        alone: no half-filled row outlives a step."""
+        """Return the position in the data after `step` steps. Rows are packed per epoch, so no partly filled row has to
+        be saved."""
         done = step * self.rows_per_step
         epoch, row = divmod(done, self.num_examples) if self.packed is None else self.packed.place(done)
         return {"rows_done": done, "epoch": epoch, "row_in_epoch": row}
 
     def identity(self) -> Mapping[str, Any]:
-        """Return everything beside the examples that decides which of them make up which step."""
+        """Return everything, except the examples, that decides which examples a step trains on."""
         return {
             "seed": self.seed,
             "rows_per_step": self.rows_per_step,

@@ -1,4 +1,4 @@
-"""Where rows come from: a known name, a file, a folder of files, or a data set of the hub."""
+"""Open the source of rows: a known name, a file, a folder of files, or a hub dataset."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from crosstune.data.named_datasets import BUNDLED, DUMMY, HUB_NAMES, RowsPart, k
 
 
 class Part(Protocol):
-    """A piece of a source that is read from its start to its end."""
+    """One file or split of a source, read sequentially."""
 
     @property
     def name(self) -> str: ...
@@ -33,15 +33,15 @@ class Part(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Rows to train on, and the held-out ones that came with them."""
+    """The rows to train on, and the held-out rows that come with them."""
 
     name: str
     parts: tuple[Part, ...]
     held_out: tuple[Part, ...] = ()
     form: str = "auto"
-    """The format a known name stands for."""
+    """The format of a known name."""
     samples: int = -1
-    """Rows a known name stands for; -1 for all."""
+    """The default number of rows of a known name; -1 for all."""
 
     @property
     def size_bytes(self) -> int:
@@ -51,11 +51,11 @@ class Source:
         return replace(self, parts=self.held_out, held_out=())
 
     def digest(self) -> str:
-        """sha256 of the contents, wherever they lie."""
+        """Return the sha256 of the contents, which does not depend on their location."""
         return hashlib.sha256("".join(part.digest() for part in self.parts).encode()).hexdigest()
 
     def rows(self) -> Iterator[tuple[Part, Found, int]]:
-        """Every row with the part it comes from and the bytes of the source read until its end."""
+        """Yield every row with its part and the number of bytes of the source read so far."""
         before = 0
         for part in self.parts:
             for found in part.rows():
@@ -63,7 +63,7 @@ class Source:
             before += part.size_bytes
 
     def pick(self, indices: Collection[int]) -> dict[int, Row]:
-        """The rows with these numbers, counted from 0; reading stops behind the last of them."""
+        """Return the rows with these indices; stop reading after the last of them."""
         wanted, last = set(indices), max(indices, default=-1)
         picked: dict[int, Row] = {}
         for index, (_, found, _) in enumerate(self.rows()):
@@ -75,9 +75,9 @@ class Source:
 
 
 def open_source(name: str) -> Source:
-    """The source behind what --dataset says. An unknown name answers with the known ones."""
+    """Open the source that --dataset names; raise a UserError with the known names when it is unknown."""
     if name in BUNDLED:
-        parts = [RowsPart(name=name, held=BUNDLED[name](split)) for split in ("train", "test")]
+        parts = [RowsPart(name=name, loaded=BUNDLED[name](split)) for split in ("train", "test")]
         return Source(name=name, parts=(parts[0],), held_out=(parts[1],), form="messages")
     if name == DUMMY:
         return Source(name=name, parts=(), form=DUMMY)
@@ -96,30 +96,28 @@ def open_source(name: str) -> Source:
 
 
 def check_name(name: str) -> None:
-    """Raise where nothing can be behind a name, without opening anything: before a model is fetched for it."""
+    """Raise a UserError when a name cannot be a dataset, without opening it: before a model is downloaded."""
     path = Path(name).expanduser()
     if not (name in known_names() or path.exists() or _may_be_hub_id(name)):
         raise _unknown(name)
 
 
 def _may_be_hub_id(name: str) -> bool:
-    """`org/name`, and nothing that can only be a path."""
-    words = name.split("/")
-    return len(words) == 2 and all(words) and words[0][0].isalnum() and Path(name).suffix not in SUFFIXES
+    """Return whether a name has the form `org/name` and is not a file path."""
+    parts = name.split("/")
+    return len(parts) == 2 and all(parts) and parts[0][0].isalnum() and Path(name).suffix not in SUFFIXES
 
 
 def _of_splits(name: str, splits: dict[str, HubPart]) -> Source:
     train = splits.get("train") or (next(iter(splits.values())) if len(splits) == 1 else None)
     if train is None:
-        raise UserError(
-            f"The data set '{name}' has no split named train.", why=f"it has {', '.join(splits)}."
-        )
+        raise UserError(f"The dataset '{name}' has no split named train.", why=f"it has {', '.join(splits)}.")
     held_out = [splits[split] for split in HELD_OUT_SPLITS if split in splits and splits[split] is not train]
     return Source(name=name, parts=(train,), held_out=tuple(held_out[:1]))
 
 
 def _open_folder(name: str, folder: Path) -> Source:
-    """All files of a folder, in order of their names; those named after a held-out split are held out."""
+    """Open all data files of a folder, sorted by name; those named after a held-out split are held out."""
     files = sorted(
         path
         for path in folder.rglob("*")
@@ -127,7 +125,7 @@ def _open_folder(name: str, folder: Path) -> Source:
     )
     if not files:
         raise UserError(
-            f"The folder {folder} holds no data.", do=f"put files in it that end in {', '.join(SUFFIXES)}"
+            f"The folder {folder} holds no data.", do=f"put files into it that end in {', '.join(SUFFIXES)}"
         )
     by_split: dict[str, list[FilePart]] = {}
     for path in files:
@@ -142,18 +140,18 @@ def _open_folder(name: str, folder: Path) -> Source:
 
 
 def split_of(path: Path) -> str:
-    """The split that the first folder or the name of a file stands for: `test.jsonl`, `validation/0.json`,
-    `val-00000-of-00002.parquet`; train unless it says otherwise."""
-    words: Sequence[str] = [*path.parts[:-1], path.stem]
-    for word in words:
-        start = word.lower().replace("_", "-").replace(".", "-").split("-")[0]
+    """Return the split that a folder or file name begins with, as in `test.jsonl`, `validation/0.json` or
+    `val-00000-of-00002.parquet`; train by default."""
+    names: Sequence[str] = [*path.parts[:-1], path.stem]
+    for name in names:
+        start = name.lower().replace("_", "-").replace(".", "-").split("-")[0]
         if start in HELD_OUT_SPLITS:
             return start
     return "train"
 
 
 def _hidden(path: Path, folder: Path) -> bool:
-    return any(word.startswith((".", "_")) for word in path.relative_to(folder).parts)
+    return any(name.startswith((".", "_")) for name in path.relative_to(folder).parts)
 
 
 def _unknown(name: str) -> UserError:
@@ -161,7 +159,7 @@ def _unknown(name: str) -> UserError:
     close = nearest(name, names)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     return UserError(
-        f"There is no data set '{name}'.",
+        f"There is no dataset '{name}'.",
         why="it is neither a known name nor a file or folder here.",
         do=f"{hint}Give the path of a {', '.join(SUFFIXES)} file or of a folder, a hub id (org/name), "
         f"or a known name: {', '.join(names)}.",

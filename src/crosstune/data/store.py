@@ -1,4 +1,4 @@
-"""Tokens of a whole data set as flat arrays: written once from front to back, read at random, in memory or on disk."""
+"""Store the tokens of a dataset as flat arrays, in memory or on disk: written sequentially, read at random."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from crosstune.data.token_batch import IntArray
 
 _BLOCK_EXAMPLES = 4096
 
-# Array -> its type on disk. An example's tokens are `tokens[ends[i - 1]:ends[i]]`.
+# Array -> its dtype on disk. The tokens of example i are `tokens[ends[i - 1]:ends[i]]`.
 ARRAYS: Mapping[str, str] = {
     "tokens": "<i4",
     "supervised": "|b1",
@@ -30,8 +30,8 @@ ARRAYS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class FileArray:
-    """Slices of an array on disk, each read when it is asked for. A map of the file would do the same, but what has
-    been read of it would count as memory of the process until the system wants it back."""
+    """An array on disk whose slices are read on access. A memory map would count the pages read as memory of the
+    process until the system reclaims them."""
 
     path: Path
     kind: str
@@ -49,12 +49,12 @@ class TokenStore:
     supervised: NDArray[np.bool_] | FileArray
     ends: NDArray[np.int64]
     rows: NDArray[np.int64]
-    """For each example the number of its row in the source, from 0."""
+    """The index of each example's row in the source."""
     hashes: NDArray[np.uint64]
     num_supervised: NDArray[np.int32]
-    """Tokens that carry loss; the first of an example has nothing before it to be predicted from."""
+    """Number of tokens with loss. The first token of an example is never predicted."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What was seen while writing: rows read, rows left out."""
+    """Counts from writing: rows read, rows left out."""
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -63,7 +63,7 @@ class TokenStore:
         return np.diff(self.ends, prepend=0)
 
     def num_supervised_within(self, limit: int) -> NDArray[np.int64]:
-        """Tokens that carry loss among the first `limit` of each example."""
+        """Return the number of tokens with loss among the first `limit` of each example."""
         counts = np.array(self.num_supervised, dtype=np.int64)
         lengths = self.lengths()
         for first in range(0, len(self), _BLOCK_EXAMPLES):
@@ -79,14 +79,14 @@ class TokenStore:
         return counts
 
     def read(self, example: int, *, limit: int) -> tuple[IntArray, NDArray[np.bool_]]:
-        """The first `limit` tokens of an example, and their mask."""
+        """Return the first `limit` tokens of an example, and their mask."""
         start = int(self.ends[example - 1]) if example else 0
         end = min(int(self.ends[example]), start + limit)
         return np.array(self.tokens[start:end]), np.array(self.supervised[start:end])
 
 
 class StoreWriter:
-    """Appends examples to the files of a store."""
+    """Append examples to the files of a store."""
 
     def __init__(self, files: Mapping[str, BinaryIO]) -> None:
         self.files = files
@@ -106,7 +106,7 @@ class StoreWriter:
 
 
 class MemoryFiles:
-    """The files of a store that never reaches a disk."""
+    """The files of a store in memory."""
 
     def __init__(self) -> None:
         self.files: dict[str, BinaryIO] = {name: io.BytesIO() for name in ARRAYS}
@@ -120,7 +120,7 @@ class MemoryFiles:
 
 
 class DiskFiles:
-    """Open the files of a store in a folder, and close them when the block ends."""
+    """The files of a store in a folder, open inside a `with` block."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -140,7 +140,7 @@ class DiskFiles:
 
 
 def open_store(folder: Path, facts: Mapping[str, Any]) -> TokenStore:
-    """A store on disk: tokens are read as they are needed, what is known about the examples is mapped."""
+    """Open a store on disk. Tokens and masks are read on access; the per-example arrays are memory-mapped."""
     arrays: dict[str, Any] = {
         name: FileArray(path=folder / f"{name}.bin", kind=kind)
         if name in ("tokens", "supervised")

@@ -1,4 +1,4 @@
-"""The one renderer of chat templates: sandboxed, bounded, tried out in a child process before its first use here."""
+"""Render chat templates in a sandbox with limits, after a trial in a child process."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ Span = tuple[int, int]
 
 PROBE_SECONDS = 10.0
 LONGEST_TEMPLATE = 1 << 20
-# A template may ask for the date. It gets this one always: the tokens of a run must not depend on its day.
+# The date that templates get: the tokens of a run must not depend on the day.
 DAY = datetime(2025, 1, 1)
 
-# Characters that Unicode sets aside for such use within a program; no text has them.
+# Unicode noncharacters, reserved for internal use; no text contains them.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
-# Whatever a template's own arithmetic can raise, beside jinja's errors.
+# Errors that the expressions of a template can raise, besides jinja's own.
 FAULTS = (TemplateError, ArithmeticError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 
 
 class Refused(Exception):
-    """A template that says no to a conversation."""
+    """A template rejected a conversation with `raise_exception`."""
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`: the text inside is what the model is to write."""
+    """The tag `{% generation %} ... {% endgeneration %}`, which marks the text that the model writes."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -52,7 +52,7 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """A compiled template. `marks_answers`: it says itself what is the model's to write."""
+    """A compiled template. `marks_answers` is true when it has `{% generation %}` tags."""
 
     def __init__(self, source: str) -> None:
         if len(source) > LONGEST_TEMPLATE:
@@ -72,7 +72,7 @@ class ChatTemplate:
         self.marks_answers = "endgeneration" in source
 
     def render(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[Span]]:
-        """The text, and the spans it has marked."""
+        """Return the text and the spans marked in it."""
         size = sum(len(str(value)) for message in messages for value in message.values())
         size += len(str(variables.get("tools")))
         self._budget.start(input_characters=size)
@@ -91,10 +91,10 @@ class ChatTemplate:
 
 
 def render_text(
-    source: str, messages: Sequence[Message], *, familiar: bool = False, **variables: Any
+    source: str, messages: Sequence[Message], *, is_ours: bool = False, **variables: Any
 ) -> tuple[str, list[Span]]:
-    """Render a conversation; a template that cannot is a UserError. `familiar` skips the child process."""
-    template = load_template(source, familiar=familiar)
+    """Render a conversation; raise a UserError when the template fails. `is_ours` skips the child process."""
+    template = load_template(source, is_ours=is_ours)
     try:
         return template.render(messages, **variables)
     except (*FAULTS, Refused, OverLimit) as error:
@@ -102,18 +102,18 @@ def render_text(
 
 
 @lru_cache(maxsize=16)
-def load_template(source: str, *, familiar: bool = False) -> ChatTemplate:
-    if not familiar:
-        _try_apart(source)
+def load_template(source: str, *, is_ours: bool = False) -> ChatTemplate:
+    if not is_ours:
+        _probe_in_child(source)
     try:
         return ChatTemplate(source)
     except (*FAULTS, OverLimit) as error:
         raise UserError("The chat template of this model cannot be read.", why=_reason(error)) from error
 
 
-def _try_apart(source: str) -> None:
-    """Compile and render it once in a process that the system stops when it takes too much: the guards here bound
-    what we have thought of, the limits there bound everything."""
+def _probe_in_child(source: str) -> None:
+    """Compile and render the template once in a process with system limits on time and memory, which also hold
+    where the guards in this process have a gap."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "crosstune.data.template_probe"],
@@ -124,18 +124,18 @@ def _try_apart(source: str) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise UserError(
-            "The chat template of this model does not come to an end.",
+            "The chat template of this model does not finish.",
             why=f"it was stopped after {PROBE_SECONDS:g} seconds on a conversation of four turns.",
-            do="mend or replace chat_template.jinja in the model's folder",
+            do="repair or replace chat_template.jinja in the model's folder",
         ) from error
     if done.returncode != 0:
-        words = done.stderr.decode(errors="replace").strip().splitlines()
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise UserError(
             "The chat template of this model cannot be used.",
-            why=words[-1]
-            if words
+            why=lines[-1]
+            if lines
             else f"it took more time or memory than allowed (status {done.returncode}).",
-            do="mend or replace chat_template.jinja in the model's folder",
+            do="repair or replace chat_template.jinja in the model's folder",
         )
 
 
@@ -164,7 +164,7 @@ def _raise_exception(message: str) -> None:
 
 def _format_day(form: str) -> str:
     if len(form) > 100:
-        raise OverLimit("it asks for a date in a form of more than 100 characters")
+        raise OverLimit("it uses a date format of more than 100 characters")
     return DAY.strftime(form)
 
 

@@ -1,4 +1,4 @@
-"""Bounds on what a template may do while it renders: steps, time, sizes of strings, the functions it can reach."""
+"""Limit what a template may do: steps, CPU time, sizes of strings, and the functions it can call."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jinja2.visitor import NodeTransformer
 
 MOST_STEPS = 2_000_000
 MOST_SECONDS = 1.0
-"""Of the processor: a machine that is busy with other things is no fault of the template."""
+"""CPU time, so that a busy machine does not fail a template."""
 MOST_CHARACTERS = 32 << 20
-"""Of any one string, list or output, beyond what the conversation itself holds."""
+"""The limit for any string, list or output, in addition to the size of the conversation."""
 MOST_BITS = 4096
 _STEPS_BETWEEN_LOOKS = 256
 
-# What chat templates use. Others (center, wordwrap, format, random, ...) can make a huge string of a short one,
-# or a different text each time.
+# What chat templates use. Other filters (center, wordwrap, format, random, ...) can make huge strings, or a different
+# text each time.
 # fmt: off
 FILTERS = frozenset(
     {
@@ -45,12 +45,12 @@ METHODS = frozenset(
 
 
 class OverLimit(Exception):
-    """A template that wants more time or memory than a conversation can need."""
+    """A template exceeded a limit of time, memory or features."""
 
 
 @dataclass
 class Budget:
-    """What is left to one rendering. Started anew for each."""
+    """The remaining budget of one rendering; `start` resets it."""
 
     steps: int = 0
     deadline: float = 0.0
@@ -58,7 +58,7 @@ class Budget:
     written: int = 0
 
     def start(self, *, input_characters: int) -> None:
-        # A long conversation may be rendered: the bounds are on what a template adds to it.
+        # The limits apply to what a template adds, so that long conversations can be rendered.
         self.steps = MOST_STEPS
         self.characters = MOST_CHARACTERS + 16 * input_characters
         self.written = 0
@@ -70,14 +70,14 @@ class Budget:
         if self.steps < 0:
             raise OverLimit(f"it takes more than {MOST_STEPS:,} steps")
         if self.steps // _STEPS_BETWEEN_LOOKS != looked and time.thread_time() > self.deadline:
-            raise OverLimit(f"it takes more than {MOST_SECONDS:g} s of the processor")
+            raise OverLimit(f"it takes more than {MOST_SECONDS:g} s of CPU time")
 
     def check_size(self, characters: int) -> None:
         if characters > self.characters:
             raise OverLimit(f"it makes a text of more than {self.characters >> 20} million characters")
 
     def write(self, characters: int) -> None:
-        """Count what is put out, into the text or into a variable that catches it."""
+        """Count output, to the text or to a variable that captures it."""
         self.written += characters
         self.check_size(self.written)
 
@@ -86,7 +86,7 @@ class Budget:
         return value
 
     def check_value(self, value: Any) -> Any:
-        """The value itself, once it is known that its text is not huge: lists can hold a list many times over."""
+        """Return the value after checking the size of its text; a list can contain another many times."""
         self.check_size(self._weigh(value))
         return value
 
@@ -101,7 +101,7 @@ class Budget:
         return 2 + sum(self._weigh(item) for item in value)
 
     def counted(self, values: Iterable[Any], characters: int) -> Iterator[Any]:
-        """The values of a loop whose body holds so many characters of plain text."""
+        """Yield the values of a loop whose body has this many characters of plain text."""
         for value in values:
             self.spend()
             self.write(characters)
@@ -114,7 +114,7 @@ class Budget:
 
 
 class GuardedEnvironment(ImmutableSandboxedEnvironment):
-    """jinja's sandbox, which keeps templates from our objects, and bounds on what they do with their own."""
+    """jinja's sandbox, which protects our objects, with limits on computation and memory."""
 
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
@@ -170,7 +170,7 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _JoinConcats(NodeTransformer):
-    """`a ~ b` through our own join: jinja's cannot be intercepted."""
+    """Replace `a ~ b` by our own join, since jinja's cannot be intercepted."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:  # noqa: N802
         self.generic_visit(node)
@@ -186,7 +186,7 @@ def _plain_characters(node: nodes.Node) -> int:
 
 
 def _before(function: Callable[..., Any], guard: Callable[..., None], budget: Budget) -> Callable[..., Any]:
-    """The filter, with a look at its arguments first. jinja tells by a mark on it what to pass in front."""
+    """Return the filter with a guard on its arguments. `jinja_pass_arg` means that jinja passes its context first."""
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
         values = args[1:] if hasattr(function, "jinja_pass_arg") else args
@@ -238,7 +238,7 @@ def _check_format(text: str) -> None:
 def _check_widths(form: str) -> None:
     numbers = "".join(char if char.isdigit() else " " for char in form).split()
     if "*" in form or any(len(number) > 3 for number in numbers):
-        raise OverLimit("it formats text with a width that can make a text of any length")
+        raise OverLimit("it formats text with a width that is not limited")
 
 
 def _check_power(left: Any, right: Any) -> None:

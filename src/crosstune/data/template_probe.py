@@ -1,4 +1,4 @@
-"""The child process that tries a chat template: reads it from standard input, renders it under the system's limits."""
+"""Try a chat template in a child process: read it from standard input, render it under system limits."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def main() -> int:
         print("it takes more memory than allowed.", file=sys.stderr)
         return EXIT_OVER_LIMIT
     except (*FAULTS, Refused):
-        # Not a matter of limits: the conversation at hand will say what is wrong, and where.
+        # Not about limits: rendering the actual conversation reports this error.
         return 0
     return 0
 
 
 def limit() -> None:
-    """Nothing on Windows, where the parent's clock is the only limit."""
+    """Limit the CPU time and memory of this process; on Windows only the parent's timeout applies."""
     try:
         import resource
     except ImportError:

@@ -1,4 +1,4 @@
-"""Tokenized examples and rectangular batches of tokens."""
+"""Define tokenized examples and batches of tokens."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 IGNORED = -100
-"""The target of a position that carries no loss."""
+"""The target of a position without loss."""
 
 IntArray = NDArray[np.int32]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One tokenized document. `supervised[i]` says whether token i is to be predicted."""
+    """One tokenized document. `supervised[i]` is true when token i is to be predicted."""
 
     tokens: IntArray
     supervised: NDArray[np.bool_]
     index: int
-    """Its place in the data set, counted from 0."""
+    """The index of its row in the dataset."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBatch:
-    """Rows of equal length. Targets are already shifted: position t predicts `targets[:, t]`."""
+    """Rows of equal length. Targets are shifted: position t predicts `targets[:, t]`."""
 
     input_ids: IntArray
     targets: IntArray
     segments: IntArray
-    """0 where there is padding, else the number of the document within its row, from 1."""
+    """0 for padding, otherwise the number of the document in its row, counted from 1."""
     positions: IntArray
 
     @property

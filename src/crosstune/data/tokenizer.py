@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the places of tokens in the text, from a model folder."""
+"""Load the tokenizer of a model folder; convert text to token ids with offsets, and back."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Tokenizer:
     stop_ids: frozenset[int]
     """Tokens that end an answer."""
     special: tuple[str, ...] = ()
-    """Texts that are one special token each."""
+    """The texts of the special tokens."""
     adds_bos: bool = False
-    """Whether it puts the first token in front of a plain text by itself."""
+    """Whether the tokenizer prepends the BOS token to plain text."""
     digest: str = ""
-    """sha256 of the file it was read from."""
+    """sha256 of tokenizer.json."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -39,7 +39,7 @@ class Tokenizer:
         if not (folder / "tokenizer.json").exists():
             raise UserError(
                 f"{folder} has no tokenizer.json.",
-                why="crosstune reads fast tokenizers.",
+                why="crosstune reads fast tokenizers only.",
                 do="make one with: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
             )
         written = (folder / "tokenizer.json").read_bytes()
@@ -47,7 +47,7 @@ class Tokenizer:
             rust = RustTokenizer.from_buffer(written)
         except ValueError as error:
             raise _damaged(folder / "tokenizer.json", str(error)) from error
-        # A file may carry the cutting and padding of whoever saved it last; ours are done elsewhere.
+        # The file may have truncation and padding settings; we do both elsewhere.
         rust.no_truncation()
         rust.no_padding()
         settings = _read(folder / "tokenizer_config.json")
@@ -69,15 +69,15 @@ class Tokenizer:
 
     @property
     def leading_bos(self) -> str:
-        """What stands before a text that no template has written."""
+        """The BOS token to put before a text that no template rendered, or an empty string."""
         return self.bos_token if self.adds_bos and self.bos_token else ""
 
     def encode(self, text: str) -> Encoding:
-        """Ids and their places in the text. Adds no special tokens: templates write their own."""
+        """Return token ids with their offsets. Adds no special tokens, since templates write their own."""
         return self.rust.encode(text, add_special_tokens=False)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoding]:
-        """Like `encode`, on all cores."""
+        """Encode several texts on all cores."""
         return self.rust.encode_batch(list(texts), add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
@@ -98,7 +98,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _damaged(path: Path, why: str) -> UserError:
     return UserError(
-        f"{path} cannot be read.", why=f"{why.rstrip('.')}.", do="get the file again from where the model is"
+        f"{path} cannot be read.", why=f"{why.rstrip('.')}.", do="download or copy the file again"
     )
 
 
@@ -112,7 +112,7 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
         try:
             return file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise _damaged(file, f"it is not text in UTF-8 ({error})") from error
+            raise _damaged(file, f"it is not UTF-8 text ({error})") from error
     template = settings.get("chat_template")
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}

@@ -1,4 +1,4 @@
-"""Find out from the launcher's variables which of several processes this one is."""
+"""Read the rank of this process from the launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.ranks import Ranks
 
 LAUNCHER = "CROSSTUNE_LAUNCHER"
-"""Process id of crosstune's own launcher."""
+"""The variable with the process id of crosstune's own launcher."""
 
 
 def read_ranks() -> Ranks | None:
@@ -20,15 +20,15 @@ def read_ranks() -> Ranks | None:
 
 
 def ranks_in(environment: Mapping[str, str]) -> Ranks | None:
-    """Return the rank that these variables name; None for a process that was started alone."""
+    """Return the rank in these variables; None for a process that was started alone."""
     if not environment.get("MLX_RANK"):
         _refuse_torch_ranks(environment)
         return None
     hostfile = environment.get("MLX_HOSTFILE")
     if not hostfile:
         raise UserError(
-            "This process is one of several, and they are not in a ring.",
-            why="MLX_RANK is set and MLX_HOSTFILE is not.",
+            "This process is one of several, but they do not form a ring.",
+            why="MLX_RANK is set, but MLX_HOSTFILE is not.",
             do="start them with mlx.launch --backend ring; to train in one process, unset MLX_RANK",
         )
     hosts = _read_hosts(Path(hostfile))
@@ -48,13 +48,13 @@ def ranks_in(environment: Mapping[str, str]) -> Ranks | None:
 
 
 def _refuse_torch_ranks(environment: Mapping[str, str]) -> None:
-    """Raise for one of several torch processes: each would train the whole run by itself."""
+    """Raise a UserError for one of several torch processes, as each would train the whole run."""
     rank, size = environment.get("RANK"), environment.get("WORLD_SIZE")
     if rank is None or size is None or size.strip() in ("", "1"):
         return
     raise UserError(
         f"This process is rank {rank} of {size} (RANK and WORLD_SIZE are set).",
-        why="training on several torch devices is not built yet, and each process would train the whole run alone.",
+        why="training on several torch devices is not built yet, and each process would train the whole run.",
         do="start one process without torchrun, or unset RANK and WORLD_SIZE; MLX trains on several machines with mlx.launch",
     )
 
@@ -69,7 +69,7 @@ def _read_rank(text: str, *, num_hosts: int) -> int:
 
 
 def _read_hosts(path: Path) -> list[str]:
-    """The address of each rank, without its port; nothing in the empty file that mlx.launch gives a single process."""
+    """Return the address of each rank without its port; mlx.launch gives a single process an empty file."""
     try:
         text = path.read_text(encoding="utf-8")
         found = json.loads(text) if text.strip() else []
@@ -80,6 +80,6 @@ def _read_hosts(path: Path) -> list[str]:
         raise UserError(
             f"{path} is not a host file of an MLX ring.",
             why=f"{type(error).__name__}: {error}",
-            do='MLX_HOSTFILE names a JSON list with the addresses of each rank, such as [["10.0.0.1:5000"], '
-            '["10.0.0.2:5000"]]; mlx.launch writes it itself',
+            do='MLX_HOSTFILE is a JSON list of the addresses of each rank, such as [["10.0.0.1:5000"], '
+            '["10.0.0.2:5000"]]; mlx.launch writes it',
         ) from error

@@ -1,4 +1,4 @@
-"""Several processes as one run: they meet, take turns, and go on only if they mean the same training."""
+"""Coordinate the processes of a run: connect them, share the machine report, and check that they agree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def connect(ranks: Ranks | None) -> Group:
 
 
 def with_world(config: Config, ranks: Ranks) -> Config:
-    """The number of processes as if it had been asked for: whoever goes on with the run needs to know it."""
+    """Set world_size to the number of processes, so that the record of the run has it."""
     if ranks.size == 1 or config.world_size != -1:
         return config
     asked = {**config.asked, "world_size": "the processes that were started"}
@@ -33,7 +33,7 @@ def with_world(config: Config, ranks: Ranks) -> Config:
 
 
 def share_machine(group: Group, probe: Callable[[], Machine]) -> Machine:
-    """The machine of the first process: a plan is made for it, and so is the same everywhere."""
+    """Return the machine of rank 0, so that all processes make the same plan."""
     if group.ranks.size == 1:
         return probe()
     text = group.share(json.dumps(probe().to_json()) if group.ranks.first else "")
@@ -42,7 +42,7 @@ def share_machine(group: Group, probe: Callable[[], Machine]) -> Machine:
 
 @contextlib.contextmanager
 def in_turn(group: Group) -> Iterator[None]:
-    """One process of each host goes first; the others then find in the cache what it has put there."""
+    """Run the block on one process of each host first, so that the others find its results in the cache."""
     goes_first = group.ranks.local_rank == 0
     if not goes_first:
         group.meet()
@@ -54,14 +54,14 @@ def in_turn(group: Group) -> Iterator[None]:
 def check_started(plan: Plan, ranks: Ranks) -> None:
     if plan.world_size != ranks.size:
         raise UserError(
-            f"{plan.world_size} processes were asked for (--world_size), and this is one.",
-            why="a Python program is not started a second time by itself.",
+            f"--world_size is {plan.world_size}, but only this process was started.",
+            why="a Python program does not start further processes by itself.",
             do="use the command `crosstune train`, which starts them; or mlx.launch, on several machines",
         )
 
 
 def check_same_everywhere(group: Group, parts: Mapping[str, Any]) -> None:
-    """Raise, in every process, unless all of them have the same parts."""
+    """Raise a UserError in every process unless all of them have the same parts."""
     other = [
         name
         for name, part in parts.items()
@@ -70,6 +70,6 @@ def check_same_everywhere(group: Group, parts: Mapping[str, Any]) -> None:
     if other:
         raise UserError(
             f"The {group.ranks.size} processes of the run differ: {', '.join(other)}.",
-            why="each has to have the same options, model and data, and the checkpoint that is continued.",
-            do="start all of them with the same command, and bring the same files to every machine",
+            why="all need the same options, model, data and checkpoint.",
+            do="start all of them with the same command, and copy the same files to every machine",
         )

@@ -1,4 +1,4 @@
-"""Start a run as several processes on this machine, pass signals on to them, and end them together."""
+"""Start a run as several processes on this machine, forward signals, and stop them together."""
 
 from __future__ import annotations
 
@@ -29,47 +29,47 @@ from crosstune.distributed.environment import LAUNCHER
 
 NUM_ATTEMPTS = 4
 PATIENCE_S = 5.0
-"""After one has failed, for the others to notice, save what they have and end by themselves."""
+"""How long the others have to save and exit after one process failed."""
 GRACE_S = 30.0
-"""Between SIGTERM and SIGKILL."""
+"""Time between SIGTERM and SIGKILL."""
 POLL_S = 0.05
 TAIL_LINES = 15
 _ORDERLY = (EXIT_DONE, EXIT_STOPPED)
 
 Environments = Callable[[Path, Sequence[int]], list[dict[str, str]]]
-"""(a private folder, a free port for each rank) -> the variables by which each rank finds the others."""
+"""(private folder, a free port for each rank) -> the environment variables of each rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     code: int
     lines: tuple[str, ...] = ()
-    """For the user, beside what the first process has said itself."""
+    """Messages for the user, in addition to those of rank 0."""
 
 
 def launch(command: Sequence[str], *, size: int, environments: Environments) -> Outcome:
-    """Run `command` as `size` processes. The first one has our terminal; what the others say is shown if they fail."""
+    """Run `command` as `size` processes. Rank 0 has our terminal; the output of the others is shown if they fail."""
     for attempt in range(1, NUM_ATTEMPTS + 1):
         with tempfile.TemporaryDirectory(prefix="crosstune-ranks-") as name:
-            family = _Family(folder=Path(name))
+            processes = _Processes(folder=Path(name))
             variables = environments(Path(name), _free_ports(size))
-            with family.passing_signals():
-                family.start(command, variables)
-                family.wait()
-            if EXIT_PORT_TAKEN not in family.codes() or family.signals or attempt == NUM_ATTEMPTS:
-                return family.outcome()
+            with processes.passing_signals():
+                processes.start(command, variables)
+                processes.wait()
+            if EXIT_PORT_TAKEN not in processes.codes() or processes.signals or attempt == NUM_ATTEMPTS:
+                return processes.outcome()
     raise AssertionError("the last attempt returns")
 
 
 def ring_environments(folder: Path, ports: Sequence[int]) -> list[dict[str, str]]:
-    """The variables of MLX's ring, on the loopback device."""
+    """Return the variables of an MLX ring on the loopback device."""
     hostfile = folder / "hosts.json"
     hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]), encoding="utf-8")
     return [{"MLX_HOSTFILE": str(hostfile), "MLX_RANK": str(rank)} for rank in range(len(ports))]
 
 
 def follow(launcher: int) -> None:
-    """In a process that was launched: stop like on SIGTERM when the launcher is gone."""
+    """Send this process SIGTERM when its launcher is gone."""
 
     def watch() -> None:
         while os.getppid() == launcher:
@@ -80,17 +80,17 @@ def follow(launcher: int) -> None:
 
 
 @dataclass(kw_only=True)
-class _Family:
+class _Processes:
     """The processes of one attempt."""
 
     folder: Path
     members: list[subprocess.Popen[bytes]] = field(default_factory=list)
     signals: list[int] = field(default_factory=list)
-    """What was sent to us, in order."""
+    """The signals that we received, in order."""
     failures: list[int] = field(default_factory=list)
-    """Ranks that ended badly, in the order that was seen."""
+    """Ranks that failed, in the order in which we noticed."""
     ended: set[int] = field(default_factory=set)
-    """Ranks that we ended."""
+    """Ranks that we stopped."""
 
     def start(self, command: Sequence[str], variables: Sequence[dict[str, str]]) -> None:
         for rank, added in enumerate(variables):
@@ -103,18 +103,18 @@ class _Family:
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=log,
-                        start_new_session=True,  # a Ctrl-C reaches them once, through us
+                        start_new_session=True,  # they receive Ctrl-C once, from us
                     )
                 )
-        for number in list(self.signals):  # sent while they were started
+        for number in list(self.signals):  # received while they were started
             self._send(number)
 
     def codes(self) -> list[int | None]:
         return [member.poll() for member in self.members]
 
     def wait(self) -> None:
-        """Until all have ended. When one fails the others are left a while, then told, then killed; a second signal
-        of the user, or a port that was taken before anything was begun, makes that quicker."""
+        """Wait until all processes have ended. When one fails, the others get some time, then SIGTERM, then SIGKILL; a
+        second signal from the user, or a port in use at the start, shortens this."""
         ending_at: float | None = None
         while None in self.codes():
             self._note_failures()
@@ -134,7 +134,7 @@ class _Family:
         codes = [code if code is not None else 0 for code in self.codes()]
         if not self.failures:
             return Outcome(code=max(codes))
-        rank = self._culprit(codes)
+        rank = self._first_failure(codes)
         code = codes[rank]
         shell_code = code if code >= 0 else 128 - code
         if len(self.signals) > 1:
@@ -144,21 +144,21 @@ class _Family:
                 code=shell_code, lines=(f"stopped by {signal.Signals(-code).name} before it began.",)
             )
         if rank == 0 and code == EXIT_USER_MUST_ACT:
-            return Outcome(code=code)  # it has said why
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        lines = [f"process {rank} of {len(codes)} (counted from 0) {how}, and so the others were ended."]
+            return Outcome(code=code)  # it has printed the reason
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        lines = [f"process {rank} of {len(codes)} (counted from 0) {how}, so the others were stopped."]
         lines += [f"  {rank} | {line}" for line in self._tail(rank)]
         return Outcome(
             code=shell_code,
             lines=(
                 *lines,
-                "  do:  if a checkpoint was kept, the same command with --resume goes on from there",
+                "  do:  if a checkpoint was saved, run the same command with --resume auto to continue from it",
             ),
         )
 
     @contextlib.contextmanager
     def passing_signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM go to every process. Whatever happens here, none is left behind."""
+        """Forward SIGINT and SIGTERM to every process; kill all processes that are left when the block ends."""
 
         def pass_on(number: int, frame: FrameType | None) -> None:
             self.signals.append(number)
@@ -183,8 +183,8 @@ class _Family:
         ]
         self.failures += sorted(new, key=lambda rank: codes[rank] == EXIT_PEER_LOST)
 
-    def _culprit(self, codes: Sequence[int]) -> int:
-        """Who failed first by itself; the first process, where it failed in the same way and has told the user."""
+    def _first_failure(self, codes: Sequence[int]) -> int:
+        """Return the rank that failed first on its own; rank 0 if it failed in the same way, as it printed the reason."""
         itself = [r for r in self.failures if r not in self.ended and codes[r] != EXIT_PEER_LOST]
         rank = (itself or self.failures)[0]
         return 0 if 0 not in self.ended and codes[0] == codes[rank] else rank
@@ -207,7 +207,7 @@ class _Family:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on at this moment; all are held until the last is found, so that they differ."""
+    """Return free ports; each stays bound until all are found, so that they differ."""
     with contextlib.ExitStack() as stack:
         sockets = [
             stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) for _ in range(count)

@@ -1,4 +1,4 @@
-"""Which layer of a model is at work: forward, in the backward pass, and when activations are computed once more."""
+"""Track the layer that is running, in the forward pass, the backward pass and activation recomputation."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MARK = "crosstune.layer"
 
 
 class CurrentLayer:
-    """Inside the block, follows every model that is called.
+    """A context manager that tracks the running layer of every model called inside the block.
 
-    Autograd does not say whose step it takes. So each layer marks the node that made its output, and the backward
-    pass is near the last mark that it met.
+    Autograd does not record which layer a node belongs to. So each layer marks the node that made its output, and in
+    the backward pass the last mark that was passed tells the nearest layer.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class CurrentLayer:
             hook.remove()
 
     def follow(self) -> None:
-        """To be called at every operator."""
+        """Update the position; call it at every operator."""
         node = torch._C._current_autograd_node()
         if node is None:
             self._near = ""
@@ -47,11 +47,13 @@ class CurrentLayer:
         in_backward = torch._C._current_graph_task_id() != -1
         if self._stack:
             return (
-                f", again for the backward pass: {self._stack[-1]}" if in_backward else f": {self._stack[-1]}"
+                f", recomputed for the backward pass: {self._stack[-1]}"
+                if in_backward
+                else f": {self._stack[-1]}"
             )
         if in_backward:
             return f", backward: {f'near {self._near}' if self._near else 'at the loss'}"
-        return ": outside of the model"
+        return ": outside the model"
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         if not self._stack and id(module) not in self._names:

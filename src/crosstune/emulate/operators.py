@@ -1,4 +1,4 @@
-"""Which operators have a kernel for a device, by torch's own table, which its wheel carries."""
+"""Look up which operators have a kernel for a device, in the operator table of the installed torch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Literal
 
 Support = Literal["kernel", "composite", "view", "none"]
-"""A kernel of its own; written in other operators; the same and a view; or neither."""
+"""The device has a kernel; composed of other operators; composed and a view; or not supported."""
 
 
 @lru_cache(maxsize=2)
 def operator_table(key: str) -> Mapping[str, Support]:
-    """Every operator of `aten::` -> what the installed torch has for it on the device that dispatches as `key`.
+    """Return every `aten::` operator -> its support in the installed torch on the device with dispatch key `key`.
 
-    torch's own reader of the table knows what the file leaves unsaid: variants that are generated, functional
-    forms that share the kernel of their `out` form, and operators without an entry, which are composite.
+    The table is read with torchgen, which also covers what the file leaves implicit: generated variants, functional
+    variants that share the kernel of their `out` variant, and operators without an entry, which are composite.
     """
     import torchgen
     from torchgen.gen import parse_native_yaml

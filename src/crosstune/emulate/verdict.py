@@ -1,4 +1,4 @@
-"""A run that stands in for one on another device: planned for that device's machine, tried on this CPU, and judged."""
+"""Emulate a run for another device: plan it for that machine, run a few steps on this CPU, report what would fail."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from crosstune.runs import resume
 from crosstune.runs.open_parts import find_model, open_recipe, open_session
 
 NUM_STEPS = 3
-# Which operators run does not depend on how many rows there are: two are enough to see a batch and an accumulation.
+# The set of operators does not depend on the number of rows: two cover batching and gradient accumulation.
 MOST_ROWS = 2
 MOST_EVALUATED = 4
 MOST_NEW_TOKENS = 8
 
 Row = dict[str, Any]
-"""An operator: its name, where it was first met, what is to be said of it, and its calls."""
+"""An operator's name, first location, finding and number of calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """What was run of the run."""
+    """The part of the run that was tried here."""
 
     losses: tuple[float, ...]
     evaluated: bool
@@ -51,12 +51,12 @@ class Tried:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the emulated device would say to a run."""
+    """Whether a run would work on the emulated device, and what was found."""
 
     emulated: str
     title: str
     plan: Plan
-    """As the machine would have it; what was run here is a shorter one."""
+    """The plan for the target machine; a shortened one was run here."""
     tried: Tried
     torch_version: str
     num_operators: int
@@ -100,7 +100,10 @@ class Verdict:
 
 
 def emulate(config: Config, *, machine: str | None = None, observers: Sequence[Observer] = ()) -> Verdict:
-    """Load the model, evaluate, take a few steps and export the state, all on the CPU and all watched. Keeps nothing."""
+    """Load the model, evaluate, take a few steps and export the state on the CPU, and record every operator.
+
+    Nothing is written.
+    """
     name = config.emulate
     assert name is not None, "ask for --emulate"
     screen = Observers(list(observers))
@@ -164,9 +167,9 @@ def _run(plan: Plan, model: ModelFolder, recipe: Recipe, watch: Any, screen: Obs
 
 def _judge(name: str, device: ModuleType, plan: Plan, watch: Any, tried: Tried) -> Verdict:
     seen = watch.seen
-    conditions = [words for dtype, words in device.CONDITIONS.items() if dtype in seen.dtypes]
+    conditions = [text for dtype, text in device.CONDITIONS.items() if dtype in seen.dtypes]
     odd = sorted(str(dtype) for dtype in seen.dtypes - device.TESTED - device.REFUSED)
-    conditions += [f"{dtype} is not among the types that torch tests on {device.TITLE}" for dtype in odd]
+    conditions += [f"{dtype} is not among the dtypes that torch tests on {device.TITLE}" for dtype in odd]
 
     def rows(sightings: dict[Any, Any]) -> list[Row]:
         return [s.to_json() for s in sorted(sightings.values(), key=lambda s: -s.calls)]
@@ -200,17 +203,17 @@ def _check_backend(config: Config, backend: str) -> None:
     if config.backend not in ("auto", backend):
         raise UserError(
             f"--emulate {config.emulate} and --backend {config.backend} contradict each other.",
-            do=f"leave --backend out, or ask for --backend {backend}",
+            do=f"leave --backend out, or use --backend {backend}",
         )
 
 
 def _shorten(plan: Plan) -> Plan:
-    """The same run on this CPU, with as little of everything as still runs every part."""
+    """Return the plan for this CPU with as few rows, steps and tokens as still run every part."""
     config = plan.config
     steps = min(NUM_STEPS, config.max_steps) if config.max_steps > 0 else NUM_STEPS
     batch = min(config.batch_size, MOST_ROWS)
     accumulation = min(config.gradient_accumulation_steps, MOST_ROWS)
-    # A data set without a held-out part gives up a tenth of itself: that many more are read.
+    # Without held-out data, a tenth of the rows is held out: read enough rows for that.
     rows = max(steps * batch * accumulation, 10 * MOST_EVALUATED)
     short = replace(
         config,

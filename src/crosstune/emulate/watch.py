@@ -1,4 +1,4 @@
-"""Watches every operator that a session runs on the CPU, as if another device ran it: forward, backward, optimizer."""
+"""Record every operator that a session runs on the CPU, and what another device would make of it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SKIPPED_FRAMES = (str(Path(torch.__file__).parent), __file__)
 
 @dataclass
 class Sighting:
-    """Something about an operator that the device would not do as the CPU does: how often, and where first."""
+    """An operator that the device would not run as the CPU does: number of calls and first location."""
 
     operator: str
     where: str
@@ -46,23 +46,23 @@ class Sighting:
 
 @dataclass
 class Sightings:
-    """Everything seen, each operator once."""
+    """All recorded operators, each once."""
 
     refused: dict[tuple[str, str], Sighting] = field(default_factory=dict)
-    """Results in a type that the device does not have."""
+    """Results in a dtype that the device does not support."""
     fallen_back: dict[str, Sighting] = field(default_factory=dict)
     failing: dict[str, Sighting] = field(default_factory=dict)
-    """No kernel, and no way to run it elsewhere."""
+    """No kernel, and no fallback to the CPU."""
     custom: dict[str, Sighting] = field(default_factory=dict)
-    """Operators of other libraries that have a kernel there."""
+    """Operators of other libraries that have a kernel for the device."""
     dtypes: set[torch.dtype] = field(default_factory=set)
     operators: dict[str, int] = field(default_factory=dict)
     """Operator -> calls."""
 
 
 class Watch:
-    """Runs code on the CPU and notes what the emulated device would say to it. Nothing is stopped on the way, so that
-    one run finds everything."""
+    """Runs code on the CPU and records what the emulated device would not support. It never stops the code, so one run
+    finds everything."""
 
     def __init__(self, name: str, *, quantizer: str, environment: Mapping[str, str]) -> None:
         self.device: ModuleType = load_plugin(EMULATED_PACKAGE, name, kind="emulated backend")
@@ -72,11 +72,11 @@ class Watch:
         self.falls_back = environment.get(self.device.FALLBACK, "0") != "0"
         self.seen = Sightings()
         self.noted: set[torch.dtype] = set()
-        """Types of results of the call in progress: those of its parts are not counted again."""
+        """Result dtypes already recorded for the current call: those of its component operators are not counted again."""
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Watch the block; `phase` names it in the places of what is found."""
+        """Record the operators of the block; `phase` names it in the recorded locations."""
         with (
             torch.compiler.set_stance("force_eager"),
             sdpa_kernel(self.device.ATTENTION),
@@ -86,8 +86,10 @@ class Watch:
             yield
 
     def check_loaded(self, session: TorchSession) -> None:
-        """A model is made on the host, which is nobody's concern, and moves to the device with the types it has.
-        Quantizing alone is the device's work: one layer is quantized once more."""
+        """Record the dtypes of a loaded model, which is built on the host and then copied to the device.
+
+        Only quantization runs on the device, so one layer is quantized again under the watch.
+        """
         model = session.model
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._note_dtype("copy to the device", tensor.dtype, name)
@@ -101,7 +103,7 @@ class Watch:
 
     def note_result(self, operator: str, result: Any, inputs: Any, where: Any) -> None:
         computed = any(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in tree_leaves(inputs))
-        # A scalar that no tensor went into lives on the host, where every type is fine.
+        # A scalar that was not computed from tensors stays on the host, which supports every dtype.
         dtypes = {
             leaf.dtype
             for leaf in tree_leaves(result)
@@ -118,7 +120,7 @@ class Watch:
             count(self.seen.refused, (operator, what), operator, where, what=what)
 
     def support(self, operator: Any) -> str:
-        """What the device has for an operator: as `operator_table` says, or `own` for another library's kernel."""
+        """Return the device's support for an operator: that of `operator_table`, or `own` for another library's kernel."""
         name = operator.name()
         known = operator_table(self.device.KEY).get(name)
         if known is not None:
@@ -132,25 +134,25 @@ class Watch:
         if not self.falls_back:
             why = f"{self.device.FALLBACK} is 0"
         elif name.startswith(self.device.NEVER_FALL_BACK):
-            why = "a collective cannot run elsewhere"
+            why = "a collective cannot fall back to the CPU"
         elif operator.is_view:
             why = "a view cannot share memory with the CPU"
         else:
-            words = f"{self.device.FALLBACK}=1 runs it on the CPU, which is slow"
-            count(self.seen.fallen_back, name, name, where, what=words)
+            what = f"{self.device.FALLBACK}=1 runs it on the CPU, which is slow"
+            count(self.seen.fallen_back, name, name, where, what=what)
             return
         count(self.seen.failing, name, name, where, what=why)
 
 
 class _Mode(TorchDispatchMode):
-    """Sees what autograd has taken apart. An operator that the device would take apart itself is run as it would
-    be there, under this mode again, so that what it is made of is seen too."""
+    """Sees the operators below autograd. An operator that the device would decompose is decomposed here the same way,
+    again under this mode, so that its components are seen too."""
 
     def __init__(self, watch: Watch, phase: str, whereabouts: CurrentLayer) -> None:
         super().__init__()
         self.watch, self.phase, self.whereabouts = watch, phase, whereabouts
-        self.asked_for = ""
-        """The operator that the program called, while those it is made of run."""
+        self.outer = ""
+        """The operator that the program called, while its components run."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = _numbers_as_tensors(func, args), kwargs or {}
@@ -159,7 +161,7 @@ class _Mode(TorchDispatchMode):
         if any(tensor.is_meta for tensor in tensors) or name.startswith("profiler::"):
             return func(*args, **kwargs)
         self.whereabouts.follow()
-        if not self.asked_for:
+        if not self.outer:
             watch.noted = set()
         watch.seen.operators[name] = watch.seen.operators.get(name, 0) + 1
         support, key = watch.support(func), None
@@ -175,25 +177,25 @@ class _Mode(TorchDispatchMode):
         if key is None:
             result = func(*args, **kwargs)
         else:
-            result = self._take_apart(func, key, args, kwargs)
-        watch.note_result(self.asked_for or name, result, (args, kwargs), self._where)
+            result = self._decompose(func, key, args, kwargs)
+        watch.note_result(self.outer or name, result, (args, kwargs), self._where)
         return result
 
-    def _take_apart(self, func: Any, key: str, args: Any, kwargs: Any) -> Any:
-        before, self.asked_for = self.asked_for, self.asked_for or func.name()
+    def _decompose(self, func: Any, key: str, args: Any, kwargs: Any) -> Any:
+        before, self.outer = self.outer, self.outer or func.name()
         try:
             with self:
                 return func._op_dk(torch._C._dispatch_key_parse(key), *args, **kwargs)
         finally:
-            self.asked_for = before
+            self.outer = before
 
     def _where(self) -> str:
-        """The innermost layer at work, and the line outside of torch that asked for it."""
+        """Return the innermost running layer, and the line outside torch that called the operator."""
         return f"{self.phase}{self.whereabouts.sentence()} ({_caller()})"
 
 
 def _numbers_as_tensors(func: Any, args: Any) -> Any:
-    """A number that stands for a tensor reaches Python as a plain number, which not every operator takes back."""
+    """Turn numbers into tensors for tensor arguments: the dispatcher unwraps them, but not every operator accepts that."""
     if torch._C._should_allow_numbers_as_tensors(func._schema.name.partition("::")[2]):
         return args
     return tuple(
@@ -205,7 +207,7 @@ def _numbers_as_tensors(func: Any, args: Any) -> Any:
 
 
 def count(found: dict[Any, Sighting], key: Any, operator: str, where: Any, *, what: str = "") -> None:
-    """Count one more; the place is worked out only for the first."""
+    """Count one more call; the location is computed only for the first."""
     sighting = found.get(key)
     if sighting is None:
         place = where() if callable(where) else where
@@ -214,7 +216,7 @@ def count(found: dict[Any, Sighting], key: Any, operator: str, where: Any, *, wh
 
 
 def _composite_key(name: str) -> str | None:
-    """The kernel in terms of other operators that torch would choose for a device without one, if there is any."""
+    """Return the dispatch key of the composite kernel that torch uses for a device without its own, if any."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return next((key for key in _COMPOSITE_KEYS if has(name, key)), None)
 

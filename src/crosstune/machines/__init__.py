@@ -1,0 +1,1 @@
+"""This computer or another one as data: probed, diagnosed, or read from a profile."""

@@ -1,4 +1,4 @@
-"""Checks a machine by using it: probes every backend, then trains three real steps on each that is available."""
+"""Check a machine: probe every backend, then train three steps on each available one."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from crosstune.machines.probe import probe_machine, recommend
 
 NUM_STEPS = 3
 TOLERANCE = 1e-3
-"""Largest relative difference of a loss to that of the CPU in fp32 which still counts as the same training."""
+"""The largest relative difference of a loss from that of the CPU in fp32 that counts as agreement."""
 TIME_LIMIT_S = 300
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One short training job."""
+    """The result of one short training job."""
 
     backend: str
     ran: bool
     agrees: bool = False
     losses: tuple[float, ...] = ()
     difference: float | None = None
-    """Largest relative difference to the reference."""
+    """The largest relative difference from the reference."""
     error: str = ""
 
 
@@ -41,7 +41,7 @@ class Diagnosis:
     advice: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """A machine report that `crosstune plan --machine` reads, with the checks beside it."""
+        """Return a machine report that `crosstune plan --machine` reads, with the checks added."""
         return self.machine.to_json() | {
             "checks": [asdict(check) for check in self.checks],
             "advice": self.advice,
@@ -65,7 +65,7 @@ def _check_all(machine: Machine, on_progress: Callable[[str], None]) -> list[Che
 
 
 def _train_briefly(backend: str, on_progress: Callable[[str], None]) -> Check:
-    """Three steps of a tiny model in fp32, in a process of its own: a driver that crashes takes only that down."""
+    """Train a tiny model for three steps in fp32, in a child process, so that a crash of a driver stays there."""
     on_progress(f"training {NUM_STEPS} steps on {backend}")
     with tempfile.TemporaryDirectory(prefix="crosstune-doctor-") as folder:
         flags = {
@@ -81,12 +81,20 @@ def _train_briefly(backend: str, on_progress: Callable[[str], None]) -> Check:
             "output_dir": folder,
             "name": "check",
         }
-        words = [f"--{name}={value}" for name, value in flags.items()]
-        command = [sys.executable, "-m", "crosstune", "train", *words, "--skip_eval", "--save_model=false"]
+        arguments = [f"--{name}={value}" for name, value in flags.items()]
+        command = [
+            sys.executable,
+            "-m",
+            "crosstune",
+            "train",
+            *arguments,
+            "--skip_eval",
+            "--save_model=false",
+        ]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False)
         except subprocess.TimeoutExpired:
-            return Check(backend=backend, ran=False, error=f"no end after {TIME_LIMIT_S} s")
+            return Check(backend=backend, ran=False, error=f"not finished after {TIME_LIMIT_S} s")
         if done.returncode != 0:
             return Check(backend=backend, ran=False, error=_reason(done))
         losses = tuple(row["loss"] for row in read_jsonl(Path(folder) / "check" / "metrics.jsonl"))

@@ -1,4 +1,4 @@
-"""This computer, or another one, as a Machine: probed here, or read from a bundled profile or a doctor's file."""
+"""Make the report of a machine: probe this one, or read a bundled profile or a file of `crosstune doctor`."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from crosstune.core.names import nearest, unknown_name
 from crosstune.core.quantizers import read_quantizers
 
 PACKAGES = ("crosstune", "torch", "transformers", "peft", "mlx", "mlx-lm", "numpy")
-"""Packages whose versions go on record, beside the libraries of the quantizers."""
+"""Packages whose versions are recorded, in addition to the quantizers' libraries."""
 ROOMY_GPU_BYTES = 24 * GIB
-"""Above this a GPU holds the usual models in 16 bits; at or below it a 4-bit base is the better start."""
+"""Above this a GPU holds common models in 16 bits; otherwise a 4-bit base is recommended."""
 
 _PROFILES = Path(__file__).parent / "profiles"
 
 
 def probe_machine(*, backends: Sequence[str] | None = None, quantizers: Sequence[str] = ()) -> Machine:
-    """Try every backend (or those named) on this computer. `quantizers` are tried too, which imports them."""
+    """Probe all backends, or the given ones, on this machine, and `quantizers`, which imports their libraries."""
     specs = backend_specs()
     for name in backends or ():
         if name not in specs:
             raise unknown_name("backend", name, specs)
     chosen = [spec for spec in specs.values() if backends is None or spec.name in backends]
-    # Before any engine is imported: torch reads these variables once, when it is loaded.
+    # Before any engine is imported: torch reads these variables once, at import.
     for spec in chosen:
         add_environment(spec)
     return Machine(
@@ -47,7 +47,7 @@ def probe_machine(*, backends: Sequence[str] | None = None, quantizers: Sequence
 
 
 def probe_backend(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> BackendReport:
-    """One backend's report, by its engine's own probe."""
+    """Return the report of a backend, made by its engine's probe."""
     probe = importlib.import_module(f"crosstune.{spec.engine}_engine.probe").probe
     report: BackendReport = probe(spec, quantizers=quantizers)
     return report
@@ -58,7 +58,7 @@ def profile_names() -> list[str]:
 
 
 def load_machine(name_or_path: str) -> Machine:
-    """A bundled profile by its name, or a file that `crosstune doctor --json` wrote."""
+    """Read a bundled profile by name, or a file written by `crosstune doctor --json`."""
     names = profile_names()
     if name_or_path in names:
         return read_machine(_PROFILES / f"{name_or_path}.json")
@@ -70,13 +70,13 @@ def load_machine(name_or_path: str) -> Machine:
     raise UserError(
         f"Unknown machine '{name_or_path}'.",
         why="it is neither a bundled profile nor a file.",
-        do=f"{hint}The profiles that exist: {', '.join(names)}. "
-        "A file is made with: crosstune doctor --json > machine.json",
+        do=f"{hint}The profiles are: {', '.join(names)}. "
+        "Make a file with: crosstune doctor --json > machine.json",
     )
 
 
 def preference() -> list[str]:
-    """Backend names in the order `auto` tries them."""
+    """Return the backend names in the order in which `auto` tries them."""
     return list(backend_specs())
 
 
@@ -85,7 +85,7 @@ def fastest_backend(machine: Machine) -> str:
 
 
 def recommend(machine: Machine) -> list[str]:
-    """What to run on this machine: sentences, each followed by its command, indented."""
+    """Return advice on what to run: sentences, each followed by an indented command."""
     if not machine.available():
         return ["Nothing here can train yet. Install an engine:", "  pip install 'crosstune[torch]'"]
     reports = {name: report for name, report in machine.backends.items() if report.available}
@@ -131,7 +131,7 @@ def _recommend_apple(reports: Mapping[str, BackendReport]) -> list[str]:
 def _recommend_processor(report: BackendReport, *, num_cores: int) -> list[str]:
     command = f"crosstune train --backend {report.name} --train_type lora"
     return [
-        "Only the processor can train here: expect it to be 10 to 100 times slower than a GPU. For tests:",
+        "Only the CPU can train here: expect it to be 10 to 100 times slower than a GPU. For tests:",
         f"  {command}",
         "For a run in production, give it every core:",
         f"  OMP_NUM_THREADS={num_cores} MKL_NUM_THREADS={num_cores} {command}",

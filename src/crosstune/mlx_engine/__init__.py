@@ -1,0 +1,1 @@
+"""The engine on MLX: models, adapters, optimizers and quantization, without torch."""

@@ -1,4 +1,4 @@
-"""Which layers get an adapter, and of what kind: rules on names alone, the same for every engine."""
+"""Choose the layers that get an adapter by their names, the same for every engine."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class AdapterSettings:
     alpha: float
     dropout: float
     rank_stabilized: bool
-    """Divide alpha by the square root of the rank (rsLoRA), not by the rank."""
+    """Scale by alpha / sqrt(rank) (rsLoRA) instead of alpha / rank."""
     magnitudes: bool
-    """DoRA: learn the length of each row of the weight apart from its direction."""
+    """DoRA: learn the magnitude of each row of the weight separately from its direction."""
 
     @classmethod
     def from_config(cls, config: Config, *, method: str) -> AdapterSettings:
@@ -41,41 +41,41 @@ class AdapterSettings:
 def choose_names(
     linears: Sequence[str], targets: str, *, model: str, last_layers: int | None = None
 ) -> list[str]:
-    """Those of the linear layers that `targets` selects: all, default, names with commas, or a regex.
+    """Return the linear layers that `targets` selects: all, default, comma-separated names, or a regex.
 
-    `linears` leaves out the output head; `model` is the word for the model in an error. `last_layers` leaves out what is
-    not in so many of the last blocks; None and -1 are all of them.
+    `linears` does not contain the output head; `model` names the model in errors. `last_layers` limits the choice to
+    that many of the last blocks; None and -1 mean all.
     """
     if last_layers is not None and last_layers >= 0:
         first = max((_block(name) for name in linears), default=-1) + 1 - last_layers
         linears = [name for name in linears if _block(name) >= max(first, 0)]
     if not linears:
         raise UserError(
-            "This model has no linear layers that adapters can stand beside.",
-            why=f"{model} builds its layers from other parts.",
+            "This model has no linear layers for adapters.",
+            why=f"{model} has layers of other kinds only.",
             do="use --train_type full",
         )
     if targets == "all":
         return list(linears)
-    words = DEFAULT_TARGETS if targets == "default" else tuple(word.strip() for word in targets.split(","))
-    by_word = {word: {name for name in linears if _is_named(name, word)} for word in words}
-    idle = [word for word, names in by_word.items() if not names]
-    chosen = set[str]().union(*by_word.values())
-    if idle and targets != "default":
-        # A comma can also be part of one pattern.
+    parts = DEFAULT_TARGETS if targets == "default" else tuple(part.strip() for part in targets.split(","))
+    by_target = {part: {name for name in linears if _is_named(name, part)} for part in parts}
+    unmatched = [part for part, names in by_target.items() if not names]
+    chosen = set[str]().union(*by_target.values())
+    if unmatched and targets != "default":
+        # The comma may be part of a regex.
         chosen = {name for name in linears if _matches(targets, name)}
     if not chosen:
         kinds = sorted({name.rpartition(".")[2] for name in linears})
         raise UserError(
-            f"lora_target_modules '{', '.join(idle)}' matches no linear layer of this model.",
-            do=f"use all, names among: {', '.join(kinds)}, or a regex of whole names",
+            f"lora_target_modules '{', '.join(unmatched)}' matches no linear layer of this model.",
+            do=f"use all, names among: {', '.join(kinds)}, or a regex that matches full names",
         )
     return [name for name in linears if name in chosen]
 
 
 def short_names(adapted: Iterable[str], bare: Iterable[str]) -> list[str]:
-    """How PEFT is told which layers have adapters: by last names such as q_proj, or by whole names where a last
-    name would also match a layer without one."""
+    """Return PEFT's target_modules: last names such as q_proj, or full names if a last name would also match a layer
+    without an adapter."""
     whole = sorted(adapted)
     endings = {name.rpartition(".")[2] for name in whole}
     if any(name.rpartition(".")[2] in endings for name in bare):
@@ -84,17 +84,17 @@ def short_names(adapted: Iterable[str], bare: Iterable[str]) -> list[str]:
 
 
 def _block(name: str) -> int:
-    """The number in a name such as model.layers.3.mlp.up_proj; -1 where there is none."""
+    """Return the block number in a name such as model.layers.3.mlp.up_proj; -1 if there is none."""
     return next((int(part) for part in name.split(".") if part.isdigit()), -1)
 
 
-def _is_named(name: str, word: str) -> bool:
-    """By its whole or last name, or by a pattern. A word that is no pattern may still be a part of one."""
-    if name == word or name.endswith("." + word):
+def _is_named(name: str, target: str) -> bool:
+    """Return whether a target is the full or last name of a layer, or a regex that matches it."""
+    if name == target or name.endswith("." + target):
         return True
     try:
-        return re.fullmatch(word, name) is not None
-    except re.error:
+        return re.fullmatch(target, name) is not None
+    except re.error:  # it may be one part of a regex with commas
         return False
 
 

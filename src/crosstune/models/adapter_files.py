@@ -1,4 +1,4 @@
-"""An adapter as the folder that PEFT loads: its matrices, its settings, and the tokenizer beside them."""
+"""Write and read adapter folders in PEFT's layout: matrices, settings and tokenizer files."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def save_adapter(
     base_name: str | None = None,
     record: Mapping[str, Any],
 ) -> None:
-    """`tensors` are in fp32, by canonical name. `base_name` is the base's hub id, where it has one.
+    """Write an adapter folder. `tensors` are in fp32, by canonical name; `base_name` is the base's hub id, if any.
 
-    `record` says over which weights, quantized how, it was trained; it goes into crosstune.json.
+    `record` has the identity and quantization of the base weights; it goes into crosstune.json.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(
@@ -59,7 +59,7 @@ def save_adapter(
 
 
 def peft_settings(settings: AdapterSettings, targets: Sequence[str], *, base: str) -> dict[str, Any]:
-    """The contents of PEFT's adapter_config.json."""
+    """Return the contents of PEFT's adapter_config.json."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -81,7 +81,7 @@ def peft_settings(settings: AdapterSettings, targets: Sequence[str], *, base: st
 def load_adapter(
     folder: Path, wanted: Mapping[str, tuple[int, ...]], *, settings: AdapterSettings
 ) -> dict[str, Array]:
-    """The matrices of a PEFT adapter folder in fp32, by canonical name; settings, names and shapes must fit."""
+    """Return the matrices of a PEFT adapter folder in fp32, by canonical name; check settings and shapes."""
     path = folder / PEFT_WEIGHTS
     if not path.is_file():
         raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
@@ -93,10 +93,10 @@ def load_adapter(
     wrong = sorted(name for name in wanted.keys() & tensors.keys() if wanted[name] != tensors[name].shape)
     if missing or extra or wrong:
         parts = [
-            f"{len(names)} {words}, such as {names[0]}"
-            for names, words in (
+            f"{len(names)} {problem}, such as {names[0]}"
+            for names, problem in (
                 (missing, "matrices missing"),
-                (extra, "too many"),
+                (extra, "unknown"),
                 (wrong, "of another shape"),
             )
             if names
@@ -123,12 +123,12 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _check_settings(folder: Path, settings: AdapterSettings) -> None:
-    """The same matrices with another scale are another adapter."""
+    """Check that rank, scale and kind of an adapter match the options."""
     config = read_settings(folder)
     unread = [name for name in ("rank_pattern", "alpha_pattern", "modules_to_save") if config.get(name)]
     if unread:
         raise UserError(
-            f"The adapter {folder} uses {', '.join(unread)}.", why="crosstune has no such adapters."
+            f"The adapter {folder} uses {', '.join(unread)}.", why="crosstune does not support such adapters."
         )
     pairs = {
         "lora_rank": (config["r"], settings.rank),
@@ -143,7 +143,7 @@ def _check_settings(folder: Path, settings: AdapterSettings) -> None:
         raise UserError(
             f"The adapter {folder} does not fit the adapter options.",
             why="; ".join(wrong) + ".",
-            do="ask for what it was trained with",
+            do="use the options it was trained with",
         )
 
 
@@ -154,7 +154,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def copy_template(adapter: Path, model: Path) -> None:
-    """How an adapter's turns were written goes along where the model beneath it does not say."""
+    """Copy the adapter's chat template to a model that has none."""
     settings = model / "tokenizer_config.json"
     known = settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))
     if not known and not (model / CHAT_TEMPLATE).exists() and (adapter / CHAT_TEMPLATE).exists():

@@ -1,4 +1,4 @@
-"""Check from the headers alone, without an engine, that an adapter fits a model folder."""
+"""Check that an adapter fits a model folder, from the safetensors headers alone."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ Shape = tuple[int, ...]
 
 
 def check_adapter_fit(adapter: Path, base: Path) -> None:
-    """Check that every matrix of the adapter has its weight in the base's files. Weights that only transformers can
-    unpack have no shapes in their headers, and pass."""
+    """Check that every layer of the adapter has a weight of its shape in the base. Packed weights that only
+    transformers can read are not checked."""
     shapes, layers = dense_shapes(base), _layer_shapes(adapter)
     if shapes is None:
         return
     wrong = [
         f"{layer} is {shape} there and {found} here"
         for layer, shape in sorted(layers.items())
-        if (found := _find(layer, shapes)) not in (shape, shape[::-1])  # GPT-2 stores its weights transposed
+        if (found := _find(layer, shapes)) not in (shape, shape[::-1])  # GPT-2 stores weights transposed
     ]
     if wrong:
         raise UserError(
             f"The adapter {adapter} does not fit the base {base}.",
             why=f"{len(wrong)} of {len(layers)} layers differ: {wrong[0]}.",
-            do="name the base that it was trained over with --original",
+            do="give the base it was trained on with --original",
         )
 
 
 def _layer_shapes(adapter: Path) -> dict[str, Shape]:
-    """Return rows and columns of the weights that an adapter changes, by layer."""
+    """Return layer -> the shape of the weight that the adapter changes."""
     is_mlx = adapter_form(adapter) == "mlx"
     header = read_header(adapter / (MLX_WEIGHTS if is_mlx else PEFT_WEIGHTS)).tensors
     parts = {name.removeprefix(PEFT_PREFIX): tuple(entry["shape"]) for name, entry in header.items()}
@@ -49,7 +49,7 @@ def _layer_shapes(adapter: Path) -> dict[str, Shape]:
 
 
 def _find(layer: str, shapes: Mapping[str, Shape]) -> Shape | None:
-    """Return the shape of a layer's weight. Some files leave out the first part of every name."""
+    """Return the shape of a layer's weight. In some files all names lack the first part."""
     name = f"{layer}.weight"
     if name in shapes:
         return shapes[name]

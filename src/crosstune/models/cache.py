@@ -1,4 +1,4 @@
-"""The model cache: a folder per model that is either whole or not there, whoever asks and whatever is killed."""
+"""Manage the model cache: one folder per model, complete or absent, also with several processes and after a kill."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from crosstune.models.progress import Progress, silent
 
 MARKER = "crosstune.json"
 LAYOUT = 1
-"""Raised when models are made differently, so that the ones in the cache are made again."""
+"""Increase when models are made differently, so that cached ones are made again."""
 
 Build = Callable[[Path, Path], Mapping[str, Any]]
-"""Fills an empty folder with a model, using a scratch folder, and returns a record of where it came from."""
+"""(empty folder, scratch folder) -> the source of the model, after writing it into the folder."""
 
 _LOCKS = ".locks"
 _log = logging.getLogger(__name__)
@@ -41,11 +41,11 @@ class CachedModel:
     source: Mapping[str, Any]
     made_at: str
     problems: list[str]
-    """What the quick check found; empty for a sound model."""
+    """The result of `check`; empty for a valid model."""
 
 
 def cache_root(override: Path | None = None) -> Path:
-    """Return the folder of cached models, in the user's cache folder unless the caller names another."""
+    """Return the folder of cached models, in `override` or in the user's cache folder."""
     import platformdirs
 
     base = platformdirs.user_cache_path("crosstune") if override is None else override.expanduser().absolute()
@@ -61,10 +61,10 @@ def install(
     cache: Path | None = None,
     progress: Progress = silent,
 ) -> Path:
-    """Return the folder of the model `name`, made by `build` unless a sound one, made from `source`, is there.
+    """Return the folder of the model `name`; make it with `build` unless a valid one from `source` exists.
 
-    The lock of a name is held for as long as its staging folder is in use, so a staging folder whose lock is free
-    belongs to nobody. A kill leaves such a folder behind and nothing else.
+    The lock of a name is held while its staging folder is in use, so a staging folder whose lock is free is the
+    leftover of a killed process.
     """
     root = cache_root(cache)
     target = root / name
@@ -77,11 +77,11 @@ def install(
             return target
         if target.exists():
             _log.warning(
-                "The cached model %s is not used (%s); it is made again.", target, "; ".join(problems)
+                "The cached model %s is not valid (%s) and is made again.", target, "; ".join(problems)
             )
-        _sweep(root, held=name)
+        _sweep(root, locked=name)
         ensure_space(root, need_bytes)
-        # A new name each time: a child that outlived its killed parent may still write into the old folder.
+        # A new name each time: a child of a killed process may still write into the old folder.
         with staging_folder(target) as stage, disk_errors(root, need_bytes):
             folder, scratch = stage / "model", stage / "scratch"
             folder.mkdir()
@@ -93,13 +93,13 @@ def install(
 
 
 def check(folder: Path, *, source: Mapping[str, Any] | None = None) -> list[str]:
-    """Return what is wrong with a cached model, judged by its marker and the sizes of its files; nothing if it is sound
-    and, where `source` is given, was made from that."""
+    """Return the problems of a cached model, from its marker and the sizes of its files; with `source`, also check that
+    it was made from that."""
     marker = _read_marker(folder)
     if marker is None:
         return [f"{MARKER} is missing or unreadable"]
     if marker.get("layout") != LAYOUT:
-        return [f"it was made by crosstune {marker.get('crosstune')}, which made models differently"]
+        return [f"it was made by crosstune {marker.get('crosstune')}, which uses another layout"]
     problems = []
     if source is not None and marker.get("source") != dict(source):
         problems.append("it was made from other weights")
@@ -113,7 +113,7 @@ def check(folder: Path, *, source: Mapping[str, Any] | None = None) -> list[str]
 
 
 def verify(folder: Path, *, progress: Progress = silent) -> list[str]:
-    """Check a cached model like `check`, and read every byte to compare it with the hashes in the marker."""
+    """Check a cached model like `check`, and compare all files with the hashes in the marker."""
     problems = check(folder)
     marker = _read_marker(folder)
     if problems or marker is None:
@@ -122,14 +122,14 @@ def verify(folder: Path, *, progress: Progress = silent) -> list[str]:
     done = 0
     for name, facts in marker["files"].items():
         if file_sha256(folder / name) != facts["sha256"]:
-            problems.append(f"{name} does not have the contents it was made with")
+            problems.append(f"the contents of {name} have changed")
         done += facts["bytes"]
         progress("verify", done, total)
     return problems
 
 
 def list_models(*, cache: Path | None = None) -> list[CachedModel]:
-    """Return every model in the cache, damaged ones too."""
+    """Return all models in the cache, including damaged ones."""
     root = cache_root(cache)
     if not root.is_dir():
         return []
@@ -138,7 +138,7 @@ def list_models(*, cache: Path | None = None) -> list[CachedModel]:
 
 
 def remove_model(name: str, *, cache: Path | None = None) -> int:
-    """Delete one model from the cache and return how many bytes that freed."""
+    """Delete a model from the cache and return the number of bytes freed."""
     root = cache_root(cache)
     models = {model.name: model for model in list_models(cache=cache)}
     if name not in models:
@@ -166,15 +166,15 @@ def _locked(root: Path, name: str, *, progress: Progress) -> Iterator[None]:
         lock.release()
 
 
-def _sweep(root: Path, *, held: str) -> None:
-    """Remove what killed processes left; `held` is the name whose lock the caller has."""
+def _sweep(root: Path, *, locked: str) -> None:
+    """Remove the leftovers of killed processes; `locked` is the name whose lock the caller holds."""
     import filelock
 
     for leftover in root.iterdir():
         name = staged_name(leftover)
         if name is None:
             continue
-        if name == held:
+        if name == locked:
             shutil.rmtree(leftover, ignore_errors=True)
             continue
         try:
@@ -185,7 +185,7 @@ def _sweep(root: Path, *, held: str) -> None:
 
 
 def _seal(folder: Path, source: Mapping[str, Any], *, progress: Progress) -> None:
-    """Write the marker, with the hash of every file; it is what makes a folder a model."""
+    """Write the marker with the hash of every file, which makes the folder a valid model."""
     files: dict[str, dict[str, Any]] = {}
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     total = sum(path.stat().st_size for path in paths)

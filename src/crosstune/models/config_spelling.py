@@ -1,4 +1,4 @@
-"""config.json with its settings of positions spelled for every reader: transformers 5, transformers 4 and mlx-lm."""
+"""Write the RoPE and attention-window settings of config.json under the names that all readers know."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from crosstune.models.llama_layout import CONFIG
 
 
 def spell_positions(config: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 writes `rope_parameters` alone; a reader of the older names would silently take defaults."""
+    """Add the names of transformers 4 and mlx-lm to the `rope_parameters` of transformers 5, which alone would make
+    other readers use defaults silently."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict):
         return config
@@ -28,7 +29,7 @@ def spell_positions(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _spell_windows(config: dict[str, Any]) -> dict[str, Any]:
-    """Which layers see only what is near: every so many sees all, where the older name can say it."""
+    """Return the older `sliding_window_pattern` if every n-th layer has full attention."""
     kinds = config.get("layer_types")
     if not isinstance(kinds, list) or "full_attention" not in kinds or "sliding_attention" not in kinds:
         return {}

@@ -1,4 +1,4 @@
-"""Room on the disk: known before work starts, and one clear error when it runs out midway."""
+"""Check free disk space before work starts, and raise one error when the disk fills up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DiskFullError(UserError):
 def ensure_space(
     folder: Path, need_bytes: int, *, variable: str = CACHE_VARIABLE, free_bytes: int | None = None
 ) -> None:
-    """Raise unless `folder`'s disk has room for `need_bytes`; `free_bytes` replaces the measured number."""
+    """Raise DiskFullError unless the disk of `folder` has `need_bytes` free; `free_bytes` replaces the measurement."""
     free = free_space(folder) if free_bytes is None else free_bytes
     if free < need_bytes:
         raise disk_full(folder, need_bytes, variable=variable, free_bytes=free)
@@ -28,7 +28,7 @@ def ensure_space(
 
 @contextmanager
 def disk_errors(folder: Path, need_bytes: int, *, variable: str = CACHE_VARIABLE) -> Iterator[None]:
-    """Turn a disk that fills up inside the block into the same error as `ensure_space`."""
+    """Raise the error of `ensure_space` when the disk fills up inside the block."""
     try:
         yield
     except OSError as error:
@@ -46,9 +46,9 @@ def disk_full(
     cause: str | None = None,
 ) -> DiskFullError:
     free = free_space(folder) if free_bytes is None else free_bytes
-    said = f" (the system said: {cause})" if cause else ""
+    reason = f" ({cause})" if cause else ""
     return DiskFullError(
-        f"There is not enough room for the model in {folder}.",
-        why=f"about {readable_bytes(need_bytes)} are needed there and {readable_bytes(free)} are free{said}.",
+        f"There is not enough disk space for the model in {folder}.",
+        why=f"about {readable_bytes(need_bytes)} are needed there and {readable_bytes(free)} are free{reason}.",
         do=f"free some space, or set the environment variable {variable} to a folder on a larger disk",
     )

@@ -1,4 +1,4 @@
-"""A model folder in the Hugging Face layout: whether it can be used, its shape, and which weights it holds."""
+"""Check a model folder in the Hugging Face layout, and read its shape and the identity of its weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from crosstune.core.safetensors_header import read_header
 from crosstune.models.llama_layout import CONFIG, Llama
 
 PLAIN_STEM, QUANTIZED_STEM = "model", "quantized"
-"""What weight files are named after. transformers finds the first kind; what it would misread has the second."""
+"""Stems of weight file names. transformers loads the first; files that it would misread use the second."""
 INDEXES = tuple(f"{stem}.safetensors.index.json" for stem in (PLAIN_STEM, QUANTIZED_STEM))
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -31,7 +31,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def check_folder(folder: Path) -> None:
-    """Raise the one error that says why a folder cannot be used as a model; return when it can."""
+    """Raise a UserError when a folder cannot be used as a model."""
     if not (folder / CONFIG).is_file():
         raise _no_config(folder)
     read_config_json(folder)
@@ -64,7 +64,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
 
 def folder_shape(folder: Path) -> ModelShape | None:
-    """The shape of the model in a folder; None when its config.json does not hold the numbers."""
+    """Return the shape of the model in a folder; None when config.json does not have the sizes."""
     config = read_config_json(folder)
     shape = config_shape(config)
     files = weight_files(folder)
@@ -75,7 +75,7 @@ def folder_shape(folder: Path) -> ModelShape | None:
 
 
 def config_shape(config: dict[str, Any]) -> ModelShape | None:
-    """The shape that a config.json describes, its parameters counted as if it were a Llama model."""
+    """Return the shape that a config.json describes, with parameters counted as for a Llama model."""
     numbers: dict[str, Any] = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     hidden = _first(numbers, "hidden_size", "n_embd", "d_model")
     layers = _first(numbers, "num_hidden_layers", "n_layer", "num_layers")
@@ -108,10 +108,10 @@ def config_shape(config: dict[str, Any]) -> ModelShape | None:
 
 
 def identity(folder: Path) -> dict[str, Any]:
-    """Which base weights a folder holds, told without reading all of them.
+    """Return the identity of the weights in a folder, without reading all of them.
 
-    `weights_sha256` covers each safetensors file's name, size, header and blocks spread evenly over it: two fine-tunes
-    of one model share all but the last. `sha256` covers config.json too.
+    `weights_sha256` covers the name, size and header of each safetensors file and blocks spread evenly over it; the
+    blocks tell fine-tunes of one model apart. `sha256` also covers config.json.
     """
     weights = hashlib.sha256()
     files: dict[str, int] = {}
@@ -137,12 +137,12 @@ def _no_config(folder: Path) -> UserError:
         return UserError(
             f"{folder} holds an adapter, not a model.",
             why=f"it has adapter_config.json and no {CONFIG}.",
-            do="name the base model of the adapter as the model",
+            do="give the base model of the adapter as the model",
         )
     return UserError(
         f"{folder} is not a model folder.",
         why=f"there is no {CONFIG} in it.",
-        do=f"name a folder that holds {CONFIG}, *.safetensors and the tokenizer files",
+        do=f"give a folder with {CONFIG}, *.safetensors and the tokenizer files",
     )
 
 
@@ -153,12 +153,12 @@ def _no_weights(folder: Path) -> UserError:
         return UserError(
             asked,
             why=f"its weights are pickles ({', '.join(pickles[:3])}), which can run code when they are loaded.",
-            do="save the model as safetensors (`save_pretrained` of transformers does), or get such a version of it",
+            do="save the model as safetensors (as `save_pretrained` of transformers does), or download a version with them",
         )
     ggufs = sorted(folder.glob("*.gguf"))
     if ggufs:
         return UserError(
-            asked, why="it holds a GGUF file.", do=f"name the file itself as the model: {ggufs[0]}"
+            asked, why="it holds a GGUF file.", do=f"give the file itself as the model: {ggufs[0]}"
         )
     return UserError(
         asked, why="there is no *.safetensors file in it.", do="download or copy the model's weights into it"
@@ -175,11 +175,13 @@ def _read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_bytes())
     except ValueError as error:
         raise UserError(
-            f"{path} cannot be read.", why=f"it is not JSON ({error}).", do="get the file again"
+            f"{path} cannot be read.", why=f"it is not JSON ({error}).", do="download or copy the file again"
         ) from error
     if not isinstance(data, dict):
         raise UserError(
-            f"{path} cannot be read.", why="it does not hold a JSON object.", do="get the file again"
+            f"{path} cannot be read.",
+            why="it does not hold a JSON object.",
+            do="download or copy the file again",
         )
     return data
 

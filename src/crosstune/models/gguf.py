@@ -1,4 +1,4 @@
-"""A GGUF file turned into a canonical folder: configuration, bfloat16 weights and tokenizer, with numpy alone."""
+"""Convert a GGUF file to a model folder with config, bfloat16 weights and tokenizer, using numpy only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _LAYER_NAMES = {
 
 
 class Metadata:
-    """The key-value part of a GGUF file. A key that is needed and not there is the user's to know."""
+    """The key-value metadata of a GGUF file; a missing required key is a UserError."""
 
     def __init__(self, path: Path, reader: GGUFReader) -> None:
         self._path, self._fields = path, reader.fields
@@ -66,7 +66,7 @@ class Metadata:
 
 
 def convert(path: Path, folder: Path, *, progress: Progress = silent) -> None:
-    """Write the model of a GGUF file into `folder`, which exists."""
+    """Write the model of a GGUF file into an existing folder."""
     reader = _open(path)
     metadata = Metadata(path, reader)
     llama = _read_llama(metadata, reader)
@@ -84,7 +84,7 @@ def convert(path: Path, folder: Path, *, progress: Progress = silent) -> None:
 
 
 def read_shape(path: Path) -> ModelShape | None:
-    """The shape of a GGUF model from its metadata; None when the gguf package is not installed."""
+    """Return the shape of a GGUF model from its metadata; None when the gguf package is not installed."""
     if importlib.util.find_spec("gguf") is None:
         return None
     reader = _open(path)
@@ -92,14 +92,14 @@ def read_shape(path: Path) -> ModelShape | None:
 
 
 def converted_bytes(path: Path) -> int:
-    """Room that a conversion needs, from the size of the file: its weights may have as few as two bits."""
+    """Estimate the disk space of a conversion; without a shape, assume two or more bits per weight in the file."""
     shape = read_shape(path)
     parameters = path.stat().st_size * 4 if shape is None else shape.num_parameters
     return parameters * 2 + 20_000_000
 
 
 def require_gguf(name: str) -> None:
-    """Raise unless the optional package that reads GGUF files is installed."""
+    """Raise a UserError unless the optional gguf package is installed."""
     if importlib.util.find_spec("gguf") is None:
         raise UserError(
             f"Cannot read the GGUF file {name}.",
@@ -116,7 +116,7 @@ def _open(path: Path) -> GGUFReader:
         return GGUFReader(path)
     except (ValueError, IndexError, KeyError) as error:
         raise UserError(
-            f"{path} is not a whole GGUF file.", why=str(error), do="download or copy the file again"
+            f"{path} is not a complete GGUF file.", why=str(error), do="download or copy the file again"
         ) from error
 
 
@@ -129,7 +129,7 @@ def _read_llama(metadata: Metadata, reader: GGUFReader) -> Llama:
         )
     scaling = metadata.get("llama.rope.scaling.type")
     if scaling not in (None, "none"):
-        raise metadata.unsupported(f"its positions are scaled ({scaling}), which is not read from GGUF")
+        raise metadata.unsupported(f"its RoPE is scaled ({scaling}), which is not supported for GGUF files")
     shapes = {tensor.name: tensor.shape for tensor in reader.tensors}
     if "token_embd.weight" not in shapes:
         raise metadata.unsupported("it has no token embeddings")
@@ -137,7 +137,7 @@ def _read_llama(metadata: Metadata, reader: GGUFReader) -> Llama:
     heads = int(metadata.number("llama.attention.head_count"))
     head_dim = int(metadata.number("llama.attention.key_length", hidden // heads))
     if metadata.number("llama.rope.dimension_count", head_dim) != head_dim:
-        raise metadata.unsupported("only a part of each attention head carries positions")
+        raise metadata.unsupported("its rotary embedding covers only a part of each head")
     return Llama(
         vocab=int(shapes["token_embd.weight"][1]),
         hidden=hidden,
@@ -158,7 +158,7 @@ def _read_llama(metadata: Metadata, reader: GGUFReader) -> Llama:
 
 
 def _plan_tensors(metadata: Metadata, reader: GGUFReader, llama: Llama) -> list[Tensor]:
-    """Every parameter of the model with the tensor it comes from; anything missing or left over is an error."""
+    """Return all parameters of the model with their data; raise a UserError for a missing or unknown tensor."""
     stored = {tensor.name: tensor for tensor in reader.tensors}
     planned = []
     for name, shape in llama.tensor_shapes().items():
@@ -187,8 +187,8 @@ def _gguf_name(name: str) -> str:
 
 
 def _row_order(llama: Llama, name: str, shape: tuple[int, ...]) -> NDArray[np.int64] | None:
-    """Which stored row each row of a parameter is. llama.cpp rotates neighbouring rows of a head, where the Hugging
-    Face layout rotates its first half with its second, so queries and keys are stored interleaved."""
+    """Return the stored row of each row of a parameter. llama.cpp applies RoPE to neighbouring rows of a head, Hugging
+    Face to its two halves, so the rows of queries and keys are interleaved in GGUF files."""
     if name.endswith("q_proj.weight"):
         heads = llama.num_heads
     elif name.endswith("k_proj.weight"):
@@ -212,7 +212,7 @@ def _bfloat16_rows(tensor: ReaderTensor, order: NDArray[np.int64] | None) -> Ite
 
 
 def _ensure_readable(metadata: Metadata, tensor: ReaderTensor) -> None:
-    """Try one row now: a type that gguf cannot decode must not be met after minutes of conversion."""
+    """Decode one row, so that an unsupported type fails before the conversion starts."""
     from gguf.quants import dequantize
 
     try:
@@ -222,5 +222,5 @@ def _ensure_readable(metadata: Metadata, tensor: ReaderTensor) -> None:
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: 1e-05 instead of 9.999999747378752e-06."""
+    """Return the shortest decimal with the same float32 value: 1e-05 instead of 9.999999747378752e-06."""
     return float(str(np.float32(value)))

@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file's metadata, rebuilt as the byte-level BPE it came from."""
+"""Rebuild the byte-level BPE tokenizer from the metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 class Fields(Protocol):
-    """What is needed of a GGUF file's metadata."""
+    """The part of a GGUF file's metadata that is needed here."""
 
     def get(self, key: str) -> Any: ...
     def unsupported(self, why: str) -> UserError: ...
@@ -27,7 +27,7 @@ class Fields(Protocol):
 class Vocabulary:
     tokenizer: Tokenizer
     special: dict[str, str | None]
-    """The tokens for bos, eos, unk and pad; None for one the model does not have."""
+    """The bos, eos, unk and pad tokens; None for one that the model does not have."""
 
 
 def build_tokenizer(metadata: Fields) -> Vocabulary:
@@ -37,7 +37,7 @@ def build_tokenizer(metadata: Fields) -> Vocabulary:
     merges = metadata.get("tokenizer.ggml.merges")
     if kind != "gpt2" or not tokens or not merges:
         raise metadata.unsupported(
-            f"its tokenizer is of the kind {kind!r}; byte-level BPE ('gpt2') can be read"
+            f"its tokenizer is of the kind {kind!r}; byte-level BPE ('gpt2') is supported"
         )
     vocabulary = {token: number for number, token in enumerate(tokens)}
     pairs = [_split_merge(metadata, merge) for merge in merges]
@@ -60,12 +60,12 @@ def _pre_tokenizer(metadata: Fields) -> PreTokenizer:
         return byte_level
     if name == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    # A tokenizer that splits differently would train on token sequences the model has never seen.
-    raise metadata.unsupported(f"it splits text as {name!r}; these can be read: {', '.join(PRE_TOKENIZERS)}")
+    # With another pre-tokenizer the model would be trained on token sequences it has never seen.
+    raise metadata.unsupported(f"it splits text as {name!r}; supported: {', '.join(PRE_TOKENIZERS)}")
 
 
 def _add_marked_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
-    """Tokens that text is cut at before the BPE sees it; they keep the ids they have in the vocabulary."""
+    """Add the control and user-defined tokens, at which text is split before BPE, with their ids in the vocabulary."""
     from tokenizers import AddedToken
 
     marked = [

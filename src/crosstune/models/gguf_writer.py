@@ -1,4 +1,4 @@
-"""The folder of a Llama model turned into a GGUF file, one tensor at a time, with numpy alone."""
+"""Convert the folder of a Llama model to a GGUF file, one tensor at a time, using numpy only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 
 
 class _Stored(NamedTuple):
-    """A tensor of the folder: its file, where it lies in it, and what the header says of it."""
+    """A tensor of the folder: its file, the start of the file's data, and the header entry."""
 
     file: Path
     data_start: int
@@ -43,7 +43,7 @@ class _Stored(NamedTuple):
 
 
 def write_gguf(folder: Path, path: Path, *, kind: str, progress: Progress = silent) -> None:
-    """Write the model of a plain folder as one GGUF file with numbers of `kind`."""
+    """Write the model of a plain folder as one GGUF file with weights of type `kind`."""
     require_gguf(str(path))
     from gguf import GGUFWriter
 
@@ -101,11 +101,11 @@ def _check_config(folder: Path, config: dict[str, Any]) -> None:
         reasons.append("its layers have biases")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
-        reasons.append(f"its positions are scaled ({rope.get('rope_type', rope.get('type'))})")
+        reasons.append(f"its RoPE is scaled ({rope.get('rope_type', rope.get('type'))})")
     if reasons:
         raise UserError(
             f"The model in {folder} cannot be written as GGUF.",
-            why=f"{'; '.join(reasons)}. Supported: {', '.join(ARCHITECTURES)} models without biases or scaled positions.",
+            why=f"{'; '.join(reasons)}. Supported: {', '.join(ARCHITECTURES)} models without biases or RoPE scaling.",
             do="use --to hf and the converter of llama.cpp",
         )
 
@@ -156,7 +156,7 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path, *, num_rows: int) -> None:
     ids = {**model["vocab"], **{token["content"]: token["id"] for token in added}}
     by_id = {number: token for token, number in ids.items()}
     marked = {token["id"]: _CONTROL if token["special"] else _USER_DEFINED for token in added}
-    # Embeddings that no token uses need names all the same.
+    # Embedding rows without a token need a name too.
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list([by_id.get(number, f"[PAD{number}]") for number in range(num_rows)])
@@ -177,7 +177,7 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path, *, num_rows: int) -> None:
 
 
 def _pre_tokenizer_name(folder: Path, tokenizer: dict[str, Any]) -> str:
-    """How text is cut before the merges. Under a wrong name, other programs would cut it otherwise."""
+    """Return llama.cpp's name for the pre-tokenizer. With a wrong name, other programs would split text differently."""
     pre = tokenizer.get("pre_tokenizer") or {}
     parts = pre["pretokenizers"] if pre.get("type") == "Sequence" else [pre]
     kinds = [part.get("type") for part in parts]
@@ -189,7 +189,7 @@ def _pre_tokenizer_name(folder: Path, tokenizer: dict[str, Any]) -> str:
             return "smollm"
     raise UserError(
         f"The tokenizer in {folder} cannot be written as GGUF.",
-        why=f"it cuts text with {kinds}; these ways can be written: byte-level BPE as in {', '.join(PRE_TOKENIZERS)}.",
+        why=f"it splits text with {kinds}; supported is byte-level BPE as in {', '.join(PRE_TOKENIZERS)}.",
         do="use --to hf and the converter of llama.cpp",
     )
 
@@ -223,7 +223,7 @@ def _tensor_kind(folder: Path, name: str, shape: list[int], kind: str) -> Any:
 
 
 def _block(kind: Any) -> tuple[int, int]:
-    """Weights of a block, and its bytes."""
+    """Return the number of weights in a block, and its bytes."""
     from gguf import GGML_QUANT_SIZES
 
     weights, num_bytes = GGML_QUANT_SIZES[kind]
@@ -235,7 +235,7 @@ def _read(stored: _Stored) -> NDArray[np.float32]:
     dtype = _NUMPY.get(entry["dtype"])
     if dtype is None:
         raise UserError(
-            f"{stored.file} holds numbers of the type {entry['dtype']}.",
+            f"{stored.file} holds weights of dtype {entry['dtype']}.",
             why="GGUF files are made from floats.",
         )
     offset = stored.data_start + entry["data_offsets"][0]
@@ -244,7 +244,8 @@ def _read(stored: _Stored) -> NDArray[np.float32]:
 
 
 def _interleaved(values: NDArray[np.float32], name: str, config: dict[str, Any]) -> NDArray[np.float32]:
-    """llama.cpp rotates neighbouring rows of a head, Hugging Face its first half with its second."""
+    """Interleave the rows of queries and keys: llama.cpp applies RoPE to neighbouring rows of a head, Hugging Face to
+    its two halves."""
     heads = config["num_attention_heads"]
     if name.endswith("k_proj.weight"):
         heads = config.get("num_key_value_heads") or heads

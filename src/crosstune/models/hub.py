@@ -1,4 +1,4 @@
-"""Models from the Hugging Face hub, fetched by a child process, and found in the hub's own cache."""
+"""Download models from the Hugging Face hub in a child process, into the hub's own cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from crosstune.models.disk import DiskFullError
 from crosstune.models.llama_layout import CONFIG
 from crosstune.models.progress import Progress, silent
 
-# The child finds crosstune where its parent did, however that was arranged.
+# The child uses the parent's sys.path to import crosstune.
 _CHILD = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
     "from crosstune.models.hub_download import main; main()"
@@ -23,28 +23,28 @@ _MOST_REASON_CHARS = 600
 
 
 def fetch_from_hub(repo: str, *, progress: Progress = silent) -> Path:
-    """Download a model into the hub's own cache and return where it is.
+    """Download a model into the hub's own cache and return its folder.
 
-    The hub's library downloads in threads that do not hear Ctrl-C, so it works in a child that can be killed.
+    The hub's library downloads in threads that ignore Ctrl-C, so it runs in a child process that can be killed.
     """
     command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), repo]
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as noise:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=noise,
+            stderr=log,
             text=True,
             encoding="utf-8",
         )
         try:
-            found = _listen(child, progress=progress)
+            found = _read_messages(child, progress=progress)
         finally:
             if child.poll() is None:
                 child.kill()
             child.wait()
         if found is None:
-            raise unreachable(repo, f"the download ended with code {child.returncode}: {_last_words(noise)}")
+            raise unreachable(repo, f"the download ended with code {child.returncode}: {_last_lines(log)}")
     return found
 
 
@@ -63,13 +63,13 @@ def cached_config(repo: str) -> Path | None:
 def unreachable(repo: str, reason: str) -> UserError:
     return UserError(
         f"Cannot get the hub model {repo}.",
-        why=f"the download failed and the model is not whole in the hub's cache ({reason}).",
+        why=f"the download failed and the model is not complete in the hub's cache ({reason}).",
         do="connect to the network (and unset HF_HUB_OFFLINE), or give the path of a model folder on this machine",
     )
 
 
-def _listen(child: subprocess.Popen[str], *, progress: Progress) -> Path | None:
-    """Follow the child's lines until it says where the model is, or why there is none."""
+def _read_messages(child: subprocess.Popen[str], *, progress: Progress) -> Path | None:
+    """Read the child's messages until it reports the folder or an error; return None if it does neither."""
     assert child.stdout is not None
     for line in child.stdout:
         message = json.loads(line)
@@ -85,7 +85,7 @@ def _listen(child: subprocess.Popen[str], *, progress: Progress) -> Path | None:
     return None
 
 
-def _last_words(noise: IO[str]) -> str:
-    noise.seek(0)
-    lines = [line.strip() for line in noise.read().splitlines() if line.strip()]
-    return " ".join(lines[-2:])[-_MOST_REASON_CHARS:] or "it said nothing"
+def _last_lines(log: IO[str]) -> str:
+    log.seek(0)
+    lines = [line.strip() for line in log.read().splitlines() if line.strip()]
+    return " ".join(lines[-2:])[-_MOST_REASON_CHARS:] or "no output"

@@ -1,4 +1,4 @@
-"""The child process that downloads a hub model: safetensors, configuration and tokenizer, never a pickle."""
+"""Download a hub model in a child process: safetensors, config and tokenizer files, never pickles."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ _WANTED = [
     "merges.txt",
     "vocab.txt",
 ]
-# Subfolders hold other formats of the same weights, `consolidated` files a second copy of them.
+# Subfolders hold other formats of the same weights, `consolidated` files a second copy.
 _UNWANTED = ["*/*", "consolidated*", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl"]
 
 
 def main() -> None:
-    """Download the model named on the command line; say a line of JSON for each step and one for the end."""
-    # Ctrl-C reaches the whole group; it is for the parent to end the child.
+    """Download the model given on the command line; print JSON lines for progress and for the result."""
+    # Ctrl-C reaches the whole process group; the parent stops the child.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lines, sys.stdout = sys.stdout, sys.stderr
 
-    def say(message: Mapping[str, Any]) -> None:
+    def send(message: Mapping[str, Any]) -> None:
         print(json.dumps(message), file=lines, flush=True)
 
     def progress(stage: str, done: int, total: int | None, /) -> None:
-        say({"progress": [stage, done, total]})
+        send({"progress": [stage, done, total]})
 
     (repo,) = sys.argv[1:]
     try:
         found = download(repo, progress=progress)
     except UserError as error:
-        say(
+        send(
             {"error": error.asked, "why": error.why, "do": error.do, "full": isinstance(error, DiskFullError)}
         )
     else:
-        say({"path": str(found)})
+        send({"path": str(found)})
 
 
 def download(repo: str, *, progress: Progress) -> Path:
@@ -74,8 +74,8 @@ def download(repo: str, *, progress: Progress) -> Path:
 
 
 def _bytes_to_fetch(repo: str) -> int:
-    """Return the bytes of the model that the hub's cache lacks; 0 when the hub does not answer: then the download that
-    follows says why."""
+    """Return the bytes of the model that the hub's cache lacks; 0 when the hub does not answer, in which case the
+    download reports the error."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     try:
@@ -97,7 +97,7 @@ def _is_wanted(name: str) -> bool:
 
 
 def _bar_class(progress: Progress, *, total: int | None) -> type[Any]:
-    """A progress bar that draws nothing and hands its bytes to `progress`, one call at a time."""
+    """Return a tqdm class that draws nothing and reports bytes to `progress`, one call at a time."""
     from tqdm.auto import tqdm
 
     lock = threading.Lock()
@@ -114,7 +114,7 @@ def _bar_class(progress: Progress, *, total: int | None) -> type[Any]:
                 return
             with lock:
                 self._done += int(n or 0)
-                # Some versions count what is received and what is written in two bars; the first to come is shown.
+                # Some versions have one bar for received and one for written bytes; report the larger count.
                 if self._done > most:
                     most = self._done
                     progress("download", most if total is None else min(most, total), total)
@@ -123,8 +123,8 @@ def _bar_class(progress: Progress, *, total: int | None) -> type[Any]:
 
 
 def _hub_errors() -> tuple[type[Exception], ...]:
-    """What the hub's library raises: a name that cannot be one, errors of the system, and the base of all errors of
-    the HTTP library below it, whichever that is."""
+    """Return the errors that the hub's library raises: for invalid names, from the system, and from the HTTP library
+    that it uses."""
     from huggingface_hub import errors
 
     return errors.HFValidationError, errors.HTTPError, OSError
@@ -136,7 +136,7 @@ def _explain(repo: str, error: Exception) -> UserError:
     if isinstance(error, GatedRepoError):
         return UserError(
             f"The hub model {repo} is gated.",
-            why="its owner gives it only to people who have accepted its terms and are logged in.",
+            why="it is available only to users who have accepted its terms and are logged in.",
             do="ask for access on the model's page, run `hf auth login`, and try again",
         )
     if isinstance(error, (RepositoryNotFoundError, HFValidationError)):

@@ -1,4 +1,4 @@
-"""The canonical folder of a Llama model: its numbers, parameter names, configuration and tokenizer files."""
+"""Define the folder of a Llama model: sizes, parameter names, config and tokenizer files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHAT_TEMPLATE = "chat_template.jinja"
 
 @dataclass(frozen=True, kw_only=True)
 class Llama:
-    """All that config.json says about a Llama model."""
+    """The contents of a Llama model's config.json."""
 
     vocab: int
     hidden: int
@@ -39,7 +39,7 @@ class Llama:
     pad: int | None = None
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter under its Hugging Face name."""
+        """Return the shape of every parameter by its Hugging Face name."""
         hidden, queries, keys = self.hidden, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, hidden)}
         for layer in range(self.num_layers):
@@ -85,7 +85,7 @@ class Llama:
             "mlp_bias": False,
             "max_position_embeddings": self.max_context,
             "rms_norm_eps": self.norm_eps,
-            # transformers 5 reads the second of these, transformers 4 and mlx-lm the first.
+            # transformers 4 and mlx-lm read `rope_theta`, transformers 5 reads `rope_parameters`.
             "rope_theta": self.rope_theta,
             "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
             "tie_word_embeddings": self.tied,
@@ -119,7 +119,7 @@ def write_tokenizer(
     """Save a tokenizer so that transformers, PEFT and mlx-lm load it. `special` maps bos, eos, unk, pad to tokens."""
     tokenizer.save(str(folder / "tokenizer.json"))
     settings: dict[str, Any] = {
-        # The class that takes tokenizer.json as it is; Llama's own would put its pre-tokenizer in place of ours.
+        # This class uses tokenizer.json unchanged; Llama's own class replaces the pre-tokenizer.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_context,
         "clean_up_tokenization_spaces": False,

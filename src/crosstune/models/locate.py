@@ -1,4 +1,4 @@
-"""From a model's name to a folder on this machine: a bundled name, a folder, a GGUF file or a hub id."""
+"""Find the local folder of a model given as a bundled name, a folder, a GGUF file or a hub id."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class ModelFolder:
 
 
 def locate(name: str, *, cache: Path | None = None, progress: Progress | None = None) -> ModelFolder:
-    """The folder of the model `name`, downloaded or converted first where that is needed.
+    """Return the folder of the model `name`; download or convert it first if needed.
 
-    A bundled name comes before a folder of the same name; `./name` always means the folder.
+    A bundled name takes precedence over a folder of the same name; `./name` always means the folder.
     """
     report = progress or silent
     source = _source(name)
@@ -55,9 +55,9 @@ def locate(name: str, *, cache: Path | None = None, progress: Progress | None = 
 
 
 def find_local(name: str, *, cache: Path | None = None) -> ModelFolder | None:
-    """Return the model if it is whole on this machine; None where `locate` would fetch or convert it first.
+    """Return the model if it is complete on this machine; None if `locate` would download or convert it first.
 
-    Raises as `locate` does for a name that nothing can be behind, and for a folder that is not a model.
+    Raises a UserError, as `locate` does, for an unknown name and for a folder that is not a model.
     """
     source = _source(name)
     if source == "folder":
@@ -68,20 +68,20 @@ def find_local(name: str, *, cache: Path | None = None) -> ModelFolder | None:
         if check(path):
             return None
     elif source == "gguf":
-        return None  # finding its folder means reading the whole file
+        return None  # finding its folder requires hashing the whole file
     else:
         from crosstune.models.hub import cached_config
 
         config = cached_config(name)
-        if config is None or not _is_whole(config.parent):
+        if config is None or not _is_complete(config.parent):
             return None
         path = config.parent
     return ModelFolder(name=name, path=path, source=source)
 
 
 def shape(name: str, *, cache: Path | None = None) -> ModelShape | None:
-    """The shape of a model, without downloading anything: from its config.json where there is one on this machine,
-    else guessed from its name; None when the name says nothing."""
+    """Return the shape of a model without downloading it: from its config.json if that is on this machine, otherwise
+    guessed from its name; None when the name has no size."""
     if name in BUNDLED:
         return BUNDLED[name].shape()
     path = _path(name)
@@ -100,16 +100,16 @@ def shape(name: str, *, cache: Path | None = None) -> ModelShape | None:
     return found or shape_from_name(path.name)
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     try:
         check_folder(folder)
-    except UserError:  # a download that was broken off; the next one completes it
+    except UserError:  # an interrupted download, which the next one completes
         return False
     return True
 
 
 def _source(name: str) -> Source:
-    """Which kind of name it is; the error for none of them."""
+    """Return the kind of a model name; raise a UserError when it is unknown."""
     if name in BUNDLED:
         return "bundled"
     path = _path(name)
@@ -123,9 +123,9 @@ def _source(name: str) -> Source:
         return "gguf"
     if path.is_file():
         raise UserError(
-            f"{path} is a file that is not a model.",
+            f"{path} is a file, not a model.",
             why="a model is a folder with config.json, *.safetensors and a tokenizer, or a .gguf file.",
-            do=f"name the folder instead: {path.parent}",
+            do=f"give the folder instead: {path.parent}",
         )
     if _PATH_START.match(name):
         raise UserError(f"There is no folder {path}.", do="check the path of the model folder")
@@ -135,7 +135,7 @@ def _source(name: str) -> Source:
 
 
 def _convert(path: Path, *, cache: Path | None, progress: Progress) -> Path:
-    """The folder made from a GGUF file, under a name that changes with the file's contents."""
+    """Return the folder converted from a GGUF file; its name contains a hash of the file."""
     digest = file_sha256(path)
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip(".-") or "gguf"
     key = f"{stem}-{digest[:_KEY_HASH_CHARS]}"

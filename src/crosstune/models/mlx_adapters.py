@@ -1,4 +1,4 @@
-"""Adapters between PEFT's folders and mlx-lm's: the same numbers, transposed, nothing rounded in either direction."""
+"""Convert adapters between the layouts of PEFT and mlx-lm: matrices are transposed, values stay exact."""
 
 from __future__ import annotations
 
@@ -26,30 +26,32 @@ from crosstune.models.weights import Tensor, read_arrays, write_safetensors
 
 MLX_WEIGHTS = "adapters.safetensors"
 _MLX_PART = {"lora_A.weight": "lora_a", "lora_B.weight": "lora_b", "lora_magnitude_vector": "m"}
-_PEFT_PART = {own: peft for peft, own in _MLX_PART.items()}
+_PEFT_PART = {mlx: peft for peft, mlx in _MLX_PART.items()}
 _KEPT = "peft"
-"""Where PEFT's own settings stay in mlx-lm's, which leaves alone what it does not know."""
+"""The key for PEFT's settings in mlx-lm's, which ignores unknown keys."""
 _UNREAD = ("rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "layer_replication")
 
 Stored = tuple[str, NDArray[Any]]
-"""The name of a type, and numbers or the bits of numbers."""
+"""The name of a dtype, and the values or their bits."""
 
 
 def adapter_form(folder: Path) -> str | None:
-    """peft or mlx, by the files of a folder; None when it holds no adapter."""
+    """Return `peft` or `mlx` by the files of a folder; None when it holds no adapter."""
     if (folder / PEFT_WEIGHTS).is_file():
         return "peft"
     return "mlx" if (folder / MLX_WEIGHTS).is_file() else None
 
 
 def to_mlx(source: Path, target: Path, *, base: str | None = None) -> None:
-    """Write a PEFT adapter folder for mlx-lm. `base` names the base model where it is not the one in the folder."""
+    """Convert a PEFT adapter folder for mlx-lm. `base` replaces the name of the base model."""
     settings = {**read_settings(source), **({"base_model_name_or_path": base} if base else {})}
     unread = [name for name in _UNREAD if settings.get(name)]
     if settings.get("peft_type") != "LORA" or unread:
-        words = ", ".join(unread) or str(settings.get("peft_type"))
+        unsupported = ", ".join(unread) or str(settings.get("peft_type"))
         raise UserError(
-            f"{source} cannot be written for MLX.", why=f"it uses {words}.", do="use a LoRA or DoRA adapter"
+            f"{source} cannot be written for MLX.",
+            why=f"it uses {unsupported}.",
+            do="use a LoRA or DoRA adapter",
         )
     tensors = {
         _rename(name.removeprefix(PEFT_PREFIX), _MLX_PART, source): stored
@@ -62,12 +64,12 @@ def to_mlx(source: Path, target: Path, *, base: str | None = None) -> None:
 
 
 def to_peft(source: Path, target: Path, *, base: str | None = None) -> None:
-    """Write an adapter folder of mlx-lm for PEFT. `base` names the base model where the folder does not."""
+    """Convert an adapter folder of mlx-lm for PEFT. `base` is the name of the base model if the folder lacks it."""
     settings = read_settings(source)
     if settings.get("fine_tune_type", "lora") not in ("lora", "dora"):
         raise UserError(
             f"{source} cannot be written for PEFT.",
-            why=f"it holds what {settings['fine_tune_type']} fine-tuning has changed, not an adapter.",
+            why=f"it holds weights of {settings['fine_tune_type']} fine-tuning, not an adapter.",
         )
     tensors = {
         PEFT_PREFIX + _rename(name, _PEFT_PART, source): stored
@@ -80,7 +82,7 @@ def to_peft(source: Path, target: Path, *, base: str | None = None) -> None:
 
 
 def _mlx_settings(settings: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Any]:
-    """mlx-lm finds layers by whole names too, which say the same whichever layers have adapters."""
+    """Return mlx-lm's settings, with the full names of the layers, which mlx-lm accepts too."""
     layers = sorted({name.rpartition(".")[0] for name in tensors})
     rank = settings["r"]
     numbers = {int(found.group(1)) for name in layers if (found := re.search(r"\.layers\.(\d+)\.", name))}
@@ -107,9 +109,9 @@ def _peft_settings(
     base = base or settings.get("model")
     if not base:
         raise UserError(
-            f"{source} does not say over which model it was trained.",
-            why="mlx-lm writes no name of it, and PEFT needs one.",
-            do="name it with --original",
+            f"{source} does not name its base model.",
+            why="mlx-lm does not record it, and PEFT needs it.",
+            do="give it with --original",
         )
     lora = settings["lora_parameters"]
     layers = {name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in tensors}
@@ -127,25 +129,25 @@ def _rename(name: str, parts: Mapping[str, str], source: Path) -> str:
     for ending, other in parts.items():
         if name.endswith("." + ending):
             return f"{name.removesuffix(ending)}{other}"
-    raise UserError(f"The adapter {source} holds {name}.", why="that is no part of a LoRA or DoRA layer.")
+    raise UserError(f"The adapter {source} holds {name}.", why="that is not part of a LoRA or DoRA layer.")
 
 
 def _read(folder: Path, name: str) -> dict[str, Stored]:
     if not (folder / name).is_file():
-        raise UserError(f"{folder} is not such an adapter folder.", why=f"it has no {name}.")
+        raise UserError(f"{folder} is not an adapter folder of this kind.", why=f"it has no {name}.")
     arrays = read_arrays(folder / name)
-    stacked = [own for own, (_, values) in arrays.items() if values.ndim > 2]
+    stacked = [key for key, (_, values) in arrays.items() if values.ndim > 2]
     if stacked:
         raise UserError(
-            f"The adapter {folder} has no other form.",
+            f"The adapter {folder} cannot be converted.",
             why=f"{stacked[0]} holds the matrices of several experts in one array, and PEFT has no such layer.",
-            do="use it where it was made",
+            do="use it with the library that wrote it",
         )
     return arrays
 
 
 def _write(path: Path, tensors: Mapping[str, Stored]) -> None:
-    """Matrices transposed, vectors as they are."""
+    """Write the tensors with matrices transposed."""
     write_safetensors(
         path,
         [

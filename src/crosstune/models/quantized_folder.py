@@ -1,4 +1,4 @@
-"""What a folder of already quantized weights says about itself: crosstune's own kind, bitsandbytes' 4 bits, and MLX's."""
+"""Read the quantization of a folder of quantized weights, written by crosstune, bitsandbytes (4 bits) or MLX."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from crosstune.models.folder import read_config_json, weight_files
 RECORD = "crosstune_quantization.json"
 OWN_METHOD = "crosstune"
 FORMAT = 2
-"""Format 1 has the offset of doubly quantized scales in JSON, and quanto's own description of a weight."""
+"""Format 1 has the offset of doubly quantized scales in JSON, and quanto's description of a weight."""
 _READ_FORMATS = (1, FORMAT)
 _PACKED_STATE = ".weight.quant_state.bitsandbytes__"
 
@@ -25,30 +25,30 @@ _PACKED_STATE = ".weight.quant_state.bitsandbytes__"
 @dataclass(frozen=True, kw_only=True)
 class FolderQuantization:
     spec: QuantSpec
-    """Of most layers; one that is quantized otherwise says so among its facts, as `spec`."""
+    """The quantization of most layers; a layer that differs has its own `spec` in `layers`."""
     own: bool
     dtype: str
-    """In which the dense weights are computed with, as torch spells it."""
+    """The compute dtype of the dequantized weights, as torch names it."""
     layers: dict[str, dict[str, Any]]
-    """Shape and what else is not a tensor, by layer."""
+    """Layer -> its shape and other values that are not tensors."""
     original: dict[str, Any] | None = field(default=None)
-    """Name, path and identity of the weights that were quantized, where they are on record."""
+    """Name, path and identity of the weights that were quantized, if recorded."""
 
 
 def quantization_options(spec: QuantSpec) -> dict[str, Any]:
-    """Return the options that ask for a recorded quantization."""
+    """Return the options for a recorded quantization."""
     options = {
         "quantization_backend": spec.quantizer,
         "n_bits": spec.bits,
         "group_size": spec.group_size,
     }
-    if spec.quantizer == "mlx":  # which has one kind alone
+    if spec.quantizer == "mlx":  # which has only one kind
         return options
     return options | {"quant_type": spec.kind, "double_quant": spec.double}
 
 
 def read_quantization(folder: Path) -> FolderQuantization | None:
-    """None for a folder of plain weights, and for kinds of quantization that only transformers knows."""
+    """Return the quantization of a folder; None for plain weights, and for formats that only transformers reads."""
     if (folder / RECORD).is_file():
         return _read_own(folder / RECORD)
     config = read_config_json(folder)
@@ -60,7 +60,7 @@ def read_quantization(folder: Path) -> FolderQuantization | None:
     layers = _read_packed_states(folder)
     if not layers:
         raise UserError(
-            f"{folder} says that it holds 4-bit weights, and its files hold none.",
+            f"{folder} is marked as 4-bit, but its files hold no 4-bit weights.",
             why=f"no tensor is named *{_PACKED_STATE}nf4 or fp4.",
             do="download or copy the model again",
         )
@@ -80,12 +80,11 @@ def read_quantization(folder: Path) -> FolderQuantization | None:
 
 
 def dense_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
-    """The shape of every weight as it is when it is dense, by the name of its tensor; None for a folder of packed
-    weights that only transformers knows."""
-    held = read_quantization(folder)
-    if held is None and isinstance(read_config_json(folder).get("quantization_config"), dict):
+    """Return tensor name -> dense shape of every weight; None for packed weights that only transformers reads."""
+    quantized = read_quantization(folder)
+    if quantized is None and isinstance(read_config_json(folder).get("quantization_config"), dict):
         return None
-    layers = held.layers if held is not None else {}
+    layers = quantized.layers if quantized is not None else {}
     shapes = {
         name: tuple(entry["shape"])
         for path in weight_files(folder)
@@ -96,14 +95,14 @@ def dense_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
 
 
 def _layer_of(name: str) -> str:
-    """The layer that a part of a quantized weight belongs to."""
+    """Return the layer of a tensor that is part of a quantized weight."""
     for ending in (".scales", ".biases"):
         name = name.removesuffix(ending)
     return name.partition(".weight")[0]
 
 
 def _read_mlx(folder: Path, config: Mapping[str, Any]) -> FolderQuantization:
-    """MLX keeps the words in config.json and the scales of a layer beside its packed weight."""
+    """Read MLX's format: settings in config.json, the scales of a layer next to its packed weight."""
     form = config["quantization"]
     entries = {
         name: entry for path in weight_files(folder) for name, entry in read_header(path).tensors.items()
@@ -123,16 +122,16 @@ def _read_mlx(folder: Path, config: Mapping[str, Any]) -> FolderQuantization:
 
 
 def _made_from(folder: Path) -> dict[str, Any] | None:
-    """What crosstune wrote beside the words of mlx-lm, where it made the folder."""
+    """Return the record of the original weights, if crosstune made the folder."""
     record = read_json(folder / "crosstune.json")
     made = record.get("converted") or record.get("exported") or {}
     return made.get("original")
 
 
 def _mlx_shape(scales: Sequence[int], layer: str, form: Mapping[str, Any]) -> list[int]:
-    """One scale stands for a group of weights, whose size may differ by layer."""
-    own = form.get(layer)
-    group_size = own["group_size"] if isinstance(own, dict) else form["group_size"]
+    """Return the dense shape from the shape of the scales; the group size may differ by layer."""
+    override = form.get(layer)
+    group_size = override["group_size"] if isinstance(override, dict) else form["group_size"]
     return [*scales[:-1], scales[-1] * group_size]
 
 
@@ -156,7 +155,7 @@ def _read_own(path: Path) -> FolderQuantization:
 
 
 def _read_packed_states(folder: Path) -> dict[str, dict[str, Any]]:
-    """bitsandbytes keeps what is not a tensor as JSON in one."""
+    """Read the quantization state of each layer, which bitsandbytes stores as JSON in a tensor."""
     layers: dict[str, dict[str, Any]] = {}
     for path in weight_files(folder):
         header = read_header(path)

@@ -1,4 +1,4 @@
-"""Stage a result folder beside its place: check for room, put it there when it is done, keep it apart when unverified."""
+"""Stage a result folder: check the disk space, move it to its place when done, or set it aside when unverified."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ UNVERIFIED = ".unverified"
 
 
 class Unverified(UserError):
-    """What was written differs from what it should be. Its folder is kept, under a name that says so."""
+    """The written result failed its check. The folder is kept under a name that says so."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     result: Path
-    """Where to write what becomes the folder that was asked for. It does not exist yet."""
+    """The path to write the result to, which does not exist yet."""
     scratch: Path
-    """A folder for intermediate files; it is removed afterwards."""
+    """A folder for temporary files, removed afterwards."""
 
 
 @contextmanager
 def staged(out: Path, *, need_bytes: int) -> Iterator[Stage]:
-    """Yield where to write a result; it is put at `out` when the block ends. A kill leaves a hidden folder and no `out`."""
+    """Yield the paths for a result, which moves to `out` when the block ends. A kill leaves no `out`."""
     check_out(out)
     _make_parent(out)
     try:
@@ -48,19 +48,19 @@ def staged(out: Path, *, need_bytes: int) -> Iterator[Stage]:
 
 
 def check_out(out: Path) -> None:
-    """Raise unless a result can be put at `out`."""
+    """Raise a UserError unless `out` is free or an empty folder."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file.", do="choose another --out")
     if out.is_dir() and any(out.iterdir()):
         raise UserError(
             f"{out} is not empty.",
-            why="what is in it would be lost or mixed with the result.",
+            why="its files would be lost or mixed with the result.",
             do="choose another --out, or remove the folder first",
         )
 
 
 def unverified_path(out: Path) -> Path:
-    """Return the first free name for a result at `out` that did not pass its check."""
+    """Return the first free path for a result that failed its check."""
     path, number = out.with_name(out.name + UNVERIFIED), 1
     while path.exists():
         number += 1

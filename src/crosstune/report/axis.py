@@ -1,4 +1,4 @@
-"""Axes: the range a chart covers, round numbers along it, and how they are written."""
+"""Compute chart axes: range, round tick values and tick labels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Axis:
     ticks: tuple[float, ...]
 
     def fraction(self, value: float) -> float:
-        """Where a value lies: 0 at the low end, 1 at the high end."""
+        """Return the position of a value: 0 at the low end, 1 at the high end."""
         return (value - self.low) / (self.high - self.low)
 
     def labels(self) -> list[str]:
@@ -29,9 +29,9 @@ class Axis:
 
 
 def value_axis(values: Sequence[float], *, from_zero: bool, num_ticks: int = 5) -> Axis:
-    """A range that holds all values and ends on round numbers."""
+    """Return an axis that covers all values and ends on round numbers."""
     low, high = min(values), max(values)
-    # A curve that falls to a small part of its height is read against zero; a flat one against itself.
+    # Start at zero when the values vary by more than a factor of two; otherwise zoom in on their range.
     if from_zero or (low > 0 and low < high / 2):
         low, high = min(0.0, low), max(0.0, high)
     if high - low <= max(abs(low), abs(high), 1e-290) * 1e-9:
@@ -43,7 +43,7 @@ def value_axis(values: Sequence[float], *, from_zero: bool, num_ticks: int = 5) 
 
 
 def step_axis(low: float, high: float, *, num_ticks: int = 6) -> Axis:
-    """Training steps: exactly the range that was run, with ticks on whole numbers."""
+    """Return an axis over exactly the steps that ran, with ticks at whole numbers."""
     if high <= low:
         low, high = low - 1, high + 1
     step = max(1.0, round_step((high - low) / num_ticks))
@@ -54,19 +54,19 @@ def step_axis(low: float, high: float, *, num_ticks: int = 6) -> Axis:
 
 
 def round_step(rough: float) -> float:
-    """The smallest of 1, 2, 2.5, 5 times a power of ten that is no smaller than `rough`."""
+    """Return the smallest of 1, 2, 2.5, 5 times a power of ten that is at least `rough`."""
     power = math.floor(math.log10(rough))
     steps = (_scaled(size, power) for size in _ROUND)
     return next(step for step in steps if step >= rough * (1 - 1e-9))
 
 
 def _scaled(size: float, power: int) -> float:
-    # A power below zero is divided by: 3 / 10 is the double nearest to 0.3, 3 * 0.1 is not.
+    # Divide for negative powers: 3 / 10 is the double nearest to 0.3, 3 * 0.1 is not.
     return size * 10.0**power if power >= 0 else size / 10.0**-power
 
 
 def tick_label(value: float, *, gap: float) -> str:
-    """A tick with just the decimals that tell it from its neighbours."""
+    """Format a tick with only as many decimals as distinguish it from its neighbours."""
     if abs(value) < gap / 1000:
         return "0"
     if gap >= 1e9 or abs(value) >= 1e15 or gap < 1e-3:

@@ -1,4 +1,4 @@
-"""Charts as SVG: series of points in, one inline drawing that fits any width out."""
+"""Draw series of points as an inline SVG chart that fits any width."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from crosstune.report.quantity import NOT_FINITE, Shown, byte_unit, show_number
 from crosstune.report.series import Point, finite_values, kept_indices
 
 PLOT_UNITS = 1000
-"""Lines are drawn on a square of this side that is stretched to the plot; strokes keep their width."""
+"""Side of the square in which curves are drawn; it is stretched to the plot, and strokes keep their width."""
 FEW_POINTS = 12
-"""Up to this many points, each is also a dot."""
+"""Up to this many points, each is also drawn as a dot."""
 
 Look = Literal["line", "faint", "marked"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One curve. Its colour is its place among the colours of the page; its look tells it apart without colour."""
+    """One curve. `colour` is an index into the page's palette; `look` distinguishes curves without colour."""
 
     label: str
     points: Sequence[Point]
@@ -33,7 +33,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How values become readable: divided into a unit for the axis, written in full for the read-out."""
+    """How values are formatted: divided by `divisor` for the axis, with `show` for the read-out."""
 
     unit: str = ""
     divisor: float = 1.0
@@ -42,7 +42,7 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Something that happened after a step, as a line through the plot."""
+    """A vertical line for something that happened after a step."""
 
     step: float
     label: str
@@ -56,7 +56,7 @@ class Chart:
     scale: Scale = Scale()
     from_zero: bool = False
     steps: tuple[float, float] | None = None
-    """The range of steps, when several charts are to share one."""
+    """The range of steps, when several charts share one."""
     wide: bool = False
 
     @property
@@ -65,12 +65,12 @@ class Chart:
 
     @property
     def num_gaps(self) -> int:
-        """Steps of the main series, the first, whose value was not finite."""
+        """The number of steps of the first series whose value is not finite."""
         return sum(value is None for _, value in self.series[0].points)
 
     @property
     def figures(self) -> list[tuple[str, Shown]]:
-        """The main series in three numbers."""
+        """The last, lowest and highest value of the first series."""
         values = finite_values(self.series[0].points)
         if not values:
             return []
@@ -83,7 +83,7 @@ class Chart:
             ("lowest", self.scale.show(min(values))),
             ("highest", self.scale.show(max(values))),
         ]
-        # The unit stands beside the title already, unless a value is so small that it has another.
+        # The title already shows the unit; a value so small that it has another unit keeps its own.
         return [
             (name, shown._replace(text=shown.text.removesuffix(self.scale.unit).rstrip()))
             for name, shown in found
@@ -96,9 +96,9 @@ def byte_scale(values: Sequence[float], *, show: Callable[[float], Shown]) -> Sc
 
 
 def draw(chart: Chart) -> Markup:
-    """The chart as an SVG element, or nothing when no value is finite.
+    """Return the chart as an SVG element, empty when no value is finite.
 
-    Everything outside the curves is placed in percent of the plot, so text keeps its size at any width.
+    Everything but the curves is positioned in percent of the plot, so text keeps its size at any width.
     """
     if not chart.values:
         return Markup()
@@ -118,7 +118,7 @@ def draw(chart: Chart) -> Markup:
 
 
 def describe(chart: Chart) -> str:
-    """The chart in words, for those who do not see it."""
+    """Return the chart's text alternative for screen readers."""
     first, last = _step_range(chart.series)
     span = f"at step {first:,.0f}" if first == last else f"from step {first:,.0f} to {last:,.0f}"
     numbers = ", ".join(f"{name} {shown.text}" for name, shown in chart.figures)
@@ -134,7 +134,7 @@ def _step_range(series: Sequence[Series]) -> tuple[float, float]:
 
 
 def _thinned(series: Sequence[Series]) -> list[Series]:
-    """Fewer points of every curve; those over the same steps keep the same ones, to be read out together."""
+    """Downsample every curve; curves over the same steps keep the same points, so that read-outs line up."""
     steps = [step for step, _ in series[0].points]
     shared = kept_indices(series[0].points)
     drawn = []
@@ -164,43 +164,43 @@ def _grid(across: Axis, down: Axis) -> Markup:
 
 
 def _marks(chart: Chart, across: Axis) -> Markup:
-    """Their words stand where there is room for them: in a wide chart."""
+    """Draw the marks; their labels only in a wide chart, which has room for them."""
     lines = []
     for mark in chart.marks:
         place = across.fraction(mark.step)
-        word = Markup('<text x="{0}" dx="{1}" y="0" dy="12" text-anchor="{2}">{3}</text>').format(
+        label = Markup('<text x="{0}" dx="{1}" y="0" dy="12" text-anchor="{2}">{3}</text>').format(
             _percent(place), *((-6, "end") if place > 0.5 else (6, "start")), mark.label
         )
         lines.append(
             Markup('<line x1="{0}" x2="{0}" y1="0" y2="100%"><title>{1}</title></line>{2}').format(
-                _percent(place), mark.label, word if chart.wide else ""
+                _percent(place), mark.label, label if chart.wide else ""
             )
         )
     return Markup('<g class="marks" aria-hidden="true">{}</g>').format(Markup("").join(lines))
 
 
 def _curve(series: Series, across: Axis, down: Axis, scale: Scale) -> Markup:
-    """The line through the points; it is lifted over every gap."""
-    words: list[str] = []
+    """Draw the line through the points, interrupted at every gap."""
+    commands: list[str] = []
     pen_down = False
     for step, value in series.points:
         if value is not None:
             x = across.fraction(step) * PLOT_UNITS
             y = (1 - down.fraction(value / scale.divisor)) * PLOT_UNITS
-            words.append(f"{'L' if pen_down else 'M'}{x:.1f} {y:.1f}")
+            commands.append(f"{'L' if pen_down else 'M'}{x:.1f} {y:.1f}")
         pen_down = value is not None
     return Markup(
         '<svg viewBox="0 0 {0} {0}" preserveAspectRatio="none" width="100%" height="100%" class="curve {1} c{2}"><path d="{3}"/></svg>'
-    ).format(PLOT_UNITS, series.look, series.colour, "".join(words))
+    ).format(PLOT_UNITS, series.look, series.colour, "".join(commands))
 
 
 def _dots(series: Series, across: Axis, down: Axis, scale: Scale) -> Markup:
-    """Dots where there are few points, and where a point between two gaps has no line to be on."""
-    all_of_them = series.look == "marked" or len(series.points) <= FEW_POINTS
+    """Draw dots when there are few points, and for a point between two gaps, which has no line."""
+    dot_every_point = series.look == "marked" or len(series.points) <= FEW_POINTS
     padded: list[Point] = [(0.0, None), *series.points, (0.0, None)]
     circles = []
     for (_, before), (step, value), (_, after) in zip(padded, padded[1:], padded[2:], strict=False):
-        if value is None or not (all_of_them or (before is None and after is None)):
+        if value is None or not (dot_every_point or (before is None and after is None)):
             continue
         x, y = across.fraction(step), 1 - down.fraction(value / scale.divisor)
         circles.append(Markup('<circle cx="{}" cy="{}" r="3"/>').format(_percent(x), _percent(y)))
@@ -210,7 +210,7 @@ def _dots(series: Series, across: Axis, down: Axis, scale: Scale) -> Markup:
 
 
 def _readout(drawn: Sequence[Series], across: Axis, down: Axis, scale: Scale) -> str:
-    """What the page's script needs to answer a pointer: step, height in the plot, text."""
+    """Return as JSON what the page's script shows under the pointer: step, height in the plot, text."""
     series = [
         {
             "label": each.label,
@@ -234,7 +234,7 @@ def _percent(fraction: float) -> str:
 
 
 def legend_key(series: Series) -> Markup:
-    """A short piece of a curve, as it looks in the plot."""
+    """Draw a short piece of the curve for the legend."""
     dot = Markup('<circle cx="12" cy="5" r="3"/>') if series.look == "marked" else ""
     return Markup(
         '<svg class="key" aria-hidden="true" width="24" height="10"><g class="curve {0} c{1}"><path d="M1 5H23"/></g><g class="dots {0} c{1}">{2}</g></svg>'

@@ -1,4 +1,4 @@
-"""What happened in a run, one line per event."""
+"""List the events of a run, one row per event."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _event_time(seconds: float | None, start: datetime | None) -> Shown:
 
 
 def _event_text(event: Mapping[str, Any]) -> str:
-    """Return the sentence an event carries, or else its values one after the other."""
+    """Return the event's message, or its values as a list when it has none."""
     for name in ("message", "error", "reason"):
         if event.get(name) and not is_adjustment(event):
             return str(event[name])

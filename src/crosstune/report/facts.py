@@ -1,4 +1,4 @@
-"""Tables about a run: what was asked and what ran, its data, its machine."""
+"""Build the tables about a run: requested and used options, data, machine."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class AdjustmentRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Mappings with the same kind of keys, as the columns of one table."""
+    """Mappings with similar keys as the columns of one table."""
 
     columns: list[str]
     rows: list[tuple[str, list[Shown]]]
 
 
 def header_facts(run: RunFiles) -> list[Fact]:
-    """What ran, in a line or two."""
+    """Return model, data, backend, method and duration for the page's header."""
     plan = run.plan
     model = mapping(plan.get("model")).get("name") or run.asked.get("model_name")
     data = mapping(plan.get("data"))
@@ -79,14 +79,14 @@ def header_facts(run: RunFiles) -> list[Fact]:
 
 
 def _continued(start: Any) -> str | None:
-    """Where the last process of a run took it up."""
+    """Describe the checkpoint that the last process of the run resumed from."""
     if not isinstance(start, Mapping) or "step" not in start:
         return None
     return f"from step {start['step']}, trained on {start.get('backend', '?')}"
 
 
 def option_rows(run: RunFiles) -> list[OptionRow]:
-    """The options someone asked for, beside what the run went by."""
+    """Return the requested options with the values that the run used."""
     used = mapping(run.plan.get("options"))
     return [
         OptionRow(
@@ -105,7 +105,7 @@ def unasked_options(run: RunFiles) -> list[Fact]:
 
 
 def adjustment_rows(run: RunFiles) -> list[AdjustmentRow]:
-    """The plan's adjustments and those made on the way, each once."""
+    """Return the adjustments of the plan and of the run, without duplicates."""
     planned = run.plan.get("adjustments")
     recorded = [*(planned if isinstance(planned, list) else []), *filter(is_adjustment, run.events)]
     rows: dict[tuple[Shown | str, ...], AdjustmentRow] = {}
@@ -115,7 +115,7 @@ def adjustment_rows(run: RunFiles) -> list[AdjustmentRow]:
             asked=show_option(item.get("asked")),
             used=show_option(item.get("used")),
             reason=str(item.get("reason", "")),
-            # In an event `kind` is the event's own, and the adjustment's is its `sort`.
+            # In an event, `kind` is the kind of event, and `sort` the kind of adjustment.
             kind=str(item.get("sort") or item.get("kind", "change")),
         )
         rows.setdefault((row.option, row.asked, row.used, row.reason), row)
@@ -123,7 +123,7 @@ def adjustment_rows(run: RunFiles) -> list[AdjustmentRow]:
 
 
 def data_tables(data: Mapping[str, Any]) -> tuple[list[Fact], Grid | None, list[tuple[str, str]]]:
-    """A free-form description: plain values, one table of its parts, and the rest as text."""
+    """Split a recipe's description of its data into plain values, one table of its parts, and the rest as text."""
     facts = [(label_of(name), show_named(name, value)) for name, value in data.items() if is_flat(value)]
     parts = {name: value for name, value in data.items() if _is_part(value)}
     rest = [
@@ -178,7 +178,7 @@ def version_facts(run: RunFiles) -> list[Fact]:
 
 
 def identity_facts(run: RunFiles) -> list[Fact]:
-    """Where the weights came from and where the result went."""
+    """Return the source of the weights and the paths of the results."""
     model = mapping(run.plan.get("model"))
     facts = [(f"model {name}", show_option(model[name])) for name in ("path", "source") if model.get(name)]
     facts += [
@@ -191,7 +191,7 @@ def identity_facts(run: RunFiles) -> list[Fact]:
 
 
 def reproduce_command(run: RunFiles) -> str:
-    """The words that started the run, quoted for a shell, a line per flag; empty when they were not recorded."""
+    """Return the run's command quoted for a shell, one flag per line; empty when it was not recorded."""
     words = run.plan.get("command")
     if not isinstance(words, list):
         return str(words or "")

@@ -1,4 +1,4 @@
-"""One run's files as plain data: what is there, what is missing, what could not be read."""
+"""Read the files of one run folder, tolerating missing and damaged ones."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from crosstune.core.json_files import read_jsonl
 from crosstune.core.record import RUN_FILES
 
 IDENTIFYING_FILES = ("plan.json", "config.yaml")
-"""A folder with neither of these holds no run."""
+"""A run folder has at least one of these."""
 LARGEST = 1e300
-"""A number beyond this is as good as infinite: sums and differences of such overflow."""
+"""Larger numbers count as infinite, because their sums and differences overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """What one run folder holds. A file that is not there is an empty value here and a name in `missing`."""
+    """The contents of one run folder. A missing file is an empty value here and is listed in `missing`."""
 
     folder: Path
     config: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
     metrics: Sequence[Mapping[str, Any]] = ()
-    """One row per step, in the order of the steps."""
+    """One row per step, ordered by step."""
     events: Sequence[Mapping[str, Any]] = ()
     summary: Mapping[str, Any] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
-    """Why a file that is there could not be read."""
+    """Why existing files could not be read."""
     num_repeated_steps: int = 0
-    """Rows left out because the run was resumed from an earlier step."""
+    """Rows dropped because the run was resumed from an earlier step."""
     read_time: float = 0.0
     last_write_time: float = 0.0
 
@@ -61,13 +61,13 @@ class RunFiles:
 
 
 def load_run(run_dir: Path) -> RunFiles:
-    """Read whatever the run has written so far; it may have ended, been killed or still be going."""
+    """Read what the run has written so far; it may be finished, killed or still running."""
     folder = run_dir.absolute()
     present = [name for name in RUN_FILES if (folder / name).is_file()]
     if not any(name in present for name in IDENTIFYING_FILES):
         raise UserError(
-            f"{run_dir} holds no run.",
-            why=f"there is neither {' nor '.join(IDENTIFYING_FILES)} in it.",
+            f"{run_dir} is not a run folder.",
+            why=f"it has neither {' nor '.join(IDENTIFYING_FILES)}.",
             do="name the folder of one run, such as runs/<name>",
         )
     problems: list[str] = []
@@ -89,7 +89,7 @@ def load_run(run_dir: Path) -> RunFiles:
 
 
 def rewind(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Rows in the order of their steps. A resumed run goes back: its row takes the place of all from its step on."""
+    """Return the rows ordered by step. A row of a resumed run replaces all earlier rows from its step on."""
     kept: list[tuple[float, Mapping[str, Any]]] = []
     for row in rows:
         step = number(row.get("step"))
@@ -102,7 +102,7 @@ def rewind(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None for everything else a record may hold in its place."""
+    """Return the value as a float when it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if abs(value) <= LARGEST else None
@@ -135,6 +135,6 @@ def _read_mapping(path: Path, problems: list[str]) -> Mapping[str, Any]:
         problems.append(f"{path.name} could not be read: {error}")
         return {}
     if not isinstance(data, Mapping):
-        problems.append(f"{path.name} holds no mapping.")
+        problems.append(f"{path.name} does not contain a mapping.")
         return {}
     return {str(key): value for key, value in data.items()}

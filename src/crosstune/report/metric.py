@@ -1,4 +1,4 @@
-"""Evaluation metrics by name: what they are called, how they are written, which way is better."""
+"""Choose label, format and direction of improvement of an evaluation metric by its name."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class MetricDisplay:
     show: Callable[[float], Shown]
     is_share: bool
     better: int
-    """1 when a rise is an improvement, -1 when a fall is, 0 when the name does not say."""
+    """1 when higher is better, -1 when lower is better, 0 when the name does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """From one value to another, in words."""
+    """The formatted difference between two values."""
 
     amount: Shown
     verdict: str
-    """better, worse, unchanged, or empty when the metric's name does not say which way is up."""
+    """better, worse, unchanged, or empty when the metric's name does not say which direction is better."""
     rising: bool
 
 
@@ -46,7 +46,7 @@ def display_of(name: str, values: Sequence[float]) -> MetricDisplay:
 
 
 def ordered(names: Iterable[str]) -> list[str]:
-    """Loss and exact match first, the others as they came."""
+    """Return loss and exact match first, the others in their given order."""
     names = list(names)
     return [name for name in _FIRST if name in names] + [name for name in names if name not in _FIRST]
 

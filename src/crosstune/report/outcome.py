@@ -1,4 +1,4 @@
-"""How a run ended and what came of it: status, evaluation before and after, totals."""
+"""Determine the outcome of a run: status, evaluation before and after training, totals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from crosstune.report.quantity import (
 from crosstune.report.series import evaluation_step, finite_values, step_points
 
 QUIET_S = 600.0
-"""A run that wrote nothing for this long, or for ten of its slowest steps, is taken for dead."""
+"""A run counts as killed when it wrote nothing for this long and for ten times its slowest step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,11 @@ class End:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One number at the start and at the end of a run."""
+    """A metric at the start and at the end of a run."""
 
     label: str
     before: Shown | None
-    """None when it was not measured then."""
+    """None when it was not measured."""
     after: Shown | None
     before_label: str
     after_label: str
@@ -52,24 +52,24 @@ class Total:
 
 
 def end_of(run: RunFiles) -> End:
-    """The status the run gave itself; where it gave none, what its last words and its silence say."""
-    words = {event.kind: _last(run, event) for event in (Failed, Stopped)}
+    """Return the recorded status; without one, infer it from the last events and the time of the last write."""
+    endings = {event.kind: _last(run, event) for event in (Failed, Stopped)}
     status = run.summary.get("status")
     if status is None:
-        status = next((kind for kind, event in words.items() if event), None)
+        status = next((kind for kind, event in endings.items() if event), None)
     if status is None:
-        return _unspoken_end(run)
-    if status not in words:
+        return _unrecorded_end(run)
+    if status not in endings:
         return End(status=str(status))
-    detail = run.summary.get("error") or words[status].get("error") or words[status].get("reason")
+    detail = run.summary.get("error") or endings[status].get("error") or endings[status].get("reason")
     return End(status=str(status), detail=str(detail or ""))
 
 
-def _unspoken_end(run: RunFiles) -> End:
-    silence_s = max(0.0, run.read_time - run.last_write_time)
+def _unrecorded_end(run: RunFiles) -> End:
+    idle_s = max(0.0, run.read_time - run.last_write_time)
     slowest_s = max(finite_values(step_points(run.metrics, "step_s")), default=0.0)
-    ago = show_seconds(silence_s).text if silence_s >= 60 else "less than a minute"
-    if silence_s <= max(QUIET_S, 10 * slowest_s):
+    ago = show_seconds(idle_s).text if idle_s >= 60 else "less than a minute"
+    if idle_s <= max(QUIET_S, 10 * slowest_s):
         return End(
             status="running", detail=f"No end is recorded; the last line was written {ago} before this page."
         )
@@ -84,7 +84,7 @@ def _last(run: RunFiles, event: type[Event]) -> Mapping[str, Any]:
 
 
 def evaluations(run: RunFiles) -> list[Measured]:
-    """Every metric that was evaluated, before training and as last seen."""
+    """Return every evaluated metric before training and at the last evaluation."""
     before = mapping(run.summary.get("eval_before")) or _metrics_when(run, "before")
     after, after_label = _last_evaluation(run)
     rows = []
@@ -94,7 +94,7 @@ def evaluations(run: RunFiles) -> list[Measured]:
 
 
 def training_loss(run: RunFiles) -> Measured | None:
-    """The loss of the first and the last step."""
+    """Return the loss of the first and the last step."""
     points = step_points(run.metrics, "loss")
     if points:
         first = {"loss": points[0][1]} if len(points) > 1 else {}
@@ -144,7 +144,7 @@ def _measured(
 
 
 def totals(run: RunFiles) -> list[Total]:
-    """Steps, tokens, speed, memory and parameters; from the summary, else added up from the steps."""
+    """Return steps, tokens, speed, memory and parameters, from the summary or else summed over the steps."""
     found = [_steps(run), _tokens(run), _speed(run), _memory(run), _parameters(run)]
     return [total for total in found if total is not None]
 
@@ -207,7 +207,7 @@ def _memory(run: RunFiles) -> Total | None:
 
 
 def devices(run: RunFiles) -> list[Mapping[str, Any]]:
-    """The devices of the backend that ran."""
+    """Return the devices of the backend that ran."""
     backends = mapping(mapping(run.plan.get("machine")).get("backends"))
     found = mapping(backends.get(str(run.plan.get("backend")))).get("devices")
     return [mapping(device) for device in found] if isinstance(found, list) else []

@@ -1,4 +1,4 @@
-"""The report page: every part of one run put into one HTML file that needs nothing else."""
+"""Render the report of one run as a single self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from crosstune.report.samples import collect_samples
 
 REPORT_FILE = "report.html"
 MISSING_MEANS = {
-    "config.yaml": "what was asked is taken from the plan.",
-    "plan.json": "what the options became, the data and the machine are not known.",
-    "metrics.jsonl": "no step is recorded.",
-    "events.jsonl": "no evaluation, sample, checkpoint or warning is recorded.",
-    "summary.json": "the run did not reach its end; totals are added up from its steps.",
+    "config.yaml": "the requested options are taken from the plan.",
+    "plan.json": "the resolved options, the data and the machine are unknown.",
+    "metrics.jsonl": "no steps are recorded.",
+    "events.jsonl": "no evaluations, samples, checkpoints or warnings are recorded.",
+    "summary.json": "the run did not finish; totals are summed over its steps.",
 }
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report.html` into a run folder; a reader sees the old page or the new one, never half of one."""
+    """Write `report.html` into a run folder, atomically."""
     html = render(load_run(run_dir))
     target = run_dir / REPORT_FILE
     try:
-        # A model may answer with half a surrogate pair, which UTF-8 has no bytes for.
+        # A model may generate a lone surrogate, which UTF-8 cannot encode.
         write_bytes(target, html.encode("utf-8", errors="replace"))
     except OSError as error:
         raise UserError(f"Cannot write the report {target}.", why=str(error)) from error
@@ -57,7 +57,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def render(run: RunFiles) -> str:
-    """The whole page as text."""
+    """Return the whole page as HTML."""
     environment = Environment(
         loader=FunctionLoader(_asset),
         autoescape=True,
@@ -110,13 +110,13 @@ def _contents(run: RunFiles) -> dict[str, Any]:
 
 
 def _missing(run: RunFiles, end: End) -> list[tuple[str, str]]:
-    """Files that should be there by now, and what the page lacks without them."""
+    """Return the files that should exist by now, and what the page lacks without each."""
     expected = [name for name in run.missing if not (name == "summary.json" and end.status == "running")]
     return [(name, MISSING_MEANS[name]) for name in expected]
 
 
 def _policy(style: str, script: str) -> str:
-    """Nothing may be fetched, and nothing may run but the page's own style and script."""
+    """Return a Content-Security-Policy that allows only the page's own style and script, and no requests."""
     return "; ".join(
         (
             "default-src 'none'",

@@ -1,4 +1,4 @@
-"""Numbers as people read them, each with its full value beside it."""
+"""Format values for the page: a short text, and the full value for its tooltip."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 class Shown(NamedTuple):
-    """A value for the page: what is read, and what a title says in full."""
+    """A formatted value: the text on the page, and the full value for its tooltip."""
 
     text: str
     full: str = ""
 
 
 def show_number(value: float, *, digits: int = 4) -> Shown:
-    """A measured value to a few significant digits."""
+    """Format a measured value with a few significant digits."""
     size = abs(value)
     if value == 0:
         text = "0"
@@ -35,7 +35,7 @@ def show_number(value: float, *, digits: int = 4) -> Shown:
 
 
 def show_setting(value: float) -> Shown:
-    """A chosen value, such as a learning rate: short, in the notation people type."""
+    """Format a chosen value, such as a learning rate, the way people type it."""
     text = f"{value:.4g}" if value == 0 or abs(value) >= 1e-3 else _short_exponent(f"{value:.3e}")
     return Shown(_signed(text), repr(value))
 
@@ -50,7 +50,7 @@ def show_count(value: float) -> Shown:
 
 
 def byte_unit(size: float) -> tuple[str, int]:
-    """The largest unit in which a size is at least one, and what to divide by."""
+    """Return the largest unit in which the size is at least one, and its number of bytes."""
     index = 0
     while index < len(_BYTE_UNITS) - 1 and abs(size) >= 1024 ** (index + 1):
         index += 1
@@ -82,7 +82,7 @@ def show_rate(tokens_per_s: float) -> Shown:
 
 
 def show_share(share: float) -> Shown:
-    """A fraction of one as a percentage."""
+    """Format a fraction as a percentage."""
     percent = 100 * share
     text = f"{percent:.1f}" if abs(percent) >= 10 or percent == 0 else show_number(percent, digits=2).text
     return Shown(f"{_signed(text.removesuffix('.0'))}\N{NO-BREAK SPACE}%", repr(share))
@@ -93,7 +93,7 @@ def show_time(moment: datetime) -> Shown:
 
 
 def read_time(value: Any) -> datetime | None:
-    """An ISO time, or None when it is not one. A time without a zone is taken for UTC."""
+    """Parse an ISO time; return None when it is not one. A time without a zone is UTC."""
     if not isinstance(value, str):
         return None
     try:
@@ -104,7 +104,7 @@ def read_time(value: Any) -> datetime | None:
 
 
 def show_option(value: Any) -> Shown:
-    """An option's value as one would write it: no rounding, no thousands."""
+    """Format an option's value as the user would write it: no rounding, no thousands separators."""
     if value is None:
         return Shown("not set")
     if isinstance(value, str):
@@ -115,7 +115,7 @@ def show_option(value: Any) -> Shown:
 
 
 def show_named(name: str, value: Any) -> Shown:
-    """A recorded value by the unit its name carries."""
+    """Format a recorded value in the unit that its name implies, such as `_bytes` or `_s`."""
     amount = number(value)
     if amount is None:
         if isinstance(value, bool):
@@ -129,12 +129,12 @@ def show_named(name: str, value: Any) -> Shown:
 
 
 def label_of(name: str) -> str:
-    """An identifier as words."""
+    """Return an identifier with spaces instead of underscores."""
     return name.replace("_", " ").strip() or name
 
 
 def is_flat(value: Any) -> bool:
-    """Whether a value fits one cell."""
+    """Return whether a value fits into one table cell."""
     if isinstance(value, Mapping):
         return False
     return not isinstance(value, (list, tuple)) or not any(
@@ -147,7 +147,7 @@ def _exponent(size: float) -> int:
 
 
 def _short_exponent(text: str) -> str:
-    """1.50e-04 as 1.5e-4."""
+    """Shorten 1.50e-04 to 1.5e-4."""
     mantissa, _, exponent = text.partition("e")
     if "." in mantissa:
         mantissa = mantissa.rstrip("0").rstrip(".")

@@ -1,4 +1,4 @@
-"""Which charts a run gets, and from which of its numbers."""
+"""Build the charts of a run from its metrics and evaluations."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from crosstune.report.series import (
     smooth,
     smoothing_window,
     step_points,
+    task_metrics,
 )
 
 
@@ -23,14 +24,15 @@ from crosstune.report.series import (
 class RunCharts:
     charts: list[Chart]
     absent: list[str]
-    """Titles of the charts that have no finite value to show."""
+    """Titles of the charts without any finite value."""
 
 
 def run_charts(run: RunFiles) -> RunCharts:
-    """Every chart over the same range of steps, so that one can be read below the other."""
+    """Return all charts over the same range of steps, so that they line up on the page."""
     evaluated = evaluation_points(run)
     steps = _step_range(run, evaluated)
     candidates = [_loss_chart(run, evaluated.get("loss", []), steps), *_evaluation_charts(evaluated, steps)]
+    candidates += _task_charts(run, steps)
     candidates += [_learning_rate_chart(run, steps), _throughput_chart(run, steps)]
     candidates += [_memory_chart(run, steps), _gradient_chart(run, steps)]
     moves = run_moves(run)
@@ -42,7 +44,7 @@ def run_charts(run: RunFiles) -> RunCharts:
 
 
 def run_moves(run: RunFiles) -> list[Mark]:
-    """Where a run went on on another backend than before."""
+    """Return a mark for each step at which the run was resumed on another backend."""
     found, backend = list[Mark](), ""
     for event in run.events:
         if event.get("kind") == Loaded.kind:
@@ -84,6 +86,20 @@ def _evaluation_charts(evaluated: dict[str, list[Point]], steps: tuple[float, fl
             Scale(unit="%", divisor=0.01, show=display.show) if display.is_share else Scale(show=display.show)
         )
         title = f"Evaluation: {display.label}"
+        charts.append(Chart(title=title, series=series, scale=scale, steps=steps, from_zero=display.is_share))
+    return charts
+
+
+def _task_charts(run: RunFiles, steps: tuple[float, float]) -> list[Chart]:
+    """Return a chart for each metric that the recipe's task computes in training."""
+    charts = []
+    for name in task_metrics(run.metrics):
+        points = step_points(run.metrics, name)
+        display = display_of(name, finite_values(points))
+        scale = (
+            Scale(unit="%", divisor=0.01, show=display.show) if display.is_share else Scale(show=display.show)
+        )
+        title, series = f"Training: {display.label}", _with_smoothed(points)
         charts.append(Chart(title=title, series=series, scale=scale, steps=steps, from_zero=display.is_share))
     return charts
 

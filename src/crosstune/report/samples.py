@@ -1,4 +1,4 @@
-"""The same prompts at several moments of a run, side by side with their references."""
+"""Collect the answers to the same prompts at several evaluations, beside their references."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from crosstune.report.files import RunFiles, mapping
 from crosstune.report.series import evaluation_step
 
 MOST_DURING = 2
-"""Columns between before and after."""
+"""Most evaluations shown between `before` and `after`."""
 MOST_PROMPTS = 40
 MOST_CHARACTERS = 6000
 
 Key = tuple[str, int]
-"""A prompt, and which of its occurrences in one evaluation."""
+"""A prompt and its index among equal prompts of one evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     text: str | None
-    """None when this prompt was not asked at this moment."""
+    """None when this evaluation did not include the prompt."""
     mark: str = ""
-    """match, no match, or empty without a reference to compare with."""
+    """`match`, `no match`, or empty when there is no reference."""
     hint: str = ""
 
 
@@ -71,7 +71,7 @@ def collect_samples(run: RunFiles) -> Samples:
 
 
 def _choose(recorded: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Before, a few in between at even distances, after."""
+    """Return the evaluation before training, a few evenly spaced ones during it, and the one after."""
     before = [event for event in recorded if event.get("when") == "before"][-1:]
     after = [event for event in recorded if event.get("when") == "after"][-1:]
     during = [event for event in recorded if event.get("when") not in ("before", "after")]

@@ -1,5 +1,5 @@
 "use strict";
-// Read-outs: the nearest point of every curve under the pointer, or under the arrow keys.
+// Show the values of every curve at the step under the pointer or chosen with the arrow keys.
 (() => {
   const nearest = (points, step) => {
     let low = 0;
@@ -36,7 +36,7 @@
     });
     let place = main.length - 1;
 
-    // The box keeps to the side of the guide that has more room.
+    // Put the box on the side of the guide that has more room.
     const aside = (step) => {
       const at = plot.getBoundingClientRect().left - output.parentElement.getBoundingClientRect().left;
       const x = at + (plot.getBoundingClientRect().width * (step - steps[0])) / (steps[1] - steps[0]);
@@ -85,7 +85,7 @@
   };
 
   document.querySelectorAll(".plot").forEach(attach);
-  // Closed details print as one line; the reader of a printed page cannot open them.
+  // Open all details for printing: a closed one prints as its title alone.
   window.addEventListener("beforeprint", () => {
     document.querySelectorAll("details").forEach((each) => { each.open = true; });
   });

@@ -1,4 +1,4 @@
-"""Numbers over steps: taken from the record, smoothed, and thinned without losing their extremes."""
+"""Extract series of values over steps, smooth them, and downsample them without losing their extremes."""
 
 from __future__ import annotations
 
@@ -6,25 +6,39 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from crosstune.core.events import Evaluated
+from crosstune.core.events import Evaluated, StepMetrics
 from crosstune.report.files import RunFiles, mapping, number
 
 Point = tuple[float, float | None]
-"""A step and its value; None where the value was not a finite number."""
+"""A step and its value; None when the value was not finite."""
 
 NUM_BUCKETS = 120
 SMOOTHED_SHARE = 20
-"""The smoothing window is this part of all points."""
+"""The smoothing window covers one part in this many of all points."""
 FEWEST_TO_SMOOTH = 12
 
 
 def step_points(rows: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
-    """The values of one key. A row without the key is no point; a row with null in its place is a gap."""
+    """Return the values of one key. A row without the key is skipped; a null value is a gap."""
     return [(float(row["step"]), number(row[key])) for row in rows if key in row]
 
 
+def task_metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the metrics that a task adds to the rows of metrics.jsonl. They are fractions; the count that
+    a recipe adds is a whole number."""
+    known = StepMetrics.__annotations__
+    return list(
+        dict.fromkeys(
+            name
+            for row in rows
+            for name, value in row.items()
+            if name not in known and isinstance(value, float)
+        )
+    )
+
+
 def evaluation_points(run: RunFiles) -> dict[str, list[Point]]:
-    """Every evaluated metric over the steps. A step evaluated twice counts as it was seen last."""
+    """Return every evaluated metric over the steps. For a step evaluated twice, the last value counts."""
     found: dict[str, dict[float, float | None]] = {}
     for event in run.events_of(Evaluated):
         step = evaluation_step(event, run)
@@ -45,14 +59,14 @@ def finite_values(points: Sequence[Point]) -> list[float]:
 
 
 def smoothing_window(num_points: int) -> int:
-    """An odd number of points to average over; 1 when there are too few to be worth it."""
+    """Return an odd number of points to average over; 1 when there are too few points to smooth."""
     if num_points < FEWEST_TO_SMOOTH:
         return 1
     return max(5, num_points // SMOOTHED_SHARE) | 1
 
 
 def smooth(points: Sequence[Point], *, window: int) -> list[Point]:
-    """A centred mean, so that the curve does not lag behind the values. Gaps stay gaps."""
+    """Return the centred moving mean, which does not lag behind the values. Gaps stay gaps."""
     half = window // 2
     values = [value for _, value in points]
     sums = [0.0, *accumulate(value or 0.0 for value in values)]
@@ -66,7 +80,7 @@ def smooth(points: Sequence[Point], *, window: int) -> list[Point]:
 
 
 def kept_indices(points: Sequence[Point], *, num_buckets: int = NUM_BUCKETS) -> list[int]:
-    """Which points to draw: at most three a bucket (lowest, highest, a gap), and the first and last of all."""
+    """Return the indices to draw: the first, the last, and per bucket the lowest, the highest and one gap."""
     if len(points) <= 3 * num_buckets:
         return list(range(len(points)))
     keep = {0, len(points) - 1}

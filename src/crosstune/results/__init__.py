@@ -1,0 +1,1 @@
+"""What is made of a trained run: merged, exported, converted, verified, opened to talk to."""

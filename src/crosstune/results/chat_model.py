@@ -1,4 +1,4 @@
-"""Open what was trained, or any model, to talk to it."""
+"""Open a trained run, or any model, for generation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from crosstune.runs.open_parts import find_model, open_session
 
 @dataclass(frozen=True, kw_only=True)
 class ChatModel:
-    """A model ready to answer."""
+    """A model and its tokenizer, ready to generate."""
 
     session: Generates
     tokenizer: Tokenizer
@@ -34,7 +34,7 @@ class ChatModel:
         seed: int = 0,
         on_text: Callable[[str], None] | None = None,
     ) -> str:
-        """Return the model's next turn. `on_text` receives it piece by piece."""
+        """Return the model's next turn. `on_text` receives it as it is generated."""
         stream = _TextStream(self.tokenizer, on_text) if on_text is not None else None
         [tokens] = self.session.generate(
             [encode_prompt(messages, self.tokenizer)],
@@ -48,7 +48,7 @@ class ChatModel:
 
 
 class _TextStream:
-    """Decode tokens as they come; bytes of an unfinished character wait for the rest of it."""
+    """Decode tokens incrementally; an incomplete UTF-8 character is held back until it is complete."""
 
     def __init__(self, tokenizer: Tokenizer, on_text: Callable[[str], None]) -> None:
         self.tokenizer, self.on_text = tokenizer, on_text
@@ -70,13 +70,13 @@ def open_chat_model(
 ) -> ChatModel:
     """Open a run folder, an adapter folder, or anything that --model_name takes."""
     if backend == "auto":
-        backend = load_config().backend  # which the environment may name
+        backend = load_config().backend  # the environment may set it
     trained = find_trained(target)
     if backend == "auto" and _needs_mlx(trained):
         backend = "mlx" if probe_machine(backends=["mlx"]).available() else "auto"
     options = trained.options()
     if precision != "auto" or backend != "auto":
-        options["precision"] = precision  # the one it was trained in may not work on another backend
+        options["precision"] = precision  # the precision of training may not work on another backend
     plan = make_plan(make_config(**options, backend=backend))
     for adjustment in plan.adjustments:
         if adjustment.kind == "change":
@@ -91,7 +91,7 @@ def open_chat_model(
 
 
 def _needs_mlx(trained: Trained) -> bool:
-    """Tell whether the weights are quantized by MLX, or were when an adapter was trained over them."""
+    """Return whether the model, or the base that its adapter was trained over, is quantized by MLX."""
     folder = Path(trained.base).expanduser()
     held = read_quantization(folder) if (folder / "config.json").is_file() else None
     specs = (trained.quantization, held.spec if held is not None else None)

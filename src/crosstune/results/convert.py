@@ -1,5 +1,5 @@
-"""Convert a model folder from one quantization to another: from its original weights where they are found, else through
-the dense values of the quantized ones. The error is measured either way."""
+"""Convert a model folder to another quantization, from its original weights if they are found, else from the
+dequantized ones, and measure the error."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ class ConvertRequest:
     model: str
     to: str
     held: str | None = None
-    """What the user says the folder holds; None takes what it does hold."""
+    """The quantizer that the user expects in the folder; None skips the check."""
     bits: int = 4
     group_size: int = 64
     kind: str = "auto"
     double: bool = True
     dtype: str = "auto"
     original: str | None = None
-    """A folder; `none` to go through the quantized weights even where the original ones are known."""
+    """A folder; `none` starts from the dequantized weights even if the original ones are known."""
     out: Path | None = None
     force: bool = False
     backend: str = "auto"
 
     def form(self) -> WeightForm:
-        """Return the form of the result; MLX has no kinds and no double quantization."""
+        """Return the weight format of the result; MLX has no kinds and no double quantization."""
         if self.to in _PLAIN:
             return WeightForm(quantizer="none", dtype=self.dtype)
         choice = {} if self.to == "mlx" else {"kind": self.kind}
@@ -77,7 +77,7 @@ class ConvertRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """The folder to convert, what it holds, and its original weights where they are found."""
+    """The folder to convert, its quantization, and its original weights if they are found."""
 
     opened: Opened
     held: FolderQuantization | None
@@ -92,7 +92,7 @@ class _Source:
         return self.original or self.model.path
 
     def facts(self, request: ConvertRequest) -> dict[str, Any]:
-        """Report what is converted, and from which weights."""
+        """Return the part of the report about the source."""
         from_original = self.held is None or self.original is not None
         return {
             "model": request.model,
@@ -103,7 +103,7 @@ class _Source:
 
 
 def convert(request: ConvertRequest, *, observer: Observer) -> dict[str, Any]:
-    """Convert a model or adapter folder, and return the report about it."""
+    """Convert a model or adapter folder, and return a report."""
     if holds_adapter(request.model):
         return convert_adapter(request.model, to=request.to, out=request.out, base=request.original)
     if request.to == "peft":
@@ -150,7 +150,7 @@ def _rewrite(request: ConvertRequest, source: _Source, out: Path, observer: Obse
 
 
 def _export_to_mlx(request: ConvertRequest, source: _Source, out: Path, observer: Observer) -> dict[str, Any]:
-    """Write for MLX what only torch reads, or any plain model: an export, measured between the two engines."""
+    """Export to MLX a folder that torch reads, and compare the logits of both engines."""
     opened, facts = source.opened, source.facts(request)
     errors = _check_original(request, source)
     if errors is not None:
@@ -164,7 +164,7 @@ def _export_to_mlx(request: ConvertRequest, source: _Source, out: Path, observer
 
 
 def _open_source(request: ConvertRequest, observer: Observer) -> _Source:
-    """Open the folder with the engine that can read it, and check what is asked of it."""
+    """Open the folder with the engine that can read it, and check the request."""
     form, name = request.form(), _choose_engine(request)
     if form.quantizer == "mlx":
         open_engine("mlx").check_form(form)
@@ -174,12 +174,12 @@ def _open_source(request: ConvertRequest, observer: Observer) -> _Source:
     held = read_quantization(path)
     _check_held(request, path, held)
     if held is None and form.quantizer == "none":
-        raise UserError(f"{path} holds plain weights already.", do="use crosstune export to copy it")
+        raise UserError(f"{path} already holds dense weights.", do="use crosstune export to copy it")
     if form.quantizer != "mlx":
         opened.engine.check_form(form)
     if held is not None and form.spec().meaning() == held.spec.meaning():
         raise UserError(
-            f"{path} is quantized in exactly that way already.", do="ask for other bits or groups"
+            f"{path} is already quantized in exactly this way.", do="choose other bits or another group size"
         )
     if form.quantizer not in ("none", "mlx"):
         opened = find_quantizer(opened, form.spec())
@@ -188,7 +188,7 @@ def _open_source(request: ConvertRequest, observer: Observer) -> _Source:
 
 
 def _choose_engine(request: ConvertRequest) -> str:
-    """Take MLX for its own quantized weights, and for plain ones where there is no torch; torch for the rest."""
+    """Return mlx for weights quantized by MLX, and for dense ones when torch is missing; torch for all others."""
     folder = Path(request.model).expanduser()
     held = read_quantization(folder) if (folder / "config.json").is_file() else None
     if held is None or held.spec.quantizer != "mlx":
@@ -196,8 +196,8 @@ def _choose_engine(request: ConvertRequest) -> str:
     if request.to not in (*_PLAIN, "mlx"):
         raise UserError(
             f"{request.model} cannot be converted to {request.to} in one step.",
-            why="it holds MLX's own bits, which only MLX reads.",
-            do=f"make it plain first: crosstune convert {request.model} --to hf",
+            why="its weights are quantized by MLX, and only MLX can read them.",
+            do=f"dequantize it first: crosstune convert {request.model} --to hf",
         )
     return "mlx"
 
@@ -206,25 +206,25 @@ def _check_held(request: ConvertRequest, path: Path, held: FolderQuantization | 
     """Check that the folder holds what --from says."""
     found = held.spec.quantizer if held is not None else "none"
     if request.held not in (None, found):
-        words = "plain weights" if held is None else f"{found} weights of {held.spec.bits} bits"
+        actual = "dense weights" if held is None else f"{found} weights of {held.spec.bits} bits"
         raise UserError(
             f"{path} does not hold what --from {request.held} says.",
-            why=f"it holds {words}.",
+            why=f"it holds {actual}.",
             do=f"use --from {found}, or name another folder",
         )
 
 
 def _check_original(request: ConvertRequest, source: _Source) -> Mapping[str, Any] | None:
-    """Measure the quantized weights that are replaced against the original ones, and refuse those of another model.
+    """Measure the error of the quantized weights against the original ones, and refuse weights of another model.
 
-    Return None where there is nothing to measure, or where the engine cannot read the quantized weights.
+    Return None when there are no original weights, or when the engine cannot read the quantized ones.
     """
     engine, held, original = source.opened.engine, source.held, source.original
     if original is None or held is None or engine.own_quantizer not in (None, held.spec.quantizer):
         return None
     errors = engine.weight_errors(source.model.path, original)
     if errors["relative"] >= NOT_THE_ORIGINAL and not request.force:
-        why = f"the quantized weights are {errors['relative']:.2f} away from them (relative)."
+        why = f"the quantized weights differ by {errors['relative']:.2f} (relative) from them."
         raise not_the_original(request.original or original, request.model, why=why)
     return errors
 
@@ -239,7 +239,7 @@ def _report_before(
 
 
 def _judge_result(opened: Opened, form: WeightForm, expected: Logits, folder: Path) -> dict[str, Any]:
-    """Compare a folder that MLX wrote with its source; a plain one is read by transformers where torch is here."""
+    """Compare a folder that MLX wrote with its source; a dense one is read by transformers if torch is installed."""
     if form.quantizer == "none":
         checker = open_engine("torch") if has_torch() else opened.engine
         agreement = measure_agreement(expected, checker.logits(folder, opened.prompts))
@@ -250,7 +250,7 @@ def _judge_result(opened: Opened, form: WeightForm, expected: Logits, folder: Pa
 
 
 def _default_out(model: ModelFolder, form: WeightForm) -> Path:
-    """Return a folder beside the model's; for a model that is no folder, one here under the model's name."""
+    """Return a folder beside the model's; for a model that is not a folder, one in the current folder."""
     if model.source == "folder":
         return model.path.with_name(f"{model.path.name}-{form.name}")
     return Path(f"{Path(model.name).name.removesuffix('.gguf')}-{form.name}").absolute()

@@ -16,7 +16,7 @@ _SPARE_BYTES = 50_000_000
 
 
 def holds_adapter(target: str) -> bool:
-    """Tell whether the target is an adapter folder in either layout."""
+    """Return whether the target is an adapter folder in either layout."""
     return mlx_adapters.adapter_form(Path(target).expanduser()) is not None
 
 
@@ -27,8 +27,8 @@ def convert_adapter(target: str, *, to: str, out: Path | None, base: str | None)
     if to not in ("mlx", "peft") or form == to:
         raise UserError(
             f"{source} cannot be converted to {to}.",
-            why=f"it is an adapter in the form of {form}.",
-            do=f"use --to {'peft' if form == 'mlx' else 'mlx'}, or crosstune merge to fold it into its base",
+            why=f"it is an adapter in the {form} layout.",
+            do=f"use --to {'peft' if form == 'mlx' else 'mlx'}, or crosstune merge to merge it into its base model",
         )
     if base is not None and (Path(base).expanduser() / CONFIG).is_file():
         check_adapter_fit(source, Path(base).expanduser())
@@ -48,5 +48,8 @@ def convert_adapter(target: str, *, to: str, out: Path | None, base: str | None)
             for key in before
         )
         if not exact:
-            raise Unverified(f"The adapter {source} came back with other numbers.", do="report it")
+            raise Unverified(
+                f"Converting the adapter {source} back does not give the same numbers.",
+                do="report it as a bug",
+            )
     return {"adapter": str(source), "to": to, "exact": exact, "num_matrices": len(before), "path": str(out)}

@@ -1,4 +1,4 @@
-"""Write what was trained, or any model, in the forms of other tools; read it back and compare."""
+"""Export a trained run, or any model, for other tools; read the result back and compare it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _VERDICT = ("agreement", "bound", "verified")
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """The form of an export. `bits` and `group_size` are for MLX (16 bits: not quantized), `kind` for GGUF."""
+    """The format of an export. `bits` and `group_size` are for MLX (16 bits: not quantized), `kind` is for GGUF."""
 
     to: str
     bits: int = PLAIN_BITS
@@ -44,7 +44,7 @@ class Form:
 
     @property
     def name(self) -> str:
-        """Return the suffix for folders of this form."""
+        """The suffix of folders in this format."""
         return self.mlx.name if self.to == "mlx" else self.to
 
     @property
@@ -55,10 +55,10 @@ class Form:
 def export(
     request: Request, form: Form, *, observer: Observer, facts: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Write the target in a form, compare what is read back, and return a report that includes `facts`."""
+    """Write the target in the given format, read it back, compare it, and return a report that includes `facts`."""
     write = {"hf": _write_hf, "mlx": _write_mlx, "gguf": _write_gguf}[form.to]
     if form.to == "mlx":
-        open_engine("mlx").check_form(form.mlx)  # before anything is merged for it
+        open_engine("mlx").check_form(form.mlx)  # before the costly merge
     opened, warnings = open_request(request, observer, engine="torch" if form.to == "gguf" else None)
     out = request.out or opened.trained.result_path(form.name)
     check_out(out)
@@ -83,7 +83,7 @@ def export(
 
 
 def _make_dense(stage: Stage, opened: Opened, request: Request, observer: Observer) -> DenseModel:
-    """Return a plain folder of the target: merged, made dense, or the model folder itself."""
+    """Return the target as a dense model folder: merged, dequantized, or the model folder itself."""
     trained, folder = opened.trained, opened.model.path
     if trained.adapter is not None:
         return merge_into(stage.scratch / "merged", opened, request, observer)
@@ -104,7 +104,7 @@ def _write_hf(
         source.folder.rename(stage.result)
     else:
         _copy_model(source.folder, stage.result)
-    if "agreement" in source.report:  # compared when it was merged
+    if "agreement" in source.report:  # already compared after the merge
         return {}
     found = read_logits(stage.result, opened)
     verdict = judge(measure_agreement(source.expected, found), opened.precision, stored_format(stage.result))
@@ -116,7 +116,7 @@ def _write_mlx(
 ) -> dict[str, Any]:
     mlx = open_engine("mlx")
     by_mlx = opened.engine.reader == mlx.reader
-    if by_mlx and form.bits == PLAIN_BITS:  # a folder that MLX has merged is in its form already
+    if by_mlx and form.bits == PLAIN_BITS:  # a folder merged by MLX is already in its format
         return _write_hf(stage, source, opened, form, observer)
     view = mlx.readable(source.folder, view=stage.scratch / "view")
     rewrite = Rewrite(source=view, form=form.mlx, tokenizer=view)
@@ -126,15 +126,13 @@ def _write_mlx(
     report = {"n_bits": form.bits, "checked_by": mlx.reader}
     if form.bits == PLAIN_BITS:
         return report | judge(agreement, opened.precision, plain)
-    # Few bits explain almost any difference. Without them, a wrong model shows.
+    # Quantization error can hide a wrong conversion, so compare the unquantized model too.
     if by_mlx:
         unquantized = {name: source.report[name] for name in _VERDICT}
     else:
         found = mlx.logits(view, opened.prompts)
         unquantized = judge(measure_agreement(source.expected, found), opened.precision, plain)
-    problems = (
-        [] if unquantized["verified"] else ["mlx-lm computes another model even before it is quantized"]
-    )
+    problems = [] if unquantized["verified"] else ["mlx-lm computes other logits even before it is quantized"]
     report |= judge(agreement, opened.precision, str(form.bits))
     return report | {"unquantized": unquantized, "problems": problems, "said": said}
 
@@ -142,7 +140,7 @@ def _write_mlx(
 def _write_gguf(
     stage: Stage, source: DenseModel, opened: Opened, form: Form, observer: Observer
 ) -> dict[str, Any]:
-    """Check the file twice: through transformers' reader and through crosstune's own."""
+    """Write a GGUF file, and check it with transformers' reader and with crosstune's own."""
     from crosstune.models import gguf, gguf_writer
 
     stored = stored_format(source.folder)
@@ -161,13 +159,13 @@ def _write_gguf(
     gguf.convert(stage.result / name, reread)
     again = read_logits(reread, opened)
     own = judge(measure_agreement(source.expected, again), opened.precision, word, "bf16")
-    problems = [] if own["verified"] else ["crosstune's own GGUF reader finds other weights in it"]
+    problems = [] if own["verified"] else ["crosstune's own GGUF reader reads other weights from it"]
     report |= {"checked_by": opened.engine.reader, "own_reader": own}
     return report | {"kind": kind, "file": name, "problems": problems, "reread": reread}
 
 
 def _copy_model(source: Path, target: Path) -> None:
-    """Copy the files of a model folder, without crosstune's records of how it was made."""
+    """Copy the files of a model folder, except crosstune's records of how it was made."""
     target.mkdir()
     for path in sorted(source.iterdir()):
         if (

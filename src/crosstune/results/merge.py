@@ -1,4 +1,4 @@
-"""Fold an adapter into full-precision weights, and compare the result with what was trained."""
+"""Merge an adapter into dense weights, and compare the result with the trained model."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from crosstune.results.verify import chat_problems, judge, refuse_unverified
 
 _INTO = ("original", "dequantized")
 _FAR_FROM_TRAINED = 0.1
-"""Relative difference of logits that rounding to 16 bits does not explain."""
+"""Relative difference of logits that is too large for rounding to 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseModel:
-    """A plain folder of what was trained, with the logits that it should have and a report about it."""
+    """A dense model folder with the logits that it should have, and a report about it."""
 
     folder: Path
     expected: Logits
     report: dict[str, Any] = field(default_factory=dict)
-    """Has `agreement` when the folder's logits have been compared with the expected ones."""
+    """Has `agreement` once the folder's logits have been compared with the expected ones."""
 
 
 def merge(request: Request, *, observer: Observer) -> dict[str, Any]:
-    """Write a merged model folder and return the report about it."""
+    """Write a merged model folder and return a report."""
     opened, warnings = open_request(request, observer)
     if opened.trained.adapter is None:
         raise _nothing_to_merge(opened.trained)
@@ -54,7 +54,7 @@ def merge(request: Request, *, observer: Observer) -> dict[str, Any]:
 
 
 def merge_into(folder: Path, opened: Opened, request: Request, observer: Observer) -> DenseModel:
-    """Write the merged model into `folder` and measure how far it is from what was trained."""
+    """Write the merged model into `folder`, and measure its difference from the trained model."""
     trained, engine = opened.trained, opened.engine
     assert trained.adapter is not None
     choices = _weight_choices(opened, request)
@@ -64,7 +64,7 @@ def merge_into(folder: Path, opened: Opened, request: Request, observer: Observe
     wanted = expected = session.logits(opened.prompts)
     if into == "original" and trained.quantization is not None:
         session = None
-        gc.collect()  # a session refers to itself in cycles, and the next one needs its memory
+        gc.collect()  # a session holds reference cycles, and the next session needs its memory
         session = open_adapter(opened, quantized=False, folder=choices[into].folder)
         expected = session.logits(opened.prompts)
     if not engine.folds_sessions:
@@ -90,8 +90,8 @@ def merge_into(folder: Path, opened: Opened, request: Request, observer: Observe
 
 
 def write_expanded(folder: Path, opened: Opened, request: Request, observer: Observer) -> DenseModel:
-    """Return a plain model of new blocks that were trained over a quantized base: over the original weights, as the
-    result was saved, or over what training saw of them. It is written into `folder` unless it is the saved one."""
+    """Return a dense model of llama_pro blocks that were trained over a quantized base: with the original weights, as
+    the result was saved, or with the dequantized ones. It is written into `folder` unless it is the saved one."""
     trained, path = opened.trained, opened.model.path
     seen = DenseWeights(
         folder=path,
@@ -116,7 +116,7 @@ def write_expanded(folder: Path, opened: Opened, request: Request, observer: Obs
 
 
 def _weight_choices(opened: Opened, request: Request) -> dict[str, DenseWeights]:
-    """Return the weights that the adapter can be folded into, by the names of --into."""
+    """Return the weights that the adapter can be merged into, by the values of --into."""
     trained, path = opened.trained, opened.model.path
     assert trained.adapter is not None
     adapter = AdapterFolder(path=trained.adapter, settings=trained.settings)
@@ -138,20 +138,20 @@ def _weight_choices(opened: Opened, request: Request) -> dict[str, DenseWeights]
         return {"dequantized": seen}
     raise UserError(
         f"The original weights of {path} are not on this machine.",
-        why="the adapter was trained over weights that had been quantized before.",
-        do="use --into dequantized, or put the original weights where the folder's record names them",
+        why="the adapter was trained over a folder that was already quantized.",
+        do="use --into dequantized, or restore the original weights at the path that the folder records",
     )
 
 
 def _report_costs(wanted: Logits, found: Mapping[str, Logits], into: str) -> dict[str, Any]:
-    """Report how far each way to merge is from what was trained, and warn when the chosen one is far."""
+    """Report the difference of each choice of --into from the trained model, and warn when the chosen one is large."""
     costs = {name: measure_agreement(wanted, found[name]).to_json() for name in _INTO if name in found}
     relative = costs.get(into, {}).get("relative", 0.0)
     if into != "original" or relative <= _FAR_FROM_TRAINED:
         return {"against_trained": costs, "warnings": []}
     warning = (
-        f"over the original weights the result is {relative:.2g} (relative) from what was trained over the quantized ones; "
-        "--into dequantized keeps that"
+        f"with the original weights the logits differ by {relative:.2g} (relative) from those of the model trained over "
+        "the quantized ones; --into dequantized keeps that model"
     )
     return {"against_trained": costs, "warnings": [warning]}
 

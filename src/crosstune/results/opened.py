@@ -1,4 +1,4 @@
-"""Open the target of a result: find its base on this machine, choose the engine, and compute logits with it."""
+"""Open the target of merge, export or convert: find its base model, choose the engine, compute logits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RECORD = "crosstune.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A request to merge or export, whichever form the result has."""
+    """A request to merge or export a target."""
 
     target: str
     out: Path | None = None
@@ -57,7 +57,7 @@ class Opened:
 
 
 def open_engine(name: str, plan: Plan | None = None) -> ModelFolders:
-    """Return what the engine can do with model folders, on the plan's backend or else on the CPU in fp32."""
+    """Return the engine's model folder operations, on the plan's backend; without a plan, on the CPU in fp32."""
     module = importlib.import_module(f"crosstune.{name}_engine.model_folders")
     folders: ModelFolders = module.open_folders(plan)
     return folders
@@ -66,7 +66,7 @@ def open_engine(name: str, plan: Plan | None = None) -> ModelFolders:
 def open_request(
     request: Request, observer: Observer, *, engine: str | None = None
 ) -> tuple[Opened, list[str]]:
-    """Open the target of a request, and return warnings besides. `engine` None takes the one that fits the target."""
+    """Open the target of a request; return it with warnings. Without `engine`, the one that fits the target is used."""
     trained, warnings = find_trained(request.target, base=request.base), list[str]()
     if engine is None:
         engine = "mlx" if _folds_with_mlx(trained, request.backend) else "torch"
@@ -74,8 +74,8 @@ def open_request(
         trained, warnings = _over_original(trained, request)
     if request.into == "dequantized" and trained.quantization is None:
         raise UserError(
-            "--into dequantized is for what was trained over a quantized base.",
-            why=f"{request.target} was not.",
+            "--into dequantized needs a target that was trained over a quantized base.",
+            why=f"the base of {request.target} was not quantized.",
             do="leave --into out",
         )
     opened = open_trained(trained, engine=engine, backend=request.backend, observer=observer)
@@ -98,13 +98,13 @@ def open_trained(trained: Trained, *, engine: str, backend: str, observer: Obser
 
 
 def find_quantizer(opened: Opened, spec: QuantSpec) -> Opened:
-    """Return the same with the machine's quantizers probed; raise where the one in `spec` does not run."""
+    """Return `opened` with the machine's quantizers probed; raise when the one in `spec` does not run."""
     plan = plan_over_quantized(opened.plan, spec, folder=opened.model.path)
     return replace(opened, plan=replace(opened.plan, machine=plan.machine, backend=plan.backend))
 
 
 def open_adapter(opened: Opened, *, quantized: bool = True, folder: Path | None = None) -> Any:
-    """Open a session of the adapter over its base, as for training; `folder` replaces the base's."""
+    """Open a session with the adapter over its base model, as in training; `folder` replaces the base's folder."""
     path = folder or opened.model.path
     options = opened.trained.options(quantized=quantized)
     options |= {"precision": opened.precision, "model_name": str(path)}
@@ -112,7 +112,7 @@ def open_adapter(opened: Opened, *, quantized: bool = True, folder: Path | None 
 
 
 def read_logits(folder: Path, opened: Opened, *, gguf: str | None = None) -> Logits:
-    """Return a folder's logits as its engine's library loads it or, where that cannot, as a session opens it."""
+    """Return a folder's logits, computed by the engine's library or, if it cannot load the folder, by a session."""
     held = None if gguf else read_quantization(folder)
     if held is None or held.spec.quantizer == opened.engine.own_quantizer:
         return opened.engine.logits(folder, opened.prompts, gguf=gguf)
@@ -137,7 +137,7 @@ def has_torch() -> bool:
 
 
 def _folds_with_mlx(trained: Trained, backend: str) -> bool:
-    """Tell whether MLX folds the adapter: it is asked for, or torch cannot read the base, or there is no torch."""
+    """Return whether MLX merges the adapter: it is requested, or torch cannot read the base, or torch is missing."""
     if (
         importlib.util.find_spec("mlx_lm") is None
         or backend not in ("auto", "mlx")
@@ -153,26 +153,26 @@ def _plan_mlx(trained: Trained) -> Plan:
 
 
 def _plan_torch(trained: Trained, backend: str) -> Plan:
-    """Plan for a torch backend, also where MLX has trained the target and `auto` means MLX."""
+    """Plan for a torch backend, also when `auto` would select MLX."""
     if backend == "auto":
-        backend = load_config().backend  # which the environment may name
+        backend = load_config().backend  # the environment may set it
     plan = make_plan(make_config(**trained.options(), backend=backend))
     if plan.engine != "torch":
         if backend != "auto":
             raise UserError(
                 f"--backend {backend} cannot be used here.",
-                why="results are made and compared by torch.",
+                why="torch writes and compares this result.",
                 do="leave --backend out, or use --backend cpu",
             )
         if not has_torch():
             raise UserError(
-                "Merging, exporting and converting needs torch.",
+                "Merging, exporting and converting need torch.",
                 why="it is not installed here.",
                 do="pip install 'crosstune[torch]'",
             )
         plan = make_plan(dataclasses.replace(plan.config, backend="cpu", precision="auto"))
-    if trained.adapter is None and plan.backend.name == "cpu":
-        # It needs no more memory than autocast, and rounding does not hide differences.
+    if trained.adapter is None and plan.backend.is_torch_cpu:
+        # fp32 needs no more memory than autocast here, and rounding does not hide differences.
         plan = plan_like(plan, trained.options() | {"precision": "fp32"})
     return plan
 
@@ -180,37 +180,39 @@ def _plan_torch(trained: Trained, backend: str) -> Plan:
 def _over_original(trained: Trained, request: Request) -> tuple[Trained, list[str]]:
     """Treat an adapter over MLX's quantized weights, which torch cannot read, as one over the original weights.
 
-    They are the usual place to fold it into; only what that changes is not measured.
+    Merging into the original weights is the default anyway; only the difference it makes is not measured.
     """
     if trained.quantization is None or trained.quantization.quantizer != "mlx":
         return trained, []
     if request.into == "dequantized":
         raise UserError(
             "--into dequantized is not possible for an adapter that was trained over an MLX base.",
-            why="torch, which folds adapters here, cannot read MLX's bits.",
+            why="torch, which merges this adapter, cannot read weights quantized by MLX.",
             do="leave --into out, or use mlx-lm: mlx_lm.fuse --dequantize --adapter-path ADAPTER/mlx",
         )
     plain = dataclasses.replace(trained, record={**trained.record, "quantization": None})
     return plain, [
-        "it was trained over a base in MLX's bits; what the original weights change was not measured"
+        "the adapter was trained over a base quantized by MLX; the difference made by the original weights is not measured"
     ]
 
 
 def _check_base(trained: Trained, model: ModelFolder, *, force: bool) -> list[str]:
-    """Check that the base is the one that the adapter was trained over, by its identity; return warnings."""
+    """Check by its identity that the base is the one the adapter was trained over; return warnings."""
     if trained.adapter is None:
         return []
     recorded = trained.base_identity
     if recorded is None:
-        return [f"{trained.adapter} does not say over which weights it was trained; the base was not checked"]
+        return [f"{trained.adapter} does not record the identity of its base model; the base was not checked"]
     found = identity(model.path)["sha256"]
     if found == recorded:
         return []
     name = trained.record["base"].get("name")
     if force:
-        return [f"the base {model.path} ({found[:12]}) is not that of training, {name} ({recorded[:12]})"]
+        return [
+            f"the base {model.path} ({found[:12]}) is not the one used in training, {name} ({recorded[:12]})"
+        ]
     raise UserError(
         f"The adapter {trained.adapter} was trained over another base.",
         why=f"it was trained over {name} with the identity {recorded[:12]}; {model.path} has {found[:12]}.",
-        do="name the right base with --base, or pass --force to go on with this one",
+        do="name the right base with --base, or pass --force to use this one",
     )

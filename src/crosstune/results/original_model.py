@@ -1,4 +1,4 @@
-"""Find the weights that a quantized folder was made from, by its record or as the user names them, and check them."""
+"""Find and check the original weights of a quantized folder, from its record or from --original."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from crosstune.runs.open_parts import weights_identity
 
 NO_ORIGINAL = "none"
 NOT_THE_ORIGINAL = 1.0
-"""Relative error at which weights have nothing to do with each other."""
+"""Relative error from which two sets of weights are unrelated."""
 
 
 def find_original(recorded: Mapping[str, Any] | None) -> Path | None:
-    """Return the folder of the weights that a quantized one was made from, if it is still there and unchanged."""
+    """Return the recorded folder of the original weights, if it still exists unchanged."""
     if recorded is None:
         return None
     path = Path(recorded["path"])
@@ -30,8 +30,8 @@ def find_original(recorded: Mapping[str, Any] | None) -> Path | None:
 def choose_original(
     asked: str | None, model: ModelFolder, held: FolderQuantization | None, *, force: bool
 ) -> Path | None:
-    """Return the weights before quantization, as --original asks; None for a plain folder, which is its own original,
-    and for a conversion that goes through the quantized weights."""
+    """Return the folder of the weights before quantization, as --original says; None for a dense folder, which is its
+    own original, and for a conversion from the dequantized weights."""
     if held is None or asked == NO_ORIGINAL:
         return None
     if asked is None:
@@ -45,7 +45,7 @@ def choose_original(
 
 
 def not_the_original(folder: str | Path, model: str, *, why: str) -> UserError:
-    """Return the error for weights that a quantized folder was not made from."""
+    """Return the error for a folder that does not hold the original weights."""
     return UserError(
         f"{folder} does not hold the original weights of {model}.",
         why=why,
@@ -56,7 +56,7 @@ def not_the_original(folder: str | Path, model: str, *, why: str) -> UserError:
 def original_record(
     model: ModelFolder, held: FolderQuantization | None, original: Path | None
 ) -> Mapping[str, Any] | None:
-    """Return name, path and identity of the weights behind a result; without them, what the converted folder records."""
+    """Return name, path and identity of a result's original weights; if they are not here, the folder's own record."""
     folder = model.path if held is None else original
     if folder is None:
         return held.original if held is not None else None
@@ -65,17 +65,17 @@ def original_record(
 
 
 def _other_shapes(ours: Path, folder: Path, held: FolderQuantization) -> str:
-    """Say which weight has another shape. Weights that mlx-lm has renamed cannot be looked up, and are skipped."""
+    """Describe the first weight whose shape differs; empty when all match. Weights renamed by mlx-lm are skipped."""
     here, there = dense_shapes(ours) or {}, dense_shapes(folder)
     if there is None:
-        return "its weights are packed in a way that is not read here."
+        return "its weights are packed in an unsupported way."
     names = [name for name in sorted(here) if held.spec.quantizer != "mlx" or name in there]
     wrong = [name for name in names if there.get(name) != here[name]]
     return f"{wrong[0]} is {there.get(wrong[0])} there and {here[wrong[0]]} here." if wrong else ""
 
 
 def _other_weights(model: ModelFolder, folder: Path, held: FolderQuantization) -> str:
-    """Say how the recorded identity differs from that of the folder."""
+    """Describe how the recorded identity differs from the folder's; empty when it matches."""
     known, found = (held.original or {}).get("identity"), identity(folder)["sha256"]
     if known is None and weights_identity(model.path) != identity(model.path)["weights_sha256"]:
         known, found = weights_identity(model.path), weights_identity(folder)

@@ -1,4 +1,4 @@
-"""Find what a run, an adapter or a model name stands for: base, adapter, and how the two were trained."""
+"""Find base model, adapter and training settings behind a run folder, an adapter folder or a model name."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _UNREAD = ("rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out",
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """`adapter` is None for a whole model, whose name is then `base`."""
+    """A trained target. For a whole model, `adapter` is None and `base` is its name."""
 
     base: str
     home: Path | None
-    """The run or adapter folder that was named; None for a model that is no folder here."""
+    """The run, adapter or model folder that was named; None for a model that is not a folder on this machine."""
     is_run: bool = False
     method: str | None = None
     adapter: Path | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """adapter_config.json."""
+    """The contents of adapter_config.json."""
     record: Mapping[str, Any] = field(default_factory=dict)
-    """crosstune.json: identity of the base, its quantization, precision. Empty for an adapter made elsewhere."""
+    """The contents of crosstune.json: identity and quantization of the base, precision. Empty for a foreign adapter."""
 
     @property
     def quantization(self) -> QuantSpec | None:
@@ -49,7 +49,7 @@ class Trained:
         return self.record.get("base", {}).get("identity", {}).get("sha256")
 
     def options(self, *, quantized: bool = True) -> dict[str, Any]:
-        """Return the options of the session that was trained; with `quantized=False`, over the base's own weights."""
+        """Return the options to open the trained session again; with `quantized=False`, over the unquantized base."""
         if self.adapter is None:
             return {"model_name": self.base, "train_type": "full"}
         options = {
@@ -66,14 +66,14 @@ class Trained:
         return options | (quantization_options(spec) if spec else {})
 
     def result_path(self, suffix: str) -> Path:
-        """Return the default folder for a result: in a run, beside an adapter or model folder, else here."""
+        """Return the default folder for a result: in a run, beside an adapter or model folder, else in the current one."""
         if self.home is None:
             return Path(f"{Path(self.base).name}-{suffix}").absolute()
         return self.home / suffix if self.is_run else self.home.with_name(f"{self.home.name}-{suffix}")
 
 
 def find_trained(target: str, *, base: str | None = None) -> Trained:
-    """Read a run folder, an adapter folder or a model name; `base` names the base where it has moved."""
+    """Read a run folder, an adapter folder or a model name; `base` overrides the recorded base model."""
     folder = Path(target).expanduser().absolute()
     is_run = (folder / "plan.json").is_file()
     method = read_json(folder / "plan.json").get("method")
@@ -106,13 +106,13 @@ def _result_of_run(folder: Path) -> Path:
         if (folder / name).is_dir():
             return folder / name
     raise UserError(
-        f"The run {folder} has left no adapter and no model.",
+        f"The run {folder} has no adapter and no model.",
         why="it did not finish a step, or ran with --save_model false.",
     )
 
 
 def _targets(adapter: Path, written: str | list[str]) -> str:
-    """Return the adapter's layers as an option. PEFT's list may name layers that the model lacks; the option may not."""
+    """Return --lora_target_modules for the adapter. PEFT's list may name layers that the model lacks; the option may not."""
     file = adapter / "adapter_model.safetensors"
     if isinstance(written, str) or not file.is_file():
         return written if isinstance(written, str) else ",".join(written)
@@ -123,21 +123,21 @@ def _targets(adapter: Path, written: str | list[str]) -> str:
 def _check_kind(folder: Path, settings: Mapping[str, Any]) -> None:
     if "fine_tune_type" in settings:
         raise UserError(
-            f"{folder} holds an adapter in the form of mlx-lm.",
+            f"{folder} holds an adapter in the layout of mlx-lm.",
             do=f"convert it first: crosstune convert {folder} --to peft",
         )
     unread = [name for name in _UNREAD if settings.get(name)]
     if settings.get("peft_type") != "LORA" or settings.get("bias", "none") != "none" or unread:
-        words = ", ".join(unread) or f"{settings.get('peft_type')}, bias {settings.get('bias')}"
+        features = ", ".join(unread) or f"{settings.get('peft_type')}, bias {settings.get('bias')}"
         raise UserError(
-            f"{folder} is an adapter of a kind that cannot be opened.",
-            why=f"it uses {words}.",
+            f"{folder} is an unsupported kind of adapter.",
+            why=f"it uses {features}.",
             do="use a plain LoRA or DoRA adapter",
         )
 
 
 def _base_of(written: str, record: Mapping[str, Any]) -> str:
-    """Return the base as PEFT finds it; where no such folder exists, the name that training was given."""
+    """Return the base model as adapter_config.json names it; if that folder does not exist, the name used in training."""
     if not Path(written).is_absolute() or Path(written).is_dir():
         return written
     return str(record.get("base", {}).get("name", written))

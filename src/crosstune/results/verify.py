@@ -1,4 +1,4 @@
-"""Check that a result does what was trained: logits on a few prompts, the rendered chat, the first and last token."""
+"""Compare a result with the trained model: logits on a few prompts, rendered chat, bos and eos tokens."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _PROMPTS = (
 
 
 def make_prompts(folder: Path) -> list[list[int]]:
-    """Return the prompts as tokens of the folder's tokenizer and chat template."""
+    """Return the prompts, tokenized with the folder's tokenizer and chat template."""
     return _encode_prompts(Tokenizer.from_folder(folder))
 
 
 def judge(agreement: Agreement, *formats: str) -> dict[str, Any]:
-    """Report the agreement with its bound, which is that of the coarsest number format involved."""
+    """Report the agreement with its bound, which is that of the coarsest dtype or quantization involved."""
     bound = max(BOUNDS.get(word.partition("_")[0] if word not in BOUNDS else word, 1.0) for word in formats)
     return {"agreement": agreement.to_json(), "bound": bound, "verified": agreement.relative <= bound}
 
@@ -35,19 +35,19 @@ def refuse_unverified(report: Mapping[str, Any], out: Path) -> None:
     problems = list(report.get("problems", ()))
     if not report["verified"]:
         problems.append(
-            f"its logits are {report['agreement']['relative']:.2g} away from those of the trained model (relative), "
+            f"its logits differ by {report['agreement']['relative']:.2g} (relative) from those of the trained model, "
             f"beyond the bound of {report['bound']:g}"
         )
     if problems:
         raise Unverified(
-            f"The result does not do what was trained; it is kept as {unverified_path(out)}.",
+            f"The result differs from the trained model; it is kept as {unverified_path(out)}.",
             why="; ".join(problems) + ".",
-            do="do not use that folder; report it with these numbers",
+            do="do not use that folder; report it as a bug with these numbers",
         )
 
 
 def chat_problems(before: Path, after: Path) -> list[str]:
-    """Return what a written tokenizer does differently. A base without a chat template may get that of its adapter."""
+    """Return how the written tokenizer differs. A base without a chat template may get that of its adapter."""
     old, new = Tokenizer.from_folder(before), Tokenizer.from_folder(after)
     if old.chat_template is None:
         new = replace(new, chat_template=None)
@@ -58,7 +58,7 @@ def chat_problems(before: Path, after: Path) -> list[str]:
     ]
     problems = []
     if render(turns, old, add_generation_prompt=True) != render(turns, new, add_generation_prompt=True):
-        problems.append("the chat template renders otherwise")
+        problems.append("the chat template renders differently")
     if _encode_prompts(old) != _encode_prompts(new):
         problems.append("the tokens of a prompt differ")
     for role, ours, theirs in (("bos", old.bos_token, new.bos_token), ("eos", old.eos_token, new.eos_token)):

@@ -1,0 +1,1 @@
+"""A run from its request to its result: checked, prepared, executed, resumed, moved."""

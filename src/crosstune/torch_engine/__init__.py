@@ -1,0 +1,1 @@
+"""The engine on torch and transformers: models, adapters, optimizers and quantization."""

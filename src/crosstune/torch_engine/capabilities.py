@@ -28,6 +28,7 @@ _TOLERANCE = {"fp32": 2e-3, "fp16": 1e-2, "bf16": 5e-2}
 # Relative error of a product with a quantized weight: several times the error measured on Gaussian weights.
 _QUANTIZED_TOLERANCE = {8: 0.05, 4: 0.2, 3: 0.3, 2: 0.6, 1: 1.5}
 _WIDTH = 128
+_GROUP_SIZE = 64
 
 Notes = list[str]
 _TOO_SLOW = 0.2
@@ -187,12 +188,15 @@ def working_bits(quantizer: str, device: str, dtype: torch.dtype, *, notes: Note
     module = load_plugin(QUANT_PACKAGE, quantizer, kind="quantizer")
     if not works(partial(_import, module.LIBRARY), what=f"{quantizer} does not import", notes=notes):
         return ()
+    sizes = getattr(module, "GROUP_SIZES", ())
+    group_size = _GROUP_SIZE if not sizes or _GROUP_SIZE in sizes else sizes[0]
+    specs = [QuantSpec(quantizer=quantizer, bits=bits, group_size=group_size) for bits in sorted(module.BITS)]
     return tuple(
-        bits
-        for bits in sorted(module.BITS)
+        spec.bits
+        for spec in specs
         if works(
-            partial(_try_quantized, QuantSpec(quantizer=quantizer, bits=bits, group_size=64), device, dtype),
-            what=f"{bits}-bit {quantizer} does not run",
+            partial(_try_quantized, spec, device, dtype),
+            what=f"{spec.bits}-bit {quantizer} does not run",
             notes=notes,
         )
     )
@@ -212,8 +216,13 @@ def _try_quantized(spec: QuantSpec, device: str, dtype: torch.dtype) -> None:
     output.float().square().sum().backward()
     _check_finite(output, inputs.grad)
     error = float((output.detach().cpu().double() - reference).norm() / reference.norm())
-    if error > _QUANTIZED_TOLERANCE[spec.bits]:
+    if error > _quantized_tolerance(spec.bits):
         raise ValueError(f"a small product is off by {error:.0%}")
+
+
+def _quantized_tolerance(bits: int) -> float:
+    """Return the bound for these bits, or for the next fewer that have one."""
+    return _QUANTIZED_TOLERANCE[max(known for known in _QUANTIZED_TOLERANCE if known <= bits)]
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -16,6 +16,7 @@ from crosstune.config.train_types import TRAIN_TYPE_PARTS
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import write_json
 from crosstune.core.quantization import QuantSpec, same_meaning
+from crosstune.core.quantizers import read_quantizers
 from crosstune.models.folder import read_config_json
 from crosstune.models.quantized_folder import (
     FORMAT,
@@ -115,7 +116,7 @@ def read_prequantized(folder: Path) -> Prequantized | None:
             raise UserError(
                 f"{folder} holds weights quantized by {spec.quantizer}.",
                 why=f"its library {library} is not installed.",
-                do=f"pip install 'crosstune[{spec.quantizer}]'",
+                do=read_quantizers()[spec.quantizer].install_command,
             )
     return prequantized
 

@@ -21,13 +21,15 @@ PACKED = "packed"
 
 
 def open_quantizer(spec: QuantSpec) -> ModuleType:
-    """Return the quantizer's module; raise if it does not support the requested bits."""
+    """Return the quantizer's module; raise if it does not support the requested bits and kind."""
     module = load_plugin(QUANT_PACKAGE, spec.quantizer, kind="quantizer")
     if spec.bits not in module.BITS:
         raise UserError(
             f"{spec.quantizer} has no {spec.bits} bits.",
             do=f"use --n_bits {', '.join(map(str, module.BITS))}",
         )
+    if not getattr(module, "TAKES_KIND", False) and spec.kind not in ("auto", "int"):
+        raise UserError(f"{spec.quantizer} has no kind {spec.kind}.", do="leave --quant_type out")
     return module
 
 

@@ -1,0 +1,1 @@
+"""The parts of the guides' interfaces that need torch."""

@@ -1,4 +1,4 @@
-"""How one layer is stored, and the stored weight that follows from it."""
+"""Describe how one layer is stored, and quantize its weight accordingly."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from crosstune.torch_engine.quantized import StoredWeight, open_quantizer
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStorage:
-    """How one layer is kept: everything its numbers depend on."""
+    """How one layer is stored: everything that determines its values."""
 
     spec: QuantSpec | None = None
-    """None keeps 16 bits."""
+    """None stores 16 bits."""
     compute: torch.dtype | None = None
-    """The type products are computed in; None is that of their input."""
+    """The dtype to compute in; None takes that of the input."""
     kept_in: torch.dtype | None = None
-    """The 16-bit type of a layer that is not quantized."""
+    """The 16-bit dtype of a layer that is not quantized."""
     small_zeros: bool = False
     small_scales: bool = False
-    """HQQ: zero points and scales in 8 bits too."""
+    """HQQ: quantize zero points and scales to 8 bits."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -49,7 +49,7 @@ class LayerStorage:
 
 
 def check_storage(recipe: LayerStorage, shape: tuple[int, int]) -> None:
-    """Raise unless a layer of this shape can be kept so."""
+    """Check that a layer of this shape can be stored this way."""
     if recipe.spec is None:
         return
     open_quantizer(recipe.spec).check(recipe.spec, shape)
@@ -57,13 +57,13 @@ def check_storage(recipe: LayerStorage, shape: tuple[int, int]) -> None:
     if recipe.small_scales and num_scales % SCALES_IN_A_GROUP:
         raise UserError(
             f"The {num_scales} scales of a layer of {shape[0]} x {shape[1]} cannot be quantized.",
-            why=f"HQQ takes {SCALES_IN_A_GROUP} of them together.",
+            why=f"HQQ quantizes them in groups of {SCALES_IN_A_GROUP}.",
             do="leave quant_scale out, or choose a smaller group size",
         )
 
 
 def make_stored(weight: torch.Tensor, recipe: LayerStorage, *, dtype: torch.dtype) -> StoredWeight:
-    """Quantize a weight; `dtype` is that of the scales, where the library does not choose it."""
+    """Quantize a weight; `dtype` is that of the scales, unless the library chooses its own."""
     assert recipe.spec is not None
     tensors, facts = open_quantizer(recipe.spec).quantize(weight.detach(), recipe.spec, dtype)
     names = [*["zero"] * recipe.small_zeros, *["scale"] * recipe.small_scales]
@@ -79,5 +79,5 @@ def name_dtype(dtype: torch.dtype | None) -> str | None:
 def read_dtype(name: str | None) -> torch.dtype | None:
     dtype = None if name is None else getattr(torch, name, None)
     if name is not None and not isinstance(dtype, torch.dtype):
-        raise UserError(f"'{name}' is no number format of torch.")
+        raise UserError(f"'{name}' is not a dtype of torch.")
     return dtype

@@ -1,4 +1,4 @@
-"""A checkpoint of any torch model and optimizer, in the format of runs, for training loops of one's own."""
+"""Save and load any torch model and optimizer in crosstune's checkpoint format, for custom training loops."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def save_model_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a folder at `path`, whole or not at all. One that is there already is replaced when the new one is done.
+    """Write a checkpoint folder at `path` atomically; an existing checkpoint is replaced once the new one is complete.
 
     Quantized layers are part of the model's state dict: packed bits, scales, and a description of both.
     """
@@ -63,7 +63,7 @@ def save_model_checkpoint(
 def load_model_checkpoint(
     model: nn.Module, path: Path, *, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """Give a model, and an optimizer, the state of a checkpoint back. Return its metadata, with how it was trained."""
+    """Load a checkpoint into a model and an optimizer. Return its metadata, step, backend, precision, quantization."""
     found = open_checkpoint(path)
     state, own = found.load(), model.state_dict()
     tensors = {name: torch.from_numpy(np.array(array)) for name, array in state.weights.items()}
@@ -72,7 +72,7 @@ def load_model_checkpoint(
     if differing:
         raise UserError(
             f"{path} is not a checkpoint of this model.",
-            why=f"{differing[0]} is missing or of another shape.",
+            why=f"{differing[0]} is missing or has another shape.",
         )
     model.load_state_dict(tensors)
     if optimizer is not None:
@@ -84,12 +84,12 @@ def load_model_checkpoint(
 
 
 def _fits(name: str, tensor: torch.Tensor, own: torch.Tensor) -> bool:
-    """Compare shapes. The description of a quantized weight has any length; the layer itself compares it."""
+    """Return whether the shapes match. A quantized weight's description may have any length: its layer checks it."""
     return name.endswith("_extra_state") or tensor.shape == own.shape
 
 
 def _quantization_name(model: nn.Module) -> str | None:
-    """Return how most quantized layers are quantized, such as `hqq-4bit`."""
+    """Return the most common quantization of the layers, such as `hqq-4bit`."""
     layers = (module for module in model.modules() if isinstance(module, QuantizedLinear))
     names = Counter(layer.recipe.spec.name() for layer in layers if layer.recipe.spec is not None)
     return names.most_common(1)[0][0] if names else None
@@ -99,7 +99,7 @@ def _replace(path: Path, state: SessionState, fields: Mapping[str, Any]) -> Path
     if not path.exists():
         write_folder(path, state, fields)
         return path
-    open_checkpoint(path, hashes=False)  # what is not a checkpoint is not replaced
+    open_checkpoint(path, hashes=False)  # never replace a folder that is not a checkpoint
     with staging_folder(path) as staging:
         write_folder(staging / "new", state, fields)
         put_in_place(staging / "new", path, aside=staging / "old")
@@ -110,7 +110,7 @@ def _check_plain(facts: Mapping[str, Any]) -> None:
     for name, value in facts.items():
         if not isinstance(value, (str, int, float, bool, list, dict, type(None))):
             raise UserError(
-                f"'{name}' cannot go into a checkpoint.",
-                why=f"a {type(value).__name__} has no place in JSON.",
-                do="pass a number, a word, a list or a dict",
+                f"'{name}' cannot be saved in a checkpoint.",
+                why=f"JSON has no {type(value).__name__}.",
+                do="pass a number, a string, a list or a dict",
             )

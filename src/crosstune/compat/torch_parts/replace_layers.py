@@ -1,4 +1,4 @@
-"""Replace the linear layers of a model that is already in memory by layers of few bits."""
+"""Replace the linear layers of a model in memory by quantized layers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from crosstune.torch_engine.quantized import QuantLinear, StoredWeight
 HALVES = (torch.float16, torch.bfloat16)
 
 Choose = Callable[[str], "LayerStorage | None"]
-"""A layer's name to its recipe; None leaves the layer as it is."""
+"""Maps a layer's name to its storage recipe; None leaves the layer unchanged."""
 
 
 class QuantizedLinear(QuantLinear):
-    """A quantized layer that knows its recipe: it takes other weights, moves between devices, and can be saved."""
+    """A quantized layer with its recipe, so that it can requantize new weights, change device and be saved."""
 
     def __init__(
         self, stored: StoredWeight, bias: torch.Tensor | None, *, recipe: LayerStorage, dtype: torch.dtype
     ) -> None:
-        """`dtype` is that of the weight before it was quantized."""
+        """`dtype` is that of the weight before quantization."""
         super().__init__(stored, None if bias is None else bias.detach().clone())
         self.recipe, self.dense_dtype = recipe, dtype
 
@@ -39,7 +39,7 @@ class QuantizedLinear(QuantLinear):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The dense weight, made anew at each call: for parts of torch that read a layer's weight themselves."""
+        """The weight dequantized at each access, for code in torch that reads a layer's weight directly."""
         return self.stored.dequantize(self.dense_dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ class QuantizedLinear(QuantLinear):
         return super().forward(x.to(self.recipe.compute)).to(x.dtype)
 
     def quantize_weights(self, weight: torch.Tensor) -> None:
-        """Take another weight of the same shape."""
+        """Replace the weight by another one of the same shape."""
         _check_shape(weight, self.stored.shape)
         self.stored = make_stored(weight, self.recipe, dtype=self.recipe.compute or self.dense_dtype)
 
@@ -56,11 +56,11 @@ class QuantizedLinear(QuantLinear):
         return self.stored.dequantize(dtype or self.dense_dtype)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedLinear:
-        """Follow the model to another device or dtype; a change of dtype leaves the stored weight as it is."""
+        """Follow the model to another device or dtype; a change of dtype does not change the stored weight."""
         tried = fn(torch.empty(0, dtype=self.dense_dtype, device=self.stored.packed.device))
         if tried.device.type == "meta":
             raise UserError(
-                "A quantized layer cannot be moved to the meta device.", why="it would lose its weights."
+                "A quantized layer cannot be moved to the meta device.", why="it would lose its weight."
             )
         super()._apply(fn, recurse)
         self.dense_dtype = tried.dtype
@@ -68,7 +68,7 @@ class QuantizedLinear(QuantLinear):
 
 
 class HalfLinear(nn.Linear):
-    """A linear layer kept in 16 bits and multiplied in the type of its input."""
+    """A linear layer that is stored in 16 bits and computes in the dtype of its input."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, recipe: LayerStorage, trained: bool = False
@@ -108,14 +108,14 @@ def new_layer(
     recipe: LayerStorage,
     device: torch.device | None = None,
 ) -> QuantizedLinear | HalfLinear:
-    """A layer as torch would start it, kept as its recipe says."""
+    """Return a layer with torch's default initialization, stored as the recipe says."""
     return make_layer(nn.Linear(in_features, out_features, bias=bias, device=device), recipe)
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """Layers that can be replaced, under each of their names: torch's own linear layer and no other kind of it.
+    """Return all names of the layers that can be replaced: exactly nn.Linear, not its subclasses.
 
-    The projection inside torch's attention is another kind: it is never called, only read.
+    The output projection of nn.MultiheadAttention is such a subclass; it is never called, only its weight is read.
     """
     return [
         name
@@ -125,9 +125,9 @@ def linear_names(model: nn.Module) -> list[str]:
 
 
 def replace_layers(model: nn.Module, choose: Choose) -> tuple[list[str], list[str]]:
-    """Replace the chosen layers in place, one at a time. Returns their names, and those left for a shared weight.
+    """Replace the chosen layers in place. Return their names, and those skipped because an embedding shares the weight.
 
-    All are checked before the first one changes, so that an error leaves the model as it was.
+    All are checked before the first one is replaced, so that an error leaves the model unchanged.
     """
     recipes = {name: recipe for name in linear_names(model) if (recipe := choose(name)) is not None}
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -149,14 +149,14 @@ def replace_layers(model: nn.Module, choose: Choose) -> tuple[list[str], list[st
 
 
 def freeze_base(model: nn.Module, *, checkpointing: bool) -> None:
-    """Make a model ready for adapters: its own weights stand still, and gradients pass through them."""
+    """Freeze the model's weights, so that adapters can be trained on top of them."""
     model.requires_grad_(False)
     if checkpointing:
         enable = getattr(model, "gradient_checkpointing_enable", None)
         if enable is None:
             raise UserError(
                 f"{type(model).__name__} cannot recompute its activations.",
-                why="only transformers' models have gradient checkpointing built in.",
+                why="only models of transformers support gradient checkpointing.",
                 do="leave use_gradient_checkpointing out",
             )
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -179,4 +179,4 @@ def _check_layer(name: str, layer: Any, recipe: LayerStorage) -> None:
 
 def _check_shape(weight: torch.Tensor, shape: tuple[int, int]) -> None:
     if tuple(weight.shape) != shape:
-        raise UserError(f"A weight of {tuple(weight.shape)} does not fit a layer of {shape}.")
+        raise UserError(f"A weight of shape {tuple(weight.shape)} does not fit a layer of shape {shape}.")

@@ -1,7 +1,7 @@
 """Save a model whose layers were replaced as a quantized folder, and load it back bit for bit.
 
-The folder is the one that `crosstune convert` writes, so that `crosstune train` reads it too. What only this module
-needs, such as the dtype that a layer computes in, stands in crosstune.json.
+The folder has the layout that `crosstune convert` writes, so `crosstune train` reads it too. What only this module
+needs, such as a layer's compute dtype, is in crosstune.json.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from crosstune.torch_engine.stream import find_tensors, read_tensor
 
 DESCRIPTION = "crosstune.json"
 _KEY = "replaced_layers"
-"""Of this module's part of the description."""
+"""Key of this module's part of the description."""
 _STORED, _MARK = ".stored.", ".weight."
-"""Between a layer's name and that of one of the tensors of its quantized weight: in the model, and in the folder."""
+"""Separates a layer's name from that of a tensor of its quantized weight: in the model, and in the folder."""
 
 
 def save_quantized(model: nn.Module, folder: Path, *, config: Mapping[str, Any]) -> None:
-    """Write a model with its quantized layers; `config` is recorded beside them.
+    """Write a model with its quantized layers, and record `config`.
 
-    The description comes last and names the checksum of the tensors: a folder without it, or with that of another
-    file, is not complete.
+    The description is written last and holds the checksum of the tensors: without it, or with another checksum, the
+    folder is incomplete.
     """
     layers = _describe_layers(model)
     _check_target(folder)
@@ -74,22 +74,22 @@ def read_description(folder: Path) -> dict[str, Any]:
     data = read_json(folder / DESCRIPTION).get(_KEY)
     if not isinstance(data, dict):
         raise UserError(
-            f"{folder} holds no complete quantized model.",
-            why=f"it has no {DESCRIPTION} of one, which is written last.",
-            do="give a folder that save_quantized_model wrote",
+            f"{folder} does not hold a complete quantized model.",
+            why=f"it has no valid {DESCRIPTION}, which is written last.",
+            do="pass a folder that save_quantized_model wrote",
         )
     return data
 
 
 def load_quantized(folder: Path, *, model: nn.Module | None, device: torch.device) -> nn.Module:
-    """Fill `model`, a new one of the same architecture, or without one build transformers' model from its config."""
+    """Load the folder into `model`, an unquantized one of the same architecture; None builds transformers' model."""
     description = read_description(folder)
     for name, checksum in description["files"].items():
         path = folder / name
         if not path.is_file() or file_sha256(path) != checksum:
             raise UserError(
-                f"{path} is not the file that was saved.",
-                why=f"its checksum is not the one in {DESCRIPTION}.",
+                f"{path} is missing or damaged.",
+                why=f"its checksum differs from the one in {DESCRIPTION}.",
                 do="save or copy the model again",
             )
     model = _build(folder, description["architecture"]) if model is None else model
@@ -112,8 +112,8 @@ def _describe_layers(model: nn.Module) -> dict[str, dict[str, Any]]:
         if isinstance(module, AdaptedLinear):
             raise UserError(
                 f"{name} has an adapter beside its quantized weight.",
-                why="this folder is for the base alone.",
-                do="save the base before adapters are added, and the adapters as PEFT files",
+                why="the folder holds only the base model.",
+                do="save the base before adding adapters, and save the adapters as PEFT files",
             )
         if isinstance(module, (QuantizedLinear, HalfLinear)):
             dtype = module.dense_dtype if isinstance(module, QuantizedLinear) else module.kept_in
@@ -125,14 +125,14 @@ def _describe_layers(model: nn.Module) -> dict[str, dict[str, Any]]:
             }
         elif isinstance(module, QuantLinear):
             raise UserError(
-                f"{name} was quantized while it was loaded, and does not know its recipe.",
-                do="quantize the model with quantize_model of an adapter",
+                f"{name} was quantized while it was loaded, so its storage recipe is not recorded.",
+                do="quantize the model with an adapter's quantize_model",
             )
     return found
 
 
 def _check_target(folder: Path) -> None:
-    """Refuse to write among the weights of another model, which a reader would mix with these."""
+    """Check that the folder holds no weights of another model, which a reader would mix with these."""
     mine = _KEY in read_json(folder / DESCRIPTION)
     if not mine and any(folder.glob("*.safetensors")):
         raise UserError(
@@ -143,7 +143,7 @@ def _check_target(folder: Path) -> None:
 
 
 def _usual_spec(model: nn.Module, layers: Mapping[str, Any]) -> QuantSpec | None:
-    """Return how most layers are quantized; None where all are kept in 16 bits."""
+    """Return the most common quantization of the layers; None when all are stored in 16 bits."""
     modules = (model.get_submodule(name) for name in layers)
     specs = Counter(module.recipe.spec for module in modules if isinstance(module, QuantizedLinear))
     return specs.most_common(1)[0][0] if specs else None
@@ -164,7 +164,7 @@ def _write_quantization(model: nn.Module, folder: Path, layers: Mapping[str, Any
 
 
 def _folder_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return every tensor by its name in the folder, and the names of parameters that are saved under another one."""
+    """Return every tensor by its name in the folder, and tied parameters by the name that they are saved under."""
     quantized = tuple(
         f"{name}{_STORED}"
         for name, module in model.named_modules(remove_duplicate=False)
@@ -187,7 +187,7 @@ def _folder_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str
 
 
 def _own_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return each tensor on the CPU in memory of its own, as safetensors asks; layers may be shared."""
+    """Return each tensor on the CPU with its own storage, as safetensors requires; layers may share one."""
     seen: set[int] = set()
     out: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -211,12 +211,12 @@ def _restore(
         old = model.get_submodule(name)
     except AttributeError as error:
         raise UserError(
-            f"The model to fill has no layer {name}.", do="give one of the saved architecture"
+            f"The given model has no layer {name}.", do="pass a model of the saved architecture"
         ) from error
     if not isinstance(old, nn.Linear) or (old.out_features, old.in_features) != shape:
         raise UserError(
-            f"{name} of the model to fill is not a linear layer of {shape[0]} x {shape[1]}.",
-            do="give a model of the saved architecture that is not quantized yet",
+            f"{name} of the given model is not a linear layer of {shape[0]} x {shape[1]}.",
+            do="pass a model of the saved architecture that is not quantized yet",
         )
     recipe, dtype = LayerStorage.from_json(layer["recipe"]), read_dtype(layer["dtype"])
     assert dtype is not None
@@ -232,9 +232,9 @@ def _check_names(model: nn.Module, given: set[str], folder: Path) -> None:
     if wanted != given:
         odd = sorted(wanted ^ given)
         raise UserError(
-            f"The tensors in {folder} do not fit the model to fill.",
-            why=f"{len(wanted - given)} are missing and {len(given - wanted)} too many, such as {odd[0]}.",
-            do="give a model of the saved architecture",
+            f"The tensors in {folder} do not fit the given model.",
+            why=f"{len(wanted - given)} are missing and {len(given - wanted)} are unexpected, such as {odd[0]}.",
+            do="pass a model of the saved architecture",
         )
 
 
@@ -244,7 +244,7 @@ def _is_stored(model: nn.Module, name: str) -> bool:
 
 
 def _save_architecture(model: nn.Module, folder: Path, spec: QuantSpec | None) -> str | None:
-    """Write the config of transformers' model, and its tokenizer where it was loaded from a folder with one."""
+    """Write the config of transformers' model, and the tokenizer of the folder that it was loaded from."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
@@ -269,10 +269,10 @@ def _build(folder: Path, architecture: str | None) -> nn.Module:
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise UserError(
             f"The model in {folder} cannot be built from its files.",
-            why="it is not one of transformers' models."
+            why="it is not a model of transformers."
             if architecture is None
             else f"the installed transformers has no {architecture}.",
-            do="build the model yourself and give it as `model`",
+            do="build the model yourself and pass it as `model`",
         )
     with init_empty_weights(include_buffers=False):
         return kind(read_config(folder)).eval()

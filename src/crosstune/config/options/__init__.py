@@ -1,1 +1,1 @@
-"""The options of a run, one file per group; each is declared once."""
+"""Declare the options of a run, one file per group."""

@@ -1,4 +1,4 @@
-"""Options that say what the model is trained and evaluated on."""
+"""Options for the training and evaluation data."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from crosstune.config.option import OnResume, option
 class DataOptions:
     dataset: str = option(
         "commands",
-        "Data to train on: a known name, a .json, .jsonl, .csv, .tsv or .parquet file, a folder of them, or a hub id",
+        "Training data: a known name, a .json, .jsonl, .csv, .tsv or .parquet file, a folder of such files, or a hub id",
         on_resume=OnResume.DIVIDES_DATA,
     )
     eval_dataset: str | None = option(
         None,
-        "Held-out data; unset, the data set's own held-out split, or a tenth of it up to eval_samples",
+        "Evaluation data; unset: the dataset's own held-out split, or else a tenth of its rows, at most eval_samples",
         needs=(EVALUATION,),
         on_resume=OnResume.DIVIDES_DATA,
     )
     dataset_format: str = option(
         "auto",
-        "How a row is read; auto recognises it by its columns",
+        "Format of the rows; auto detects it from the columns",
         choices=(
             "auto",
             "messages",
@@ -53,26 +53,30 @@ class DataOptions:
     )
     eval_metric: str = option(
         "auto",
-        "What an evaluation measures beside the loss; auto: exact_match for the bundled data, else loss alone",
+        "Metric besides the loss; auto: exact_match for the bundled data, otherwise the loss only",
         choices=("auto", "loss", "exact_match"),
         needs=(EVALUATION,),
     )
     context_length: int = option(
-        2048, "Longest example in tokens", aliases=("max_seq_length",), low=2, on_resume=OnResume.DIVIDES_DATA
+        2048,
+        "Maximum length of an example in tokens",
+        aliases=("max_seq_length",),
+        low=2,
+        on_resume=OnResume.DIVIDES_DATA,
     )
     truncation: str = option(
         "error",
-        "An example longer than the context: stop with an error, cut its end, or leave it out",
+        "What to do with an example longer than context_length: stop with an error, cut its end, or drop it",
         choices=("error", "cut", "drop"),
         on_resume=OnResume.DIVIDES_DATA,
     )
-    packing: bool = option(False, "Pack whole documents into full rows")
+    packing: bool = option(False, "Pack several examples into one row; attention stays within each example")
     train_on_prompt: bool = option(
-        False, "Put loss on the prompt too, not only on the answers", on_resume=OnResume.DIVIDES_DATA
+        False, "Compute the loss on prompts too, not only on answers", on_resume=OnResume.DIVIDES_DATA
     )
     loading_workers: int = option(
         -1,
-        "Workers that load and quantize weights; -1 to choose",
+        "Number of workers that load and quantize weights; -1 to choose automatically",
         low=-1,
         needs=(TORCH_ENGINE, STREAMED_LOADING),
         on_resume=OnResume.FREE,

@@ -1,4 +1,4 @@
-"""Options that say where and in which number formats a run computes."""
+"""Options for the device, the precision and the processes."""
 
 from __future__ import annotations
 
@@ -27,30 +27,37 @@ def _emulated_names() -> Sequence[str]:
 @dataclass(frozen=True, kw_only=True)
 class HardwareOptions:
     backend: str = option(
-        "auto", "Where to train", choices=_backend_names, env="FSDP_BACKEND", on_resume=OnResume.OWN_MACHINE
+        "auto",
+        "Backend to train on; auto takes the first available one",
+        choices=_backend_names,
+        env="FSDP_BACKEND",
+        on_resume=OnResume.OWN_MACHINE,
     )
     emulate: str | None = option(
         None,
-        "Instead of training, try a few steps on this CPU and say whether the run would work on this backend",
+        "Do not train: try a few steps on this CPU and report whether the run would work on this backend",
         choices=_emulated_names,
         on_resume=OnResume.ONE_START,
     )
     precision: str = option(
-        "auto", "Number formats of weights and arithmetic", choices=PRECISIONS, on_resume=OnResume.OWN_MACHINE
+        "auto",
+        "Number format of weights and computation; auto takes the best one that works on the backend",
+        choices=PRECISIONS,
+        on_resume=OnResume.OWN_MACHINE,
     )
     use_gradient_checkpointing: bool = option(
         False, "Recompute activations in the backward pass to save memory"
     )
     reentrant_checkpointing: bool = option(
-        False, "Use torch's re-entrant kind of checkpointing", needs=(TORCH_ENGINE, RECOMPUTATION)
+        False, "Use torch's re-entrant gradient checkpointing", needs=(TORCH_ENGINE, RECOMPUTATION)
     )
-    use_flash_attention: bool | None = option(None, "Use flash attention; unset, wherever it runs")
+    use_flash_attention: bool | None = option(None, "Use flash attention; unset: wherever it is available")
     low_memory: bool = option(
-        False, "Trade speed for memory wherever there is a choice", on_resume=OnResume.FREE
+        False, "Prefer less memory to more speed wherever there is a choice", on_resume=OnResume.FREE
     )
     world_size: int = option(
         -1,
-        "Number of devices; -1 for all. On MLX, of processes; -1 for one",
+        "Number of devices; -1 for all. On MLX the number of processes; -1 for one",
         low=-1,
         on_resume=OnResume.FREE,
         unbuilt=SEVERAL_TORCH_DEVICES,
@@ -64,7 +71,7 @@ class HardwareOptions:
     )
     distributed_backend: str = option(
         "auto",
-        "What devices talk through",
+        "Communication library for several devices",
         choices=("auto", "nccl", "gloo", "xccl", "ring"),
         needs=(SEVERAL_DEVICES,),
     )
@@ -79,7 +86,7 @@ class HardwareOptions:
     )
     no_sync: bool = option(
         False,
-        "Do not reduce gradients between micro-batches of a step",
+        "Do not reduce gradients between the micro-batches of a step",
         needs=(SEVERAL_DEVICES, SHARDED_MODEL),
         unbuilt=SEVERAL_TORCH_DEVICES,
     )

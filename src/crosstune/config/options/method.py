@@ -1,4 +1,4 @@
-"""Options that say what is trained, over which base."""
+"""Options for the training method and the quantized base."""
 
 from __future__ import annotations
 
@@ -34,49 +34,53 @@ def _quantizer_names() -> Sequence[str]:
 class MethodOptions:
     recipe: str = option("sft", "Kind of training", choices=_recipe_names)
     train_type: str = option(
-        "lora", "What is trained, over which base", choices=tuple(TRAIN_TYPE_PARTS), unbuilt=LLAMA_PRO_ON_MLX
+        "lora",
+        "Training method; types with qlora, bnb or hqq in their name quantize the frozen base",
+        choices=tuple(TRAIN_TYPE_PARTS),
+        unbuilt=LLAMA_PRO_ON_MLX,
     )
     lora_rank: int = option(16, "Rank of the adapters", low=1, needs=(ADAPTERS,), on_resume=OnResume.ADAPTER)
     lora_alpha: float = option(
-        32, "Adapters are scaled by alpha / rank", low=0, needs=(ADAPTERS,), on_resume=OnResume.ADAPTER
+        32, "Scale of the adapters: alpha / rank", low=0, needs=(ADAPTERS,), on_resume=OnResume.ADAPTER
     )
-    lora_dropout: float = option(0.0, "Dropout in front of the adapters", low=0, needs=(ADAPTERS,))
+    lora_dropout: float = option(0.0, "Dropout on the input of the adapters", low=0, needs=(ADAPTERS,))
     lora_target_modules: str = option(
         "all",
-        "Linear layers that get an adapter: all, default (query and value), names with commas, or a regex of whole names",
+        "Linear layers that get an adapter: all, default (query and value), a comma-separated list of names, or a regex "
+        "that matches full names",
         needs=(ADAPTERS,),
         on_resume=OnResume.ADAPTER,
     )
     use_rslora: bool = option(
         False,
-        "Scale adapters by alpha / sqrt(rank) instead (rsLoRA)",
+        "Scale adapters by alpha / sqrt(rank) instead of alpha / rank (rsLoRA)",
         needs=(ADAPTERS,),
         on_resume=OnResume.ADAPTER,
     )
     loraplus_lr_ratio: float = option(
-        1, "Learning rate of the B matrices over that of A (LoRA+)", low=0, needs=(ADAPTERS,)
+        1, "Ratio of the learning rate of B to that of A (LoRA+)", low=0, needs=(ADAPTERS,)
     )
     num_new_blocks: int = option(
         1,
-        "Blocks that llama_pro adds, spread evenly",
+        "Number of blocks that llama_pro adds, spread evenly",
         low=1,
         needs=(LLAMA_PRO, BLOCKS_TO_ADD),
         on_resume=OnResume.NEW_BLOCKS,
     )
     quantization_backend: str = option(
-        "auto", "Library that quantizes the frozen base", choices=_quantizer_names
+        "auto", "Quantization library for the frozen base", choices=_quantizer_names
     )
-    n_bits: int = option(4, "Bits of the quantized base", low=1, needs=(QUANTIZED_BASE,))
+    n_bits: int = option(4, "Bits per weight of the quantized base", low=1, needs=(QUANTIZED_BASE,))
     group_size: int = option(
         64,
-        "Weights that share a scale in the quantized base",
+        "Number of weights that share a scale in the quantized base",
         aliases=("hqq_group_size",),
         low=1,
         needs=(QUANTIZED_BASE, SCALES_BY_GROUP),
     )
     quant_type: str = option(
         "auto",
-        "Numbers of the quantized base: nf4 or fp4 (bnb), int or float8 (quanto); auto: the library's usual",
+        "Number type of the quantized base: nf4 or fp4 (bnb), int or float8 (quanto); auto: the library's default",
         choices=("auto", "nf4", "fp4", "int", "float8"),
         needs=(TORCH_ENGINE, QUANTIZED_BASE),
     )
@@ -87,6 +91,6 @@ class MethodOptions:
     )
     no_4bit: bool = option(
         False,
-        "Keep the base in 16 bits even where the train type says otherwise",
+        "Do not quantize the base, whatever the train type",
         needs=(QUANTIZING_TRAIN_TYPE,),
     )

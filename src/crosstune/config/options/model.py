@@ -1,4 +1,4 @@
-"""Options that say which model is trained."""
+"""Options for the model to train."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ class ModelOptions:
         "Model to train: a bundled name, a folder, a .gguf file, or a hub id",
         aliases=("model",),
     )
-    base_adapter: str | None = option(
-        None, "Start from the weights of this adapter folder", needs=(ADAPTERS,)
-    )
+    base_adapter: str | None = option(None, "Adapter folder to start from", needs=(ADAPTERS,))
     llama_pro_path: str | None = option(
         None,
-        "Folder of a block-expanded model for llama_pro, named ..._blk_exp-OLD-NEW; taken instead of model_name",
+        "Folder of a block-expanded model for llama_pro, named ..._blk_exp-OLD-NEW; used instead of model_name",
         needs=(LLAMA_PRO,),
     )
     mlx_config: str | None = option(
-        None, "JSON or YAML file with settings of the MLX engine", needs=(MLX_ENGINE,)
+        None, "JSON or YAML file with settings for the MLX engine", needs=(MLX_ENGINE,)
     )

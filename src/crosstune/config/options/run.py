@@ -1,4 +1,4 @@
-"""Options of the run folder: what is kept, continued, evaluated and printed."""
+"""Options for the run folder, checkpoints, resuming, evaluation and output."""
 
 from __future__ import annotations
 
@@ -9,112 +9,120 @@ from crosstune.config.option import OnResume, option
 from crosstune.config.unbuilt import WANDB_LOG
 
 MISMATCHES = ("model", "data", "order", "quantization", "trainable", "optimizer", "loss")
-"""What `allow_mismatch` may name."""
+"""The values of `allow_mismatch`."""
 
 
-def mismatches(words: str) -> list[str]:
-    """Return the parts of `allow_mismatch`."""
-    return [word.strip() for word in words.split(",") if word.strip()]
+def mismatches(value: str) -> list[str]:
+    """Return the parts of a value of `allow_mismatch`."""
+    return [part.strip() for part in value.split(",") if part.strip()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    output_dir: str = option("runs", "Folder that holds run folders", on_resume=OnResume.FREE)
+    output_dir: str = option("runs", "Folder for run folders", on_resume=OnResume.FREE)
     name: str | None = option(
-        None, "Name of the run folder; unset, the time and the model", on_resume=OnResume.FREE
+        None, "Name of the run folder; unset: made from the time and the model", on_resume=OnResume.FREE
     )
     overwrite: bool = option(
-        False, "Move a run that has this name aside, instead of refusing", on_resume=OnResume.ONE_START
+        False,
+        "Rename an existing run of this name instead of stopping with an error",
+        on_resume=OnResume.ONE_START,
     )
-    save_model: bool = option(True, "Write the trained adapter or model at the end", on_resume=OnResume.FREE)
+    save_model: bool = option(True, "Save the trained adapter or model at the end", on_resume=OnResume.FREE)
     save_steps: int = option(
-        0, "Write a checkpoint every so many steps; 0 for none", low=0, on_resume=OnResume.FREE
+        0, "Save a checkpoint every N steps; 0 for never", low=0, on_resume=OnResume.FREE
     )
     save_minutes: float = option(
-        10, "Write a checkpoint when the last one is this old; 0 for never", low=0, on_resume=OnResume.FREE
+        10, "Save a checkpoint every N minutes; 0 for never", low=0, on_resume=OnResume.FREE
     )
     keep_last_n: int = option(
-        3, "Newest checkpoints to keep", low=1, needs=(SAVING,), on_resume=OnResume.FREE
+        3, "Number of newest checkpoints to keep", low=1, needs=(SAVING,), on_resume=OnResume.FREE
     )
     keep_best: bool = option(
         True,
-        "Keep the checkpoint with the lowest loss in an evaluation too",
+        "Also keep the checkpoint with the lowest evaluation loss",
         needs=(SAVING,),
         on_resume=OnResume.FREE,
     )
     keep_every: int = option(
         0,
-        "Keep checkpoints whose step is a multiple of this for good; 0 for none",
+        "Also keep every checkpoint whose step is a multiple of this; 0 for none",
         low=0,
         needs=(SAVING,),
         on_resume=OnResume.FREE,
     )
     on_save_error: str = option(
         "stop",
-        "When a checkpoint cannot be written: stop the run, or continue and try again at the next",
+        "When a checkpoint cannot be written: stop the run, or continue and try again at the next checkpoint",
         choices=("stop", "continue"),
         on_resume=OnResume.FREE,
     )
     resume: str = option(
         "none",
-        "Continue a run: auto (the newest valid checkpoint of --name, if there is one), none, or the path of a run, a "
-        "checkpoint, or an archive that `crosstune move` wrote",
+        "Continue a run: auto (from the newest valid checkpoint of --name, if there is one), none, or the path of a run, a "
+        "checkpoint, or an archive made by `crosstune move`",
         aliases=("resume_from_checkpoint",),
         on_resume=OnResume.ONE_START,
     )
     allow_mismatch: str = option(
         "",
-        f"What may differ from the checkpoint when a run continues, with commas: {', '.join(MISMATCHES)}",
+        f"What may differ from the checkpoint when resuming, as a comma-separated list: {', '.join(MISMATCHES)}",
         needs=(RESUMING,),
         on_resume=OnResume.ONE_START,
     )
     skip_nonfinite: int = option(
-        0, "Steps with a loss or gradient that is not finite to leave out before stopping", low=0
+        0, "Number of steps with a non-finite loss or gradient to skip before stopping", low=0
     )
     time_limit: str | None = option(
         None,
-        "Stop with a checkpoint before this much time has passed, such as 3h30m",
+        "Save a checkpoint and stop before this much time has passed, such as 3h30m",
         on_resume=OnResume.ONE_START,
     )
     eval_steps: int = option(
         0,
-        "Evaluate every so many steps; 0 for before and after only",
+        "Evaluate every N steps; 0 for before and after training only",
         low=0,
         needs=(EVALUATION,),
         on_resume=OnResume.FREE,
     )
-    skip_eval: bool = option(False, "Do not evaluate at all", on_resume=OnResume.FREE | OnResume.DIVIDES_DATA)
+    skip_eval: bool = option(False, "Do not evaluate", on_resume=OnResume.FREE | OnResume.DIVIDES_DATA)
     num_samples: int = option(
         3,
-        "Held-out prompts whose answers are kept at each evaluation",
+        "Number of held-out prompts whose answers are recorded at each evaluation",
         low=0,
         needs=(EVALUATION,),
         on_resume=OnResume.FREE,
     )
     max_new_tokens: int = option(
-        64, "Longest answer generated in an evaluation", low=1, needs=(EVALUATION,), on_resume=OnResume.FREE
+        64,
+        "Maximum number of tokens generated per answer in an evaluation",
+        low=1,
+        needs=(EVALUATION,),
+        on_resume=OnResume.FREE,
     )
     log_to: str = option(
         "tqdm",
-        "Where progress goes: tqdm is the live line, stdout plain lines",
+        "How to show progress: tqdm is a progress bar, stdout is plain lines",
         choices=("tqdm", "stdout", "wandb"),
         on_resume=OnResume.FREE,
         unbuilt=WANDB_LOG,
     )
     log_every_n_steps: int = option(
         1,
-        "Print a line every so many steps; under the live line only when asked for",
+        "Print a line every N steps; with the progress bar only when this option is set",
         low=1,
         on_resume=OnResume.FREE,
     )
     verbose: bool = option(False, "Print more", on_resume=OnResume.FREE)
-    strict: bool = option(False, "Refuse to change anything that was asked", on_resume=OnResume.FREE)
+    strict: bool = option(
+        False, "Stop with an error instead of changing an option that was set", on_resume=OnResume.FREE
+    )
     project_name: str = option(
-        "crosstune", "Project in wandb", needs=(WANDB,), on_resume=OnResume.FREE, unbuilt=WANDB_LOG
+        "crosstune", "wandb project", needs=(WANDB,), on_resume=OnResume.FREE, unbuilt=WANDB_LOG
     )
     group: str | None = option(
-        None, "Group in wandb", needs=(WANDB,), on_resume=OnResume.FREE, unbuilt=WANDB_LOG
+        None, "wandb group", needs=(WANDB,), on_resume=OnResume.FREE, unbuilt=WANDB_LOG
     )
     entity: str | None = option(
-        None, "Entity in wandb", needs=(WANDB,), on_resume=OnResume.FREE, unbuilt=WANDB_LOG
+        None, "wandb entity", needs=(WANDB,), on_resume=OnResume.FREE, unbuilt=WANDB_LOG
     )

@@ -1,1 +1,1 @@
-"""One file per backend that can be emulated on the CPU, found by its name: what its device takes and what it refuses."""
+"""One module per backend that can be emulated on the CPU, found by name: what its device supports and refuses."""

@@ -1,4 +1,4 @@
-"""The Apple GPU as torch's own sources describe it, for a check on a computer that has none."""
+"""What torch supports on Apple GPUs, from its sources, to check a run on a computer without one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 from torch.nn.attention import SDPBackend
 
 KEY = "MPS"
-"""torch's word for the device in its table of operators and in its dispatcher."""
+"""The device's dispatch key in torch's operator table and dispatcher."""
 BACKEND = "mps"
 TITLE = "MPS"
 MACHINE = "apple-m2-max-64gb"
-"""The bundled profile that stands in when no machine is named: one with macOS 14, which torch's wheels ask for."""
+"""The bundled profile used when no machine is named: one with macOS 14, which torch's wheels require."""
 
 REFUSED = frozenset({torch.float64, torch.complex128})
-"""ATen/mps/EmptyTensor.cpp allocates no float64; getMPSDataType knows no complex128."""
+"""ATen/mps/EmptyTensor.cpp refuses float64; getMPSDataType has no complex128."""
 TESTED = frozenset(
     {
         torch.float32,
@@ -28,36 +28,36 @@ TESTED = frozenset(
         torch.bool,
     }
 )
-"""torch.testing's all_mps_types, with the two that getMPSDataType has besides."""
+"""torch.testing's all_mps_types, and two more that getMPSDataType has."""
 CONDITIONS = {torch.bfloat16: "bf16 needs macOS 14 or later"}
 
 FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
-"""With it, torch copies the inputs of an operator that has no kernel to the CPU, runs it there and copies back."""
+"""If set, torch runs an operator without a kernel on the CPU: it copies the inputs there and the result back."""
 NEVER_FALL_BACK = ("c10d::",)
-"""Collectives: ATen/mps/MPSFallback.mm refuses to run them elsewhere."""
+"""Collectives: ATen/mps/MPSFallback.mm refuses to run them on the CPU."""
 
 ATTENTION = SDPBackend.MATH
-"""scaled_dot_product_attention takes no fused kernel there while gradients are wanted."""
+"""On MPS, scaled_dot_product_attention has no fused kernel when gradients are required."""
 
 PARTS = {
     "bnb": "bitsandbytes.backends.mps.ops",
     "quanto": "optimum.quanto.library.extensions.mps",
 }
-"""Quantizer -> the module in which its library registers kernels for the device, and which it imports on a Mac only."""
+"""Quantizer -> the module that registers its library's kernels for the device; the library imports it only on a Mac."""
 
 
 def is_here() -> bool:
-    """Whether there is such a device after all: its own kernels must then not be given tensors of the CPU."""
+    """Return whether this computer has the device: its kernels must then not be given CPU tensors."""
     return torch.backends.mps.is_available()
 
 
-OWN_KERNEL = "is registered for MPS by its library; its torch operators were checked, Metal code that it may use was not"
-COMPOSITE = "is not registered for MPS by its library, but for every device; its torch operators were checked"
+OWN_KERNEL = "is registered for MPS by its library; its torch operators were checked, any Metal code was not"
+COMPOSITE = "is registered by its library for every device, not for MPS; its torch operators were checked"
 
 NOT_CHECKED = (
-    "memory: the plan's estimate is arithmetic, and no allocator was asked",
+    "memory: the plan's estimate is calculated, nothing was allocated on the device",
     "speed",
-    "errors of Metal kernels themselves, and which dtypes each of them takes",
-    "branches that libraries take on a Mac only, and the operators that autocast shortens there",
-    "which tensors stay on the host: everything was taken to be on the device",
+    "errors in Metal kernels, and which dtypes each of them supports",
+    "code that libraries run only on a Mac, and which operators autocast runs in lower precision there",
+    "which tensors stay on the host: all were assumed to be on the device",
 )

@@ -18,6 +18,7 @@ PREFERENCE = 10
 BITS_BY_ROW = (8,)
 BITS_WITH_DOUBLE_QUANT = (4,)
 TAKES_KIND = True
+USUAL_KINDS = {4: "nf4"}
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _INT8_LIMIT = 127.0
 SLICE = 2**20
@@ -34,7 +35,7 @@ def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
     allowed = ("auto", "nf4", "fp4") if spec.bits == 4 else ("auto", "int")
     if spec.kind not in allowed:
         raise UserError(
-            f"bnb does not support kind {spec.kind} with {spec.bits} bits.",
+            f"bnb has no kind {spec.kind} with {spec.bits} bits.",
             do=f"use one of {', '.join(allowed)}",
         )
 

@@ -29,8 +29,6 @@ def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
             f"Groups of {spec.group_size} weights do not divide a layer of {shape[0]} x {shape[1]}.",
             do="choose a --group_size that divides it, such as 64 or 32",
         )
-    if spec.kind not in ("auto", "int"):
-        raise UserError(f"hqq does not support kind {spec.kind}.", do="leave --quant_type out")
 
 
 def quantize(

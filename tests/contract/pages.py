@@ -1,0 +1,123 @@
+"""Follow a page of the documentation as a reader would: its files into a copy of the package, its commands in a shell."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+_FILE = re.compile(r"Save it as\s+`(?P<path>[^`]+)`:\n\n```python\n(?P<code>.*?)```", re.S)
+_COMMANDS = re.compile(r"```sh\n(.*?)```", re.S)
+
+
+@dataclass(frozen=True)
+class Page:
+    name: str
+
+    @property
+    def text(self) -> str:
+        return (ROOT / "docs" / self.name).read_text(encoding="utf-8")
+
+    def files(self) -> dict[str, str]:
+        """Return the whole files that the page has its reader save, by their path."""
+        return {match["path"]: match["code"] for match in _FILE.finditer(self.text)}
+
+    def commands(self) -> list[str]:
+        return [line for block in _COMMANDS.findall(self.text) for line in block.strip().splitlines()]
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """A folder with a copy of the package in it, and `crosstune` on the path of its shell."""
+
+    home: Path
+
+    def save(self, page: Page) -> None:
+        assert len(page.files()) == page.text.count("```python"), (
+            "a block of code without 'Save it as `path`:'"
+        )
+        for path, code in page.files().items():
+            file = self.home / path
+            assert not file.exists(), f"{path} is there already"
+            file.write_text(code, encoding="utf-8")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("CROSSTUNE_")}
+        return kept | {
+            "PYTHONPATH": str(self.home / "src"),
+            "PATH": f"{self.home / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "CROSSTUNE_CACHE": str(self.home / "cache"),
+        }
+
+    def shell(self, line: str) -> str:
+        """Run a line of a page as it stands."""
+        return self._finish(self._start(["sh", "-c", line]), line)
+
+    def start(self, words: str) -> subprocess.Popen[str]:
+        """Start a subcommand, as a process that can be killed."""
+        return self._start([sys.executable, "-m", "crosstune", *shlex.split(words)])
+
+    def run(self, words: str, *, code: int = 0) -> str:
+        return self._finish(self.start(words), words, code=code)
+
+    def python(self, code: str) -> str:
+        return self._finish(self._start([sys.executable, "-c", code]), code)
+
+    def tool(self, name: str, *words: str) -> str:
+        """Run one of the tools of `make check`, which lie beside Python."""
+        found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+        assert found, f"{name} is not installed"
+        return self._finish(self._start([found, *words]), name)
+
+    def json(self, path: str) -> Any:
+        return json.loads((self.home / path).read_text(encoding="utf-8"))
+
+    def metrics(self, name: str) -> list[dict[str, Any]]:
+        lines = (self.home / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def _start(self, command: list[str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command,
+            cwd=self.home,
+            env=self.environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    @staticmethod
+    def _finish(process: subprocess.Popen[str], words: str, *, code: int = 0) -> str:
+        out, _ = process.communicate()
+        assert process.returncode == code, f"{words}\n{out}"
+        return out
+
+
+def open_workshop(home: Path, page: Page) -> Workshop:
+    """Copy the package into `home`, as its checkout has it, and save the files of the page there."""
+    shutil.copytree(ROOT / "src", home / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    shutil.copy(ROOT / "pyproject.toml", home)
+    command = home / "bin" / "crosstune"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m crosstune "$@"\n')
+    command.chmod(0o755)
+    workshop = Workshop(home)
+    workshop.save(page)
+    return workshop
+
+
+def check_house_style(workshop: Workshop, page: Page) -> None:
+    """Check that the page's files pass what `make check` asks of every file, import directions included."""
+    paths = list(page.files())
+    workshop.tool("ruff", "check", "--no-cache", *paths)
+    workshop.tool("ruff", "format", "--no-cache", "--check", *paths)
+    workshop.tool("lint-imports", "--no-cache")

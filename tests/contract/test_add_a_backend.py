@@ -1,0 +1,69 @@
+"""docs/add-a-backend.md, followed as it is written: its file into a copy of the package, its commands one by one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from pages import Page, Workshop, check_house_style, open_workshop
+
+PAGE = Page("add-a-backend.md")
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """A copy of the package with the page's backend in it."""
+    return open_workshop(tmp_path_factory.mktemp("backend"), PAGE)
+
+
+@pytest.fixture(scope="module")
+def followed(shop: Workshop) -> list[str]:
+    """What the commands of the page printed."""
+    return [shop.shell(command) for command in PAGE.commands()]
+
+
+def test_doctor_probes_it_and_trains_on_it(shop: Workshop, followed: list[str]) -> None:
+    machine = shop.json("machine.json")
+    one, other = machine["backends"]["cpu"], machine["backends"]["cpu2"]
+    assert other["available"] and other["dtypes"] == one["dtypes"]
+    [check] = [check for check in machine["checks"] if check["backend"] == "cpu2"]
+    assert check["agrees"] and check["difference"] == 0
+
+
+def test_it_is_planned_here_and_from_a_report(followed: list[str]) -> None:
+    here, elsewhere = followed[1:3]
+    assert "cpu2" in here and "cpu2" in elsewhere
+
+
+def test_the_loss_falls_and_the_run_goes_on_elsewhere(shop: Workshop, followed: list[str]) -> None:
+    rows = shop.metrics("second")
+    assert len(rows) == 20 and rows[-1]["loss"] < rows[0]["loss"]
+    assert shop.json("runs/second/plan.json")["backend"] == "cpu2"
+    assert shop.json("runs/first/plan.json")["backend"] == "cpu"
+    assert [row["step"] for row in shop.metrics("first")][-5:] == list(range(21, 26))
+
+
+def test_it_is_planned_as_the_device_it_is(shop: Workshop) -> None:
+    """What is decided by the kind of device does not depend on the name of the backend."""
+
+    def plan(backend: str) -> dict[str, object]:
+        asked = (
+            f"plan --backend {backend} --model_name tiny-random --optimizer fused_adamw --world_size 2 --json"
+        )
+        found = json.loads(shop.run(asked))
+        assert found["backend"] == backend
+        return {
+            name: found[name]
+            for name in ("device", "method", "precision", "world_size", "collective", "adjustments")
+        }
+
+    assert plan("cpu2") == plan("cpu")
+
+
+def test_auto_still_takes_the_usual_one(shop: Workshop) -> None:
+    found = json.loads(shop.run("plan --model_name tiny-random --json"))
+    assert found["backend"] != "cpu2"
+
+
+def test_the_file_passes_the_checks_of_the_house(shop: Workshop) -> None:
+    check_house_style(shop, PAGE)

@@ -1,0 +1,92 @@
+"""docs/add-a-quantizer.md, followed as it is written: its file into a copy of the package, its commands one by one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from pages import Page, Workshop, check_house_style, open_workshop
+
+PAGE = Page("add-a-quantizer.md")
+QLORA = "--train_type qlora --quantization_backend absmax --model_name tiny-random --backend cpu"
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """A copy of the package with the page's quantizer in it."""
+    return open_workshop(tmp_path_factory.mktemp("quantizer"), PAGE)
+
+
+@pytest.fixture(scope="module")
+def followed(shop: Workshop) -> list[str]:
+    """What the commands of the page printed."""
+    return [shop.shell(command) for command in PAGE.commands()]
+
+
+def test_it_is_probed_and_planned(followed: list[str]) -> None:
+    doctor, plan = followed[:2]
+    assert "absmax 4/8 bit" in doctor
+    assert "absmax base of 4 bits" in plan
+
+
+def test_the_loss_falls_and_the_run_continues(shop: Workshop, followed: list[str]) -> None:
+    summary = shop.json("runs/absmax/summary.json")
+    assert (summary["status"], summary["steps"]) == ("finished", 30)
+    rows = shop.metrics("absmax")
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    losses = [row["loss"] for row in rows]
+    assert losses[0] > losses[19] > losses[29]
+    assert "resumed  step 20" in followed[3]
+
+
+def test_adapter_and_checkpoint_name_the_quantizer(shop: Workshop, followed: list[str]) -> None:
+    spec = shop.json("runs/absmax/adapter/crosstune.json")["quantization"]
+    assert (spec["quantizer"], spec["bits"], spec["group_size"]) == ("absmax", 4, 64)
+    manifest = shop.json("runs/absmax/checkpoints/step-00000030/manifest.json")
+    assert manifest["identity"]["quantization"] == spec
+
+
+def test_a_quantized_folder_is_written_and_trained_over(shop: Workshop, followed: list[str]) -> None:
+    record = shop.json("models/tiny-absmax/crosstune_quantization.json")
+    assert (record["spec"]["quantizer"], record["spec"]["bits"]) == ("absmax", 8)
+    spec = shop.json("runs/over/adapter/crosstune.json")["quantization"]
+    assert (spec["quantizer"], spec["bits"], spec["group_size"]) == ("absmax", 8, 32)
+    rows = shop.metrics("over")
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_its_identity_follows_its_constants(shop: Workshop) -> None:
+    """Groups count at every bit width, as the file declares no BITS_BY_ROW; kinds and double scales do not exist."""
+    code = (
+        "from crosstune.core.quantization import QuantSpec, same_meaning\n"
+        "def spec(**changed): return QuantSpec(**{'quantizer': 'absmax', 'bits': 8, 'group_size': 64, **changed})\n"
+        "print(same_meaning(spec(), spec(group_size=32)), same_meaning(spec(), spec(double=False, kind='int')))"
+    )
+    assert shop.python(code).split() == ["False", "True"]
+
+
+def test_what_it_lacks_is_refused(shop: Workshop, followed: list[str]) -> None:
+    train = f"train {QLORA} --precision fp32 --max_steps 1"
+    assert "absmax has no kind nf4" in shop.run(f"{train} --quant_type nf4 --name kind", code=2)
+    assert "absmax has no 2 bits" in shop.run(f"{train} --n_bits 2 --name bits", code=2)
+    assert "do not divide" in shop.run(f"{train} --group_size 48 --name group", code=2)
+
+
+def test_other_bits_and_group_sizes_are_probed(shop: Workshop) -> None:
+    """A width without a bound of its own takes the next one, and groups of 64 are not everybody's."""
+    [code] = PAGE.files().values()
+    other = shop.home / "src" / "crosstune" / "torch_engine" / "quant" / "six.py"
+    other.write_text(code.replace("BITS = (8, 4)", "BITS = (8, 6)\nGROUP_SIZES = (32,)"), encoding="utf-8")
+    try:
+        ask = (
+            "import json; from crosstune.machines.probe import probe_machine\n"
+            "machine = probe_machine(backends=['cpu'], quantizers=['six'])\n"
+            "print(json.dumps(machine.backends['cpu'].quantizers))"
+        )
+        assert json.loads(shop.python(ask).splitlines()[-1]) == {"six": [6, 8]}
+    finally:
+        other.unlink()
+
+
+def test_the_file_passes_the_checks_of_the_house(shop: Workshop) -> None:
+    check_house_style(shop, PAGE)
