@@ -47,7 +47,7 @@ def complete_config(config: Config) -> Config:
     backend = str((stored | config.options_asked()).get("backend", "auto"))
     stored |= kept_options(checkpoint, stored, backend=backend) | _same_rows(checkpoint, config)
     values = stored | config.options_asked() | {"resume": str(path)}
-    values.pop("base_adapter", None)  # the checkpoint contains its weights
+    values.pop("base_adapter", None)  # its weights are in the checkpoint
     if "name" not in config.asked and "output_dir" not in config.asked:
         values |= {"name": run.name, "output_dir": str(run.parent)}
     complete = make_config(**values)

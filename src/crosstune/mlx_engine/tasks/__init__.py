@@ -1,1 +1,1 @@
-"""The tasks that the MLX engine brings along, one file each: a model, the arrays of a batch, a loss."""
+"""Tasks of the MLX engine, one file each: a model, the arrays of a batch, a loss."""

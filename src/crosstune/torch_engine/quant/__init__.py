@@ -1,4 +1,4 @@
-"""The quantizers of the torch engine, one file each, found by name. A file holds
+"""Quantizers of the torch engine, one module each, found by name. A module defines
 
 - its constants (see core.quantizers.Quantizer); it imports torch and the library only inside functions;
 - `check(spec, shape)`, which raises a UserError if it cannot quantize this shape;

@@ -35,7 +35,7 @@ def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
     allowed = ("auto", "nf4", "fp4") if spec.bits == 4 else ("auto", "int")
     if spec.kind not in allowed:
         raise UserError(
-            f"bnb does not support kind {spec.kind} with {spec.bits} bits.",
+            f"bnb has no kind {spec.kind} with {spec.bits} bits.",
             do=f"use one of {', '.join(allowed)}",
         )
 

@@ -32,7 +32,7 @@ def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
     allowed = ("auto", "int", "float8") if spec.bits == 8 else ("auto", "int")
     if spec.kind not in allowed:
         raise UserError(
-            f"quanto does not support kind {spec.kind} with {spec.bits} bits.",
+            f"quanto has no kind {spec.kind} with {spec.bits} bits.",
             do=f"use one of {', '.join(allowed)}",
         )
 

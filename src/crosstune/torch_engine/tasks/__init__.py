@@ -1,1 +1,1 @@
-"""The tasks that the torch engine brings along, one file each: a model, the arrays of a batch, a loss."""
+"""Tasks of the torch engine, one file each: a model, the arrays of a batch, a loss."""
