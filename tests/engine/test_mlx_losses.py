@@ -201,3 +201,32 @@ def test_the_scale_and_what_counts_multiply_the_loss() -> None:
     check_same((0.0, found), (0.0, {name: 4 * array for name, array in expected.items()}))
     feed["counted"] = feed["counted"] * 0
     assert float(loss(feed)[0]) == 0.0
+
+
+def test_a_model_that_cannot_be_cut_has_the_same_loss_and_gradients() -> None:
+    model, feed = make_model("llama"), make_feed()
+    expected = plain(model, feed)
+    loss = CausalLoss(model)
+    loss._halves, loss._trained = None, []
+    check_same(gradients(model, lambda weights: loss.scaled(feed, weights, ONE)[0]), expected)
+    assert float(loss(feed)[0]) == pytest.approx(expected[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("logits", "least", "parts"), [(128 * 4, 1, [3, 3, 3]), (128, 5, [5, 4]), (2**24, 1, [9])]
+)
+def test_logits_are_made_in_even_parts_of_limited_size(
+    monkeypatch: pytest.MonkeyPatch, logits: int, least: int, parts: list[int]
+) -> None:
+    monkeypatch.setattr(causal_loss, "LOGITS_AT_A_TIME", logits)
+    monkeypatch.setattr(causal_loss, "PLACES_AT_LEAST", least)
+    seen: list[int] = []
+    whole = causal_loss._cross_entropy
+
+    def watched(logits: mx.array, targets: mx.array, counted: mx.array) -> mx.array:
+        seen.append(len(targets))
+        return whole(logits, targets, counted)
+
+    monkeypatch.setattr(causal_loss, "_cross_entropy", watched)
+    CausalLoss(make_model("llama"))(make_feed())
+    assert seen == parts
