@@ -2,6 +2,8 @@
 
     python benchmarks/mutate.py --module core/scaling.py
     python benchmarks/mutate.py --module core/scaling.py --tests tests/unit/test_scaling.py --limit 20 --seed 1
+    python benchmarks/mutate.py --module core/scaling.py --json seen.json    # and after adding tests:
+    python benchmarks/mutate.py --module core/scaling.py --again seen.json
 
 Without --module, every module of JUDGES is tried. A mutant is caught when its tests fail, or when they take several
 times as long as they do on the plain code (a loop that does not end). The working tree is never changed: a mutant lies
@@ -91,6 +93,10 @@ class Mutant:
     change: str
     source: str
 
+    @property
+    def name(self) -> str:
+        return f"{self.line}: {self.change}"
+
 
 @dataclass
 class Outcome:
@@ -105,8 +111,8 @@ class Outcome:
         return self.caught + len(self.survivors)
 
     def to_json(self) -> dict[str, object]:
-        lines = [f"{mutant.line}: {mutant.change}" for mutant in self.survivors]
-        return {"module": self.module, "mutants": self.mutants, "caught": self.caught, "survivors": lines}
+        names = [mutant.name for mutant in self.survivors]
+        return {"module": self.module, "mutants": self.mutants, "caught": self.caught, "survivors": names}
 
 
 def make_mutants(source: str) -> list[Mutant]:
@@ -262,7 +268,14 @@ def _children_cpu_s() -> float:
 
 
 def try_module(
-    module: str, tests: Sequence[str], *, copied: Path, limit: int | None, seed: int, lines: range | None
+    module: str,
+    tests: Sequence[str],
+    *,
+    copied: Path,
+    limit: int | None,
+    seed: int,
+    lines: range | None,
+    again: frozenset[str] | None,
 ) -> Outcome:
     judge = Judge(copied, module, tests)
     mutants = make_mutants(judge.source)
@@ -270,6 +283,8 @@ def try_module(
         mutants = [mutant for mutant in mutants if mutant.line in lines]
     if limit is not None and limit < len(mutants):
         mutants = sorted(random.Random(seed).sample(mutants, limit), key=lambda mutant: mutant.line)
+    if again is not None:
+        mutants = [mutant for mutant in mutants if mutant.name in again]
     judge.check_plain()
     outcome = Outcome(module, tests)
     started = time.monotonic()
@@ -303,10 +318,12 @@ def main() -> int:
     parser.add_argument("--limit", type=int, help="try a random sample of so many mutants a module")
     parser.add_argument("--seed", type=int, default=0, help="of that sample")
     parser.add_argument("--lines", help="only mutants in these lines, such as 50-80")
+    parser.add_argument("--again", type=Path, help="only the mutants that survived in this file of --json")
     parser.add_argument("--json", type=Path, help="write the outcomes to this file")
     own = parser.parse_args()
     first, _, last = (own.lines or "").partition("-")
     lines = range(int(first), int(last or first) + 1) if first else None
+    seen = json.loads(own.again.read_text()) if own.again else None
     outcomes = []
     with tempfile.TemporaryDirectory() as home:
         copied = Path(home) / "src"
@@ -325,7 +342,14 @@ def main() -> int:
             tests = own.tests or JUDGES.get(module)
             if tests is None:
                 parser.error(f"--tests is needed: JUDGES has none for {module}")
-            outcome = try_module(module, tests, copied=copied, limit=own.limit, seed=own.seed, lines=lines)
+            names = None
+            if seen is not None:
+                names = frozenset(
+                    name for row in seen if row["module"] == module for name in row["survivors"]
+                )
+            outcome = try_module(
+                module, tests, copied=copied, limit=own.limit, seed=own.seed, lines=lines, again=names
+            )
             outcomes.append(outcome)
             print(
                 f"{module}: {outcome.mutants} mutants, {outcome.caught} caught ({outcome.hung} by hanging), "

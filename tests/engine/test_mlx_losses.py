@@ -14,9 +14,12 @@ pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
+from crosstune.core.errors import UserError
+from crosstune.mlx_engine import causal_loss
 from crosstune.mlx_engine.adapters import canonical_name
 from crosstune.mlx_engine.causal_loss import CausalLoss
 from crosstune.mlx_engine.masters import put
+from crosstune.mlx_engine.packed_mask import document_caches
 from crosstune.mlx_engine.task import Arrays
 from crosstune.mlx_engine.wrap_call import recompute_in_backward
 
@@ -152,3 +155,78 @@ def test_arrays_inside_a_tuple_are_recomputed_with_their_gradients() -> None:
     for layer in model.layers:
         recompute_in_backward(layer)
     check_same(gradients(model, lambda weights: loss.scaled(feed, weights, ONE)[0]), expected)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_a_model_whose_documents_are_blind_to_each_other_may_be_packed_and_is_tried_once(kind: str) -> None:
+    loss = CausalLoss(make_model(kind))
+    loss.ensure_separates_documents()
+    loss.model = None  # a second trial would need it
+    loss.ensure_separates_documents()
+
+
+def test_a_model_that_counts_positions_from_the_beginning_of_a_row_is_refused() -> None:
+    loss = CausalLoss(make_model("gpt2"))
+    for _ in range(2):
+        with pytest.raises(UserError, match="--packing cannot be used with a gpt2 model") as caught:
+            loss.ensure_separates_documents()
+        assert "reads otherwise" in caught.value.why
+
+
+@pytest.mark.parametrize("shift", [1, 4])
+def test_a_mask_that_lands_on_the_wrong_row_is_noticed(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        causal_loss,
+        "document_caches",
+        lambda model, segments: document_caches(model, mx.roll(segments, shift, axis=0)),
+    )
+    with pytest.raises(UserError, match="--packing"):
+        CausalLoss(make_model("llama")).ensure_separates_documents()
+
+
+def test_a_model_that_takes_no_mask_is_refused() -> None:
+    """mlx-lm's Gemma 2 groups its heads in a dimension of their own, which a mask of four dimensions does not fit."""
+    with pytest.raises(UserError, match="a gemma2 model on MLX") as caught:
+        CausalLoss(make_model("gemma2")).ensure_separates_documents()
+    assert "takes no mask" in caught.value.why
+
+
+def test_the_scale_and_what_counts_multiply_the_loss() -> None:
+    model, feed = make_model("llama"), make_feed()
+    loss = CausalLoss(model)
+    plain_loss = float(loss(feed)[0])
+    scaled, found = gradients(model, lambda weights: loss.scaled(feed, weights, mx.array(4.0))[0])
+    assert scaled == pytest.approx(4 * plain_loss, rel=1e-5)
+    expected = plain(model, feed)[1]
+    check_same((0.0, found), (0.0, {name: 4 * array for name, array in expected.items()}))
+    feed["counted"] = feed["counted"] * 0
+    assert float(loss(feed)[0]) == 0.0
+
+
+def test_a_model_that_cannot_be_cut_has_the_same_loss_and_gradients() -> None:
+    model, feed = make_model("llama"), make_feed()
+    expected = plain(model, feed)
+    loss = CausalLoss(model)
+    loss._halves, loss._trained = None, []
+    check_same(gradients(model, lambda weights: loss.scaled(feed, weights, ONE)[0]), expected)
+    assert float(loss(feed)[0]) == pytest.approx(expected[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("logits", "least", "parts"), [(128 * 4, 1, [3, 3, 3]), (128, 5, [5, 4]), (2**24, 1, [9])]
+)
+def test_logits_are_made_in_even_parts_of_limited_size(
+    monkeypatch: pytest.MonkeyPatch, logits: int, least: int, parts: list[int]
+) -> None:
+    monkeypatch.setattr(causal_loss, "LOGITS_AT_A_TIME", logits)
+    monkeypatch.setattr(causal_loss, "PLACES_AT_LEAST", least)
+    seen: list[int] = []
+    whole = causal_loss._cross_entropy
+
+    def watched(logits: mx.array, targets: mx.array, counted: mx.array) -> mx.array:
+        seen.append(len(targets))
+        return whole(logits, targets, counted)
+
+    monkeypatch.setattr(causal_loss, "_cross_entropy", watched)
+    CausalLoss(make_model("llama"))(make_feed())
+    assert seen == parts

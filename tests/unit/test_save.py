@@ -57,9 +57,10 @@ def fields(step: int) -> Mapping[str, Any]:
 
 
 def make(root: Path, **policy: Any) -> tuple[Checkpoints, Heard]:
-    writes = policy.pop("writes", True)
+    more = {"writes": policy.pop("writes")} if "writes" in policy else {}
     heard = Heard()
-    made = Checkpoints(root, policy=SavePolicy(**policy), fields=fields, observer=heard, writes=writes)
+    made = Checkpoints(root, policy=SavePolicy(**policy), fields=fields, observer=heard, **more)
+    assert made.longest_save_s == 0.0 and made.last_step == 0
     return made, heard
 
 
@@ -93,6 +94,8 @@ def test_due_by_steps(tmp_path: Path) -> None:
     assert [step for step in range(10) if made.due(step)] == [3, 6, 9]
     save(made, 3, wait=True)
     assert not made.due(3) and not made.due(4) and made.due(6)
+    each, _ = make(tmp_path, every_steps=1)
+    assert [step for step in range(3) if each.due(step)] == [1, 2]
     never, _ = make(tmp_path)
     assert not any(never.due(step) for step in range(10))
 
@@ -108,8 +111,9 @@ def test_due_by_time(tmp_path: Path, clock: list[float]) -> None:
     clock[0] += 5.0
     assert not made.due(1) and made.due(2)
     never, _ = make(tmp_path)
-    clock[0] += 5.0
-    assert not never.due(1)
+    often, _ = make(tmp_path, every_s=0.5)
+    clock[0] += 0.5
+    assert often.due(1) and not never.due(1)
 
 
 def test_a_run_that_has_checkpoints_ends_with_one(tmp_path: Path) -> None:
