@@ -1,1 +1,1 @@
-"""The command line, one file per subcommand: arguments in, text or JSON out."""
+"""The command line, one module per subcommand: parse the arguments, print text or JSON."""

@@ -1,1 +1,1 @@
-"""The interfaces that the original guides promise (BackendManager, QuantizationWrapper, MPSFSDPWrapper), over this package."""
+"""The original guides' interfaces (BackendManager, quantization adapters, MPSFSDPWrapper), built on this package."""

@@ -1,1 +1,1 @@
-"""A run as another device would have it, tried on this CPU: which operators that device lacks."""
+"""Emulate a run for another device on this CPU: find the operators and dtypes that it does not support."""

@@ -1,1 +1,1 @@
-"""What is made of a trained run: merged, exported, converted, verified, opened to talk to."""
+"""Merge, export, convert and verify trained models, and open them for generation."""
