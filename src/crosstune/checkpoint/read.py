@@ -72,7 +72,7 @@ def open_checkpoint(folder: Path, *, hashes: bool = True) -> Checkpoint:
     try:
         manifest = _read_manifest(folder)
         _check_step(folder, manifest)
-        _check_names(folder, manifest["files"])
+        check_names(folder, manifest["files"])
         for name, facts in manifest["files"].items():
             _check_file(folder, name, facts, hashes=hashes)
         _check_arrays(folder, manifest)
@@ -131,7 +131,7 @@ def _open_plain(path: Path) -> int:
     return os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
 
 
-def _check_names(folder: Path, files: Mapping[str, Any]) -> None:
+def check_names(folder: Path, files: Mapping[str, Any]) -> None:
     wanted = {MANIFEST, SEAL, *files}
     found = {entry.name for entry in os.scandir(folder)}
     if extra := sorted(found - wanted):

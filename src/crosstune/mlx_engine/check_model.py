@@ -8,7 +8,7 @@ from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.plan import Plan
 from crosstune.mlx_engine.adapters import linear_layers
-from crosstune.mlx_engine.load import _check_window, check_asked, check_readable, read_model
+from crosstune.mlx_engine.load import check_asked, check_readable, check_window, read_model
 from crosstune.models.adapter_choice import choose_names
 from crosstune.models.folder import read_config_json
 
@@ -17,7 +17,7 @@ def check_model(folder: Path, *, plan: Plan) -> None:
     """Raise the errors that loading the model or adding adapters would raise. MLX loads weights lazily."""
     config = read_config_json(folder)
     check_asked(folder, check_readable(folder, config), plan)
-    _check_window(config, plan)
+    check_window(config, plan)
     if plan.method in ADAPTER_METHODS:
         model = read_model(folder, config)
         kind = str(getattr(model, "model_type", "the model"))

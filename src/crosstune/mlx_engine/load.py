@@ -38,7 +38,7 @@ def load_model(folder: Path, *, plan: Plan, dtype: mx.Dtype, trained: bool = Tru
     quantized = check_readable(folder, config)
     if trained or plan.method != "full":
         check_asked(folder, quantized, plan)
-    _check_window(config, plan)
+    check_window(config, plan)
     model = read_model(folder, config)
     if plan.quantizer != "none" and quantized is None:
         layers = linear_layers(model)
@@ -189,7 +189,7 @@ def num_parameters(model: nn.Module) -> int:
     return total
 
 
-def _check_window(config: Mapping[str, Any], plan: Plan) -> None:
+def check_window(config: Mapping[str, Any], plan: Plan) -> None:
     """Raise if rows may exceed the model's sliding window and mlx-lm ignores the window."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     if not window or config.get("use_sliding_window") is False or plan.config.context_length <= window:

@@ -10,10 +10,10 @@ from crosstune.config.plan import Plan
 from crosstune.torch_engine.adapters import choose_targets
 from crosstune.torch_engine.blocks import expand_config
 from crosstune.torch_engine.load import (
-    _check_names,
-    _check_shapes,
-    _layers_to_quantize,
-    _plan_expansion,
+    check_layer_shapes,
+    check_names,
+    layers_to_quantize,
+    plan_expansion,
     read_config,
     readable_errors,
 )
@@ -31,7 +31,7 @@ def check_model(folder: Path, *, plan: Plan) -> None:
         check_asked(prequantized, spec, train_type=plan.config.train_type)
     elif spec is not None or plan.method == "llama_pro":
         check_plain(folder)
-    expansion = _plan_expansion(plan, folder, config)
+    expansion = plan_expansion(plan, folder, config)
     if expansion is not None:
         config = expand_config(config, expansion)
     with readable_errors(folder), init_empty_weights(include_buffers=False):
@@ -39,9 +39,9 @@ def check_model(folder: Path, *, plan: Plan) -> None:
     if spec is not None or expansion is not None:
         places = find_tensors(folder) if prequantized is None else prequantized.dense
         stored = {f"{layer}.weight" for layer in prequantized.layers} if prequantized is not None else set()
-        _check_names(model, places.keys() | stored, expansion, folder)
+        check_names(model, places.keys() | stored, expansion, folder)
     if spec is not None and prequantized is None:
-        _check_shapes(model, spec, _layers_to_quantize(model, expansion))
+        check_layer_shapes(model, spec, layers_to_quantize(model, expansion))
     if plan.method in ADAPTER_METHODS:
         last_layers = read_mlx_settings(plan.config.mlx_config).num_layers
         choose_targets(model, plan.config.lora_target_modules, last_layers=last_layers)

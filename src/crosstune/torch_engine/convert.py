@@ -78,7 +78,7 @@ class Conversion:
         config = read_config(self.start.folder)
         config.dtype = self.dtype
         if self.spec is not None:
-            self._check_shapes()
+            self.check_layer_shapes()
             config.quantization_config = own_config(self.spec)
         stem = PLAIN_STEM if self.spec is None else QUANTIZED_STEM
         export.save_model(folder, config, self._tensors(on_read), base=tokenizer, stem=stem)
@@ -118,7 +118,7 @@ class Conversion:
         prequantized = self.replaced or read_prequantized(self.start.folder)
         return prequantized.layers if prequantized is not None else quantizable_layers(self.start.folder)
 
-    def _check_shapes(self) -> None:
+    def check_layer_shapes(self) -> None:
         assert self.spec is not None
         quantizer, shapes = open_quantizer(self.spec), weight_shapes(self.start.folder)
         for layer in sorted(self._chosen()):

@@ -43,7 +43,7 @@ def load_model(
         check_asked(prequantized, spec, train_type=plan.config.train_type)
     elif spec is not None or plan.method == "llama_pro":
         check_plain(folder)
-    expansion = _plan_expansion(plan, folder, config)
+    expansion = plan_expansion(plan, folder, config)
     if expansion is not None:
         config = expand_config(config, expansion)
     if spec is None and expansion is None:
@@ -84,7 +84,7 @@ def quantizable_layers(folder: Path) -> set[str]:
     config = read_config(folder)
     with readable_errors(folder), init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    return _layers_to_quantize(model, None)
+    return layers_to_quantize(model, None)
 
 
 def read_config(folder: Path) -> Any:
@@ -144,10 +144,10 @@ def _assemble(
         )
     places = find_tensors(folder) if prequantized is None else prequantized.dense
     stored_names = {f"{layer}.weight" for layer in prequantized.layers} if prequantized is not None else set()
-    _check_names(model, places.keys() | stored_names, expansion, folder)
-    quantized = _layers_to_quantize(model, expansion) if spec is not None and prequantized is None else set()
+    check_names(model, places.keys() | stored_names, expansion, folder)
+    quantized = layers_to_quantize(model, expansion) if spec is not None and prequantized is None else set()
     if spec is not None:
-        _check_shapes(model, spec, quantized)
+        check_layer_shapes(model, spec, quantized)
     num_workers = 2 if plan.config.loading_workers == -1 else max(1, plan.config.loading_workers)
     total = sum(place.end - place.start for place in places.values())
     done = 0
@@ -176,7 +176,7 @@ def _assemble(
     return model
 
 
-def _layers_to_quantize(model: nn.Module, expansion: Expansion | None) -> set[str]:
+def layers_to_quantize(model: nn.Module, expansion: Expansion | None) -> set[str]:
     """Return all linear layers except the head, whose errors reach the loss directly, and the trained new blocks."""
     head = model.get_output_embeddings()
     return {
@@ -189,7 +189,7 @@ def _layers_to_quantize(model: nn.Module, expansion: Expansion | None) -> set[st
     }
 
 
-def _check_shapes(model: nn.Module, spec: QuantSpec, names: set[str]) -> None:
+def check_layer_shapes(model: nn.Module, spec: QuantSpec, names: set[str]) -> None:
     quantizer = open_quantizer(spec)
     for name in sorted(names):
         layer = model.get_submodule(name)
@@ -214,7 +214,7 @@ def _put_dense(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
         parent._buffers[child] = tensor
 
 
-def _check_names(model: nn.Module, names: Set[str], expansion: Expansion | None, folder: Path) -> None:
+def check_names(model: nn.Module, names: Set[str], expansion: Expansion | None, folder: Path) -> None:
     """Check that the files hold exactly the model's tensors; tied weights may be missing."""
     expected = set(model.state_dict().keys())
     tied = set(
@@ -244,7 +244,7 @@ def _check_names(model: nn.Module, names: Set[str], expansion: Expansion | None,
         )
 
 
-def _plan_expansion(plan: Plan, folder: Path, config: Any) -> Expansion | None:
+def plan_expansion(plan: Plan, folder: Path, config: Any) -> Expansion | None:
     if plan.method != "llama_pro":
         return None
     named = read_expanded_name(folder.name)

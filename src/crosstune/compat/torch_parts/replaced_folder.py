@@ -98,7 +98,7 @@ def load_quantized(folder: Path, *, model: nn.Module | None, device: torch.devic
     dense = {name: read_tensor(place).to(device) for name, place in places.items()}
     for name, layer in description["layers"].items():
         put_module(model, name, _restore(name, layer, held, dense, model, device))
-    _check_names(model, set(dense) | set(description["tied"]), folder)
+    check_names(model, set(dense) | set(description["tied"]), folder)
     model.load_state_dict(dense, strict=False, assign=True)
     for alias, source in description["tied"].items():
         parent, _, child = alias.rpartition(".")
@@ -227,7 +227,7 @@ def _restore(
     return QuantizedLinear(held.stored(name, device), bias, recipe=recipe, dtype=dtype)
 
 
-def _check_names(model: nn.Module, given: set[str], folder: Path) -> None:
+def check_names(model: nn.Module, given: set[str], folder: Path) -> None:
     wanted = {name for name in model.state_dict() if not _is_stored(model, name)}
     if wanted != given:
         odd = sorted(wanted ^ given)
