@@ -49,8 +49,9 @@ def test_it_is_planned_as_the_device_it_is(shop: Workshop, followed: Followed) -
 
     def plan(backend: str) -> dict[str, object]:
         asked = f"--backend {backend} --model_name tiny-random --optimizer fused_adamw --train_type qlora"
-        found = json.loads(shop.run(f"plan --machine machine.json {asked} --json"))
-        assert found["backend"] == backend
+        out = shop.run(f"plan --machine machine.json {asked} --json")
+        assert json.loads(out)["backend"] == backend
+        found = json.loads(out.replace(backend, "cpu"))
         return {
             name: found[name]
             for name in ("device", "method", "precision", "world_size", "collective", "adjustments")
