@@ -5,9 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from crosstune.torch_engine import cross_entropy
 from crosstune.torch_engine.cross_entropy import cross_entropy_sum
+
+
+class LargestMade(TorchDispatchMode):
+    """Notes the size of the largest fp32 tensor that an operation makes."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                self.size = max(self.size, tensor.numel())
+        return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -33,32 +47,21 @@ def test_parts_equal_the_whole(dtype: torch.dtype, rows: int, monkeypatch: pytes
 def test_nothing_is_kept_when_no_gradient_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "LOGITS_AT_A_TIME", 10)
     logits, targets = torch.randn(8, 5), torch.arange(5).repeat(2)[:8]
-    with torch.no_grad():
+    with torch.no_grad(), LargestMade() as largest:
         found = cross_entropy_sum(logits, targets)
     assert not found.requires_grad
+    assert largest.size == 10  # the logits of one part, and no room for a gradient of all 40
     assert float(found) == pytest.approx(float(F.cross_entropy(logits, targets, reduction="sum")), rel=1e-6)
 
 
 def test_parts_make_no_fp32_copy_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted by torch itself: the largest tensor that is made in fp32."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        size = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            out = func(*args, **(kwargs or {}))
-            for tensor in torch.utils._pytree.tree_leaves(out):
-                if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
-                    self.size = max(self.size, tensor.numel())
-            return out
-
     logits = torch.randn(64, 50).bfloat16().requires_grad_()
     targets = torch.randint(0, 50, (64,))
     sizes = {}
     for limit in (64 * 50, 8 * 50):
         monkeypatch.setattr(cross_entropy, "LOGITS_AT_A_TIME", limit)
-        with Largest() as largest:
+        with LargestMade() as largest:
             cross_entropy_sum(logits, targets).backward()
         sizes[limit] = largest.size
     assert sizes == {64 * 50: 64 * 50, 8 * 50: 8 * 50}

@@ -68,13 +68,13 @@ def test_what_is_not_a_number_is_never_taken_for_equal() -> None:
 
 
 def test_rounding_makes_no_divergence_negative() -> None:
-    """One token of almost no probability moves a little: the divergence is less than the rounding of its sum."""
+    """One token of little probability moves a little: the divergence is less than the rounding of its sum."""
     draw = np.random.default_rng(0)
     for _ in range(50):
         one = draw.standard_normal((1, 50)).astype(np.float32)
-        one[0, 0] = -30.0
+        one[0, 0] = -10.0
         other = one.copy()
-        other[0, 0] -= np.float32(0.001)
+        other[0, 0] -= np.float32(1e-5)
         assert 0.0 <= measure_agreement([one], [other]).mean_kl < 1e-14
 
 

@@ -76,11 +76,14 @@ def test_only_a_few_are_made_ahead() -> None:
 
 
 def test_an_error_comes_up_at_its_step() -> None:
-    prefetch = open_prefetch(Numbers(9, bad=2))
+    numbers = Numbers(9, bad=2)
+    prefetch = open_prefetch(numbers)
     assert values(prefetch.window(0)) == [0, 0]
     assert values(prefetch.window(1)) == [1, 1]
     with pytest.raises(ValueError, match="cannot be made"):
         prefetch.window(2)
+    prefetch._thread.join()  # it has ended by itself: nothing after the error is made
+    assert numbers.made == [0, 1]
     prefetch.close()
 
 
