@@ -8,7 +8,6 @@ import pytest
 from pages import Followed, Page, Workshop, check_house_style, open_workshop
 
 PAGE = Page("add-a-backend.md")
-pytestmark = pytest.mark.xdist_group(PAGE.name)  # its commands are run once
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,7 @@ def test_it_is_planned_here_and_from_a_report(followed: Followed) -> None:
 
 
 def test_the_loss_falls_and_the_run_goes_on_elsewhere(shop: Workshop, followed: Followed) -> None:
-    assert "finished 20 steps" in followed[3] and "resumed  step 20" in followed[4]
+    assert "finished 20 steps" in followed[3] and "resumed  at step 20" in followed[4]
     rows = shop.metrics("second")
     assert len(rows) == 20 and rows[-1]["loss"] < rows[0]["loss"]
     assert shop.json("runs/second/plan.json")["backend"] == "cpu2"

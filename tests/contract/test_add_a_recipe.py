@@ -10,7 +10,6 @@ import pytest
 from pages import Followed, Page, Workshop, check_house_style, open_workshop
 
 PAGE = Page("add-a-recipe.md")
-pytestmark = pytest.mark.xdist_group(PAGE.name)  # its commands are run once
 STRAIGHT = "--recipe curve --train_type full --precision fp32 --batch_size 32 --lr 0.05 --seed 3"
 
 
