@@ -24,10 +24,10 @@ VOCABULARY = 40
 class Table(nn.Module):
     """A model whose logits depend on the token and, where they are given, on its position."""
 
-    def __init__(self, *, reach: float = 0.0) -> None:
+    def __init__(self, *, reach: float = 0.0, size: float = 1.0) -> None:
         super().__init__()
         draw = torch.Generator().manual_seed(0)
-        self.table = nn.Parameter(torch.randn(VOCABULARY, VOCABULARY, generator=draw))
+        self.table = nn.Parameter(size * torch.randn(VOCABULARY, VOCABULARY, generator=draw))
         self.reach = reach
         self.calls: list[dict[str, Any]] = []
 
@@ -126,7 +126,7 @@ def test_whether_a_model_can_cut_before_its_head() -> None:
 
 
 def test_a_model_that_reaches_over_borders_is_refused_and_one_that_does_not_is_tried_once() -> None:
-    for model in (Cuts(), Cuts(reach=1e-7)):
+    for model in (Cuts(), Cuts(reach=1e-7), Cuts(reach=1e-5, size=100.0)):
         for _ in range(2):
             ensure_separates_documents(model, device=torch.device("cpu"))
         assert len(model.calls) == 1 and model.training
