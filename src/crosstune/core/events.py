@@ -30,7 +30,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Warned(Event):
-    """A warning for the user; the run goes on."""
+    """A warning for the user; the run continues."""
 
     kind = "warning"
     message: str
