@@ -14,6 +14,7 @@ from crosstune.core.durations import parse_duration
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.events import Observer, Observers, Started, Warned
 from crosstune.core.json_files import read_json
+from crosstune.core.metric_names import check_metric_names
 from crosstune.core.protocols import Recipe
 from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import SilentRecord
@@ -67,6 +68,8 @@ def train(
     done = _finished(folder, ready.start, recipe) if ready.in_place and ranks.first else None
     if group.any(done is not None):
         return done or RunResult(folder=folder, summary={"status": "finished"})
+    task = recipe.task(plan.engine)
+    check_metric_names(task.metric_names, weight_name=recipe.weight_name)
     described = describe(ready, command=command)
     record = begin(ready, described, screen) if ranks.first else SilentRecord(folder)
     observer = Observers([record, screen])
@@ -78,7 +81,7 @@ def train(
     execution = Execution(
         plan=plan,
         recipe=recipe,
-        open_model=lambda: open_session(plan, ready.model, task=recipe.task(plan.engine), group=group),
+        open_model=lambda: open_session(plan, ready.model, task=task, group=group),
         record=record,
         observer=observer,
         start=ready.start,

@@ -92,3 +92,41 @@ def test_adapters_go_on_its_linear_layers(shop: Workshop) -> None:
 
 def test_the_file_passes_the_checks_of_the_house(shop: Workshop) -> None:
     check_house_style(shop, PAGE)
+
+
+@pytest.mark.parametrize("train_type", ["qlora", "llama_pro"])
+def test_methods_that_need_a_base_model_are_refused(shop: Workshop, train_type: str) -> None:
+    for command in ("plan", "train"):
+        out = shop.run(f"{command} --recipe curve --train_type {train_type} --backend cpu", code=2)
+        assert f"--train_type {train_type} does not work with the recipe curve" in out
+
+
+@pytest.mark.parametrize("place", ["window", "evaluate"])
+def test_an_error_of_the_recipe_loses_no_step(shop: Workshop, place: str) -> None:
+    """A recipe that raises in step 5, or in the evaluation after it: what was trained until then is on disk."""
+    folder = shop.home / "src" / "crosstune" / "recipes"
+    code = (folder / "curve.py").read_text(encoding="utf-8")
+    planted = {
+        "window": (
+            "rows, size = self.rows(step), ",
+            "assert step != 5\n        rows, size = self.rows(step), ",
+        ),
+        "evaluate": (
+            "result = session.evaluate(",
+            "assert self.num_steps() == 0\n        result = session.evaluate(",
+        ),
+    }
+    old, new = planted[place]
+    assert old in code
+    (folder / f"bad_{place}.py").write_text(code.replace(old, new), encoding="utf-8")
+    evaluated = "--skip_eval" if place == "window" else "--eval_steps 5 --resume auto"
+    options = STRAIGHT.replace("curve", f"bad_{place}")
+    if place == "evaluate":  # begin without an evaluation, then go on with one that fails
+        shop.run(f"train {options} --backend cpu --name bad-{place} --max_steps 4 --save_steps 2 --skip_eval")
+    shop.run(
+        f"train {options} --backend cpu --name bad-{place} --max_steps 8 --save_steps 2 {evaluated}", code=1
+    )
+    summary = shop.json(f"runs/bad-{place}/summary.json")
+    assert summary["steps"] == 5
+    assert summary["checkpoint"].endswith("step-00000005")
+    assert not list((shop.home / "runs" / f"bad-{place}" / "checkpoints").glob(".step-*"))

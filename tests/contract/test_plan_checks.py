@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from crosstune.cli.main import main
+from crosstune.models.tiny import tiny_model as make_tiny
 
 Captured = pytest.CaptureFixture[str]
 
@@ -127,3 +128,27 @@ def test_what_cannot_be_known_here_is_said(capsys: Captured) -> None:
 def test_a_model_that_is_here_is_checked_without_a_word(tiny_model: Path, capsys: Captured) -> None:
     assert main(["plan", "--backend", "cpu", "--model_name", str(tiny_model), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["not_checked"] == []
+
+
+def test_an_adapter_of_another_base_or_another_rank(tiny_model: Path, capsys: Captured) -> None:
+    options = f"--backend cpu --precision fp32 --max_steps 1 --skip_eval --output_dir runs --model_name {tiny_model}"
+    assert main(["train", *options.split(), "--name", "first", "--lora_rank", "4"]) == 0
+    adapter = Path("runs/first/adapter")
+    capsys.readouterr()
+    check_same(
+        f"--model_name {tiny_model} --base_adapter {adapter} --lora_rank 8",
+        "does not fit the adapter options",
+        capsys,
+    )
+    other = make_tiny(Path("other"), hidden=32, num_heads=2, num_kv_heads=1)
+    check_same(
+        f"--model_name {other} --base_adapter {adapter} --lora_rank 4", "was trained on another base", capsys
+    )
+
+
+def test_one_of_several_torch_processes(
+    tiny_model: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_same(f"--model_name {tiny_model}", "This process is rank 1 of 2", capsys)

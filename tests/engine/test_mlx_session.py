@@ -413,4 +413,4 @@ def test_an_adapter_goes_on_over_the_same_bits_without_a_warning(
     assert main([*words, *again, "--name", "second"]) == 0
     assert "base_adapter: its base was" not in capsys.readouterr().err
     assert main([*words, *again, "--n_bits", "8", "--name", "third"]) == 0
-    assert "in training and is mlx with 8 bits now" in capsys.readouterr().err
+    assert "in training and is mlx with 8 bits" in capsys.readouterr().err

@@ -136,7 +136,9 @@ def test_the_chat_template_is_chatml(tokenizer: Any) -> None:
     assert tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True) == CHATML
 
 
-def test_it_knows_the_capital_of_france(model: Any, tokenizer: Any) -> None:
+def test_it_knows_the_capital_of_france(folder: Path, tokenizer: Any) -> None:
+    # In fp32: the answer is about the weights, not about how a processor rounds 16-bit products.
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     prompt = tokenizer(CHATML, return_tensors="pt")
     output = model.generate(**prompt, max_new_tokens=16, do_sample=False)
     answer = tokenizer.decode(output[0, prompt.input_ids.shape[1] :], skip_special_tokens=True)

@@ -274,4 +274,4 @@ def test_an_adapter_goes_on_over_its_own_base_only(
     assert "base_adapter: its base was" not in capsys.readouterr().err
     quantized = ["--train_type", "qlora", "--quantization_backend", "bnb"]
     assert train(tmp_path, *words, str(tiny_model), *adapter, *quantized, "--name", "fourth") == 0
-    assert "its base was not quantized in training and is bnb with 4 bits now" in capsys.readouterr().err
+    assert "its base was not quantized in training and is bnb with 4 bits" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from crosstune.config.load import make_config
 from crosstune.data.batches import pack_rows
 from crosstune.data.packing import PackedOrder, Packer, pack
+from crosstune.data.row_order import RowOrder
 from crosstune.data.token_batch import IGNORED, Example
 from crosstune.recipes.sft import SftRecipe
 
@@ -102,3 +104,12 @@ def test_a_packed_run_sees_each_example_once_an_epoch(tiny_model: Path, write_js
     )
     assert steps.num_steps() == 9
     assert all(batch.input_ids.shape[0] == 2 for batch in steps.window(8))
+
+
+def test_a_short_last_step_counts_the_rows_it_had() -> None:
+    order = RowOrder(num_examples=7, seed=0, rows_per_step=4, num_epochs=1, max_steps=-1)
+    assert order.num_steps() == 2
+    assert order.position(1) == {"rows_done": 4, "epoch": 0, "row_in_epoch": 4}
+    assert order.position(2) == {"rows_done": 7, "epoch": 1, "row_in_epoch": 0}
+    longer = replace(order, num_epochs=2)
+    assert longer.position(2) == {"rows_done": 8, "epoch": 1, "row_in_epoch": 1}

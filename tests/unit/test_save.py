@@ -118,11 +118,11 @@ def test_due_by_time(tmp_path: Path, clock: list[float]) -> None:
 
 def test_a_run_that_has_checkpoints_ends_with_one(tmp_path: Path) -> None:
     made, _ = make(tmp_path)
-    assert not made.wanted_at_end(5)
+    assert not made.due_at_end(5)
     save(made, 3, wait=True)
-    assert made.wanted_at_end(5) and not made.wanted_at_end(3)
+    assert made.due_at_end(5) and not made.due_at_end(3)
     asked, _ = make(tmp_path, at_end=True)
-    assert asked.wanted_at_end(1) and not asked.wanted_at_end(0)
+    assert asked.due_at_end(1) and not asked.due_at_end(0)
 
 
 @pytest.mark.parametrize("wait", [True, False])

@@ -91,10 +91,10 @@ def test_by_steps_and_never_twice(tmp_path: Path) -> None:
 
 
 def test_a_run_ends_with_a_checkpoint_where_it_keeps_any(tmp_path: Path) -> None:
-    assert open_checkpoints(tmp_path, writes=False, at_end=True).wanted_at_end(4)
+    assert open_checkpoints(tmp_path, writes=False, at_end=True).due_at_end(4)
     plain = open_checkpoints(tmp_path, writes=False)
-    assert not plain.wanted_at_end(4)
+    assert not plain.due_at_end(4)
     plain.newest = tmp_path
-    assert plain.wanted_at_end(4)
+    assert plain.due_at_end(4)
     plain.last_step = 4
-    assert not plain.wanted_at_end(4)
+    assert not plain.due_at_end(4)

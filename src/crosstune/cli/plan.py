@@ -48,8 +48,11 @@ def run(words: Sequence[str]) -> int:
             _print_plan(verdict.plan)
             print_verdict(verdict)
         return exit_code(verdict)
+    from crosstune.distributed.environment import read_ranks
     from crosstune.runs.check_request import check_plan
 
+    if own.machine is None:
+        read_ranks()  # refuses what train refuses
     plan, checked = check_plan(config, machine=load_machine(own.machine) if own.machine else None)
     if own.json:
         print_json(_to_json(plan, checked.problems, checked.not_checked))
@@ -94,13 +97,16 @@ def _describe_settings(plan: Plan) -> list[str]:
 
 
 def _print_plan(plan: Plan, problems: Sequence[UserError] = (), not_checked: Sequence[str] = ()) -> None:
+    from crosstune.planner.gather import needs_base_model
+
     config = plan.config
+    plan_needs_base = needs_base_model(config)
     device = plan.backend.devices[0].name if plan.backend.devices else plan.backend.device
     quantized = f", {plan.quantizer} base of {plan.n_bits} bits" if plan.quantizer != "none" else ""
     rows = [
         ("machine", plan.machine.name),
         ("backend", f"{plan.backend.name} ({plan.engine} engine), {plan.world_size} x {device}"),
-        ("model", config.model_name),
+        ("model", config.model_name if plan_needs_base else f"of the recipe {config.recipe}"),
         ("data", f"{config.dataset}, up to {config.context_length} tokens per row"),
         ("method", f"{config.recipe} / {plan.method}{quantized}"),
         ("precision", plan.precision),

@@ -75,6 +75,14 @@ class OutOfMemory(UserError):
         )
 
 
+def nothing_to_train(model: str) -> UserError:
+    return UserError(
+        f"{model} has no weight to train.",
+        why="every parameter of the model that the recipe built is frozen.",
+        do="leave some of them trainable in the task's `build`",
+    )
+
+
 def raise_all(problems: Sequence[UserError]) -> None:
     """Raise one ConfigError with all problems; do nothing when there are none."""
     if problems:

@@ -49,7 +49,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def finite(value: Any) -> Any:
-    """Return the value in JSON's types: NaN and infinities as null, paths as strings, sets and tuples as lists."""
+    """Return the value in JSON's types: NaN and infinities as null, paths as strings, sets and tuples as lists,
+    numpy's numbers as plain ones."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -58,6 +59,8 @@ def finite(value: Any) -> Any:
         return [finite(item) for item in value]
     if isinstance(value, Path):
         return str(value)
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):  # a scalar or an array
+        return finite(value.tolist())
     return value
 
 

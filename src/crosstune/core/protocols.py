@@ -175,6 +175,11 @@ class Generates(Protocol):
 class Task(Protocol):
     """The model and the loss of a recipe in one engine. The engine's `task.py` defines the argument types."""
 
+    @property
+    def metric_names(self) -> Sequence[str]:
+        """Names of the metrics that `loss` returns."""
+        ...
+
     def build(self, opening: Any) -> Any:
         """Return the model with its weights loaded."""
         ...

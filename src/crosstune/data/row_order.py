@@ -70,7 +70,7 @@ class RowOrder:
     def position(self, step: int) -> dict[str, int]:
         """Return the position in the data after `step` steps. Rows are packed per epoch, so no partly filled row has to
         be saved."""
-        done = step * self.rows_per_step
+        done = min(step * self.rows_per_step, self._num_rows() or step * self.rows_per_step)
         epoch, row = divmod(done, self.num_examples) if self.packed is None else self.packed.place(done)
         return {"rows_done": done, "epoch": epoch, "row_in_epoch": row}
 
@@ -81,6 +81,12 @@ class RowOrder:
             "rows_per_step": self.rows_per_step,
             "packing": self.packed.capacity if self.packed is not None else None,
         }
+
+    def _num_rows(self) -> int:
+        """Return the number of rows of all epochs; 0 where only --max_steps limits them."""
+        if self.packed is not None:
+            return self._num_packed_rows(self.packed)
+        return rows_in_epochs(self.num_examples, self.num_epochs)
 
     def _num_packed_rows(self, packed: PackedOrder) -> int:
         most = None if self.max_steps == -1 else self.max_steps * self.rows_per_step

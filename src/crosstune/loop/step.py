@@ -44,7 +44,10 @@ def prepare_window(session: Session, window: Sequence[Batch]) -> list[PreparedBa
 
 def check_weight(window: Sequence[PreparedBatch]) -> None:
     if not sum(batch.weight for batch in window):
-        raise UserError("There is nothing to learn in this step.", why="none of its tokens is supervised.")
+        raise UserError(
+            "There is nothing to learn in this step.",
+            why="the weight of its batches is 0: none of its tokens is supervised, or none of its examples counts.",
+        )
 
 
 def _nonfinite(result: Backward) -> NonFiniteError:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -79,6 +80,10 @@ class Training:
             except SaveFailed:  # already reported as an event; raise the error that stopped the run
                 raise error from None
             raise
+        except BaseException:
+            with contextlib.suppress(SaveFailed):  # already reported as an event
+                self.checkpoints.finish()  # the thread that writes would die with the process
+            raise
         self.checkpoints.finish()
 
     def _take_steps(self, num_steps: int) -> None:
@@ -87,7 +92,9 @@ class Training:
         try:
             while progress.steps < num_steps:
                 self._check_stop()
-                self._take_step(progress.steps, prefetch.window(progress.steps))
+                with self._saving_on_error():
+                    window = prefetch.window(progress.steps)
+                self._take_step(progress.steps, window)
                 self._save_and_evaluate(num_steps)
         finally:
             prefetch.close()
@@ -135,6 +142,19 @@ class Training:
         every, done = self.config.eval_steps, self.progress.steps
         if every and done and done % every == 0 and done < num_steps:
             self._evaluate(when="during")
+
+    @contextlib.contextmanager
+    def _saving_on_error(self) -> Iterator[None]:
+        """Write a checkpoint when a recipe's own code raises: the weights are those of the last completed step."""
+        try:
+            yield
+        except (StopRequested, OutOfMemory, PeerLost):  # which `run` saves for
+            raise
+        except Exception:
+            if self.checkpoints.policy.at_end or self.checkpoints.newest is not None:
+                with contextlib.suppress(SaveFailed):
+                    self._save(wait=True)
+            raise
 
     def _save(self, *, wait: bool = False) -> None:
         progress = self.progress
@@ -193,7 +213,7 @@ class Training:
         step, started = self.progress.steps, time.perf_counter()
         self._stop_together()
         self.observer.on_event(EvaluationStarted(step=step, when=when))
-        with self.stop.droppable():
+        with self._saving_on_error(), self.stop.droppable():
             evaluation = self.recipe.evaluate(self.session, observer=self.observer)
         if not evaluation.metrics:
             return {}

@@ -38,9 +38,13 @@ class Gradients:
     def forward(self, arrays: Arrays, key: mx.array) -> mx.array:
         """Return the loss alone, with the dropout of a training step."""
         self._set_keys(key)
+        self.model.train()
         try:
-            return self.loss(arrays)[0]
+            loss, _ = self.loss(arrays)
+            mx.eval(loss)
+            return loss
         finally:
+            self.model.eval()
             self._set_keys(None)
 
     def _scaled_loss(

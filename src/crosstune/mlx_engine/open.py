@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from crosstune.config.plan import Plan
-from crosstune.core.errors import UserError
+from crosstune.core.errors import UserError, nothing_to_train
 from crosstune.core.ranks import Alone
 from crosstune.mlx_engine.adapters import add_adapters
 from crosstune.mlx_engine.gradients import Gradients
@@ -66,10 +66,15 @@ def open_session(
         model = task.build(opening)
         total_parameters = num_parameters(model)
         adapters = adapt(model, plan, limits=limits)
+        model.eval()  # as it is between steps
         loss = prepare_loss(task, model)
         if config.use_gradient_checkpointing and trained:
-            recompute_activations(model)
+            recompute_activations(model, random=not isinstance(task, HasOwnGradient))
+        if trained:
+            check_no_running_statistics(model)
         masters = Masters(model if trained else None)
+        if trained and not masters.arrays:
+            raise nothing_to_train(type(model).__name__)
     if trained and isinstance(task, ChecksWeights):
         layers = {f"{name}.weight": adapter.base for name, adapter in adapters.items()}
         task.check_weights(model, layers or masters.published)
@@ -116,7 +121,7 @@ def prepare_loss(task: MlxTask, model: nn.Module) -> Loss:
     return task.prepare_loss(model) if isinstance(task, HasOwnGradient) else PlainLoss(model, task.loss)
 
 
-def recompute_activations(model: nn.Module) -> None:
+def recompute_activations(model: nn.Module, *, random: bool) -> None:
     """Turn on activation checkpointing for every layer."""
     layers: Any = getattr(model, "layers", None)
     if not layers:
@@ -126,7 +131,18 @@ def recompute_activations(model: nn.Module) -> None:
             do="leave it out, or use a smaller --batch_size",
         )
     for layer in layers:
-        recompute_in_backward(layer)
+        recompute_in_backward(layer, random=random)
+
+
+def check_no_running_statistics(model: nn.Module) -> None:
+    """Raise for layers that learn without gradients: a checkpoint holds what the optimizer moves."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.BatchNorm) and module.track_running_stats:
+            raise UserError(
+                f"The layer {name or 'BatchNorm'} cannot be trained.",
+                why="it keeps running statistics, which checkpoints do not hold: a resumed run would be another one.",
+                do="use track_running_stats=False, or a layer norm",
+            )
 
 
 def optimize(plan: Plan, *, compiled: bool) -> Optimizer:

@@ -13,6 +13,7 @@ import mlx.nn as nn
 import numpy as np
 
 from crosstune.core.check_shapes import check_fit
+from crosstune.core.metric_names import check_known_metrics
 from crosstune.core.protocols import (
     Array,
     Backward,
@@ -79,7 +80,9 @@ class MlxSession:
         self._pending: dict[str, mx.array] = {}
 
     def prepare(self, batch: Batch) -> PreparedBatch:
-        return PreparedBatch(weight=batch.weight, num_tokens=batch.num_tokens, arrays=self.task.arrays(batch))
+        return PreparedBatch(
+            weight=int(batch.weight), num_tokens=int(batch.num_tokens), arrays=self.task.arrays(batch)
+        )
 
     def backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
         assert self.masters.arrays, "this session was opened without training"
@@ -123,6 +126,8 @@ class MlxSession:
                 prepared = self.prepare(batch)
                 self._check_batches([prepared])
                 if self._on_this_rank(index):
+                    # A task that draws noise draws the same in every evaluation, on any number of processes.
+                    mx.random.seed(self.plan.config.seed + index)
                     loss, sums = self.parts.loss(self._to_device(prepared))
                     total += float(loss)
                     metrics.add(sums)
@@ -137,7 +142,9 @@ class MlxSession:
         before = self.key
         with watch_outputs(self.model) as layers:
             for batch in window:
-                self.parts.gradients.forward(self._to_device(batch), self._next_key())
+                key = self._next_key()
+                self._seed_from(key)
+                self.parts.gradients.forward(self._to_device(batch), key)
         self.key = before
         weight = sum(batch.weight for batch in window)
         _, _, gradients = self._gradients_of(window, weight, divided=False)
@@ -273,6 +280,7 @@ class MetricTotals:
         self._sums: dict[str, tuple[float, float]] = dict.fromkeys(names, (0.0, 0.0))
 
     def add(self, sums: MetricSums) -> None:
+        check_known_metrics(sums, self._sums)
         for name, (total, weight) in sums.items():
             before = self._sums[name]
             self._sums[name] = (before[0] + float(total), before[1] + float(weight))

@@ -25,9 +25,27 @@ def wrap_call(module: nn.Module, around: Around) -> Callable[[], None]:
     return lambda: object.__setattr__(module, "__class__", kind)
 
 
-def recompute_in_backward(layer: nn.Module) -> None:
-    """Turn on gradient checkpointing: the backward pass recomputes the layer's activations."""
-    wrap_call(layer, _checkpointed)
+def recompute_in_backward(layer: nn.Module, *, random: bool = False) -> None:
+    """Turn on gradient checkpointing: the backward pass recomputes the layer's activations.
+
+    `random`: the layer draws from MLX's global generator, and has to draw the same again. A compiled step cannot have it.
+    """
+    wrap_call(layer, _checkpointed_random if random else _checkpointed)
+
+
+def _checkpointed_random(call: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Seed the generator for both calls of the layer alike, and for what follows the layer."""
+    drawn: Any = mx.random.randint(0, 2**31 - 1, (2,)).tolist()
+    seed, following = drawn
+
+    def seeded_call(*arguments: Any, **named: Any) -> Any:
+        mx.random.seed(seed)
+        try:
+            return call(*arguments, **named)
+        finally:
+            mx.random.seed(following)
+
+    return _checkpointed(seeded_call, layer, *args, **kwargs)
 
 
 def _checkpointed(call: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:

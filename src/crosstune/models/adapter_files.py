@@ -85,7 +85,7 @@ def load_adapter(
     path = folder / PEFT_WEIGHTS
     if not path.is_file():
         raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
-    _check_settings(folder, settings)
+    check_settings(folder, settings)
     tensors = {
         name.removeprefix(PEFT_PREFIX): to_float32(*stored) for name, stored in read_arrays(path).items()
     }
@@ -122,7 +122,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _check_settings(folder: Path, settings: AdapterSettings) -> None:
+def check_settings(folder: Path, settings: AdapterSettings) -> None:
     """Check that rank, scale and kind of an adapter match the options."""
     config = read_settings(folder)
     unread = [name for name in ("rank_pattern", "alpha_pattern", "modules_to_save") if config.get(name)]

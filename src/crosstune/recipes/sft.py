@@ -269,7 +269,7 @@ def check_data(config: Config) -> list[str]:
     if config.eval_dataset and config.eval_samples and not config.skip_eval:
         left += check_rows(config.eval_dataset, asked_format=config.dataset_format, limit=config.eval_samples)
     if config.dataset not in (*BUNDLED, DUMMY) and config.truncation == "error":
-        left.append("whether every example fits the context: nothing is tokenized")
+        left.append("whether every example fits the context and has tokens to learn: nothing is tokenized")
     return left
 
 

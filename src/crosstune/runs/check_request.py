@@ -11,6 +11,7 @@ from pathlib import Path
 
 from crosstune.checkpoint.read import Checkpoint
 from crosstune.config.check_built import unbuilt_parts
+from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.load import cache_override
 from crosstune.config.plan import Plan
 from crosstune.config.resolve import resolve
@@ -22,11 +23,13 @@ from crosstune.core.names import load_plugin
 from crosstune.core.record import check_free
 from crosstune.data.check_rows import is_here
 from crosstune.data.sources import check_name
-from crosstune.models.adapter_files import read_settings
-from crosstune.models.locate import ModelFolder, find_local
+from crosstune.models.adapter_choice import AdapterSettings
+from crosstune.models.adapter_files import check_settings, read_settings
+from crosstune.models.locate import ModelFolder, find_local, identity
 from crosstune.planner.gather import gather, needs_base_model
 from crosstune.runs import resume
 from crosstune.runs.folder import run_folder
+from crosstune.runs.same_training import check_base
 
 _READS_MODELS = {"torch": ("torch", "transformers", "accelerate"), "mlx": ("mlx", "mlx_lm")}
 """Engine -> packages needed to build a model from a folder."""
@@ -73,12 +76,27 @@ def check_request(
         with checked.collecting():
             check_free(folder, resuming=resume.wants_checkpoint(config))
     if not needs_base_model(config):
+        _check_own_model(plan, checked)
         return checked
     with checked.collecting():
         _check_base_adapter(plan, checked, elsewhere=elsewhere)
     with checked.collecting():
         _check_local_model(plan, checkpoint, checked, elsewhere=elsewhere)
     return checked
+
+
+def _check_own_model(plan: Plan, checked: Checked) -> None:
+    """Refuse methods that start from the weights of a base model, for a recipe that brings its own model."""
+    config = plan.config
+    if plan.quantizer != "none" or plan.method == "llama_pro":
+        checked.problems.append(
+            UserError(
+                f"--train_type {config.train_type} does not work with the recipe {config.recipe}.",
+                why="it starts from the weights of a base model, and the recipe brings a model of its own.",
+                do="use --train_type full or lora",
+            )
+        )
+    checked.not_checked.append(f"the model of the recipe {config.recipe} and the layers it has")
 
 
 def check_plan(config: Config, *, machine: Machine | None = None) -> tuple[Plan, Checked]:
@@ -117,6 +135,16 @@ def check_model(plan: Plan, model: ModelFolder) -> str | None:
     return None
 
 
+def check_base_adapter(plan: Plan, model: ModelFolder) -> list[str]:
+    """Return warnings about the adapter that a run starts from; raise if it was trained on another base."""
+    adapter = plan.config.base_adapter
+    if not adapter or plan.method not in ADAPTER_METHODS:
+        return []
+    return check_base(
+        Path(adapter).expanduser(), identity=identity(model.path)["sha256"], quantization=plan.quant_spec
+    )
+
+
 def _check_data_name(name: str, checked: Checked, *, elsewhere: bool) -> None:
     if elsewhere and _looks_like_path(name) and not is_here(name):
         checked.not_checked.append(f"the data {name}, which is not on this machine")
@@ -144,7 +172,10 @@ def _check_base_adapter(plan: Plan, checked: Checked, *, elsewhere: bool) -> Non
     if elsewhere and not Path(adapter).expanduser().exists():
         checked.not_checked.append(f"the adapter {adapter}, which is not on this machine")
         return
-    read_settings(Path(adapter).expanduser())
+    folder = Path(adapter).expanduser()
+    read_settings(folder)
+    if plan.method in ADAPTER_METHODS:
+        check_settings(folder, AdapterSettings.from_config(plan.config, method=plan.method))
 
 
 def _check_local_model(
@@ -167,6 +198,7 @@ def _check_local_model(
     if left is not None:
         checked.not_checked.append(left)
     checked.model = model
+    check_base_adapter(plan, model)
 
 
 def _continues(folder: Path, checkpoint: Checkpoint | None) -> bool:

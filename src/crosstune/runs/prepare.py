@@ -31,11 +31,10 @@ from crosstune.distributed.group import (
 from crosstune.models.locate import ModelFolder, identity
 from crosstune.planner.gather import gather, model_facts, probe_for
 from crosstune.runs import resume, same_training
-from crosstune.runs.check_request import check_model, check_request
+from crosstune.runs.check_request import check_base_adapter, check_model, check_request
 from crosstune.runs.execute import Start
 from crosstune.runs.folder import run_folder
 from crosstune.runs.open_parts import find_base, open_recipe, weights_identity
-from crosstune.runs.same_training import check_base
 
 
 @dataclass
@@ -94,7 +93,7 @@ def prepare(request: Config, group: Group, screen: Observer) -> Ready:
             facts, plan = known, resolve(config, known)
         if checked.model is None and model is not None:
             check_model(plan, model)
-        warnings = _check_base_adapter(plan, model)
+        warnings = check_base_adapter(plan, model) if model is not None else []
         recipe = open_recipe(plan.config, model, screen)
     plan = resolve(config, dataclasses.replace(facts, longest_row=recipe.longest_row()))
     recipe.configure(plan.config)
@@ -106,6 +105,8 @@ def prepare(request: Config, group: Group, screen: Observer) -> Ready:
         )
     identified = identity_now(plan, model, recipe)
     start = _start(plan, checkpoint, identified)
+    if start is not None:
+        warnings = [*warnings, *_warn_of_skipped_rows(start, recipe)]
     step = start.step if start is not None else None
     check_same_everywhere(group, {"options": plan.config.options(), **identified, "checkpoint": step})
     return Ready(
@@ -143,18 +144,6 @@ def begin(ready: Ready, described: Mapping[str, Any], screen: Observer) -> Recor
     for adjustment in ready.plan.adjustments:
         record.on_event(adjustment.to_event())
     return record
-
-
-def _check_base_adapter(plan: Plan, model: ModelFolder | None) -> list[str]:
-    """Return warnings about --base_adapter; raise if it belongs to another base."""
-    config = plan.config
-    if not config.base_adapter or plan.method not in ("lora", "dora") or model is None:
-        return []
-    return check_base(
-        Path(config.base_adapter).expanduser(),
-        identity=identity(model.path)["sha256"],
-        quantization=plan.quant_spec,
-    )
 
 
 def _open_record(
@@ -197,6 +186,18 @@ def _start(plan: Plan, checkpoint: Checkpoint | None, identified: Mapping[str, A
         changes=same_training.changed_options(manifest, plan.config),
         measured=measured,
     )
+
+
+def _warn_of_skipped_rows(start: Start, recipe: Recipe) -> list[str]:
+    """Return a warning where the run ended with a short step and is made longer now: a step is a function of its number,
+    so the rows that would have filled that step are not trained."""
+    done = (start.checkpoint.manifest.get("data") or {}).get("rows_done")
+    now = recipe.position(start.step).get("rows_done")
+    if done is None or now is None or done >= now:
+        return []
+    return [
+        f"the last step of the run had {now - done} rows less than a whole one: as many rows of the next epoch are left out"
+    ]
 
 
 def identity_now(plan: Plan, model: ModelFolder | None, recipe: Recipe) -> dict[str, Any]:

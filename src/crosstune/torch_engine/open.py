@@ -11,7 +11,7 @@ from torch import nn
 from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.plan import Plan
 from crosstune.core.backend import backend_specs
-from crosstune.core.errors import UserError
+from crosstune.core.errors import UserError, nothing_to_train
 from crosstune.core.ranks import Group
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.torch_engine import export
@@ -48,9 +48,13 @@ def open_session(
         model = task.build(opening)
         adapters = adapt(model, plan, precision=precision)
         recompute_activations(model, plan)
-        if not trained:
+        if trained:
+            check_no_running_statistics(model)
+        else:
             model.requires_grad_(False)
         masters = Masters(trained_parameters(model, adapters) if trained else {})
+        if trained and not masters.masters:
+            raise nothing_to_train(type(model).__name__)
         optimizer = optimize(masters, plan) if trained else None
     spec = backend_specs()[plan.backend.name]
     parts = Parts(
@@ -102,6 +106,17 @@ def recompute_activations(model: nn.Module, plan: Plan) -> None:
     if reentrant and plan.method != "full":
         # Reentrant checkpointing needs at least one input that requires gradients.
         model.enable_input_require_grads()
+
+
+def check_no_running_statistics(model: nn.Module) -> None:
+    """Raise for layers that learn without gradients: a checkpoint holds what the optimizer moves."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
+            raise UserError(
+                f"The layer {name or type(module).__name__} cannot be trained.",
+                why="it keeps running statistics, which checkpoints do not hold: a resumed run would be another one.",
+                do="use track_running_stats=False, or a layer norm",
+            )
 
 
 def trained_parameters(

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
+from crosstune.core.metric_names import check_known_metrics
 from crosstune.core.protocols import (
     Array,
     Backward,
@@ -59,10 +61,13 @@ class TorchSession:
 
     def prepare(self, batch: Batch) -> PreparedBatch:
         """Return the batch as host tensors, pinned if copies to the device can overlap with the host."""
-        arrays = {name: torch.from_numpy(array) for name, array in self.task.arrays(batch).items()}
+        arrays = {
+            name: torch.from_numpy(np.ascontiguousarray(array))
+            for name, array in self.task.arrays(batch).items()
+        }
         if self.parts.pin_memory:
             arrays = {name: tensor.pin_memory() for name, tensor in arrays.items()}
-        return PreparedBatch(weight=batch.weight, num_tokens=batch.num_tokens, arrays=arrays)
+        return PreparedBatch(weight=int(batch.weight), num_tokens=int(batch.num_tokens), arrays=arrays)
 
     def backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
         self._random_before = states.export_random(self.device)
@@ -87,10 +92,13 @@ class TorchSession:
         with (
             evaluating(self.model),
             memory_errors(self.device),
+            states.separate_random(self.device),
             torch.inference_mode(),
             self.precision.context(self.device),
         ):
-            for batch in batches:
+            for index, batch in enumerate(batches):
+                # A task that draws noise draws the same in every evaluation.
+                torch.manual_seed(self.plan.config.seed + index)
                 loss, sums = self.task.loss(self.model, self._to_device(self.prepare(batch)))
                 total += float(loss)
                 weight += batch.weight
@@ -211,6 +219,7 @@ class MetricTotals:
         )
 
     def add(self, sums: MetricSums) -> None:
+        check_known_metrics(sums, self._sums)
         for name, (total, weight) in sums.items():
             before = self._sums[name]
             self._sums[name] = (before[0] + _detached(total), before[1] + _detached(weight))
@@ -223,4 +232,7 @@ class MetricTotals:
 
 
 def _detached(value: torch.Tensor | float) -> torch.Tensor | float:
-    return value.detach() if isinstance(value, torch.Tensor) else value
+    """Return a number to sum up, in a dtype that counts exactly."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)

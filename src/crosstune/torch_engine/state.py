@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,16 @@ def import_random(device: torch.device, random: Mapping[str, Array]) -> None:
     key = f"torch.{device.type}"
     if device.type != "cpu" and key in random:
         torch.get_device_module(device).set_rng_state(torch.from_numpy(np.array(random[key])))
+
+
+@contextlib.contextmanager
+def separate_random(device: torch.device) -> Iterator[None]:
+    """Put the random state back afterwards, so that what is drawn inside leaves the training's numbers alone."""
+    before = export_random(device)
+    try:
+        yield
+    finally:
+        import_random(device, before)
 
 
 def import_weights(masters: Mapping[str, torch.Tensor], weights: Mapping[str, Array]) -> None:
