@@ -94,6 +94,14 @@ def test_the_file_passes_the_checks_of_the_house(shop: Workshop) -> None:
     check_house_style(shop, PAGE)
 
 
+def test_commands_for_language_models_say_that_it_is_none(shop: Workshop, followed: Followed) -> None:
+    assert followed[0]
+    for words in ("generate runs/curve --prompt hello", "merge runs/curve", "export runs/curve --to hf"):
+        assert "did not train a language model" in shop.run(words, code=2)
+    out = shop.run("move runs/curve --to mlx --out curve.tar")
+    assert "written" in out and "base " not in out
+
+
 @pytest.mark.parametrize("train_type", ["qlora", "llama_pro"])
 def test_methods_that_need_a_base_model_are_refused(shop: Workshop, train_type: str) -> None:
     for command in ("plan", "train"):

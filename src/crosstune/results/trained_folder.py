@@ -76,6 +76,8 @@ def find_trained(target: str, *, base: str | None = None) -> Trained:
     """Read a run folder, an adapter folder or a model name; `base` overrides the recorded base model."""
     folder = Path(target).expanduser().absolute()
     is_run = (folder / "plan.json").is_file()
+    if is_run:
+        _check_language_model(folder)
     method = read_json(folder / "plan.json").get("method")
     place = _result_of_run(folder) if is_run else folder
     if not (place / "adapter_config.json").is_file():
@@ -99,6 +101,17 @@ def find_trained(target: str, *, base: str | None = None) -> Trained:
         settings=settings,
         record=record,
     )
+
+
+def _check_language_model(run: Path) -> None:
+    """Raise for a run whose recipe trains another kind of model."""
+    if read_json(run / "summary.json").get("generates") is False:
+        recipe = read_json(run / "plan.json").get("options", {}).get("recipe")
+        raise UserError(
+            f"The run {run} did not train a language model.",
+            why=f"its recipe {recipe} brings a model of its own, which has no text to generate and no folder to merge.",
+            do=f"its weights are in {run / 'model'} or {run / 'adapter'}; use them with the code of the recipe",
+        )
 
 
 def _result_of_run(folder: Path) -> Path:

@@ -95,7 +95,7 @@ def move(
         "measured": measured.to_json(),
         "compared": compared.to_json() if compared is not None else None,
         "changes": [a.sentence() for a in there.adjustments if a.kind == "change"],
-        "model": note["model"],
+        "model": note["model"] if here.model is not None else None,
         "data": sorted(data),
     }
 
