@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo test faults check docs clean
+.PHONY: help setup demo test slow faults check docs clean
 
 help:
 	@echo "make demo    fine-tune the bundled model and show that it learned (minutes on a CPU)"
 	@echo "make test    run the tests"
+	@echo "make slow    run the tests that take more than a minute each"
 	@echo "make faults  500 kills, 2,000 corruptions, full disks, payloads, signals (about 20 minutes)"
 	@echo "make check   lint, format, types, import directions"
 	@echo "make setup   only make the environment in $(VENV)"
@@ -31,6 +32,10 @@ demo: setup
 # One process a core, each with one thread: small models gain nothing from more.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+
+# Tests of more than a minute; CI runs them besides.
+slow: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
 faults: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py
