@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -174,10 +175,17 @@ def _show(own: Any) -> int:
 
 def _prune(own: Any) -> int:
     from crosstune.checkpoint.folders import step_of
-    from crosstune.checkpoint.rotate import Keep, rotate
+    from crosstune.core.run_lock import hold
 
     if step_of(own.target.resolve()) is not None:
         raise UserError(f"{own.target} is a single checkpoint.", do="name the run whose checkpoints to prune")
+    with contextlib.nullcontext() if own.dry_run else hold(own.target):
+        return _prune_held(own)
+
+
+def _prune_held(own: Any) -> int:
+    from crosstune.checkpoint.rotate import Keep, rotate
+
     rows = _rows(own.target, hashes=False)
     evaluations = {row["step"]: row["eval_loss"] for row in rows if row["eval_loss"] is not None}
     keep = Keep(last_n=own.keep_last_n, best=not own.drop_best, every=own.keep_every)

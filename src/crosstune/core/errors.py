@@ -63,18 +63,6 @@ class PortTaken(UserError):
     exit_code = EXIT_PORT_TAKEN
 
 
-class OutOfMemory(UserError):
-    """A step does not fit into memory; raised before the optimizer step."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(
-            "There is not enough memory on the device for a step.",
-            why=f"{why}; the weights are those of the previous step.",
-            do="continue with a smaller --batch_size and more --gradient_accumulation_steps, --use_gradient_checkpointing, "
-            "a shorter --context_length, or --train_type qlora",
-        )
-
-
 def nothing_to_train(model: str) -> UserError:
     return UserError(
         f"{model} has no weight to train.",

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.config.schema import Config
-from crosstune.core.errors import NonFiniteError, OutOfMemory, PeerLost
+from crosstune.core.errors import NonFiniteError, PeerLost
 from crosstune.core.events import (
     Evaluated,
     EvaluationStarted,
@@ -21,6 +21,7 @@ from crosstune.core.events import (
     Stopped,
     TrainingStarted,
 )
+from crosstune.core.out_of_memory import OutOfMemory, memory_errors
 from crosstune.core.protocols import Backward, PreparedBatch, Recipe, Session
 from crosstune.core.ranks import Alone, Group
 from crosstune.core.scaling import LossScale
@@ -61,14 +62,10 @@ class Training:
         """Run the remaining steps. Progress is always up to date; a stop writes a checkpoint."""
         progress, num_steps = self.progress, self.recipe.num_steps()
         try:
-            if not progress.steps:
-                progress.eval_before = self._evaluate(when="before")
-            self.observer.on_event(TrainingStarted(num_steps=num_steps, done=progress.steps))
-            if progress.steps not in progress.evaluations:
-                self._evaluate_if_due(num_steps)  # the run was stopped between a step and its evaluation
-            self._take_steps(num_steps)
-            progress.eval_after = self._evaluate(when="after")
-            progress.status = "finished"
+            with memory_errors(
+                doing="the training"
+            ):  # of the recipe; those of the session are converted there
+                self._run(num_steps)
         except StopRequested:
             progress.status = "stopped"
             self._save(wait=True)
@@ -85,6 +82,17 @@ class Training:
                 self.checkpoints.finish()  # the thread that writes would die with the process
             raise
         self.checkpoints.finish()
+
+    def _run(self, num_steps: int) -> None:
+        progress = self.progress
+        if not progress.steps:
+            progress.eval_before = self._evaluate(when="before")
+        self.observer.on_event(TrainingStarted(num_steps=num_steps, done=progress.steps))
+        if progress.steps not in progress.evaluations:
+            self._evaluate_if_due(num_steps)  # the run was stopped between a step and its evaluation
+        self._take_steps(num_steps)
+        progress.status = "finished"  # also if the last evaluation does not fit into memory
+        progress.eval_after = self._evaluate(when="after")
 
     def _take_steps(self, num_steps: int) -> None:
         progress = self.progress
@@ -148,7 +156,7 @@ class Training:
         """Write a checkpoint when a recipe's own code raises: the weights are those of the last completed step."""
         try:
             yield
-        except (StopRequested, OutOfMemory, PeerLost):  # which `run` saves for
+        except (StopRequested, OutOfMemory, PeerLost, MemoryError):  # which `run` saves for
             raise
         except Exception:
             if self.checkpoints.policy.at_end or self.checkpoints.newest is not None:

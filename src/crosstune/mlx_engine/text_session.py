@@ -9,6 +9,7 @@ import numpy as np
 
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.mlx_engine.generate import OnToken, generate
+from crosstune.mlx_engine.limits import memory_errors
 from crosstune.mlx_engine.session import MlxSession
 
 
@@ -27,12 +28,13 @@ class TextSession(MlxSession):
         seed: int = 0,
         on_token: OnToken | None = None,
     ) -> list[list[int]]:
-        return generate(
-            self.model,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            stop_ids=stop_ids,
-            temperature=temperature,
-            seed=seed,
-            on_token=on_token,
-        )
+        with memory_errors(doing="generating text"):
+            return generate(
+                self.model,
+                prompts,
+                max_new_tokens=max_new_tokens,
+                stop_ids=stop_ids,
+                temperature=temperature,
+                seed=seed,
+                on_token=on_token,
+            )

@@ -105,16 +105,14 @@ def check_plan(config: Config, *, machine: Machine | None = None) -> tuple[Plan,
     The data is read but not tokenized.
     """
     elsewhere, left = machine is not None, list[str]()
-    checkpoint = None
+    request = resume.Request(config=config)
     if resume.names_path(config) and _is_packed_or_elsewhere(config, elsewhere=elsewhere):
         left.append(f"the run of --resume {config.resume}, which is packed or not on this machine")
     else:
-        config = resume.complete_config(config)
+        request = resume.read_request(config, observer=Observers())
+    config, checkpoint = request.config, request.checkpoint
     folder = run_folder(config)
-    if not left and resume.wants_checkpoint(config):
-        checkpoint = resume.find_checkpoint(config, folder, Observers())
     if checkpoint is not None:
-        config = resume.without_start_adapter(config, checkpoint)
         left.append("whether data and model are those of the checkpoint")
     plan = resolve(config, gather(config, machine=machine))
     checked = check_request(plan, folder=folder, checkpoint=checkpoint, elsewhere=elsewhere)

@@ -16,7 +16,7 @@ from crosstune.config.plan import Plan
 from crosstune.config.resolve import resolve
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
-from crosstune.core.events import Event, Observer, RunMovedAside, StepMetrics, Warned
+from crosstune.core.events import Event, Observer, RunMovedAside, StepMetrics
 from crosstune.core.json_files import read_json
 from crosstune.core.protocols import Recipe
 from crosstune.core.ranks import Group
@@ -33,7 +33,6 @@ from crosstune.planner.gather import gather, model_facts, probe_for
 from crosstune.runs import resume, same_training
 from crosstune.runs.check_request import check_base_adapter, check_model, check_request
 from crosstune.runs.execute import Start
-from crosstune.runs.folder import run_folder
 from crosstune.runs.open_parts import find_base, open_recipe, weights_identity
 
 
@@ -70,16 +69,14 @@ class Ready:
     early: EarlyEvents
 
 
-def prepare(request: Config, group: Group, screen: Observer) -> Ready:
-    """Find the machine, the checkpoint, the model and the data, and raise any problem with them."""
-    ranks = group.ranks
-    config = with_world(resume.complete_config(request), ranks)
-    folder, early = run_folder(config), EarlyEvents(screen)
-    checkpoint = resume.find_checkpoint(config, folder, early)
-    if checkpoint is not None:
-        if message := resume.warn_of_older_archive(request, checkpoint):
-            early.on_event(Warned(message=message))
-        config = resume.without_start_adapter(config, checkpoint)
+def prepare(asked: Config, folder: Path, group: Group, screen: Observer) -> Ready:
+    """Find the machine, the checkpoint, the model and the data, and raise any problem with them.
+
+    The lock of `folder` is held, so what is found there stays as it is.
+    """
+    ranks, early = group.ranks, EarlyEvents(screen)
+    request = resume.read_request(asked, observer=early)
+    config, checkpoint = with_world(request.config, ranks), request.checkpoint
     machine = share_machine(group, lambda: probe_for(config))
     facts = gather(config, machine=machine, ranks=ranks)
     plan = resolve(config, facts)

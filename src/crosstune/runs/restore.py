@@ -13,7 +13,7 @@ from crosstune.config.schema import Config, options_on_resume
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
 from crosstune.core.protocols import Session
-from crosstune.core.record import holds_run
+from crosstune.core.record import holds_record
 from crosstune.models.locate import ModelFolder
 from crosstune.models.staged import check_out, staged
 from crosstune.planner.gather import make_plan
@@ -26,7 +26,7 @@ _SPARE_BYTES = 50_000_000
 def pick_checkpoint(path: Path, observer: Observer) -> Checkpoint:
     """Return the checkpoint at `path`, or the newest valid one of a run; warn about damaged ones that are skipped."""
     root = path / FOLDER
-    if not root.is_dir() and not holds_run(path):
+    if not root.is_dir() and not holds_record(path):
         return open_checkpoint(path.resolve())
     if not root.is_dir():
         adapter_option = f" --base_adapter {path / 'adapter'}" if (path / "adapter").is_dir() else ""

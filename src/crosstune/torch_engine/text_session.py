@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from crosstune.core.logit_distance import Logits, Prompts
-from crosstune.torch_engine.device import evaluating
+from crosstune.torch_engine.device import evaluating, memory_errors
 from crosstune.torch_engine.generate import OnToken, generate
 from crosstune.torch_engine.session import TorchSession
 from crosstune.torch_engine.verify import model_logits
@@ -14,7 +14,7 @@ from crosstune.torch_engine.verify import model_logits
 class TextSession(TorchSession):
     def logits(self, prompts: Prompts) -> Logits:
         """Return the logits in eval mode, in the precision of training."""
-        with evaluating(self.model):
+        with evaluating(self.model), memory_errors(self.device, doing="an evaluation"):
             return model_logits(self.model, prompts, precision=self.precision, device=self.device)
 
     def generate(
@@ -27,7 +27,8 @@ class TextSession(TorchSession):
         seed: int = 0,
         on_token: OnToken | None = None,
     ) -> list[list[int]]:
-        with evaluating(self.model), self.precision.context(self.device):
+        limit = memory_errors(self.device, doing="generating text")
+        with evaluating(self.model), limit, self.precision.context(self.device):
             return generate(
                 self.model,
                 prompts,
