@@ -194,6 +194,15 @@ class Task(Protocol):
 
 
 @runtime_checkable
+class HasEvaluationData(Protocol):
+    """A recipe whose evaluation data must be the same when a run is resumed."""
+
+    def eval_identity(self) -> str | None:
+        """Return a hash of the evaluation data; None without any."""
+        ...
+
+
+@runtime_checkable
 class RecordsBase(Protocol):
     """A task that trains over a base model."""
 

@@ -102,10 +102,12 @@ class SftRecipe:
     def identity(self) -> str:
         """Return a hash of the token ids and the number of supervised ones, which a copy of the file or a rewritten
         tokenizer does not change."""
-        sha = hashlib.sha256(self.train.hashes().astype("<u8").tobytes())
-        sha.update(self.train.num_supervised.astype("<i8").tobytes())
-        sha.update(self.train.lengths().astype("<i8").tobytes())
-        return sha.hexdigest()
+        return _identity(self.train)
+
+    def eval_identity(self) -> str | None:
+        if self.held_out is None or self.config.skip_eval:
+            return None
+        return _identity(self.held_out)
 
     def order(self) -> Mapping[str, Any]:
         return self._order().identity()
@@ -277,6 +279,13 @@ def open_recipe(
     config: Config, *, model_folder: Path, cache: Path | None = None, observer: Observer | None = None
 ) -> SftRecipe:
     return SftRecipe(config, model_folder=model_folder, cache=cache, observer=observer)
+
+
+def _identity(corpus: Corpus) -> str:
+    sha = hashlib.sha256(corpus.hashes().astype("<u8").tobytes())
+    sha.update(corpus.num_supervised.astype("<i8").tobytes())
+    sha.update(corpus.lengths().astype("<i8").tobytes())
+    return sha.hexdigest()
 
 
 def _questions(rows: Sequence[Row], form: str, tokenizer: Tokenizer) -> list[Question]:

@@ -12,6 +12,7 @@ from crosstune.core.events import Observer
 from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.model_folders import PLAIN_BITS, DenseWeights, Rewrite, WeightForm
+from crosstune.models.identity import source_record
 from crosstune.models.number_format import dense_bytes, stored_format
 from crosstune.models.quantized_folder import RECORD as QUANTIZATION_RECORD
 from crosstune.models.quantized_folder import read_quantization
@@ -28,7 +29,6 @@ from crosstune.results.opened import (
 )
 from crosstune.results.original_model import original_record
 from crosstune.results.verify import chat_problems, judge, refuse_unverified
-from crosstune.runs.open_parts import weights_identity
 
 _VERDICT = ("agreement", "bound", "verified")
 
@@ -67,7 +67,7 @@ def export(
         source = _make_dense(stage, opened, request, observer)
         report = source.report | write(stage, source, opened, form, observer)
         if opened.trained.adapter is None:
-            report["source_identity"] = weights_identity(opened.model.path)
+            report |= source_record(opened.model.path)
         if form.to == "mlx" and opened.trained.adapter is None and opened.trained.quantization is None:
             held = read_quantization(opened.model.path)
             report["original"] = original_record(opened.model, held, None)

@@ -11,6 +11,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.json_files import read_json
 from crosstune.core.quantization import QuantSpec, read_spec
 from crosstune.core.safetensors_header import read_header
+from crosstune.models.checksums import check_checksums
 from crosstune.models.quantized_folder import quantization_options
 
 _UNREAD = ("rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "layer_replication")
@@ -89,6 +90,7 @@ def find_trained(target: str, *, base: str | None = None) -> Trained:
             method=method,
             record=read_json(place / "crosstune.json"),
         )
+    check_checksums(place)
     settings = read_json(place / "adapter_config.json")
     _check_kind(place, settings)
     record = read_json(place / "crosstune.json")

@@ -25,7 +25,9 @@ from crosstune.data.check_rows import is_here
 from crosstune.data.sources import check_name
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import check_settings, read_settings
-from crosstune.models.locate import ModelFolder, find_local, identity
+from crosstune.models.checksums import check_checksums
+from crosstune.models.identity import identity
+from crosstune.models.locate import ModelFolder, find_local
 from crosstune.planner.gather import gather, needs_base_model
 from crosstune.runs import resume
 from crosstune.runs.folder import run_folder
@@ -171,6 +173,7 @@ def _check_base_adapter(plan: Plan, checked: Checked, *, elsewhere: bool) -> Non
         checked.not_checked.append(f"the adapter {adapter}, which is not on this machine")
         return
     folder = Path(adapter).expanduser()
+    check_checksums(folder)
     read_settings(folder)
     if plan.method in ADAPTER_METHODS:
         check_settings(folder, AdapterSettings.from_config(plan.config, method=plan.method))

@@ -18,7 +18,7 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, Observer, RunMovedAside, StepMetrics
 from crosstune.core.json_files import read_json
-from crosstune.core.protocols import Recipe
+from crosstune.core.protocols import HasEvaluationData, Recipe
 from crosstune.core.ranks import Group
 from crosstune.core.record import Record, RunRecord, holds_run, move_aside
 from crosstune.distributed.group import (
@@ -28,12 +28,13 @@ from crosstune.distributed.group import (
     share_machine,
     with_world,
 )
-from crosstune.models.locate import ModelFolder, identity
+from crosstune.models.identity import identity, source_identity
+from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import gather, model_facts, probe_for
 from crosstune.runs import resume, same_training
 from crosstune.runs.check_request import check_base_adapter, check_model, check_request
 from crosstune.runs.execute import Start
-from crosstune.runs.open_parts import find_base, open_recipe, weights_identity
+from crosstune.runs.open_parts import find_base, open_recipe
 
 
 @dataclass
@@ -201,11 +202,17 @@ def identity_now(plan: Plan, model: ModelFolder | None, recipe: Recipe) -> dict[
     """Return the identity of the training. A recipe that brings its own model is identified by its name."""
     base = {"name": plan.config.recipe, "identity": "the recipe's own"}
     if model is not None:
-        base = {"name": plan.config.model_name, "identity": weights_identity(model.path)}
+        source = source_identity(model.path)
+        base = {
+            "name": plan.config.model_name,
+            "identity": source["weights"],
+            "config": source["config"],
+        }
     return same_training.identity_of(
         plan,
         model=base,
         data=recipe.identity(),
+        eval_data=recipe.eval_identity() if isinstance(recipe, HasEvaluationData) else None,
         order=recipe.order(),
     )
 

@@ -14,10 +14,11 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
 from crosstune.core.protocols import Session
 from crosstune.core.record import holds_record
+from crosstune.models.identity import source_identity
 from crosstune.models.locate import ModelFolder
 from crosstune.models.staged import check_out, staged
 from crosstune.planner.gather import make_plan
-from crosstune.runs.open_parts import find_base, open_recipe, open_session, weights_identity
+from crosstune.runs.open_parts import find_base, open_recipe, open_session
 from crosstune.runs.resume import kept_options, skip_warning
 
 _SPARE_BYTES = 50_000_000
@@ -64,7 +65,7 @@ def check_model(checkpoint: Checkpoint, model: ModelFolder | None) -> None:
     if model is None:  # the recipe brings its own
         return
     recorded = checkpoint.manifest["identity"].get("model", {})
-    if recorded.get("identity") not in (None, weights_identity(model.path)):
+    if recorded.get("identity") not in (None, source_identity(model.path)["weights"]):
         raise UserError(
             f"{model.name} is not the model that {checkpoint.folder} was trained from.",
             why=f"its weights differ from those of {recorded.get('name')}, which the checkpoint names.",

@@ -12,6 +12,7 @@ from crosstune.core import atomic_files
 from crosstune.core.json_files import read_json
 from crosstune.core.out_of_memory import OutOfMemory, memory_errors
 from crosstune.core.protocols import Recipe, Session
+from crosstune.models.checksums import write_checksums
 
 _STAGED = "result"
 
@@ -32,6 +33,7 @@ def save_result(session: Session, recipe: Recipe, folder: Path, *, writes: bool)
             written = session.save_result(staging)
             assert written is not None
             recipe.complete_result(written)
+            write_checksums(written)
             target = folder / written.name
             atomic_files.put_in_place(written, target, aside=staging / "old")
     except OutOfMemory as error:

@@ -8,7 +8,7 @@ from crosstune.config.conditions import EVALUATION, RESUMING, SAVING, WANDB
 from crosstune.config.option import OnResume, option
 from crosstune.config.unbuilt import WANDB_LOG
 
-MISMATCHES = ("model", "data", "order", "quantization", "trainable", "optimizer", "loss")
+MISMATCHES = ("model", "data", "eval_data", "order", "quantization", "trainable", "optimizer", "loss")
 """The values of `allow_mismatch`."""
 
 
