@@ -83,6 +83,7 @@ def _folders(target: Path) -> list[tuple[int, Path]]:
 def _rows(target: Path, *, hashes: bool) -> list[dict[str, Any]]:
     from crosstune.checkpoint.manifest import DamagedCheckpoint, UnknownVersion
     from crosstune.checkpoint.read import open_checkpoint
+    from crosstune.checkpoint.rotate import best_step
 
     rows: list[dict[str, Any]] = []
     for step, folder in _folders(target):
@@ -104,18 +105,26 @@ def _rows(target: Path, *, hashes: bool) -> list[dict[str, Any]]:
     later = _evaluations(rows, target)
     for row in rows:
         row["eval_loss"] = row.get("eval_loss") or later.get(row["step"])
+    judged = {row["step"]: row["eval_loss"] for row in rows if row["eval_loss"] is not None}
+    best = best_step(list(judged), judged)
+    for row in rows:
+        row["best"] = row["step"] == best
     return rows
 
 
 def _evaluations(rows: Sequence[dict[str, Any]], target: Path) -> dict[int, float]:
-    """Return the evaluation losses by step, from the newest manifest: evaluation follows the checkpoint of its step."""
-    from crosstune.checkpoint.read import open_checkpoint
+    """Return the evaluation losses by step, from the summary and the newest manifest: an evaluation follows the
+    checkpoint of its step."""
+    from crosstune.checkpoint.read import find_run, open_checkpoint
+    from crosstune.core.json_files import read_json
 
     newest = next((row for row in rows if not row["problem"]), None)
     if newest is None:
         return {}
     progress = open_checkpoint(Path(newest["path"]), hashes=False).manifest["progress"]
-    return {int(step): loss for step, loss in (progress.get("evaluations") or {}).items()}
+    summary = read_json(find_run(Path(newest["path"])) / "summary.json")
+    known = (summary.get("evaluations") or {}) | (progress.get("evaluations") or {})
+    return {int(step): loss for step, loss in known.items()}
 
 
 def _list(own: Any) -> int:
@@ -130,6 +139,7 @@ def _list(own: Any) -> int:
         parts = [f"{size(row['bytes']):>10}", str(row["created"]), row["backend"]]
         parts += [f"loss {row['loss']:.4f}"] if row["loss"] is not None else []
         parts += [f"eval {row['eval_loss']:.4f}"] if row["eval_loss"] is not None else []
+        parts += ["best"] if row["best"] else []
         print(f"{Path(row['path']).name}  {'  '.join(parts)}")
     return EXIT_DONE
 

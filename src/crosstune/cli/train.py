@@ -120,11 +120,7 @@ def _print_ending(summary: dict[str, Any], folder: Path, report: Path | None, sc
         f"{summary['status']} {summary['steps']} steps, {summary['tokens']:,} tokens in "
         f"{duration(summary['seconds'])} ({rate}, peak {size(summary['peak_memory_bytes'])})"
     ]
-    for name, after in summary["eval_after"].items():
-        before = summary["eval_before"].get(name)
-        lines.append(
-            f"{name}: " + (f"{before:.4f} before, " if before is not None else "") + f"{after:.4f} after"
-        )
+    lines += _evaluation_lines(summary)
     if report is not None:
         lines.append(f"report   {report}")
     if summary["status"] != "finished":
@@ -134,6 +130,27 @@ def _print_ending(summary: dict[str, Any], folder: Path, report: Path | None, sc
     for line in lines:
         screen.console.print(line, markup=False)
     sys.stderr.flush()
+
+
+def _evaluation_lines(summary: dict[str, Any]) -> list[str]:
+    """Return a line for each metric: before training, of the best step, and of the last; and which is the result."""
+    best, last = summary.get("best"), summary.get("last")
+    is_last = best is None or last is None or best["step"] == last["step"]
+    lines = []
+    for name, after in summary["eval_after"].items():
+        before = summary["eval_before"].get(name)
+        parts = [f"{before:.4f} before"] if before is not None else []
+        if best is not None and last is not None and not is_last:
+            parts.append(f"{best['metrics'][name]:.4f} at the best step, {best['step']}")
+            parts.append(f"{after:.4f} at the last, {last['step']}")
+        else:
+            parts.append(f"{after:.4f} after")
+        lines.append(f"{name}: {', '.join(parts)}")
+    if best is not None and not is_last and summary.get("result_step") == best["step"]:
+        lines.append(
+            f"result   the weights of step {best['step']}, the best evaluation (--result last keeps the last)"
+        )
+    return lines
 
 
 def _how_to_continue(summary: dict[str, Any], folder: Path) -> list[str]:

@@ -48,6 +48,7 @@ from crosstune.loop.save import Checkpoints, SavePolicy
 from crosstune.loop.stop import StopRequested, StopSignal
 from crosstune.loop.train import Deadline, Training
 from crosstune.runs import resume, same_training
+from crosstune.runs.best_weights import best_weights
 from crosstune.runs.save_result import clear_leftovers as clear_results
 from crosstune.runs.save_result import cost_of_saving, save_result
 
@@ -143,13 +144,8 @@ class Execution:
                 extra["error"] = str(self.failure)
                 observer.on_event(Failed(error=str(self.failure), step=self.progress.steps))
             extra["checkpoint"] = self._newest()
-            save = plan.config.save_model and self.progress.steps
-            if save and self._is_good(session) and (result := self._save_result(session)):
-                extra["result"] = str(result)
-                costs = cost_of_saving(result)
-                observer.on_event(
-                    ResultSaved(path=extra["result"], step=self.progress.steps, against_trained=costs)
-                )
+            if plan.config.save_model and self.progress.steps:
+                self._write_result(session, extra)
         except StopRequested:
             self.progress.status = "stopped"
             observer.on_event(
@@ -167,6 +163,43 @@ class Execution:
         finally:
             extra["seconds"] = self.progress.wall_s = time.perf_counter() - self._started
             record.finish(self.progress.summary() | extra)
+
+    def _write_result(self, session: Session, extra: dict[str, Any]) -> None:
+        """Write the best or the last weights as the result, and record which."""
+        chosen, best = best_weights(self.plan.config, self.progress, self.record.folder, self.observer)
+        extra["best"], extra["last"] = (self._evaluation(step) for step in (best, self.progress.steps))
+        if self.group.any(chosen is not None):
+            self._keep_last(session)
+        elif not self._is_good(session):
+            return
+        if chosen is not None:
+            session.import_weights(chosen.load().weights)
+        step = chosen.step if chosen is not None else self.progress.steps
+        if (result := self._save_result(session)) is not None:
+            extra["result"], extra["result_step"] = str(result), step
+            costs = cost_of_saving(result)
+            self.observer.on_event(ResultSaved(path=str(result), step=step, against_trained=costs))
+
+    def _evaluation(self, step: int | None) -> dict[str, Any] | None:
+        found = self.progress.eval_metrics.get(step) if step is not None else None
+        return {"step": step, "metrics": found} if found is not None else None
+
+    def _keep_last(self, session: Session) -> None:
+        """Save the last weights in a checkpoint, if they are replaced for the result: the run may be continued."""
+        assert self.checkpoints is not None
+        if self.progress.steps > self.checkpoints.last_step and self._is_good(session):
+            with contextlib.suppress(SaveFailed):  # already reported as an event
+                self._save_checkpoint(session)
+
+    def _save_checkpoint(self, session: Session) -> None:
+        assert self.checkpoints is not None
+        self.checkpoints.save(
+            session,
+            self.progress.steps,
+            evaluations=self.progress.evaluations,
+            facts={"loss_scale": self.scale.to_json()},
+            wait=True,
+        )
 
     def _load(self, stop: StopSignal) -> Session:
         self.observer.on_event(Loading(model=self.described["model"]["name"]))
@@ -253,7 +286,11 @@ class Execution:
                 every_steps=config.save_steps,
                 every_s=60 * config.save_minutes,
                 at_end=config.save_steps > 0 or config.resume != "none" or self._is_small(),
-                keep=Keep(last_n=config.keep_last_n, best=config.keep_best, every=config.keep_every),
+                keep=Keep(
+                    last_n=config.keep_last_n,
+                    best=config.keep_best or config.result != "last",
+                    every=config.keep_every,
+                ),
                 stop_on_error=config.on_save_error == "stop",
             ),
             fields=self._fields,
@@ -334,13 +371,7 @@ class Execution:
             assert self.checkpoints is not None
             if self.progress.steps > self.checkpoints.last_step and self.ranks.size == 1:
                 with contextlib.suppress(SaveFailed):  # already reported as an event
-                    self.checkpoints.save(
-                        session,
-                        self.progress.steps,
-                        evaluations=self.progress.evaluations,
-                        facts={"loss_scale": self.scale.to_json()},
-                        wait=True,
-                    )
+                    self._save_checkpoint(session)
             if (newest := self._newest()) is None:
                 raise
             kept = f"{error.do}; the newest checkpoint is {newest}, and --resume auto continues from it"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crosstune.config.conditions import EVALUATION, RESUMING, SAVING, WANDB
+from crosstune.config.conditions import EVALUATION, EVALUATIONS, RESUMING, SAVING, WANDB
 from crosstune.config.option import OnResume, option
 from crosstune.config.unbuilt import WANDB_LOG
 
@@ -83,6 +83,20 @@ class RunOptions:
         "Evaluate every N steps; 0 for before and after training only",
         low=0,
         needs=(EVALUATION,),
+        on_resume=OnResume.FREE,
+    )
+    early_stopping: int = option(
+        0,
+        "Stop after N evaluations in a row without a lower loss; 0 for never",
+        low=0,
+        needs=(EVALUATION, EVALUATIONS),
+        on_resume=OnResume.FREE,
+    )
+    result: str = option(
+        "auto",
+        "The weights to write as the result: those with the lowest evaluation loss (best), or those of the last step "
+        "(last); auto is best if there was more than one evaluation",
+        choices=("auto", "best", "last"),
         on_resume=OnResume.FREE,
     )
     skip_eval: bool = option(False, "Do not evaluate", on_resume=OnResume.FREE | OnResume.DIVIDES_DATA)
