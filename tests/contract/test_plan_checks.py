@@ -66,6 +66,43 @@ def test_a_model_of_another_kind(tiny_model: Path, capsys: Captured) -> None:
     check_same(f"--model_name {model}", "transformers cannot load the model", capsys)
 
 
+def drop_tensor(weights: dict[str, Any], config: dict[str, Any]) -> None:
+    del weights["model.layers.1.mlp.up_proj.weight"]
+
+
+def cut_tensor(weights: dict[str, Any], config: dict[str, Any]) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    weights[name] = weights[name][:-1].copy()
+
+
+def claim_gptq(weights: dict[str, Any], config: dict[str, Any]) -> None:
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [(drop_tensor, "up_proj"), (cut_tensor, "k_proj"), (claim_gptq, "gptq")],
+)
+@pytest.mark.parametrize(
+    "words",
+    ["--train_type lora", "--train_type full", "--train_type qlora", "--backend mlx --train_type full"],
+)
+def test_weights_that_do_not_fit_their_configuration(
+    change: Any, expected: str, words: str, tiny_model: Path, capsys: Captured
+) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    model = shutil.copytree(tiny_model, Path("changed"))
+    weights, config = load_file(model / "model.safetensors"), json.loads((model / "config.json").read_text())
+    change(weights, config)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    (model / "config.json").write_text(json.dumps(config))
+    by_plan, by_train = refusals(
+        f"--backend cpu --max_steps 1 --output_dir out {words} --model_name {model}", capsys
+    )
+    assert expected in by_plan.lower() and by_plan in by_train
+
+
 @pytest.mark.parametrize("train_type", ["llama_pro", "qlora"])
 def test_experts_that_are_stored_otherwise_than_they_are_held(
     train_type: str, tiny_model: Path, capsys: Captured
