@@ -126,7 +126,7 @@ def _print_plan(plan: Plan, problems: Sequence[UserError] = (), not_checked: Seq
     for name, value in rows:
         print(f"{name:<12} {value}")
     for adjustment in plan.adjustments:
-        label = {"change": "changed", "warning": "warning"}.get(adjustment.kind, "chosen")
+        label = {"change": "changed", "warning": "warning", "name": "read as"}.get(adjustment.kind, "chosen")
         print(f"{label:<12} {adjustment.sentence()}")
     for sentence in not_checked:
         print(f"{'not checked':<12} {sentence}")

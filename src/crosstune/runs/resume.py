@@ -52,7 +52,7 @@ def complete_config(config: Config) -> Config:
         values |= {"name": run.name, "output_dir": str(run.parent)}
     complete = make_config(**values)
     sources = {name: config.asked.get(name, f"the run {run.name}") for name in complete.asked}
-    return dataclasses.replace(complete, asked=sources)
+    return dataclasses.replace(complete, asked=sources, renamed=config.renamed)
 
 
 def without_start_adapter(config: Config, checkpoint: Checkpoint) -> Config:
@@ -63,7 +63,7 @@ def without_start_adapter(config: Config, checkpoint: Checkpoint) -> Config:
         values = kept_options(checkpoint, values, backend=config.backend) | values
     found = make_config(**values)
     sources = {name: config.asked.get(name, "the checkpoint") for name in found.asked}
-    return dataclasses.replace(found, asked=sources)
+    return dataclasses.replace(found, asked=sources, renamed=config.renamed)
 
 
 def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: str) -> dict[str, Any]:
