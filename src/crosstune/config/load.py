@@ -75,11 +75,13 @@ def child_environment(added: Mapping[str, str]) -> dict[str, str]:
 
 def add_environment(spec: BackendSpec) -> None:
     """Set the environment variables of a backend, before its engine starts; keep those that the user set."""
+    spec.check_environment(os.environ)
     os.environ.update(spec.missing_environment(os.environ))
 
 
 def environment_of(spec: BackendSpec, *, system: str | None = None) -> dict[str, str]:
     """Return the variables of a backend as a run from this shell would have them, on this system or on `system`."""
+    spec.check_environment(os.environ)
     full = {**os.environ, **spec.missing_environment(os.environ, system=system)}
     return {name: full[name] for name in spec.wanted_environment(system)}
 

@@ -40,7 +40,7 @@ class Named:
 
     def value(self, raw: Any, source: str) -> Any:
         """Return the raw value under this name as a value of the option."""
-        text = str(raw).lower() if isinstance(raw, (str, bool)) else None
+        text = str(raw).lower() if isinstance(raw, (str, bool)) else ""
         if self.name in SAME_FOR_VALUES:
             _, values, instead = SAME_FOR_VALUES[self.name]
             if text not in values:
@@ -48,7 +48,7 @@ class Named:
                     f"{self.name} {shown(raw)} is not an option of crosstune ({source}).", do=f"use {instead}"
                 )
             return values[text]
-        return SAME_VALUES.get(self.option.name, {}).get(text or "", raw)
+        return SAME_VALUES.get(self.option.name, {}).get(text, raw)
 
 
 def find_option(key: str, where: str, *, section: str = "", raw: Any = None) -> Named | None:

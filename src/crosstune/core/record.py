@@ -12,6 +12,7 @@ from crosstune.core.atomic_files import clear_leftovers, set_aside, write_text
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, StepMetrics
 from crosstune.core.json_files import finite, read_json, read_jsonl, write_json
+from crosstune.core.secrets import redact_values
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -191,7 +192,7 @@ class RunRecord:
                 self._append(self._metrics, row)
 
     def _open_logs(self, plan: Mapping[str, Any]) -> None:
-        write_json(self.folder / "plan.json", plan)
+        write_json(self.folder / "plan.json", redact_values(finite(plan)))
         self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._events = (self.folder / "events.jsonl").open("a", encoding="utf-8")
 
@@ -199,12 +200,13 @@ class RunRecord:
         self._append(self._metrics, metrics)
 
     def on_event(self, event: Event) -> None:
-        self._append(self._events, {"time": time.time(), "kind": event.kind, **event.to_json()})
+        row = {"time": time.time(), "kind": event.kind, **event.to_json()}
+        self._append(self._events, redact_values(finite(row)))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         path = self.folder / "summary.json"
         try:
-            write_json(path, summary)
+            write_json(path, redact_values(finite(summary)))
             for file in (self._metrics, self._events):
                 if file is not None:
                     file.close()
