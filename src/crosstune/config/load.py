@@ -121,16 +121,17 @@ def _counts_micro_batches(given: Given) -> bool:
 
 def _add_mlx_settings(given: Given, problems: list[UserError]) -> Given:
     """Add the options in the file of --mlx_config; everything else that was given wins over them."""
-    if "mlx_config" not in given or given["mlx_config"].raw is None:
+    if "mlx_config" not in given:
         return given
+    setting, option = given["mlx_config"], options_by_name()["mlx_config"]
     try:
-        file = convert_value(
-            options_by_name()["mlx_config"], given["mlx_config"].raw, given["mlx_config"].source
-        )
-        options, wrong = options_in(file, {name: setting.raw for name, setting in given.items()})
+        file = convert_value(option, setting.raw, setting.source)
+        if file is None:
+            return given
+        options, wrong = options_in(file, {name: other.raw for name, other in given.items()})
     except UserError as error:
         problems.append(error)
-        return {name: setting for name, setting in given.items() if name != "mlx_config"}
+        return {name: other for name, other in given.items() if name != "mlx_config"}
     problems += wrong
     return {name: Setting(value, file) for name, value in options.items()} | given
 
@@ -142,7 +143,15 @@ def _read_file(path: Path, problems: list[UserError]) -> Given:
     except (OSError, UnicodeDecodeError) as error:
         problems.append(UserError(f"Cannot read the configuration file {path}.", why=str(error)))
         return given
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+    except (
+        yaml.YAMLError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+        AttributeError,
+        LookupError,
+        TypeError,
+    ) as error:
         problems.append(UserError(f"{path} is not valid YAML.", why=" ".join(str(error).split())))
         return given
     if data is not None and not isinstance(data, dict):

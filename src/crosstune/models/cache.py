@@ -48,18 +48,7 @@ def cache_root(override: Path | None = None) -> Path:
     """Return the folder of cached models, in `override` or in the user's cache folder."""
     import platformdirs
 
-    if override is not None:
-        return override.expanduser().absolute() / "models"
-    try:
-        base = platformdirs.user_cache_path("crosstune")
-    except RuntimeError:
-        base = None  # what newer versions of platformdirs raise
-    if base is None or base.parts[0] == "~":
-        raise UserError(
-            "There is no folder for cached models.",
-            why="HOME is not set, and this account has no home folder.",
-            do="set CROSSTUNE_CACHE to a folder",
-        )
+    base = platformdirs.user_cache_path("crosstune") if override is None else override.expanduser().absolute()
     return base / "models"
 
 
