@@ -31,7 +31,10 @@ def make_parser() -> Parser:
 
 def run(words: Sequence[str]) -> int:
     parser = make_parser()
-    own = parser.parse_args(list(words))
+    flags = [action for known in parser._actions for action in known.option_strings]
+    own = parser.parse_args(
+        [word if word in flags else word.lstrip("-") for word in words]
+    )  # --lora_rank is lora_rank
     if own.json and own.name is None:
         parser.error("--json needs the name of an option")
     if own.markdown:
@@ -44,7 +47,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _print_named(asked: str, *, as_json: bool) -> None:
-    name = asked.lstrip("-").replace("-", "_").lower()
+    name = asked.replace("-", "_").lower()
     other = SAME.get(name) or SAME_FOR_VALUES.get(name, ("",))[0]
     option = options_by_name().get(name) or options_by_name().get(other)
     if option is not None:

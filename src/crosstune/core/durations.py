@@ -12,7 +12,7 @@ _LONGEST_S = 10 * 366 * 86400
 def parse_duration(text: str) -> float:
     """Return the seconds; a number without a unit is seconds. A ValueError says what a duration looks like."""
     compact = text.strip().lower()
-    if compact and compact[-1] in "0123456789":
+    if not any(unit in compact for unit in _SECONDS):
         compact += "s"
     parts = _PART.findall(compact)
     seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)

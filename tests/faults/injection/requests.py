@@ -223,11 +223,11 @@ def make_request(seed: int) -> Request:
         request.file = _file(draw, request)
     if draw.random() < 0.25:
         name = draw.choice(VARIABLES)
-        request.environment[name] = _text(draw, None).replace("\0", "")
+        request.environment[name] = _variable(draw)
         request.names.add(name)
         if name in ("RANK", "MLX_RANK") and draw.random() < 0.7:
             other = "WORLD_SIZE" if name == "RANK" else "MLX_HOSTFILE"
-            request.environment[other] = _text(draw, None).replace("\0", "")
+            request.environment[other] = _variable(draw)
             request.names.add(other)
     return request
 
@@ -263,6 +263,11 @@ def _text(draw: random.Random, option: Option | None) -> str:
         chr(draw.choice((draw.randrange(1, 128), draw.randrange(0x10FFFF))))
         for _ in range(draw.randrange(40))
     )
+
+
+def _variable(draw: random.Random) -> str:
+    """Return a value that the system takes for a variable: any bytes but NUL."""
+    return os.fsdecode(_text(draw, None).replace("\0", "").encode(errors="surrogatepass"))
 
 
 def _good(draw: random.Random, option: Option) -> str:
