@@ -47,7 +47,7 @@ def check_same(words: str, expected: str, capsys: Captured) -> None:
         ("--train_type llama_pro --num_new_blocks 7", "cannot be spread evenly"),
         ("--train_type qlora --quantization_backend quanto --group_size 48", "Groups of 48 weights"),
         ("--base_adapter nowhere", "nowhere"),
-        ("--name a/b", "cannot be the name of a run"),
+        ("--name a/b", "name cannot be 'a/b'"),
         ("--use_activation_cpu_offload", "Not built yet"),
         ("--resume nowhere", "nowhere"),
     ],

@@ -66,7 +66,7 @@ def test_a_good_run_for_comparison(tmp_path: Path, tiny_model: Path, data: Path)
         ("--dataset {data} --context_length 8", "longer than the context of 8 tokens"),
         ("--dataset {silent}", "No token"),
         ("--dataset {torn}", "line 2"),
-        ("--name ../elsewhere", "cannot be the name of a run"),
+        ("--name ../elsewhere", "name cannot be '../elsewhere'"),
         ("--config {empty}/none.yaml", "Cannot read"),
     ],
 )

@@ -13,10 +13,14 @@ HELP = (
 )
 
 
-def run(words: Sequence[str]) -> int:
+def make_parser() -> Parser:
     parser = Parser("chat", description="Chat with a model or a trained run.", epilog=f"in the chat: {HELP}")
     add_model_arguments(parser)
-    own = parser.parse_args(list(words))
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    own = make_parser().parse_args(list(words))
 
     from crosstune.cli.screen import Screen
     from crosstune.results.chat_model import open_chat_model

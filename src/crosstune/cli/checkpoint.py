@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.arguments import Parser, at_least, print_json
+from crosstune.cli.arguments import Parser, at_least, print_json, read_path
 from crosstune.cli.units import size
 from crosstune.core.errors import EXIT_DONE, EXIT_USER_MUST_ACT, UserError
 
@@ -32,12 +32,12 @@ _HELP = {
 }
 
 
-def run(words: Sequence[str]) -> int:
+def make_parser() -> Parser:
     summary = "\n".join(f"  {name:<8} {text}" for name, text in _HELP.items())
     parser = Parser("checkpoint", description=f"Checkpoints of a run:\n\n{summary}", epilog=EXAMPLES)
     parser.add_argument("action", choices=tuple(_HELP))
-    parser.add_argument("target", type=Path, metavar="RUN|CHECKPOINT|FILE")
-    parser.add_argument("--out", type=Path, help="folder for the result of export and import")
+    parser.add_argument("target", type=read_path, metavar="RUN|CHECKPOINT|FILE")
+    parser.add_argument("--out", type=read_path, help="folder for the result of export and import")
     parser.add_argument(
         "--keep_last_n",
         type=at_least(1),
@@ -52,12 +52,16 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--step", type=at_least(0), help="for import: steps done, if not in the file")
     parser.add_argument("--without_optimizer", action="store_true", help="for import: take only the weights")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    parser = make_parser()
     own, flags = parser.parse_known_args(list(words))
     if flags and own.action not in ("import", "export"):
         parser.error(f"unrecognized argument {flags[0]}")
     if own.action in ("import", "export") and own.out is None:
         parser.error(f"{own.action} needs --out")
-    own.target = own.target.expanduser()
     actions = {"list": _list, "verify": _verify, "show": _show, "prune": _prune}
     if own.action in actions:
         return actions[own.action](own)
@@ -226,7 +230,7 @@ def _export(own: Any, flags: Sequence[str]) -> int:
     screen = Screen(live=not own.json)
     report = export_checkpoint(
         pick_checkpoint(own.target, screen),
-        own.out.expanduser().absolute(),
+        own.out.absolute(),
         observer=screen,
         backend=config.backend,
         model_name=config.model_name if "model_name" in config.asked else None,
@@ -244,7 +248,7 @@ def _import(own: Any, flags: Sequence[str]) -> int:
     from crosstune.config.load import load_config
     from crosstune.runs.import_torch_save import import_checkpoint
 
-    root = own.out.expanduser().absolute() / FOLDER
+    root = own.out.absolute() / FOLDER
     report = import_checkpoint(
         own.target,
         load_config(flags),

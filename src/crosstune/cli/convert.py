@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from crosstune.cli.arguments import Parser, at_least
+from crosstune.cli.arguments import Parser, at_least, read_path_or_name
 from crosstune.cli.results import (
     add_output_arguments,
     format_agreement,
@@ -29,14 +29,17 @@ A quantized folder can be trained over directly:
   crosstune train --model_name models/llama-hqq-4bit --train_type qlora --quantization_backend hqq --group_size 128"""
 
 
-def run(words: Sequence[str]) -> int:
+def make_parser() -> Parser:
     parser = Parser(
         "convert",
         description="Rewrite a model folder with its weights quantized, quantized differently, or dequantized.",
         epilog=EXAMPLES,
     )
     parser.add_argument(
-        "model", metavar="MODEL", help="a model folder, or any model as --model_name takes it"
+        "model",
+        type=read_path_or_name,
+        metavar="MODEL",
+        help="a model folder, or any model as --model_name takes it",
     )
     parser.add_argument(
         "--from",
@@ -62,6 +65,7 @@ def run(words: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--original",
+        type=read_path_or_name,
         help="folder of the weights before quantization, or none to ignore them. For an adapter: its base model",
     )
     add_output_arguments(
@@ -70,7 +74,11 @@ def run(words: Sequence[str]) -> int:
         dtype="dtype of dense weights and of scales (default: the model's)",
         force="accept an --original that is not the recorded one",
     )
-    own = parser.parse_args(list(words))
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    own = make_parser().parse_args(list(words))
 
     from crosstune.results.convert import ConvertRequest, convert
 

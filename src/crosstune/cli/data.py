@@ -20,7 +20,7 @@ The supervised part of an example is in colour on a terminal and in [[ ]] elsewh
 _MARK, _UNMARK = "\033[32m", "\033[0m"
 
 
-def run(words: Sequence[str]) -> int:
+def make_parser() -> Parser:
     parser = Parser(
         "data",
         description="`crosstune data SOURCE [options]` checks a data set and shows which tokens carry loss.\n"
@@ -31,7 +31,11 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument(
         "--show", type=int, default=3, metavar="N", help="print the first N examples (default 3)"
     )
-    own, config = parse_config(parser, _with_dataset(words))
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    own, config = parse_config(make_parser(), _with_dataset(words))
     if config.recipe != "sft":
         raise UserError(
             f"crosstune data reads conversations and texts, not the data of the recipe {config.recipe}.",

@@ -19,7 +19,7 @@ EPILOG = """examples:
   crosstune doctor --no_train                    probes only, a few seconds"""
 
 
-def run(words: Sequence[str]) -> int:
+def make_parser() -> Parser:
     parser = Parser(
         "doctor",
         description="Probe every backend, then train three steps on each available one and compare the losses with\n"
@@ -30,7 +30,11 @@ def run(words: Sequence[str]) -> int:
         "--json", action="store_true", help="print the report as JSON, for `crosstune plan --machine`"
     )
     parser.add_argument("--no_train", action="store_true", help="probe only, train nothing")
-    own = parser.parse_args(list(words))
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    own = make_parser().parse_args(list(words))
 
     from crosstune.machines.doctor import diagnose
 

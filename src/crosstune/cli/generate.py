@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from crosstune.cli.arguments import Parser, at_least, print_json
+from crosstune.cli.arguments import Parser, at_least, print_json, read_path_or_name
 from crosstune.core.errors import UserError
 
 EXAMPLES = """examples:
@@ -14,7 +14,7 @@ EXAMPLES = """examples:
   echo "Why is the sky blue?" | crosstune generate smollm2-135m --max_new_tokens 100"""
 
 
-def run(words: Sequence[str]) -> int:
+def make_parser() -> Parser:
     parser = Parser(
         "generate",
         description="Answer a prompt with a model or a trained run.",
@@ -23,7 +23,11 @@ def run(words: Sequence[str]) -> int:
     add_model_arguments(parser)
     parser.add_argument("--prompt", help="the user's message (default: read standard input)")
     parser.add_argument("--json", action="store_true", help="print prompt and answer as JSON")
-    own = parser.parse_args(list(words))
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    own = make_parser().parse_args(list(words))
     prompt = own.prompt if own.prompt is not None else sys.stdin.read().strip()
     if not prompt:
         raise UserError("There is no prompt.", do='pass --prompt "..." or pipe text to standard input')
@@ -49,7 +53,11 @@ def run(words: Sequence[str]) -> int:
 
 
 def add_model_arguments(parser: Parser) -> None:
-    parser.add_argument("model", help="a run folder, an adapter folder, or a model as --model_name takes it")
+    parser.add_argument(
+        "model",
+        type=read_path_or_name,
+        help="a run folder, an adapter folder, or a model as --model_name takes it",
+    )
     parser.add_argument("--system", default="", help="a system message")
     parser.add_argument(
         "--max_new_tokens", type=at_least(1), default=256, help="longest answer in tokens (default 256)"

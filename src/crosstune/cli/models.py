@@ -9,15 +9,22 @@ from crosstune.cli.units import size
 from crosstune.config.load import cache_override
 
 
-def run(words: Sequence[str]) -> int:
+def make_parser() -> Parser:
     parser = Parser(
         "models",
         description="List, download and remove models in the cache. CROSSTUNE_CACHE sets the cache folder.",
         epilog="examples:\n  crosstune models list\n  crosstune models get smollm2-135m\n  crosstune models rm smollm2-135m",
     )
-    parser.add_argument("action", choices=("list", "get", "rm"))
+    parser.add_argument(
+        "action", nargs="?", default="list", choices=("list", "get", "rm"), help="default: list"
+    )
     parser.add_argument("name", nargs="?", help="for get and rm: the model")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    parser = make_parser()
     own = parser.parse_args(list(words))
     if own.action != "list" and not own.name:
         parser.error(f"{own.action} needs the name of a model")

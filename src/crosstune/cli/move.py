@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.arguments import Parser, print_json
+from crosstune.cli.arguments import Parser, print_json, read_path
 from crosstune.cli.units import size
 from crosstune.core.errors import EXIT_DONE
 
@@ -20,15 +20,15 @@ files, but not the base model: the other machine downloads it, or finds it with 
 batches is measured here, and again on the other machine before training continues."""
 
 
-def run(words: Sequence[str]) -> int:
+def make_parser() -> Parser:
     parser = Parser(
         "move", description="Pack a run into one archive to continue it elsewhere.", epilog=EXAMPLES
     )
-    parser.add_argument("target", type=Path, metavar="RUN|CHECKPOINT")
+    parser.add_argument("target", type=read_path, metavar="RUN|CHECKPOINT")
     parser.add_argument(
         "--to", required=True, metavar="BACKEND", help="target backend: mlx, cuda, mps, cpu, ..."
     )
-    parser.add_argument("--out", type=Path, help="path of the archive (default: beside the run)")
+    parser.add_argument("--out", type=read_path, help="path of the archive (default: beside the run)")
     parser.add_argument(
         "--machine", help="target machine: a profile or a file written by `crosstune doctor --json`"
     )
@@ -38,16 +38,20 @@ def run(words: Sequence[str]) -> int:
         "--force", action="store_true", help="write the archive even if the losses differ too much"
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    own = parser.parse_args(list(words))
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    own = make_parser().parse_args(list(words))
 
     from crosstune.cli.screen import Screen
     from crosstune.runs.move import move
 
     report = move(
-        own.target.expanduser(),
+        own.target,
         to=own.to,
         observer=Screen(live=not own.json),
-        out=own.out.expanduser().absolute() if own.out else None,
+        out=own.out.absolute() if own.out else None,
         machine=own.machine,
         with_data=not own.without_data,
         force=own.force,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from crosstune.cli.arguments import Parser, parse_config, print_json
+from crosstune.cli.arguments import Parser, parse_config, print_json, read_path_or_name
 from crosstune.cli.units import size
 from crosstune.config.load import environment_of
 from crosstune.config.plan import Plan
@@ -23,15 +23,24 @@ EXAMPLES = """examples:
 without a download or from this machine is printed as not checked."""
 
 
-def run(words: Sequence[str]) -> int:
+def make_parser() -> Parser:
     parser = Parser(
         "plan",
         description="Show what train would do with the same options, without doing it.",
         epilog=EXAMPLES,
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--machine", metavar="NAME|FILE", help="plan for another machine instead of this one")
-    own, config = parse_config(parser, words)
+    parser.add_argument(
+        "--machine",
+        type=read_path_or_name,
+        metavar="NAME|FILE",
+        help="plan for another machine instead of this one",
+    )
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    own, config = parse_config(make_parser(), words)
 
     from crosstune.machines.probe import load_machine, profile_names
 
@@ -126,7 +135,7 @@ def _print_plan(plan: Plan, problems: Sequence[UserError] = (), not_checked: Seq
     for name, value in rows:
         print(f"{name:<12} {value}")
     for adjustment in plan.adjustments:
-        label = {"change": "changed", "warning": "warning"}.get(adjustment.kind, "chosen")
+        label = {"change": "changed", "warning": "warning", "name": "read as"}.get(adjustment.kind, "chosen")
         print(f"{label:<12} {adjustment.sentence()}")
     for sentence in not_checked:
         print(f"{'not checked':<12} {sentence}")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.arguments import Parser, print_json
+from crosstune.cli.arguments import Parser, print_json, read_path, read_path_or_name
 from crosstune.core.errors import EXIT_DONE
 from crosstune.core.events import Observer
 
@@ -24,7 +23,7 @@ def add_request_arguments(parser: Parser) -> None:
         choices=("original", "dequantized"),
         help="weights to merge into: the original ones (default), or the dequantized ones",
     )
-    parser.add_argument("--base", help="the base model, if not at its recorded name")
+    parser.add_argument("--base", type=read_path_or_name, help="the base model, if not at its recorded name")
     add_output_arguments(
         parser,
         out="folder for the result",
@@ -35,7 +34,7 @@ def add_request_arguments(parser: Parser) -> None:
 
 def add_output_arguments(parser: Parser, *, out: str, dtype: str, force: str) -> None:
     """Add the arguments that every result has, with these texts for --help."""
-    parser.add_argument("--out", type=lambda text: Path(text).expanduser().absolute(), help=out)
+    parser.add_argument("--out", type=lambda text: read_path(text).absolute(), help=out)
     parser.add_argument("--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help=dtype)
     parser.add_argument("--force", action="store_true", help=force)
     parser.add_argument("--backend", default="auto", help="backend to run on (default auto)")

@@ -111,7 +111,7 @@ class Screen:
     @on_event.register
     def _on_adjustment(self, event: Adjusted) -> None:
         style = {"change": "yellow", "warning": "yellow"}.get(event.sort, "dim")
-        label = {"change": "changed ", "warning": "warning "}.get(event.sort, "chosen  ")
+        label = {"change": "changed ", "warning": "warning ", "name": "read as "}.get(event.sort, "chosen  ")
         self._print(f"{label} {event.sentence}", style=style)
 
     @on_event.register

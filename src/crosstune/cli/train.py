@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.arguments import Parser, parse_config, print_json
+from crosstune.cli.arguments import Parser, parse_config, print_json, read_path_or_name
 from crosstune.cli.units import duration, size
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, PeerLost, UserError
@@ -24,11 +24,20 @@ EXAMPLES = """examples:
   crosstune train --emulate mps --machine apple-m1-16gb   (check whether this run would work on that Mac)"""
 
 
-def run(words: Sequence[str]) -> int:
+def make_parser() -> Parser:
     parser = Parser("train", description="Fine-tune a model on this machine.", epilog=EXAMPLES)
     parser.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
-    parser.add_argument("--machine", metavar="NAME|FILE", help="with --emulate: the machine to emulate")
-    own, config = parse_config(parser, words)
+    parser.add_argument(
+        "--machine",
+        type=read_path_or_name,
+        metavar="NAME|FILE",
+        help="with --emulate: the machine to emulate",
+    )
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    own, config = parse_config(make_parser(), words)
     if config.emulate is not None:
         return _emulate(config, machine=own.machine, as_json=own.json)
     if own.machine is not None:

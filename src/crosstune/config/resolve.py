@@ -30,6 +30,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     """Return the plan for these facts; raise one ConfigError with all problems."""
     config = _with_stored_quantization(config, facts)
     draft = _choose_backend(config, facts)
+    _mention_names(draft)
     method, quantizer, n_bits = choose_method(draft)
     if method == "llama_pro" and draft["llama_pro_path"]:
         draft.set("model_name", draft["llama_pro_path"], "llama_pro_path names it", kind="choice")
@@ -67,6 +68,15 @@ def resolve(config: Config, facts: Facts) -> Plan:
         estimated_bytes=estimate,
         adjustments=tuple(draft.adjustments),
     )
+
+
+def _mention_names(draft: Draft) -> None:
+    """Record the options that were set under another trainer's name."""
+    for option, name in draft.asked.renamed.items():
+        value = getattr(draft.asked, option)
+        draft.adjustments.append(
+            Adjustment(option=option, asked=value, used=value, reason=f"given as {name}", kind="name")
+        )
 
 
 def _with_stored_quantization(config: Config, facts: Facts) -> Config:

@@ -46,7 +46,7 @@ class Adjusted(Event):
     asked: Any
     used: Any
     reason: str
-    sort: Literal["choice", "change", "warning"]
+    sort: Literal["choice", "change", "warning", "name"]
     """The kind of the adjustment; `kind` is that of the event."""
     sentence: str
 

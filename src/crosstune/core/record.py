@@ -12,6 +12,7 @@ from crosstune.core.atomic_files import clear_leftovers, set_aside, write_text
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, StepMetrics
 from crosstune.core.json_files import finite, read_json, read_jsonl, write_json
+from crosstune.core.secrets import redact_values
 
 RUN_FILES = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "summary.json")
 _KEPT_FOLDERS = ("checkpoints", "adapter", "model")
@@ -179,7 +180,7 @@ class RunRecord:
         self._carried, self._resumes_at = metrics, step
 
     def _open_logs(self, config_yaml: str, plan: Mapping[str, Any]) -> None:
-        write_json(self.folder / "plan.json", plan)
+        write_json(self.folder / "plan.json", redact_values(finite(plan)))
         write_text(self.folder / "config.yaml", config_yaml)
         self._events = (self.folder / "events.jsonl").open("a", encoding="utf-8")
         (self.folder / "metrics.jsonl").touch()
@@ -202,7 +203,8 @@ class RunRecord:
         self._append(self._metrics, metrics)
 
     def on_event(self, event: Event) -> None:
-        self._append(self._events, {"time": time.time(), "kind": event.kind, **event.to_json()})
+        row = {"time": time.time(), "kind": event.kind, **event.to_json()}
+        self._append(self._events, redact_values(finite(row)))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         path = self.folder / "summary.json"
@@ -211,7 +213,7 @@ class RunRecord:
                 self._metrics = self._open_metrics()
             began = self._metrics is not None or self._resumes_at is None or self._carried is not None
             if began or not path.exists():
-                write_json(path, summary)
+                write_json(path, redact_values(finite(summary)))
             for file in (self._metrics, self._events):
                 if file is not None:
                     file.close()

@@ -53,10 +53,13 @@ class Checked:
         raise_all(self.problems)
 
     @contextlib.contextmanager
-    def collecting(self) -> Iterator[None]:
+    def collecting(self, option: str = "") -> Iterator[None]:
+        """Add an error to the problems, with the option that it is about."""
         try:
             yield
         except UserError as error:
+            if option and option not in error.asked:
+                error.asked = f"{error.asked.rstrip('.')} (--{option})."
             self.problems.append(error)
 
 
@@ -69,8 +72,10 @@ def check_request(
     where a path missing here may exist.
     """
     config, checked = plan.config, Checked(problems=unbuilt_parts(plan))
-    for name in filter(None, (config.dataset, config.eval_dataset)):
-        with checked.collecting():
+    for option, name in (("dataset", config.dataset), ("eval_dataset", config.eval_dataset)):
+        if name is None:
+            continue
+        with checked.collecting(option):
             _check_data_name(name, checked, elsewhere=elsewhere)
     if elsewhere:
         checked.not_checked.append("whether the run's name is taken there")
@@ -80,9 +85,9 @@ def check_request(
     if not needs_base_model(config):
         _check_own_model(plan, checked)
         return checked
-    with checked.collecting():
+    with checked.collecting("base_adapter"):
         _check_base_adapter(plan, checked, elsewhere=elsewhere)
-    with checked.collecting():
+    with checked.collecting("llama_pro_path" if config.model_name == config.llama_pro_path else "model_name"):
         _check_local_model(plan, checkpoint, checked, elsewhere=elsewhere)
     return checked
 

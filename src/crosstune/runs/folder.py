@@ -8,8 +8,10 @@ from datetime import datetime
 from pathlib import Path
 
 from crosstune.config.schema import Config
-from crosstune.core.errors import UserError
 from crosstune.planner.gather import needs_base_model
+
+LONGEST_PART = 60
+"""Characters of the model's name in the name of a run."""
 
 
 def run_folder(config: Config, *, taken: Collection[Path] = ()) -> Path:
@@ -20,14 +22,8 @@ def run_folder(config: Config, *, taken: Collection[Path] = ()) -> Path:
     parent = Path(config.output_dir).expanduser()
     if config.name is None:
         what = config.model_name if needs_base_model(config) else config.recipe
-        stem = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(what.rstrip('/')).name}"
+        stem = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(what.rstrip('/')).name[:LONGEST_PART]}"
         names = (stem if number == 1 else f"{stem}-{number}" for number in itertools.count(1))
         folders = (parent / name for name in names)
         return next(folder for folder in folders if not folder.exists() and folder not in taken)
-    name = config.name
-    if not name or Path(name).name != name or name in (".", ".."):
-        raise UserError(
-            f"'{name}' cannot be the name of a run.",
-            do="use a plain folder name; --output_dir sets its parent",
-        )
-    return parent / name
+    return parent / config.name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -21,6 +20,7 @@ from crosstune.core.json_files import read_json
 from crosstune.core.protocols import HasEvaluationData, Recipe
 from crosstune.core.ranks import Group
 from crosstune.core.record import Record, RunRecord, holds_run, move_aside
+from crosstune.core.secrets import redact, redact_command
 from crosstune.distributed.group import (
     check_same_everywhere,
     check_started,
@@ -162,7 +162,7 @@ def _keep_mlx_config(folder: Path, config: Config) -> None:
     copy = folder / resume.MLX_CONFIG_COPY
     source = Path(config.mlx_config).expanduser() if config.mlx_config else copy
     if source.resolve() != copy.resolve():
-        shutil.copyfile(source, copy)
+        copy.write_text(redact(source.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def _start(plan: Plan, checkpoint: Checkpoint | None, identified: Mapping[str, Any]) -> Start | None:
@@ -227,7 +227,7 @@ def describe_run(
     return plan.to_json() | {
         "name": folder.name,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": list(command) if command is not None else None,
+        "command": redact_command(list(command)) if command is not None else None,
         "num_steps": recipe.num_steps(),
         "model": described,
         "data": recipe.describe(),

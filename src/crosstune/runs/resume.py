@@ -108,7 +108,7 @@ def _made(values: Mapping[str, Any], request: Config, *, other: str) -> Config:
     """Make a configuration, whose values come from the request or from `other`."""
     config = make_config(**values)
     sources = {name: request.asked.get(name, other) for name in config.asked}
-    return dataclasses.replace(config, asked=sources)
+    return dataclasses.replace(config, asked=sources, renamed=request.renamed)
 
 
 def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: str) -> dict[str, Any]:

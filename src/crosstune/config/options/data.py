@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from crosstune.config.conditions import EVALUATION, NO_SKIP_EVAL, STREAMED_LOADING, TORCH_ENGINE
-from crosstune.config.option import OnResume, option
+from crosstune.config.option import Holds, OnResume, not_zero, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,12 +14,14 @@ class DataOptions:
         "commands",
         "Training data: a known name, a .json, .jsonl, .csv, .tsv or .parquet file, a folder of such files, or a hub id",
         on_resume=OnResume.DIVIDES_DATA,
+        holds=Holds.PATH,
     )
     eval_dataset: str | None = option(
         None,
         "Evaluation data; unset: the dataset's own held-out split, or else a tenth of its rows, at most eval_samples",
         needs=(EVALUATION,),
         on_resume=OnResume.DIVIDES_DATA,
+        holds=Holds.PATH,
     )
     dataset_format: str = option(
         "auto",
@@ -41,13 +43,16 @@ class DataOptions:
         "Use at most this many training examples; -1 for all",
         aliases=("max_samples",),
         low=-1,
+        high=10**12,
         on_resume=OnResume.DIVIDES_DATA,
+        check=not_zero,
     )
     eval_samples: int = option(
         64,
         "Evaluate on at most this many held-out examples; 0 for none",
         aliases=("test_samples",),
         low=0,
+        high=10**9,
         needs=(NO_SKIP_EVAL,),
         on_resume=OnResume.DIVIDES_DATA,
     )
@@ -62,6 +67,7 @@ class DataOptions:
         "Maximum length of an example in tokens",
         aliases=("max_seq_length",),
         low=2,
+        high=2**24,
         on_resume=OnResume.DIVIDES_DATA,
     )
     truncation: str = option(
@@ -78,6 +84,7 @@ class DataOptions:
         -1,
         "Number of workers that load and quantize weights; -1 to choose automatically",
         low=-1,
+        high=1024,
         needs=(TORCH_ENGINE, STREAMED_LOADING),
         on_resume=OnResume.FREE,
     )
