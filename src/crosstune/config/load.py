@@ -211,8 +211,8 @@ def _convert(option: Option, raw: Any, source: str) -> Any:
             return text in _TRUE
         raise _bad_value(option, raw, source)
     if option.type is str:
-        if isinstance(raw, (list, tuple)) and option.name == "lora_target_modules":
-            return ",".join(str(item) for item in raw)
+        if option.joins_items is not None and isinstance(raw, (dict, list, tuple)):
+            return _join(option, raw, source)
         if isinstance(raw, (dict, list, tuple)):
             raise _bad_value(option, raw, source)
         return str(raw)
@@ -222,6 +222,22 @@ def _convert(option: Option, raw: Any, source: str) -> Any:
         return _exact_int(raw) if option.type is int else _finite_float(raw)
     except ValueError:
         raise _bad_value(option, raw, source) from None
+
+
+def _join(option: Option, raw: Mapping[Any, Any] | Sequence[Any], source: str) -> str:
+    """Write a list as `a,b`, and a mapping or a list of mappings of one item as `a:1,b:2`, as a flag would."""
+    pieces = []
+    for item in raw.items() if isinstance(raw, Mapping) else raw:
+        pair = next(iter(item.items())) if isinstance(item, Mapping) and len(item) == 1 else item
+        if isinstance(pair, tuple) and len(pair) == 2 and option.joins_items:
+            pieces.append(f"{pair[0]}{option.joins_items}{pair[1]}")
+        elif isinstance(pair, (str, int, float)):
+            pieces.append(str(pair))
+        else:
+            raise _bad_value(option, raw, source)
+    if not pieces:
+        raise _bad_value(option, raw, source)
+    return ",".join(pieces)
 
 
 def _exact_int(raw: int | float | str) -> int:

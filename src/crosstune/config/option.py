@@ -51,6 +51,9 @@ class Option:
     needs: tuple[Condition, ...]
     on_resume: OnResume
     unbuilt: Unbuilt | None
+    joins_items: str | None
+    """Set if a file or Python may give a list, which is joined by commas: what to put between the items of a mapping,
+    or an empty string if it takes none."""
     fixed_choices: Choices | None
 
     @property
@@ -72,6 +75,7 @@ def option(
     needs: Sequence[Condition] = (),
     on_resume: OnResume = OnResume.REPORTED,
     unbuilt: Unbuilt | None = None,
+    joins_items: str | None = None,
 ) -> Any:
     """Declare an option as a field of a dataclass.
 
@@ -85,6 +89,7 @@ def option(
         "low": low,
         "high": high,
         "env": env,
+        "joins_items": joins_items,
     }
     facts = {"needs": tuple(needs), "on_resume": on_resume, "unbuilt": unbuilt}
     return field(default=default, metadata=parsing | facts)

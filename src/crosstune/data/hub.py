@@ -24,6 +24,7 @@ class HubPart:
     repo: str
     split: str
     data: Dataset
+    form: str = "auto"
 
     @property
     def name(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -65,19 +66,33 @@ def format_warnings(config: Config, tokenizer: Tokenizer, *, form: str) -> Seque
 
 def _unending(tokenizer: Tokenizer) -> str:
     """Return the last token of an answer if the model does not stop at it, or else an empty string."""
-    if not tokenizer.chat_template:
+    last = _last_token(tokenizer)
+    if last is None or last in tokenizer.stop_ids:
         return ""
+    return tokenizer.decode([last], keep_special=True)
+
+
+def stop_at_template_end(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a tokenizer that stops at the token which ends an answer in its chat template, if that is a special token."""
+    last = _last_token(tokenizer)
+    if last is None or tokenizer.decode([last], keep_special=True) not in tokenizer.special:
+        return tokenizer
+    return replace(tokenizer, stop_ids=tokenizer.stop_ids | {last})
+
+
+def _last_token(tokenizer: Tokenizer) -> int | None:
+    """Return the last token that an answer teaches; None where that cannot be told."""
+    if not tokenizer.chat_template:
+        return None
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good morning"}]
     try:
         example = encode_conversation(turns, tokenizer, index=0, whole=False)
     except (
         UserError
     ):  # the template takes other turns; errors for the rows of the data are reported elsewhere
-        return ""
+        return None
     learned = example.tokens[example.supervised]
-    if not len(learned) or int(learned[-1]) in tokenizer.stop_ids:
-        return ""
-    return tokenizer.decode([int(learned[-1])], keep_special=True)
+    return int(learned[-1]) if len(learned) else None
 
 
 def warnings_of(train: dict[str, Any], *, num_shared: int) -> Sequence[str]:
