@@ -103,14 +103,6 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         ),
         ("duplicates", f"{train['duplicates']:,}"),
     ]
-    rows[1:1] = [
-        (
-            "source",
-            f"{source['name']}: {source['share']:.1%} of an epoch, {source['rows_per_epoch']:,} rows "
-            f"({source['passes_per_epoch']:.2f} times its {source['examples']:,})",
-        )
-        for source in report.get("sources", ())
-    ]
     if "packed_rows" in report:
         rows.append(("packed", f"{report['packed_rows']:,} rows, {report['packed_fill']:.1%} full"))
     if "eval" in report:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from crosstune.core.errors import UserError
 from crosstune.data.columns import Columns
-from crosstune.data.dataset_list import parse_dataset
+from crosstune.data.dataset_list import parse_dataset, unweighted
 from crosstune.data.encode import check_any_answer
 from crosstune.data.formats import has_empty_answer, to_conversation
 from crosstune.data.named_datasets import BUNDLED, DUMMY
@@ -30,7 +30,8 @@ def check_rows(
     At most `limit` rows of each source are read, or all when it is -1. `training` tells the data to train on from that
     to evaluate on.
     """
-    names = [entry.name for entry in parse_dataset(name)]
+    entries = parse_dataset(name) if training else unweighted(name, option="eval_dataset")
+    names = [entry.name for entry in entries]
     local = [one for one in names if _is_here(one) and one not in (*BUNDLED, DUMMY)]
     sources = [open_source(one, needs_training=training) for one in local]
     if training and len(sources) == len(names):

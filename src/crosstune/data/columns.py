@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from crosstune.core.errors import UserError
 from crosstune.core.names import nearest
 from crosstune.data.files import Found
-from crosstune.data.formats import COLUMNS, OPTIONAL_COLUMNS, Row, fitting_formats, known_columns, recognise
+from crosstune.data.formats import COLUMNS, OPTIONAL_COLUMNS, Row, fitting_formats, recognise
 
 if TYPE_CHECKING:
     from crosstune.data.sources import Part
@@ -108,7 +108,8 @@ def rename(row: Row, columns: Columns) -> dict[str, Any]:
 
 def read_part(part: Part, *, asked: str, columns: Columns, source: str) -> tuple[str, Columns] | None:
     """Return the format of a part and the columns to rename; None for a part without rows."""
-    rows = [found.row for found in islice(part.rows(), _ROWS_LOOKED_AT)]
+    # The first row decides, but it may lack an optional column that --columns names.
+    rows = [found.row for found in islice(part.rows(), _ROWS_LOOKED_AT if columns else 1)]
     if not rows:
         return None
     present = {name for row in rows for name in row}
@@ -151,9 +152,16 @@ def _format_of_targets(first: Row, used: Columns, *, source: str) -> str:
             return recognise(first, asked=form, source=source)
     if fitting and all(target in OPTIONAL_COLUMNS for target in used.values()):
         return recognise(first, asked="auto", source=source)
+    needs = [
+        f"{form} needs {' and '.join(column for column in names if column not in first)} too"
+        for form, names in COLUMNS.items()
+        if any(target in names for target in used.values())
+    ]
     raise UserError(
-        f"--columns does not give all columns of a format: {source} has {', '.join(map(str, first))} with it.",
-        do=f"map columns to one of: {known_columns()}",
+        f"--columns does not give all columns of a format: {describe_columns(used)}.",
+        why=f"{'; '.join(needs) or 'no format can be recognised'}. The columns of {source} are then: "
+        f"{', '.join(map(str, first))}.",
+        do="map the missing column too",
     )
 
 

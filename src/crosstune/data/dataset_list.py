@@ -28,12 +28,8 @@ def parse_dataset(text: str) -> list[DatasetEntry]:
     pieces = text.split(",")
     entries: list[DatasetEntry] = []
     while pieces:
-        # The longest name that exists wins; if there is none, the name ends at the first comma.
-        for length in range(len(pieces), 0, -1):
-            entry = _entry(",".join(pieces[:length]))
-            if length == 1 or _exists(entry.name):
-                break
-        entries.append(entry)
+        length = _longest_name(pieces)
+        entries.append(_entry(",".join(pieces[:length])))
         pieces = pieces[length:]
     _check_weights(entries, text)
     return entries
@@ -55,22 +51,37 @@ def join_entries(entries: Sequence[DatasetEntry]) -> str:
     return ",".join(entry.text() for entry in entries)
 
 
+def _longest_name(pieces: Sequence[str]) -> int:
+    """Return the number of pieces that are a path which exists, with or without a weight; 1 if there is none."""
+    for length in range(len(pieces), 1, -1):
+        name = ",".join(pieces[:length]).strip()
+        front, _, end = name.rpartition(":")
+        if _exists(name) or (_exists(front) and _is_number(end)):
+            return length
+    return 1
+
+
 def _entry(text: str) -> DatasetEntry:
     name = text.strip()
-    if _exists(name):
-        return DatasetEntry(name=name)
     front, colon, end = name.rpartition(":")
-    if not colon or not front:
+    if _exists(name) or not colon or not front:
         return DatasetEntry(name=name)
-    try:
+    if _is_number(end):
         weight = float(end)
-    except ValueError:
-        if _exists(front):
-            raise _bad_weight(front, end) from None
-        return DatasetEntry(name=name)  # such as C:\\data\\a.jsonl
-    if not math.isfinite(weight) or weight <= 0:
+        if not math.isfinite(weight) or weight <= 0:
+            raise _bad_weight(front, end)
+        return DatasetEntry(name=front, weight=weight)
+    if _exists(front):
         raise _bad_weight(front, end)
-    return DatasetEntry(name=front, weight=weight)
+    return DatasetEntry(name=name)  # such as C:\\data\\a.jsonl
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _check_weights(entries: Sequence[DatasetEntry], text: str) -> None:
@@ -95,7 +106,12 @@ def _check_weights(entries: Sequence[DatasetEntry], text: str) -> None:
 
 
 def _exists(name: str) -> bool:
-    return bool(name) and (is_known(name) or Path(name).expanduser().exists())
+    if not name or is_known(name):
+        return bool(name)
+    try:
+        return Path(name).expanduser().exists()
+    except OSError:  # a list of several sources may be longer than a path can be
+        return False
 
 
 def _bad_weight(name: str, weight: str) -> UserError:

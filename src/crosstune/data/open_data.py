@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,12 @@ class RunData:
     """What each of several sources gives to an epoch."""
     notes: Sequence[str] = ()
     """How the data was read, where that is not obvious."""
+
+    def identity(self) -> str:
+        """Return the hash of everything that decides the examples, and their weights."""
+        if self.mixture is None:
+            return self.train.identity
+        return hashlib.sha256(f"{self.train.identity} {self.mixture.identity()}".encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,14 +96,15 @@ class DataOpener:
                 sizes=tuple(len(one.train) for one in opened),
                 weights=tuple(entry.weight for entry in entries if entry.weight is not None),
             )
+        described = _describe_sources(sources, opened, mixture) if len(sources) > 1 else []
         return RunData(
             train=join_corpora([one.train for one in opened]),
             without_answer=sum(one.without_answer for one in opened),
             held_out=join_corpora([corpus for corpus, _ in held_out]) if held_out else None,
             held_out_rows=[row for _, rows in held_out for row in rows],
             mixture=mixture,
-            sources=_describe_sources(sources, opened, mixture) if len(sources) > 1 else (),
-            notes=self._notes(sources, opened),
+            sources=described,
+            notes=[*self._notes(sources, opened), *(_shares(described) if mixture is not None else ())],
         )
 
     def _open_dummy(self, sources: Sequence[Source]) -> RunData:
@@ -209,6 +217,14 @@ def _describe_sources(
             "passes_per_epoch": count / size,
         }
         for source, size, count in zip(sources, sizes, counts, strict=True)
+    ]
+
+
+def _shares(described: Sequence[dict[str, Any]]) -> list[str]:
+    return [
+        f"{source['name']}: {source['share']:.1%} of an epoch, {source['rows_per_epoch']:,} rows, "
+        f"which is {source['passes_per_epoch']:.2f} times its {source['examples']:,} examples"
+        for source in described
     ]
 
 

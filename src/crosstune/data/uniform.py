@@ -64,7 +64,9 @@ def renamed_columns(sources: Sequence[Source], asked: Mapping[str, str]) -> list
     for source in sources:
         if source.columns:
             hint = "" if asked else "; --columns chooses others"
-            sentences.append(f"{source.name}: {describe_columns(dict(source.columns))}{hint}")
+            names = [part.name for part in source.parts]
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            sentences.append(f"{names[0]}{more}: {describe_columns(dict(source.columns))}{hint}")
     return list(dict.fromkeys(sentences))
 
 

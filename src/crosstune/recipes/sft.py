@@ -129,7 +129,7 @@ class SftRecipe:
         described: dict[str, Any] = {
             "dataset": self.config.dataset,
             "format": self.train.form,
-            "identity": self.train.identity,
+            "identity": self.data.identity(),
             "context_length": self.train.limit,
             "num_steps": self.num_steps(),
             "train": train,
