@@ -58,7 +58,8 @@ class Checked:
         try:
             yield
         except UserError as error:
-            self.problems.append(error)
+            if all(error.lines() != other.lines() for other in self.problems):
+                self.problems.append(error)
 
 
 def check_request(
