@@ -62,7 +62,7 @@ def test_a_good_run_for_comparison(tmp_path: Path, tiny_model: Path, data: Path)
             "no dataset",
         ),  # before the model is fetched
         ("--dataset {blank}", "is empty"),
-        ("--dataset {columns}", "question, reply"),
+        ("--dataset {columns}", "subject, reply"),
         ("--dataset {data} --context_length 8", "longer than the context of 8 tokens"),
         ("--dataset {silent}", "No token"),
         ("--dataset {torn}", "line 2"),
@@ -87,7 +87,7 @@ def test_a_clear_error_and_no_run_folder(
         "empty": empty,
         "data": data,
         "blank": write_jsonl([], "blank.jsonl"),
-        "columns": write_jsonl([{"question": "a", "reply": "b"}], "columns.jsonl"),
+        "columns": write_jsonl([{"subject": "a", "reply": "b"}], "columns.jsonl"),
         "silent": write_jsonl([{"messages": [{"role": "user", "content": "a"}]}], "silent.jsonl"),
         "torn": torn,
     }
