@@ -101,6 +101,17 @@ def test_a_clear_error_and_no_run_folder(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_context_that_was_lowered_is_said_before_its_error(
+    tmp_path: Path, tiny_model: Path, write_jsonl: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_jsonl([{"prompt": "q", "completion": "word and " * 1500}])
+    flags = ["--model_name", str(tiny_model), "--dataset", str(data), "--context_length", "100000"]
+    assert train(tmp_path, *flags) == 2
+    said = capsys.readouterr().err
+    assert "context_length: 100000 -> 2048" in said
+    assert "raise --context_length" not in said
+
+
 def test_a_folder_without_weights_is_named(tmp_path: Path, tiny_model: Path, data: Path, capsys: Any) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(tiny_model, bare)

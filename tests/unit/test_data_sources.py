@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from crosstune.core.errors import UserError
 from crosstune.data import files
 from crosstune.data.formats import has_empty_answer, recognise, to_conversation
-from crosstune.data.hub import HubPart, _missing
+from crosstune.data.hub import HubPart, _missing, _quiet
 from crosstune.data.named_datasets import known_names
 from crosstune.data.sources import Source, open_source, split_of
 from crosstune.data.uniform import pick_rows, uniform_sources
@@ -174,6 +175,17 @@ def test_the_hub_out_of_reach_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) 
     for name in ("no-such-org/no-such-data", "alpaca"):
         with pytest.raises(UserError, match="cannot be fetched from the hub"):
             open_source(name)
+
+
+def test_retries_of_the_hub_are_not_printed(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("huggingface_hub.utils._http")
+    level = logging.getLogger("huggingface_hub").level
+    with _quiet("huggingface_hub"):
+        logger.warning("Retrying in 1s")
+    assert not caplog.records
+    logger.warning("something else")
+    assert len(caplog.records) == 1
+    assert logging.getLogger("huggingface_hub").level == level
 
 
 def test_errors_of_the_hub_say_what_to_do() -> None:
