@@ -291,6 +291,17 @@ def test_spacing_alone_is_no_match_but_is_said(tmp_path: Path) -> None:
     assert "✕ no match: only spacing differs" in words
 
 
+def test_free_answers_are_shown_without_a_verdict(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    for row in rows:
+        row.get("metrics", {}).pop("exact_match", None)
+    (run / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = render_page(run).words()
+    assert "reference" in words
+    assert not re.search(r"✓ match|no match|Exact matches", words)
+
+
 def test_an_adjustment_in_plan_and_events_is_shown_once(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     adjustment = json.loads((folder / "plan.json").read_text())["adjustments"][0]

@@ -9,6 +9,7 @@ from crosstune.cli.arguments import Parser, parse_config, print_json, read_path_
 from crosstune.cli.units import size
 from crosstune.config.load import environment_of
 from crosstune.config.plan import Plan
+from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import EXIT_DONE, UserError
 
@@ -105,6 +106,11 @@ def _describe_settings(plan: Plan) -> list[str]:
     return found
 
 
+def _demo_hint(config: Config) -> str:
+    is_demo = "dataset" not in config.asked and config.recipe == "sft"
+    return " (the bundled demo data; pass your own with --dataset)" if is_demo else ""
+
+
 def _print_plan(plan: Plan, problems: Sequence[UserError] = (), not_checked: Sequence[str] = ()) -> None:
     from crosstune.planner.gather import needs_base_model
 
@@ -116,7 +122,7 @@ def _print_plan(plan: Plan, problems: Sequence[UserError] = (), not_checked: Seq
         ("machine", plan.machine.name),
         ("backend", f"{plan.backend.name} ({plan.engine} engine), {plan.world_size} x {device}"),
         ("model", config.model_name if plan_needs_base else f"of the recipe {config.recipe}"),
-        ("data", f"{config.dataset}, up to {config.context_length} tokens per row"),
+        ("data", f"{config.dataset}{_demo_hint(config)}, up to {config.context_length} tokens per row"),
         ("method", f"{config.recipe} / {plan.method}{quantized}"),
         ("precision", plan.precision),
         (

@@ -176,6 +176,8 @@ class Screen:
             parts.append(f"{count(train.get('supervised_tokens', 0))} supervised")
             parts.append(f"longest {train.get('longest', 0)}")
         self._print(f"data     {event.data.get('dataset')}: {', '.join(parts)}")
+        for sentence in event.data.get("notes", ()):
+            self._print(f"note     {sentence}")
         for sentence in event.data.get("warnings", ()):
             self._print(f"warning  {sentence}", style="yellow")
         self.num_steps = event.num_steps
@@ -220,9 +222,9 @@ class Screen:
             f"eval     step {event.step}: {'  '.join(parts)}  in {duration(event.seconds)}", style="bold"
         )
         for sample in event.samples[:3]:
-            mark = (
-                "" if not sample["reference"] else ("= " if sample["answer"] == sample["reference"] else "x ")
-            )
+            mark = ""
+            if "exact_match" in metrics and sample["reference"]:  # free text matches no reference exactly
+                mark = "= " if sample["answer"] == sample["reference"] else "x "
             self._print(f"  > {_short(sample['prompt'])}\n  {mark}{_short(sample['answer'])}", style="dim")
 
     @on_event.register

@@ -65,6 +65,9 @@ class Option:
     needs: tuple[Condition, ...]
     on_resume: OnResume
     unbuilt: Unbuilt | None
+    joins_items: str | None
+    """Set if a file or Python may give a list, which is joined by commas: what to put between the items of a mapping,
+    or an empty string if it takes none."""
     fixed_choices: Choices | None
 
     @property
@@ -88,6 +91,7 @@ def option(
     needs: Sequence[Condition] = (),
     on_resume: OnResume = OnResume.REPORTED,
     unbuilt: Unbuilt | None = None,
+    joins_items: str | None = None,
 ) -> Any:
     """Declare an option as a field of a dataclass.
 
@@ -104,6 +108,7 @@ def option(
         "holds": holds,
         "check": check,
         "env": env,
+        "joins_items": joins_items,
     }
     facts = {"needs": tuple(needs), "on_resume": on_resume, "unbuilt": unbuilt}
     return field(default=default, metadata=parsing | facts)

@@ -6,6 +6,7 @@ import datetime
 import math
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,8 @@ def _to_bool(option: Option, raw: Any, source: str) -> bool:
 
 
 def _to_string(option: Option, raw: Any, source: str) -> str:
-    if option.name == "lora_target_modules" and isinstance(raw, (list, tuple)):
-        if not raw or not all(isinstance(item, str) for item in raw):
-            raise _refused(option, raw, source)
-        raw = ",".join(raw)
+    if option.joins_items is not None and isinstance(raw, (dict, list, tuple)):
+        raw = _join(option, raw, source)
     if isinstance(raw, bool):
         word = "true, yes or on" if raw else "false, no or off"
         raise _refused(option, raw, source, do=f"put quotes around the word: YAML reads {word} as a boolean")
@@ -92,6 +91,30 @@ def _to_string(option: Option, raw: Any, source: str) -> str:
     if (wrong := _wrong_text(option, text)) is not None:
         raise _refused(option, text, source, do=wrong)
     return text
+
+
+def _join(option: Option, raw: Mapping[Any, Any] | Sequence[Any], source: str) -> str:
+    """Write a list as `a,b`, and a mapping or a list of mappings of one item as `a:1,b:2`, as a flag would."""
+    pieces = []
+    for item in raw.items() if isinstance(raw, Mapping) else raw:
+        pair = next(iter(item.items())) if isinstance(item, Mapping) and len(item) == 1 else item
+        if isinstance(pair, tuple) and len(pair) == 2 and option.joins_items and _is_plain(*pair):
+            pieces.append(f"{pair[0]}{option.joins_items}{pair[1]}")
+        elif _is_plain(pair):
+            pieces.append(str(pair))
+        else:
+            raise _refused(option, raw, source)
+    if not pieces:
+        raise _refused(option, raw, source)
+    return ",".join(pieces)
+
+
+def _is_plain(*items: Any) -> bool:
+    return all(
+        isinstance(item, (str, float))
+        or (isinstance(item, int) and not isinstance(item, bool) and item.bit_length() <= 64)
+        for item in items
+    )
 
 
 def _wrong_text(option: Option, text: str) -> str | None:

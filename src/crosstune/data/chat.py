@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
+from crosstune.data.formats import NO_LOSS
 from crosstune.data.template import Message, Span, Tools, load_template, render_text
 from crosstune.data.token_batch import Example
 from crosstune.data.tokenizer import Tokenizer
@@ -58,8 +59,8 @@ def render_conversation(
     if whole:
         return Rendered(text=text, spans=[(0, len(text))])
     if tokenizer.chat_template and load_template(tokenizer.chat_template).marks_answers:
-        return Rendered(text=text, spans=marked)
-    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        return Rendered(text=text, spans=_with_loss(messages, marked))
+    places = [place for place, message in enumerate(messages) if _is_answer(message)]
     found = [_locate(messages, place, text, tokenizer, tools) for place in places]
     spans = [span for span in found if span is not None]
     if places and not spans:
@@ -69,6 +70,24 @@ def render_conversation(
             do="pass --train_on_prompt, or mark the answers in the template with {% generation %}",
         )
     return Rendered(text=text, spans=spans, num_unlocated=len(places) - len(spans))
+
+
+def _is_answer(message: Message) -> bool:
+    """Return whether a message is an answer to learn, not one that a prompt quotes."""
+    return message["role"] == "assistant" and not message.get(NO_LOSS)
+
+
+def _with_loss(messages: Sequence[Message], marked: Sequence[Span]) -> Sequence[Span]:
+    """Return the marked spans without those of answers that are part of the prompt."""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if all(map(_is_answer, answers)):
+        return marked
+    if len(marked) != len(answers):
+        raise UserError(
+            "The completion cannot be told from the answers in its prompt.",
+            why=f"the chat template marks {len(marked)} parts for {len(answers)} answers.",
+        )
+    return [span for span, message in zip(marked, answers, strict=True) if _is_answer(message)]
 
 
 def encode_conversation(

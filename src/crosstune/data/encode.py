@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,6 @@ from crosstune.data.formats import (
     TOOLS_COLUMN,
     Row,
     has_empty_answer,
-    recognise,
     to_conversation,
     tools_of,
     turn_keys,
@@ -182,21 +181,6 @@ def _read(source: Source, run: _Pass, *, limit: int, progress: OnProgress | None
         if progress is not None and time.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
             reported = time.monotonic()
             progress(done, total, run.writer.num_examples)
-
-
-def source_format(source: Source, *, asked: str) -> str:
-    """Return the format of a source: as requested, as its name implies, or by the columns of its first row."""
-    first = first_row(source)
-    if asked == "auto" and source.form != "auto":
-        asked = source.form
-    return recognise(first, asked=asked, source=source.name)
-
-
-def first_row(source: Source) -> Row:
-    rows: Iterator[Any] = source.rows()
-    for _, found, _ in rows:
-        return found.row
-    raise UserError(f"The dataset {source.name} is empty.", do="give it at least one row")
 
 
 def _check_characters(text: str) -> None:

@@ -72,6 +72,12 @@ def folder_shape(folder: Path) -> ModelShape | None:
     return _with_parameters(shape, counted)
 
 
+def longest_context(folder: Path) -> int | None:
+    """Return the longest context of the model in a folder; None when config.json does not say."""
+    shape = config_shape(read_config_json(folder)) if (folder / CONFIG).is_file() else None
+    return (shape.max_context or None) if shape is not None else None
+
+
 def config_shape(config: dict[str, Any]) -> ModelShape | None:
     """Return the shape that a config.json describes, with parameters counted as for a Llama model."""
     numbers: dict[str, Any] = config["text_config"] if isinstance(config.get("text_config"), dict) else config

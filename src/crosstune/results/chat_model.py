@@ -12,6 +12,7 @@ from crosstune.core.protocols import Generates
 from crosstune.data.chat import Message, encode_prompt
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.machines.probe import probe_machine
+from crosstune.models.adapter_files import tokenizer_folder
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.planner.gather import make_plan, plan_over_quantized
 from crosstune.results.trained_folder import Trained, find_trained
@@ -87,7 +88,8 @@ def open_chat_model(
         plan = plan_over_quantized(plan, held.spec, folder=model.path)
     session = open_session(plan, model, trained=False)
     assert isinstance(session, Generates), "a causal language model generates"
-    return ChatModel(session=session, tokenizer=Tokenizer.from_folder(model.path))
+    folder = tokenizer_folder(trained.adapter, model.path)
+    return ChatModel(session=session, tokenizer=Tokenizer.from_folder(folder))
 
 
 def _needs_mlx(trained: Trained) -> bool:

@@ -21,7 +21,10 @@ from crosstune.core.events import Observers
 from crosstune.core.machine import Machine
 from crosstune.core.names import load_plugin
 from crosstune.core.record import check_free
+from crosstune.data.chat_templates import read_template
 from crosstune.data.check_rows import is_here
+from crosstune.data.columns import parse_columns
+from crosstune.data.dataset_list import parse_dataset
 from crosstune.data.sources import check_name
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import check_settings, read_settings
@@ -60,7 +63,8 @@ class Checked:
         except UserError as error:
             if option and option not in error.asked:
                 error.asked = f"{error.asked.rstrip('.')} (--{option})."
-            self.problems.append(error)
+            if all(error.lines() != other.lines() for other in self.problems):
+                self.problems.append(error)
 
 
 def check_request(
@@ -76,7 +80,10 @@ def check_request(
         if name is None:
             continue
         with checked.collecting(option):
-            _check_data_name(name, checked, elsewhere=elsewhere)
+            for entry in parse_dataset(name):
+                _check_data_name(entry.name, checked, elsewhere=elsewhere)
+    with checked.collecting():
+        _check_reading(config, checked, elsewhere=elsewhere)
     if elsewhere:
         checked.not_checked.append("whether the run's name is taken there")
     elif folder is not None and not config.overwrite and not _continues(folder, checkpoint):
@@ -157,6 +164,18 @@ def _check_data_name(name: str, checked: Checked, *, elsewhere: bool) -> None:
     check_name(name)
     if not is_here(name):
         checked.not_checked.append(f"the data set {name}, which is fetched from the hub when training starts")
+
+
+def _check_reading(config: Config, checked: Checked, *, elsewhere: bool) -> None:
+    """Check --columns and --chat_template as far as that needs no data."""
+    parse_columns(config.columns)
+    template = config.chat_template
+    if template is None:
+        return
+    if elsewhere and _looks_like_path(template) and not Path(template).expanduser().exists():
+        checked.not_checked.append(f"the chat template {template}, which is not on this machine")
+        return
+    read_template(template)
 
 
 def _check_data(config: Config, checked: Checked) -> None:

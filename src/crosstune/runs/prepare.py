@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -92,7 +93,8 @@ def prepare(asked: Config, folder: Path, group: Group, screen: Observer) -> Read
         if checked.model is None and model is not None:
             check_model(plan, model)
         warnings = check_base_adapter(plan, model) if model is not None else []
-        recipe = open_recipe(plan.config, model, screen)
+        with _showing_changes(plan, screen):
+            recipe = open_recipe(plan.config, model, screen)
     plan = resolve(config, dataclasses.replace(facts, longest_row=recipe.longest_row()))
     recipe.configure(plan.config)
     for adjustment in plan.adjustments:
@@ -121,6 +123,18 @@ def prepare(asked: Config, folder: Path, group: Group, screen: Observer) -> Read
     )
 
 
+@contextlib.contextmanager
+def _showing_changes(plan: Plan, screen: Observer) -> Iterator[None]:
+    """Show what was changed in the request before an error that may come from it."""
+    try:
+        yield
+    except UserError:
+        for adjustment in plan.adjustments:
+            if adjustment.kind == "change":
+                screen.on_event(adjustment.to_event())
+        raise
+
+
 def describe(ready: Ready, *, command: Sequence[str] | None) -> dict[str, Any]:
     described = describe_run(
         ready.plan, folder=ready.folder, model=ready.model, recipe=ready.recipe, command=command
@@ -138,7 +152,7 @@ def begin(ready: Ready, described: Mapping[str, Any], screen: Observer) -> Recor
     if not ready.in_place and holds_run(folder):
         screen.on_event(RunMovedAside(path=str(move_aside(folder))))
     record = _open_record(folder, described, ready.start, config=ready.config, in_place=ready.in_place)
-    _keep_mlx_config(folder, ready.plan.config)
+    _keep_files(folder, ready.plan.config)
     for adjustment in ready.plan.adjustments:
         record.on_event(adjustment.to_event())
     return record
@@ -157,12 +171,13 @@ def _open_record(
     return record
 
 
-def _keep_mlx_config(folder: Path, config: Config) -> None:
-    """Copy the file of --mlx_config into the run, so that the run can continue if the file is moved."""
-    copy = folder / resume.MLX_CONFIG_COPY
-    source = Path(config.mlx_config).expanduser() if config.mlx_config else copy
-    if source.resolve() != copy.resolve():
-        copy.write_text(redact(source.read_text(encoding="utf-8")), encoding="utf-8")
+def _keep_files(folder: Path, config: Config) -> None:
+    """Copy the files that options name into the run, so that it can continue if they are moved."""
+    for option, name in resume.KEPT_FILES.items():
+        source, copy = Path(getattr(config, option) or "").expanduser(), folder / name
+        if source.is_file() and source.resolve() != copy.resolve():
+            text = source.read_text(encoding="utf-8")
+            copy.write_text(redact(text) if option == "mlx_config" else text, encoding="utf-8")
 
 
 def _start(plan: Plan, checkpoint: Checkpoint | None, identified: Mapping[str, Any]) -> Start | None:

@@ -23,9 +23,11 @@ from crosstune.core.json_files import read_json
 from crosstune.core.measured import Measured
 from crosstune.core.protocols import Array, SessionState
 from crosstune.core.record import holds_record
+from crosstune.data.dataset_list import DatasetEntry, join_entries
 from crosstune.runs.folder import run_folder
 
-MLX_CONFIG_COPY = "mlx_config.yaml"
+KEPT_FILES = {"mlx_config": "mlx_config.yaml", "chat_template": "chat_template.jinja"}
+"""Option that may name a file -> the run's copy of it."""
 
 
 def wants_checkpoint(config: Config) -> bool:
@@ -113,17 +115,17 @@ def _made(values: Mapping[str, Any], request: Config, *, other: str) -> Config:
 
 def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: str) -> dict[str, Any]:
     """Return options to keep from the earlier part of a run: the precision it chose on this backend, the optimizer its
-    moments belong to, and the run's copy of a missing --mlx_config file."""
+    moments belong to, and the run's copies of missing files."""
     manifest, kept = checkpoint.manifest, dict[str, Any]()
     if backend in ("auto", manifest["backend"]) and asked.get("precision", "auto") == "auto":
         kept["precision"] = manifest["precision"]
     used = manifest["identity"].get("optimizer")
     if used and asked.get("optimizer", used) != used:
         kept["optimizer"] = used
-    file = asked.get("mlx_config")
-    copy = find_run(checkpoint.folder) / MLX_CONFIG_COPY
-    if file and not Path(file).expanduser().is_file() and copy.is_file():
-        kept["mlx_config"] = str(copy)
+    for option, name in KEPT_FILES.items():
+        file, copy = asked.get(option), find_run(checkpoint.folder) / name
+        if file and not Path(file).expanduser().is_file() and copy.is_file():
+            kept[option] = str(copy)
     return kept
 
 
@@ -154,8 +156,20 @@ def _unpacked(config: Config) -> tuple[Path, dict[str, Any]]:
             )
         path, target = folder, {"backend": str(note["to"])}
     note = read_json(path / NOTE) if path.is_dir() else {}
-    files = {option: str(path / place) for option, place in (note.get("options") or {}).items()}
+    files = {option: _unpacked_value(path, place) for option, place in (note.get("options") or {}).items()}
     return path, files | target
+
+
+def _unpacked_value(run: Path, place: Any) -> str:
+    """Return the value of an option whose file is in the archive; for several data sources, their list."""
+    if isinstance(place, str):
+        return str(run / place)
+    return join_entries(
+        [
+            DatasetEntry(name=str(run / one["file"]) if "file" in one else one["name"], weight=one["weight"])
+            for one in place
+        ]
+    )
 
 
 def _warn_of_older_archive(request: Config, checkpoint: Checkpoint) -> str | None:

@@ -12,9 +12,11 @@ from crosstune.config.option import Holds, OnResume, not_zero, option
 class DataOptions:
     dataset: str = option(
         "commands",
-        "Training data: a known name, a .json, .jsonl, .csv, .tsv or .parquet file, a folder of such files, or a hub id",
+        "Training data: a known name, a .json, .jsonl, .csv, .tsv, .parquet or .txt file, a folder of such files, or a "
+        "hub id; several with commas between them, with weights as in a.jsonl:0.7,b.jsonl:0.3",
         on_resume=OnResume.DIVIDES_DATA,
         holds=Holds.PATH,
+        joins_items=":",
     )
     eval_dataset: str | None = option(
         None,
@@ -22,6 +24,7 @@ class DataOptions:
         needs=(EVALUATION,),
         on_resume=OnResume.DIVIDES_DATA,
         holds=Holds.PATH,
+        joins_items=":",
     )
     dataset_format: str = option(
         "auto",
@@ -38,9 +41,21 @@ class DataOptions:
         ),
         on_resume=OnResume.DIVIDES_DATA,
     )
+    columns: str | None = option(
+        None,
+        "Which columns to read as which, as in query=prompt,reply=completion; unset: by their names",
+        on_resume=OnResume.DIVIDES_DATA,
+        joins_items="=",
+    )
+    chat_template: str | None = option(
+        None,
+        "Chat template instead of the model's own: a Jinja file, or alpaca, chatml, gemma, llama3, mistral, phi3, plain, "
+        "vicuna or zephyr",
+        on_resume=OnResume.DIVIDES_DATA,
+    )
     dataset_samples: int = option(
         -1,
-        "Use at most this many training examples; -1 for all",
+        "Use at most this many training examples of each source; -1 for all",
         aliases=("max_samples",),
         low=-1,
         high=10**12,
@@ -72,8 +87,9 @@ class DataOptions:
     )
     truncation: str = option(
         "error",
-        "What to do with an example longer than context_length: stop with an error, cut its end, or drop it",
-        choices=("error", "cut", "drop"),
+        "What to do with an example longer than context_length: stop with an error, cut its end, drop it, or split it "
+        "(plain texts only; .txt files are split by default)",
+        choices=("error", "cut", "drop", "split"),
         on_resume=OnResume.DIVIDES_DATA,
     )
     packing: bool = option(False, "Pack several examples into one row; attention stays within each example")

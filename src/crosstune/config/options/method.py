@@ -59,6 +59,7 @@ class MethodOptions:
         "that matches full names",
         needs=(ADAPTERS,),
         on_resume=OnResume.ADAPTER,
+        joins_items="",
     )
     use_rslora: bool = option(
         False,
