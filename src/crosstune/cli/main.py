@@ -6,7 +6,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from crosstune.core.errors import EXIT_AT_ONCE, EXIT_DONE, EXIT_USER_MUST_ACT, UserError
+from crosstune.cli.errors import print_error
+from crosstune.cli.streams import lasting_output
+from crosstune.core.errors import EXIT_AT_ONCE, EXIT_DONE, UserError
 from crosstune.core.names import unknown_name
 
 # Subcommand -> its one-line help. The code is in crosstune.cli.<name>, imported on use.
@@ -44,7 +46,11 @@ Run `crosstune COMMAND --help` for details. Exit codes: 0 success, 1 internal er
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
+    with lasting_output():
+        return _main(list(sys.argv[1:] if argv is None else argv))
+
+
+def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(HELP.format(commands="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())))
         return EXIT_DONE
@@ -62,13 +68,8 @@ def _run(command: str, words: list[str]) -> int:
             raise unknown_name("command", command, COMMANDS)
         return int(importlib.import_module(f"crosstune.cli.{command}").run(words))
     except UserError as error:
-        for line in error.lines():
-            print(line if line.startswith("  ") else f"crosstune: {line}", file=sys.stderr)
+        print_error(error.lines())
         return error.exit_code
     except KeyboardInterrupt:
         print("\ncrosstune: stopped.", file=sys.stderr)
         return EXIT_AT_ONCE
-    except BrokenPipeError:
-        # The reader of our output has exited (`crosstune ... | head`), so there is nowhere to print an error.
-        sys.stderr.close()
-        return EXIT_USER_MUST_ACT
