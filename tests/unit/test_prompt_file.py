@@ -10,7 +10,7 @@ import pytest
 from crosstune.core.errors import ConfigError, UserError
 from crosstune.core.sampling import GREEDY, Sampling
 from crosstune.results.conversation import Conversation
-from crosstune.results.prompt_file import open_output, read_prompts, write_row
+from crosstune.results.prompt_file import check_output, open_output, read_prompts, write_row
 
 
 def test_a_text_file_has_a_prompt_per_line(tmp_path: Path) -> None:
@@ -72,13 +72,14 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(UserError, match="Cannot read"):
         read_prompts(tmp_path / "binary.txt")
-    with open_output(tmp_path / "out.jsonl", overwrite=False) as file:
+    with open_output(tmp_path / "out.jsonl") as file:
         write_row(file, {"answer": "ä"})
     with pytest.raises(UserError, match="exists already"):
-        open_output(tmp_path / "out.jsonl", overwrite=False)
+        check_output(tmp_path / "out.jsonl")
+    check_output(tmp_path / "out.jsonl", overwrite=True)
     assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == '{"answer": "ä"}\n'
     with pytest.raises(UserError, match="Cannot write"):
-        open_output(tmp_path / "none" / "out.jsonl", overwrite=True)
+        open_output(tmp_path / "none" / "out.jsonl")
 
 
 def test_a_conversation_is_saved_and_loaded(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from rich.cells import cell_len
 
 from crosstune.cli.ending import ending_lines
 from crosstune.cli.errors import print_error
+from crosstune.cli.fold import fold
 from crosstune.cli.live_line import MIN_BAR, BarLine
-from crosstune.cli.output import Output, fold
+from crosstune.cli.output import Output
 from crosstune.cli.pace import RecentPace
 from crosstune.cli.screen import Screen, open_screen
 from crosstune.cli.units import figure

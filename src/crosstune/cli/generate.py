@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,15 +43,16 @@ def run(words: Sequence[str]) -> int:
     own = parser.parse_args(list(words))
     sampling = read_sampling(own)
     prompts = _read_prompts(own)
-    with contextlib.ExitStack() as stack:
-        file = None
-        if own.output is not None:
-            from crosstune.results.prompt_file import open_output
+    from crosstune.results.prompt_file import check_output, open_output
 
-            file = stack.enter_context(open_output(own.output, overwrite=own.overwrite))
+    if own.output is None:
         chat_model = open_model(own)
-        if file is None and len(prompts) == 1:
+        if len(prompts) == 1:
             return _answer_one(chat_model, prompts[0], own, sampling)
+        return _answer_all(chat_model, prompts, own, sampling, file=None)
+    check_output(own.output, overwrite=own.overwrite)
+    chat_model = open_model(own)  # before the file: a failure leaves none behind
+    with open_output(own.output) as file:
         return _answer_all(chat_model, prompts, own, sampling, file=file)
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from crosstune.cli.errors import print_error
+from crosstune.cli.fold import fold_help
 from crosstune.cli.streams import lasting_output
 from crosstune.core.errors import EXIT_AT_ONCE, EXIT_DONE, UserError
 from crosstune.core.names import unknown_name
@@ -52,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print(HELP.format(commands="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())))
+        commands = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())
+        print(fold_help(HELP.format(commands=commands)))
         return EXIT_DONE
     if words[0] in ("-V", "--version"):
         from crosstune import __version__

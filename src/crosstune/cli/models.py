@@ -16,7 +16,9 @@ def run(words: Sequence[str]) -> int:
         description="List, download and remove models in the cache. CROSSTUNE_CACHE sets the cache folder.",
         epilog="examples:\n  crosstune models list\n  crosstune models get smollm2-135m\n  crosstune models rm smollm2-135m",
     )
-    parser.add_argument("action", choices=("list", "get", "rm"))
+    parser.add_argument(
+        "action", nargs="?", choices=("list", "get", "rm"), default="list", help="what to do (default list)"
+    )
     parser.add_argument("name", nargs="?", help="for get and rm: the model")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     own = parser.parse_args(list(words))

@@ -140,13 +140,14 @@ class Screen:
     def _on_model_progress(self, event: ModelProgress) -> None:
         finished = event.total is not None and event.done >= event.total
         title = f"model    {event.model}: {event.stage}"
-        amount = f"{size(event.done)} of {size(event.total)}" if event.total else size(event.done)
+        partly = f"{size(event.done)} of {size(event.total)}" if event.total else size(event.done)
+        amount = size(event.done) if finished else partly
         self._on_stage(title, done=event.done, total=event.total, amounts=[amount], finished=finished)
 
     @on_event.register
     def _on_tokenizing(self, event: Tokenizing) -> None:
         done, total = event.done_bytes, event.total_bytes
-        amounts = [f"{event.examples:,} examples", f"{size(done)} of {size(total)}"]
+        amounts = [f"{event.examples:,} examples", size(done) + f" of {size(total)}" * (done < total)]
         title = f"tokens   {event.source}"
         # Print nothing for a data set that is read within a second.
         self._on_stage(title, done=done, total=total, amounts=amounts, finished=done >= total, quiet_s=1.0)

@@ -41,3 +41,16 @@ def figure(value: float, *, digits: int = 3) -> str:
         return f"{value:.{digits - 1}e}"
     rounded = round(value, digits - 1 - exponent)
     return f"{rounded:,.{max(0, digits - 1 - exponent)}f}"
+
+
+def ratio(value: float) -> str:
+    """Format a ratio of speeds: 2.8 times, the same, or 1/125, for people who compare two of them."""
+    if value <= 0:
+        return "an unmeasurable part"
+    if 0.95 <= value <= 1.05:
+        return "the speed"
+    return (
+        f"{figure(value, digits=2)} times the speed"
+        if value > 1
+        else f"1/{figure(1 / value, digits=2)} of the speed"
+    )

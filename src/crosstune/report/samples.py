@@ -57,7 +57,9 @@ def collect_samples(run: RunFiles) -> Samples:
     moments = _choose(recorded)
     tables = [dict(_keyed(event["samples"])) for event in moments]
     keys = list(dict.fromkeys(key for table in tables for key in table))
-    rows = [_row(key, tables) for key in keys]
+    # Whether an answer equals the reference says something only where that is what is measured.
+    marked = any("exact_match" in mapping(event.get("metrics")) for event in moments)
+    rows = [_row(key, tables, marked=marked) for key in keys]
     columns = []
     for index, event in enumerate(moments):
         marks = Counter(row.answers[index].mark for row in rows)
@@ -97,14 +99,14 @@ def _title(event: Mapping[str, Any], run: RunFiles) -> str:
     return when if when in ("before", "after") else f"step {evaluation_step(event, run):,.0f}"
 
 
-def _row(key: Key, tables: Sequence[Mapping[Key, Mapping[str, Any]]]) -> SampleRow:
+def _row(key: Key, tables: Sequence[Mapping[Key, Mapping[str, Any]]], *, marked: bool) -> SampleRow:
     reference = next(
         (str(table[key]["reference"]) for table in tables if table.get(key, {}).get("reference")), ""
     )
     answers = []
     for table in tables:
         answer = str(table[key].get("answer", "")) if key in table else None
-        answers.append(_answer(answer, reference))
+        answers.append(_answer(answer, reference if marked else ""))
     return SampleRow(prompt=_cut(key[0]), reference=_cut(reference), answers=answers)
 
 

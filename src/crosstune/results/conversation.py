@@ -9,7 +9,7 @@ from pathlib import Path
 from crosstune.core.errors import UserError
 from crosstune.data.formats import to_conversation
 from crosstune.data.template import Message
-from crosstune.results.prompt_file import open_output, write_row
+from crosstune.results.prompt_file import check_output, open_output, write_row
 
 
 @dataclass(kw_only=True)
@@ -36,7 +36,8 @@ class Conversation:
         """Write the conversation as one row of a data set."""
         if not self.turns:
             raise UserError("There is nothing to save yet.")
-        with open_output(path, overwrite=False, do="name another file") as file:
+        check_output(path, do="name another file")
+        with open_output(path) as file:
             write_row(file, {"messages": self.messages()})
 
     def load(self, path: Path) -> None:

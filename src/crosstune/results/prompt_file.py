@@ -80,14 +80,17 @@ def _system(text: str) -> list[Message]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def open_output(
-    path: Path, *, overwrite: bool, do: str = "name another file, or pass --overwrite to replace it"
-) -> TextIO:
-    """Open a file for answers; raise a UserError with the remedy `do` if it exists and must not be overwritten."""
+def check_output(
+    path: Path, *, overwrite: bool = False, do: str = "name another file, or pass --overwrite to replace it"
+) -> None:
+    """Raise a UserError with the remedy `do` if a file exists and must not be overwritten."""
+    if path.exists() and not overwrite:
+        raise UserError(f"{path} exists already.", do=do)
+
+
+def open_output(path: Path) -> TextIO:
     try:
-        return path.open("w" if overwrite else "x", encoding="utf-8")
-    except FileExistsError:
-        raise UserError(f"{path} exists already.", do=do) from None
+        return path.open("w", encoding="utf-8")
     except OSError as error:
         raise UserError(f"Cannot write {path}.", why=str(error)) from error
 
