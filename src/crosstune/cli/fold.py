@@ -7,8 +7,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from rich.cells import cell_len
-
 NARROWEST_TEXT = 24
 """Columns that the text beside a label needs; on a narrower terminal it continues below the label instead."""
 
@@ -21,7 +19,7 @@ def fold(line: str, width: int) -> list[str]:
 
     Continued parts are aligned with the text after a label (`saved    checkpoint ...`), or indented by two.
     """
-    if cell_len(line) <= width:
+    if _cells(line) <= width:
         return [line]
     start = re.match(r"\s*", line)
     assert start is not None
@@ -36,14 +34,23 @@ def _fill(words: Sequence[str], width: int, *, indent: int) -> list[str]:
     """Put words, each with the spaces before it, on as few lines as they need."""
     lines = [words[0]] if words else [""]
     for word in words[1:]:
-        if cell_len(lines[-1]) + cell_len(word) <= width:
+        if _cells(lines[-1]) + _cells(word) <= width:
             lines[-1] += word
         else:
             bare = word.lstrip()
             # A word that does not fit beside the indentation may fit without it.
-            room = max(0, min(indent, width - cell_len(bare)))
+            room = max(0, min(indent, width - _cells(bare)))
             lines.append(" " * room + bare)
     return lines
+
+
+def _cells(text: str) -> int:
+    """Return the number of columns that a text takes."""
+    if text.isascii():  # most texts: `--help` need not import rich
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
 
 
 def fold_help(text: str) -> str:
