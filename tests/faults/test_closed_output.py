@@ -79,6 +79,30 @@ def test_a_closed_terminal_does_not_end_the_training(tmp_path: Path) -> None:
     check_finished(tmp_path / "run")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+def test_a_full_disk_under_the_result_is_an_error() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "crosstune",
+                "plan",
+                "--backend",
+                "cpu",
+                "--model_name",
+                "tiny-random",
+                "--json",
+            ],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert "Standard output could not be written" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_help_ends_quietly_when_its_reader_does(tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", "-c", f"{sys.executable} -m crosstune train --help | head -1; exit ${{PIPESTATUS[0]}}"],

@@ -47,8 +47,12 @@ Run `crosstune COMMAND --help` for details. Exit codes: 0 success, 1 internal er
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    with lasting_output():
-        return _main(list(sys.argv[1:] if argv is None else argv))
+    try:
+        with lasting_output():
+            return _main(list(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        print_error(error.lines())
+        return error.exit_code
 
 
 def _main(words: list[str]) -> int:
