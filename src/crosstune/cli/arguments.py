@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from crosstune.cli.fold import fold_help
 from crosstune.config.load import load_config
 from crosstune.config.schema import Config
 from crosstune.config.values import wrong_path
@@ -25,6 +26,9 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+
+    def format_help(self) -> str:
+        return fold_help(super().format_help())
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message}", do=f"see: {self.prog} --help")

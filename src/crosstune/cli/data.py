@@ -46,18 +46,19 @@ def run(words: Sequence[str]) -> int:
             do="leave out --recipe",
         )
 
+    from crosstune.cli.output import WARNING, print_line
     from crosstune.cli.screen import Screen
     from crosstune.core.events import Warned
     from crosstune.models.folder import longest_context
     from crosstune.recipes.sft import open_recipe
     from crosstune.runs.open_parts import find_model
 
-    screen = Screen(live=True)
-    model = find_model(config, screen)
-    config, lowered = _within_model(config, longest_context(model.path))
-    for sentence in lowered:
-        screen.on_event(Warned(message=sentence))
-    recipe = open_recipe(config, model_folder=model.path, observer=screen)
+    with Screen(live=True) as screen:
+        model = find_model(config, screen)
+        config, lowered = _within_model(config, longest_context(model.path))
+        for sentence in lowered:
+            screen.on_event(Warned(message=sentence))
+        recipe = open_recipe(config, model_folder=model.path, observer=screen)
     report = recipe.describe()
     colour = sys.stdout.isatty()
     shown = [
@@ -68,7 +69,7 @@ def run(words: Sequence[str]) -> int:
         print_json({**report, "model": model.name, "shown": shown})
         return EXIT_DONE
     for line in report_lines(report):
-        print(line)
+        print_line(line, style=WARNING if line.startswith("warning") else None)
     for number, text in enumerate(shown, start=1):
         print(f"\nexample {number}\n{text}")
     return EXIT_DONE

@@ -51,7 +51,7 @@ def run(words: Sequence[str]) -> int:
     if config.emulate is not None:
         from crosstune.cli.emulated import exit_code, judge, print_verdict
 
-        verdict = judge(config, machine=own.machine)
+        verdict = judge(config, machine=own.machine, as_json=own.json)
         if own.json:
             print_json(_to_json(verdict.plan) | {"emulation": verdict.to_json()})
         else:
@@ -112,6 +112,7 @@ def _demo_hint(config: Config) -> str:
 
 
 def _print_plan(plan: Plan, problems: Sequence[UserError] = (), not_checked: Sequence[str] = ()) -> None:
+    from crosstune.cli.output import ERROR, WARNING, print_line
     from crosstune.planner.gather import needs_base_model
 
     config = plan.config
@@ -139,11 +140,13 @@ def _print_plan(plan: Plan, problems: Sequence[UserError] = (), not_checked: Seq
         have = size(plan.backend.memory_total_bytes)
         rows.append(("memory", f"about {size(plan.estimated_bytes)} for a full step (estimated), of {have}"))
     for name, value in rows:
-        print(f"{name:<12} {value}")
+        print_line(f"{name:<12} {value}")
     for adjustment in plan.adjustments:
         label = {"change": "changed", "warning": "warning", "name": "read as"}.get(adjustment.kind, "chosen")
-        print(f"{label:<12} {adjustment.sentence()}")
+        print_line(
+            f"{label:<12} {adjustment.sentence()}", style=WARNING if label in ("changed", "warning") else None
+        )
     for sentence in not_checked:
-        print(f"{'not checked':<12} {sentence}")
+        print_line(f"{'not checked':<12} {sentence}")
     for problem in problems:
-        print(f"{'cannot train':<12} {problem.asked}")
+        print_line(f"{'cannot train':<12} {problem.asked}", style=ERROR)

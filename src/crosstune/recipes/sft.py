@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -194,7 +194,8 @@ class SftRecipe:
         batches = split_rows(
             list(self.held_out), batch_size=self.config.batch_size, pad_id=self.tokenizer.pad_id
         )
-        result = session.evaluate(batches)
+        num_batches = -(-len(self.held_out) // self.config.batch_size)
+        result = session.evaluate(_reporting(batches, num_batches, observer))
         metrics = {"loss": result.loss, **result.metrics}
         questions = (
             self.questions if self.metric() == "exact_match" else self.questions[: self.config.num_samples]
@@ -276,6 +277,15 @@ def _open_tokenizer(config: Config, model_folder: Path) -> Tokenizer:
         return tokenizer
     template = read_template(config.chat_template, adds_bos=tokenizer.adds_bos)
     return stop_at_template_end(replace(tokenizer, chat_template=template))
+
+
+def _reporting(batches: Iterable[TokenBatch], total: int, observer: Observer) -> Iterator[TokenBatch]:
+    """Pass the batches of an evaluation on, and report about twenty times how many are done."""
+    every = max(1, total // 20)
+    for index, batch in enumerate(batches):
+        if index and index % every == 0:
+            observer.on_event(Evaluating(done=index, total=total, what="batches"))
+        yield batch
 
 
 def _questions(rows: Sequence[tuple[Row, str]], tokenizer: Tokenizer) -> list[Question]:
