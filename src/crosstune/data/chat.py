@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
+from os.path import commonprefix
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
-from crosstune.data.template import Message, Span, Tools, load_template, render_text
+from crosstune.data.template import Message, Tools, load_template, render_text
+from crosstune.data.template_marks import Marks, Span
 from crosstune.data.token_batch import Example
 from crosstune.data.tokenizer import Tokenizer
 
@@ -25,6 +28,11 @@ PLAIN_TEMPLATE = (
     "{% if m.role == 'assistant' %}Assistant: {{ m.content }}{{ eos_token }}\n"
     "{% else %}{{ m.role | capitalize }}: {{ m.content }}\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+# Where a generation prompt opens the reasoning, or skips it. The model is taught both, as in TRL.
+_OPENED_REASONING = re.compile(
+    r"(<(?P<tag>[\w:]*(think|thought|reason)[\w:]*)>|\[(?P<name>\w*THINK\w*)\])\s*"
+    r"((</(?P=tag)>|\[/(?P=name)\])\s*)?$"
 )
 
 
@@ -54,21 +62,21 @@ def render_conversation(
     messages: Sequence[Message], tokenizer: Tokenizer, *, whole: bool, tools: Tools = None
 ) -> Rendered:
     """Render a conversation with the spans of its answers and their end tokens, or with one span if `whole`."""
-    text, marked = _render(messages, tokenizer, add_generation_prompt=False, tools=tools)
+    text, marks = _render(messages, tokenizer, add_generation_prompt=False, tools=tools)
     if whole:
         return Rendered(text=text, spans=[(0, len(text))])
     if tokenizer.chat_template and load_template(tokenizer.chat_template).marks_answers:
-        return Rendered(text=text, spans=marked)
+        return Rendered(text=text, spans=marks.generated)
     places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    found = [_locate(messages, place, text, tokenizer, tools) for place in places]
-    spans = [span for span in found if span is not None]
+    found = [_locate(messages, place, text, marks, tokenizer, tools) for place in places]
+    spans = [span for answer in found for span in answer]
     if places and not spans:
         raise UserError(
             "The answers cannot be found in the text that the chat template renders.",
             why="the template changes the answers or the text around them.",
             do="pass --train_on_prompt, or mark the answers in the template with {% generation %}",
         )
-    return Rendered(text=text, spans=spans, num_unlocated=len(places) - len(spans))
+    return Rendered(text=text, spans=spans, num_unlocated=found.count([]))
 
 
 def encode_conversation(
@@ -122,56 +130,86 @@ def _starts_before(encoding: Encoding, token: int, end: int) -> bool:
 
 def _render(
     messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool, tools: Tools
-) -> tuple[str, list[Span]]:
+) -> tuple[str, Marks]:
     return render_text(
         tokenizer.chat_template or PLAIN_TEMPLATE,
         messages,
         is_ours=not tokenizer.chat_template,
         add_generation_prompt=add_generation_prompt,
-        bos_token=tokenizer.bos_token or "",
-        eos_token=tokenizer.eos_token or "",
         leading_bos=tokenizer.leading_bos,
         # Passed even when None, as in transformers: a template may test them.
         tools=tools,
         documents=None,
+        **tokenizer.named_tokens,
     )
 
 
 def _locate(
-    messages: Sequence[Message], place: int, text: str, tokenizer: Tokenizer, tools: Tools
-) -> Span | None:
-    """Return the span of an answer in the whole text, from the end of its prompt to its end token.
+    messages: Sequence[Message], place: int, text: str, marks: Marks, tokenizer: Tokenizer, tools: Tools
+) -> list[Span]:
+    """Return the spans of an answer: what the template writes for this message, without the header that the prompt
+    already has, up to the end token.
 
-    Both ends are found by rendering the conversation up to that point. Some templates treat earlier turns differently
-    from the last one, for example by removing the reasoning. They are rendered a second time with another answer in its
-    place: the text that stays the same before and after it is not the answer.
+    There is more than one span if the template writes other messages in the midst of it. A template whose text is not
+    marked is rendered a second time with another answer in its place: the text that changes is the answer.
     """
-    prompt = _render_part(messages[:place], tokenizer, add_generation_prompt=True, tools=tools)
-    start, end = len(prompt) if prompt and text.startswith(prompt) else None, None
-    through: str | None = text
-    if place + 1 < len(messages):
-        through = _render_part(messages[: place + 1], tokenizer, add_generation_prompt=False, tools=tools)
-    if start is not None and through and text.startswith(through) and len(through) > start:
-        end = _without_tail(through, start, tokenizer)
-    if start is not None and end is not None and _writes_prompt(tokenizer):
-        return start, end
-    around = _around(messages, place, text, tokenizer, tools)
-    if around is None:
-        return (start, end) if start is not None and end is not None else None
-    before, behind = around
-    if start is None or (text[start:before].strip() and not _writes_prompt(tokenizer)):
-        start = before
-    return start, end if end is not None else _with_end_token(text, behind, tokenizer)
+    if place not in marks.turns:
+        around = _around(messages, place, text, tokenizer, tools)
+        spans = [] if around is None else [(around[0], _with_end_token(text, around[1], tokenizer))]
+    else:
+        (first, end), *others = marks.turns[place]
+        start = first + len(_header(messages, place, text[first:end], tokenizer, tools))
+        spans = [(start, end), *others]
+        spans[-1] = (spans[-1][0], _end_of(text, spans[-1], tokenizer))
+    return [span for span in spans if span[1] > span[0]]
+
+
+def _header(
+    messages: Sequence[Message], place: int, block: str, tokenizer: Tokenizer, tools: Tools
+) -> str:
+    """Return how the text of an answer begins, where that is given to the model by the generation prompt."""
+    usual = _usual_header(tokenizer)
+    if usual and block.startswith(usual):
+        return usual
+    prompt = _prompt(messages[:place], tokenizer, tools)
+    return str(commonprefix([block, prompt])) if prompt else ""
+
+
+@lru_cache(maxsize=8)
+def _usual_header(tokenizer: Tokenizer) -> str:
+    """Return the header of an answer to a single question."""
+    question: list[Message] = [{"role": "user", "content": "Hello"}]
+    prompt = _prompt(question, tokenizer, None)
+    if prompt:
+        return prompt
+    # Without a generation prompt, the template may still name the speaker.
+    placeholder = _placeholder(question)
+    answered = [*question, {"role": "assistant", "content": placeholder}]
+    text, marks = _render_part(answered, tokenizer, add_generation_prompt=False, tools=None)
+    start = marks.turns.get(1, [(len(text), 0)])[0][0]
+    header = text[start:].partition(placeholder)[0]
+    return header if header.strip() and placeholder in text else ""
+
+
+def _prompt(messages: Sequence[Message], tokenizer: Tokenizer, tools: Tools) -> str:
+    """Return the generation prompt after these messages, up to where it opens the reasoning."""
+    asked, marks = _render_part(messages, tokenizer, add_generation_prompt=True, tools=tools)
+    told, _ = _render_part(messages, tokenizer, add_generation_prompt=False, tools=tools)
+    prompt = asked.removeprefix(told) if told and asked.startswith(told) else ""
+    if not prompt and marks.turns:
+        # Either the last message is written differently before a prompt, or what ends that message is the prompt.
+        prompt = asked[marks.end :]
+    return _OPENED_REASONING.sub("", prompt)
 
 
 def _render_part(
     messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool, tools: Tools
-) -> str | None:
-    """Render a part of a conversation; return None when the template refuses it, as it may take whole ones only."""
+) -> tuple[str, Marks]:
+    """Render a part of a conversation; return no text when the template refuses it, as it may take whole ones only."""
     try:
-        return render(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)
+        return _render(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)
     except UserError:
-        return None
+        return "", Marks()
 
 
 def _around(
@@ -183,7 +221,7 @@ def _around(
     # Tool calls are part of an answer, so they are removed too.
     kept = {key: value for key, value in messages[place].items() if key != "tool_calls"}
     changed[place] = {**kept, "content": placeholder}
-    other = _render_part(changed, tokenizer, add_generation_prompt=False, tools=tools)
+    other, _ = _render_part(changed, tokenizer, add_generation_prompt=False, tools=tools)
     before, found, behind = other.partition(placeholder) if other else ("", "", "")
     if not found or placeholder in behind or len(before) + len(behind) > len(text):
         return None
@@ -200,12 +238,17 @@ def _placeholder(messages: Sequence[Message]) -> str:
     raise AssertionError("count() does not end")
 
 
-def _without_tail(text: str, start: int, tokenizer: Tokenizer) -> int:
-    """Return the end of an answer, without white space that the template writes after the end token."""
-    stripped = text.rstrip()
-    if len(stripped) > start and stripped.endswith(_end_tokens(tokenizer)):
-        return len(stripped)
-    return len(text)
+def _end_of(text: str, span: Span, tokenizer: Tokenizer) -> int:
+    """Return the end of an answer, without white space that the template writes after the end token.
+
+    In some templates an answer has no end token, and the model stops at the token that begins the next turn.
+    """
+    start, end = span
+    stripped = text[start:end].rstrip()
+    if stripped.endswith(_end_tokens(tokenizer)):
+        return start + len(stripped)
+    following = next((token for token in _stop_tokens(tokenizer) if text.startswith(token, end)), "")
+    return end + len(following)
 
 
 def _with_end_token(text: str, end: int, tokenizer: Tokenizer) -> int:
@@ -225,8 +268,7 @@ def _end_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=8)
-def _writes_prompt(tokenizer: Tokenizer) -> bool:
-    """Return whether the template writes a generation prompt. Without one it may still name the speaker."""
-    turn = [{"role": "user", "content": "Hello"}]
-    texts = [render(turn, tokenizer, add_generation_prompt=asks) for asks in (False, True)]
-    return texts[0] != texts[1]
+def _stop_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return the texts of the tokens at which the model stops, longest first."""
+    tokens = {tokenizer.decode([token], keep_special=True) for token in tokenizer.stop_ids} - {""}
+    return tuple(sorted(tokens, key=len, reverse=True))

@@ -27,9 +27,11 @@ HIDDEN_COLUMNS: Mapping[str, tuple[str, ...]] = {"guanaco": ("text",)}
 SYSTEM_COLUMNS = ("system", "system_prompt")
 TOOLS_COLUMN = "tools"
 _MORE_COLUMNS: Mapping[str, tuple[str, ...]] = {"alpaca": ("input",), "question_answer": ("context",)}
-_WITHOUT_TURNS = ("text",)
+WITHOUT_TURNS = ("text",)
 ROLES = ("system", "developer", "user", "assistant", "tool")
-TURN_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
+TURN_KEYS = (
+    "tool_calls", "tool_call_id", "tool_plan", "name", "reasoning_content", "reasoning", "thinking"
+)  # fmt: skip
 """Keys of a message besides role and content; the chat template decides how to render them."""
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
@@ -55,7 +57,7 @@ def to_conversation(row: Row, form: str) -> Conversation:
     """Return the messages of a row, or its text for the format without turns. A missing answer is an empty one."""
     _check_media(row, what="It")
     _check_columns(row, form)
-    if form in _WITHOUT_TURNS:
+    if form in WITHOUT_TURNS:
         return _answer(row, "text")
     turns = _turns(row, form)
     column = _system_column(row)
@@ -75,7 +77,7 @@ def tools_of(row: Row) -> list[Any] | None:
 def unused_columns(row: Row, form: str) -> set[str]:
     """Return the non-empty columns that are not read."""
     used = {*_needed(form), *_MORE_COLUMNS.get(form, ())}
-    if form not in _WITHOUT_TURNS:
+    if form not in WITHOUT_TURNS:
         used |= {TOOLS_COLUMN} | ({column} if (column := _system_column(row)) is not None else set())
     return {str(name) for name, value in row.items() if name not in used and value not in (None, "", [])}
 
@@ -139,7 +141,9 @@ def _message(item: Any) -> Turn:
         content = "".join(_text_part(part) for part in content)
     if not isinstance(content, str):
         raise UserError("The content of a message must be text.", why=f"found {_short(content)}")
-    more = {key: _parsed(item[key]) for key in TURN_KEYS if item.get(key) not in (None, "", [])}
+    more = {key: item[key] for key in TURN_KEYS if item.get(key) not in (None, "", [])}
+    if "tool_calls" in more:
+        more["tool_calls"] = _parsed(more["tool_calls"])
     if not isinstance(more.get("tool_calls", []), list):
         raise UserError("tool_calls must be a list.", why=f"found {_short(more['tool_calls'])}")
     return {"role": role, "content": content, **more}
