@@ -160,7 +160,8 @@ def _locate(
         (first, end), *others = marks.turns[place]
         start = first + len(_header(messages, place, text[first:end], tokenizer, tools))
         spans = [(start, end), *others]
-        spans[-1] = (spans[-1][0], _end_of(text, spans[-1], tokenizer))
+        is_last = place + 1 == len(messages)
+        spans[-1] = (spans[-1][0], _end_of(text, spans[-1], tokenizer, is_last=is_last))
     return [span for span in spans if span[1] > span[0]]
 
 
@@ -238,12 +239,15 @@ def _placeholder(messages: Sequence[Message]) -> str:
     raise AssertionError("count() does not end")
 
 
-def _end_of(text: str, span: Span, tokenizer: Tokenizer) -> int:
+def _end_of(text: str, span: Span, tokenizer: Tokenizer, *, is_last: bool) -> int:
     """Return the end of an answer, without white space that the template writes after the end token.
 
-    In some templates an answer has no end token, and the model stops at the token that begins the next turn.
+    In some templates an answer has no end token, and the model stops at the token that begins the next turn. Some write
+    one more end token after the last message.
     """
     start, end = span
+    if is_last and text[end:].strip() in _end_tokens(tokenizer):
+        return len(text.rstrip())
     stripped = text[start:end].rstrip()
     if stripped.endswith(_end_tokens(tokenizer)):
         return start + len(stripped)
