@@ -170,15 +170,15 @@ def _header(
 ) -> str:
     """Return how the text of an answer begins, where that is given to the model by the generation prompt."""
     usual = _usual_header(tokenizer)
-    if usual and block.startswith(usual):
+    if usual is not None and block.startswith(usual):
         return usual
     prompt = _prompt(messages[:place], tokenizer, tools)
     return str(commonprefix([block, prompt])) if prompt else ""
 
 
 @lru_cache(maxsize=8)
-def _usual_header(tokenizer: Tokenizer) -> str:
-    """Return the header of an answer to a single question."""
+def _usual_header(tokenizer: Tokenizer) -> str | None:
+    """Return the header of an answer to a single question, or None if the template takes no such conversation."""
     question: list[Message] = [{"role": "user", "content": "Hello"}]
     prompt = _prompt(question, tokenizer, None)
     if prompt:
@@ -187,9 +187,11 @@ def _usual_header(tokenizer: Tokenizer) -> str:
     placeholder = _placeholder(question)
     answered = [*question, {"role": "assistant", "content": placeholder}]
     text, marks = _render_part(answered, tokenizer, add_generation_prompt=False, tools=None)
-    start = marks.turns.get(1, [(len(text), 0)])[0][0]
-    header = text[start:].partition(placeholder)[0]
-    return header if header.strip() and placeholder in text else ""
+    if 1 not in marks.turns:
+        return None
+    header, found, _ = text[marks.turns[1][0][0] :].partition(placeholder)
+    # White space before the answer is for the model to write.
+    return (header if header.strip() else "") if found else None
 
 
 def _prompt(messages: Sequence[Message], tokenizer: Tokenizer, tools: Tools) -> str:

@@ -60,9 +60,10 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], **variables: Any) -> tuple[str, Marks]:
         """Return the text, and which parts of it are marked or written by which message."""
         shown = [_with_reasoning(message) for message in messages]
-        given = repr((shown, variables.get("tools")))
-        self._budget.start(input_characters=len(given))
-        self._marker.start(shown, given)
+        tools = repr(variables.get("tools"))
+        size = sum(len(str(value)) for message in shown for value in message.values())
+        self._budget.start(input_characters=size + len(tools))
+        self._marker.start(shown, tools)
         pieces = []
         total = 0
         for piece in self._template.generate(messages=shown, **variables):
@@ -141,8 +142,11 @@ def _probe_in_child(source: str) -> None:
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
     """Return a copy of the message with its reasoning under the names that templates read, as in transformers."""
-    reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
-    if reasoning is None:
+    for key in REASONING_KEYS:
+        if message.get(key) is not None:
+            reasoning = message[key]
+            break
+    else:
         return dict(message)
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import Environment, nodes
@@ -16,6 +17,15 @@ Span = tuple[int, int]
 
 # Unicode noncharacters, reserved for internal use; a text that contains some of them gets other ones as marks.
 _FIRST_NONCHARACTER, _NUM_SETS = 0xFDD0, 8
+_TURN, _CLOSE = "_mark_turn", "_mark_close"
+
+
+class _Signs:
+    """The characters that marks are made of."""
+
+    def __init__(self, begin: str, end: str, opening: str, closing: str) -> None:
+        self.begin, self.end, self.opening, self.closing = begin, end, opening, closing
+        self.pattern = re.compile(f"({begin}|{end}|{opening}[0-9]+:[0-9]*{closing})")
 
 
 @dataclass(frozen=True)
@@ -39,82 +49,76 @@ class Marker:
     def __init__(self) -> None:
         self._place_of: dict[int, int] = {}
         self._loops: set[int] = set()
-        self._characters = _characters(0)
+        self._signs = _signs(0)
 
-    def start(self, messages: Sequence[Any], shown: str) -> None:
-        """Prepare for messages, each an object of its own. `shown` is the repr of everything the template gets."""
+    def start(self, messages: Sequence[Mapping[str, Any]], others: str) -> None:
+        """Prepare for messages, each an object of its own. `others` is the repr of what else the template gets."""
         self._place_of = {id(message): place for place, message in enumerate(messages)}
-        self._loops = set()
-        self._characters = _unused_characters(shown)
+        self._loops.clear()
+        self._signs = _signs(0)
+        if _has_noncharacter(messages) or "\\ufd" in others:
+            self._signs = _unused_signs(repr(messages) + others)
 
-    def turn(self, loop: int, item: Any) -> str:
+    def turn(self, item: Any, loop: int) -> str:
         """Return the mark for the start of a loop's body, or nothing if the loop is not over messages."""
         place = self._place_of.get(id(item))
         if place is None:
             return ""
         self._loops.add(loop)
-        return f"{self._characters[2]}{loop}:{place}{self._characters[3]}"
+        return f"{self._signs.opening}{loop}:{place}{self._signs.closing}"
 
-    def close(self, loop: int) -> str:
+    def close(self, _: Any, loop: int) -> str:
         """Return the mark for the end of a loop."""
-        return f"{self._characters[2]}{loop}:{self._characters[3]}" if loop in self._loops else ""
+        return f"{self._signs.opening}{loop}:{self._signs.closing}" if loop in self._loops else ""
 
     def generated(self, text: str) -> str:
-        return f"{self._characters[0]}{text}{self._characters[1]}"
+        return f"{self._signs.begin}{text}{self._signs.end}"
 
     def take(self, marked: str) -> tuple[str, Marks]:
         """Return the text without its marks, and what they say."""
-        begin, end, opening, closing = self._characters
-        reader = _Reader()
-        plain = []
-        for number, piece in enumerate(
-            re.split(f"({begin}|{end}|{opening}[0-9]+:[0-9]*{closing})", marked)
-        ):
+        pieces = self._signs.pattern.split(marked)
+        generated: list[Span] = []
+        turns = _Turns()
+        length, begun = 0, -1
+        for number, piece in enumerate(pieces):
             if number % 2 == 0:
-                reader.read(len(piece))
-                plain.append(piece)
-            elif piece == begin:
-                reader.start = reader.length
-            elif piece == end:
-                reader.end_generated()
+                if piece:
+                    turns.add(length, length + len(piece))
+                    length += len(piece)
+            elif piece == self._signs.begin:
+                begun = length
+            elif piece == self._signs.end:
+                if 0 <= begun < length:
+                    generated.append((begun, length))
+                begun = -1
             else:
-                reader.turn(*piece[1:-1].split(":"))
-        return "".join(plain), Marks(reader.generated, reader.turns)
+                turns.move(*piece[1:-1].split(":"))
+        return "".join(pieces[::2]), Marks(generated, turns.spans)
 
 
-@dataclass
-class _Reader:
-    """The state while the marks are read. Loops can be nested, and text belongs to the message of the innermost."""
+class _Turns:
+    """Assign text to messages. Loops can be nested, and text belongs to the message of the innermost one."""
 
-    length: int = 0
-    start: int | None = None
-    generated: list[Span] = field(default_factory=list)
-    turns: dict[int, list[Span]] = field(default_factory=dict)
-    stack: list[tuple[str, int]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.spans: dict[int, list[Span]] = {}
+        self._stack: list[tuple[str, int]] = []
 
-    def read(self, characters: int) -> None:
-        begun = self.length
-        self.length += characters
-        if not characters or not self.stack:
+    def add(self, start: int, end: int) -> None:
+        if not self._stack:
             return
-        spans = self.turns.setdefault(self.stack[-1][1], [])
-        if spans and spans[-1][1] == begun:
-            begun = spans.pop()[0]
-        spans.append((begun, self.length))
+        spans = self.spans.setdefault(self._stack[-1][1], [])
+        if spans and spans[-1][1] == start:
+            start = spans.pop()[0]
+        spans.append((start, end))
 
-    def end_generated(self) -> None:
-        if self.start is not None and self.length > self.start:
-            self.generated.append((self.start, self.length))
-        self.start = None
-
-    def turn(self, loop: str, place: str) -> None:
-        """Begin an iteration, which ends the loop's last one even if that was left by `continue`."""
-        for depth, (other, _) in enumerate(self.stack):
+    def move(self, loop: str, place: str) -> None:
+        """Begin an iteration, which ends the loop's last one even if that was left by `continue`, or end the loop."""
+        for depth, (other, _) in enumerate(self._stack):
             if other == loop:
-                del self.stack[depth:]
+                del self._stack[depth:]
                 break
         if place:
-            self.stack.append((loop, int(place)))
+            self._stack.append((loop, int(place)))
 
 
 class Generation(Extension):
@@ -136,15 +140,11 @@ class Generation(Extension):
 
     def mark_loops(self, tree: nodes.Template) -> nodes.Template:
         """Return the template with marks at every iteration of its loops."""
-        marked: nodes.Template = _MarkLoops(self).visit(tree)
+        # As filters, since the sandbox examines every call of a function, which takes longer than the mark.
+        self.environment.filters |= {_TURN: self.marker.turn, _CLOSE: self.marker.close}
+        marked: nodes.Template = _MarkLoops().visit(tree)
         marked.set_environment(self.environment)
         return marked
-
-    def _turn(self, loop: int, item: Any) -> str:
-        return self.marker.turn(loop, item)
-
-    def _close(self, loop: int) -> str:
-        return self.marker.close(loop)
 
 
 class _MarkLoops(NodeTransformer):
@@ -153,27 +153,28 @@ class _MarkLoops(NodeTransformer):
     Loops whose text is captured stay as they are: the template could measure, trim or split the marks with the text.
     """
 
-    def __init__(self, extension: Generation) -> None:
-        self.extension = extension
+    def __init__(self) -> None:
         self.num_loops = 0
 
     def visit_For(self, node: nodes.For) -> Any:  # noqa: N802
         item = _item_of(node)
-        self.generic_visit(node)
-        if item is None:
-            return node
+        if item is None or node.find(nodes.Output) is None:
+            return self.generic_visit(node)
         loop = nodes.Const(self.num_loops)
         self.num_loops += 1
-        node.body.insert(0, self._output("_turn", [loop, item], node.lineno))
-        return [node, self._output("_close", [loop], node.lineno)]
-
-    def _output(self, method: str, arguments: list[nodes.Expr], line: int) -> nodes.Node:
-        return nodes.Output([self.extension.call_method(method, arguments)]).set_lineno(line)
+        self.generic_visit(node)
+        node.body.insert(0, _write(item, _TURN, loop, node.lineno))
+        # Of a variable, since jinja would apply the filter to a constant when it compiles.
+        return [node, _write(nodes.Name("messages", "load"), _CLOSE, loop, node.lineno)]
 
     def _keep(self, node: nodes.Node) -> nodes.Node:
         return node
 
     visit_Macro = visit_CallBlock = visit_FilterBlock = visit_AssignBlock = _keep  # noqa: N815
+
+
+def _write(value: nodes.Expr, name: str, loop: nodes.Const, line: int) -> nodes.Node:
+    return nodes.Output([nodes.Filter(value, name, [loop], [], None, None)]).set_lineno(line)
 
 
 def _item_of(loop: nodes.For) -> nodes.Expr | None:
@@ -196,16 +197,23 @@ def _item_of(loop: nodes.For) -> nodes.Expr | None:
     return None
 
 
-def _characters(number: int) -> tuple[str, str, str, str]:
-    first = _FIRST_NONCHARACTER + 4 * number
-    return chr(first), chr(first + 1), chr(first + 2), chr(first + 3)
+@lru_cache(maxsize=None)
+def _signs(number: int) -> _Signs:
+    return _Signs(*(chr(_FIRST_NONCHARACTER + 4 * number + place) for place in range(4)))
 
 
-def _unused_characters(shown: str) -> tuple[str, str, str, str]:
-    """Return four noncharacters that the input does not contain; `repr` writes them as escapes."""
-    if "\\ufd" in shown:
-        for number in range(_NUM_SETS):
-            found = _characters(number)
-            if not any(f"\\u{ord(character):04x}" in shown for character in found):
-                return found
-    return _characters(0)
+def _has_noncharacter(messages: Sequence[Mapping[str, Any]]) -> bool:
+    return any(
+        "\\ufd" in repr(value)
+        for message in messages
+        for value in message.values()
+        if not (isinstance(value, str) and value.isascii())
+    )
+
+
+def _unused_signs(shown: str) -> _Signs:
+    """Return signs that the input does not contain. `repr` writes noncharacters as escapes."""
+    for number in range(_NUM_SETS):
+        if not any(f"\\u{_FIRST_NONCHARACTER + 4 * number + place:04x}" in shown for place in range(4)):
+            return _signs(number)
+    return _signs(0)
