@@ -104,9 +104,12 @@ class Tokenizer:
         found = []
         for encoding in self.rust.encode_batch_fast(list(texts), add_special_tokens=True):
             ids = list(encoding.ids)
-            if bos is not None and self.adds_bos and ids[:2] == [bos, bos]:
+            # The text may have them already.
+            if ids[:2] == [bos, bos]:
                 del ids[0]
-            if eos is not None and ids[-1:] != [eos]:
+            if ids[-2:] == [eos, eos]:
+                del ids[-1]
+            elif eos is not None and ids[-1:] != [eos]:
                 ids.append(eos)
             found.append(ids)
         return found
