@@ -43,9 +43,7 @@ class _SameDay:
 def base(tiny_model: Path) -> Tokenizer:
     made = Tokenizer.from_folder(tiny_model)
     made.rust.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIAL])
-    return replace(
-        made, bos_token="<s>", eos_token="</s>", special=(*made.special, *SPECIAL), other_named=()
-    )
+    return replace(made, bos_token="<s>", eos_token="</s>", special=(*made.special, *SPECIAL), other_named=())
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -128,9 +126,7 @@ def trained(text: str, spans: Any) -> list[tuple[int, str]]:
     return [(start, text[start:end]) for start, end in joined]
 
 
-def test_the_loss_is_where_the_marks_are(
-    base: Tokenizer, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loss_is_where_the_marks_are(base: Tokenizer, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template_utils, "datetime", _SameDay)
     tokenizer = ours(base, name)
     num_equal = 0
@@ -144,6 +140,30 @@ def test_the_loss_is_where_the_marks_are(
             assert trained(text, found.spans) == trained(text, spans), told
             num_equal += 1
     assert num_equal >= 10
+
+
+def table_row(base: Tokenizer, name: str) -> str:
+    """Return the template's row of the table in docs/data.md: what is trained in `A`, an answer, and where the marks
+    have more."""
+    case = CASES[name]
+    question, reply = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+    found = render_conversation([question, reply, question, reply], ours(base, name), whole=False)
+    shown = [_code(found.text[start:end]) for start, end in found.spans]
+    more = [f"{_code(header)} before" for header in case.headers]
+    more += [f"{_code(case.tail)} after"] if case.tail else []
+    if case.stops:
+        more = [f"{_code(case.stops[0])} after the last answer as well"]
+    return f"| {case.title} | {' | '.join(shown)} | {', '.join(more) or 'equal'} |"
+
+
+def _code(text: str) -> str:
+    written = text.replace("\n", "\\n").replace("|", "\\|")
+    return f"`{written}`"
+
+
+def test_the_table_of_the_documentation(base: Tokenizer, name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    assert table_row(base, name) in page.splitlines()
 
 
 def test_the_masks_are_those_of_transformers(
@@ -165,9 +185,10 @@ def test_the_masks_are_those_of_transformers(
     rendered = render_conversation(messages, tokenizer, whole=False)
     encoding = tokenizer.encode(rendered.text)
     assert encoding.ids == marked["input_ids"]
-    assert np.flatnonzero(mask_of(encoding, rendered)).tolist() == np.flatnonzero(
-        marked["assistant_masks"]
-    ).tolist()
+    assert (
+        np.flatnonzero(mask_of(encoding, rendered)).tolist()
+        == np.flatnonzero(marked["assistant_masks"]).tolist()
+    )
 
 
 def test_transformers_renders_the_template_as_it_was_trained(

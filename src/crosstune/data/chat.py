@@ -6,8 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
-from os.path import commonprefix
+from itertools import count, takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,6 +33,8 @@ _OPENED_REASONING = re.compile(
     r"(<(?P<tag>[\w:]*(think|thought|reason)[\w:]*)>|\[(?P<name>\w*THINK\w*)\])\s*"
     r"((</(?P=tag)>|\[/(?P=name)\])\s*)?$"
 )
+
+_QUESTION: Message = {"role": "user", "content": "Hello"}
 
 
 def plain_template(tokenizer: Tokenizer) -> str:
@@ -153,7 +154,7 @@ def _locate(
     There is more than one span if the template writes other messages in the midst of it. A template whose text is not
     marked is rendered a second time with another answer in its place: the text that changes is the answer.
     """
-    if place not in marks.turns:
+    if place not in marks.turns or not _writes_answers(tokenizer):
         around = _around(messages, place, text, tokenizer, tools)
         spans = [] if around is None else [(around[0], _with_end_token(text, around[1], tokenizer))]
     else:
@@ -165,33 +166,44 @@ def _locate(
     return [span for span in spans if span[1] > span[0]]
 
 
-def _header(
-    messages: Sequence[Message], place: int, block: str, tokenizer: Tokenizer, tools: Tools
-) -> str:
+def _header(messages: Sequence[Message], place: int, block: str, tokenizer: Tokenizer, tools: Tools) -> str:
     """Return how the text of an answer begins, where that is given to the model by the generation prompt."""
     usual = _usual_header(tokenizer)
     if usual is not None and block.startswith(usual):
         return usual
     prompt = _prompt(messages[:place], tokenizer, tools)
-    return str(commonprefix([block, prompt])) if prompt else ""
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(block, prompt, strict=False))
+    return block[: sum(1 for _ in same)]
 
 
 @lru_cache(maxsize=8)
 def _usual_header(tokenizer: Tokenizer) -> str | None:
     """Return the header of an answer to a single question, or None if the template takes no such conversation."""
-    question: list[Message] = [{"role": "user", "content": "Hello"}]
-    prompt = _prompt(question, tokenizer, None)
+    prompt = _prompt([_QUESTION], tokenizer, None)
     if prompt:
         return prompt
     # Without a generation prompt, the template may still name the speaker.
-    placeholder = _placeholder(question)
-    answered = [*question, {"role": "assistant", "content": placeholder}]
-    text, marks = _render_part(answered, tokenizer, add_generation_prompt=False, tools=None)
-    if 1 not in marks.turns:
+    text, turn = _probe(tokenizer)
+    if turn is None:
         return None
-    header, found, _ = text[marks.turns[1][0][0] :].partition(placeholder)
+    header, found, _ = text[turn[0] : turn[1]].partition(_placeholder([]))
     # White space before the answer is for the model to write.
     return (header if header.strip() else "") if found else None
+
+
+@lru_cache(maxsize=8)
+def _writes_answers(tokenizer: Tokenizer) -> bool:
+    """Return whether the text of an answer is in what the template writes for it, or the template was not marked."""
+    text, turn = _probe(tokenizer)
+    return turn is None or _placeholder([]) in text[turn[0] : turn[1]]
+
+
+def _probe(tokenizer: Tokenizer) -> tuple[str, Span | None]:
+    """Return the text of a question and an answer, and what of it is written for the answer."""
+    turns: list[Message] = [_QUESTION, {"role": "assistant", "content": _placeholder([])}]
+    text, marks = _render_part(turns, tokenizer, add_generation_prompt=False, tools=None)
+    spans = marks.turns.get(1)
+    return text, (spans[0][0], spans[-1][1]) if spans else None
 
 
 def _prompt(messages: Sequence[Message], tokenizer: Tokenizer, tools: Tools) -> str:

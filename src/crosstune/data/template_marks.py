@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from jinja2 import Environment, nodes
@@ -191,13 +191,14 @@ def _item_of(loop: nodes.For) -> nodes.Expr | None:
     made = {found.name for found in loop.find_all(nodes.Name) if found.ctx == "store"}
     for access in loop.find_all(nodes.Getitem):
         values, index = access.node, access.arg
-        if isinstance(values, nodes.Name) and isinstance(index, nodes.Name) and index.name == name:
-            if values.name not in made:
-                return nodes.Getitem(nodes.Name(values.name, "load"), nodes.Name(name, "load"), "load")
+        if not (isinstance(values, nodes.Name) and isinstance(index, nodes.Name)):
+            continue
+        if index.name == name and values.name not in made:
+            return nodes.Getitem(nodes.Name(values.name, "load"), nodes.Name(name, "load"), "load")
     return None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _signs(number: int) -> _Signs:
     return _Signs(*(chr(_FIRST_NONCHARACTER + 4 * number + place) for place in range(4)))
 

@@ -100,7 +100,9 @@ class Tokenizer:
         The tokenizer adds the BOS token itself: written as text, it would be the beginning, and the first word would
         lose the mark that some tokenizers give to the beginning.
         """
-        bos, eos = (self.rust.token_to_id(text) if text else None for text in (self.bos_token, self.eos_token))
+        bos, eos = (
+            self.rust.token_to_id(text) if text else None for text in (self.bos_token, self.eos_token)
+        )
         found = []
         for encoding in self.rust.encode_batch_fast(list(texts), add_special_tokens=True):
             ids = list(encoding.ids)
