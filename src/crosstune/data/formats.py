@@ -30,7 +30,9 @@ _MORE_COLUMNS: Mapping[str, tuple[str, ...]] = {"alpaca": ("input",), "question_
 OPTIONAL_COLUMNS = ("input", "context", *SYSTEM_COLUMNS, TOOLS_COLUMN)
 WITHOUT_TURNS = ("text",)
 ROLES = ("system", "developer", "user", "assistant", "tool")
-TURN_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
+TURN_KEYS = (
+    "tool_calls", "tool_call_id", "tool_plan", "name", "reasoning_content", "reasoning", "thinking"
+)  # fmt: skip
 """Keys of a message besides role and content; the chat template decides how to render them."""
 
 # Names that other tools give the roles, in any case, -> ours.
@@ -155,7 +157,9 @@ def _message(item: Any) -> Turn:
         content = "".join(_text_part(part) for part in content)
     if not isinstance(content, str):
         raise UserError("The content of a message must be text.", why=f"found {_short(content)}")
-    more = {key: _parsed(item[key]) for key in TURN_KEYS if item.get(key) not in (None, "", [])}
+    more = {key: item[key] for key in TURN_KEYS if item.get(key) not in (None, "", [])}
+    if "tool_calls" in more:
+        more["tool_calls"] = _parsed(more["tool_calls"])
     if not isinstance(more.get("tool_calls", []), list):
         raise UserError("tool_calls must be a list.", why=f"found {_short(more['tool_calls'])}")
     return {"role": role, "content": content, **more}
