@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,9 @@ from crosstune.core.names import nearest
 from crosstune.data.files import SUFFIXES, FilePart, Found, Row, file_part
 from crosstune.data.hub import HELD_OUT_SPLITS, HubPart, open_hub
 from crosstune.data.named_datasets import BUNDLED, DUMMY, HUB_NAMES, RowsPart, known_names
+
+MOST_FILES = 50_000
+"""Files and folders below a folder of data."""
 
 
 class Part(Protocol):
@@ -116,12 +120,25 @@ def _of_splits(name: str, splits: dict[str, HubPart]) -> Source:
     return Source(name=name, parts=(train,), held_out=tuple(held_out[:1]))
 
 
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder; raise a UserError for one that is no folder of data, such as / or a home folder."""
+    num_found = 0
+    for place, folders, names in os.walk(folder):
+        num_found += len(folders) + len(names)
+        if num_found > MOST_FILES:
+            raise UserError(
+                f"The folder {folder} has more than {MOST_FILES:,} files and folders.",
+                do="give a folder with the data files alone, or one file",
+            )
+        yield from (Path(place) / name for name in names)
+
+
 def _open_folder(name: str, folder: Path) -> Source:
     """Open all data files of a folder, sorted by name; those named after a held-out split are held out."""
     files = sorted(
         path
-        for path in folder.rglob("*")
-        if path.is_file() and path.suffix.lower() in SUFFIXES and not _hidden(path, folder)
+        for path in _files_below(folder)
+        if path.suffix.lower() in SUFFIXES and path.is_file() and not _hidden(path, folder)
     )
     if not files:
         raise UserError(
