@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.arguments import Parser, parse_config, print_json
 from crosstune.cli.units import size
 from crosstune.config.load import environment_of
 from crosstune.config.plan import Plan
 from crosstune.core.backend import backend_specs
-from crosstune.core.errors import EXIT_DONE, UserError
+from crosstune.core.errors import EXIT_DONE
+
+if TYPE_CHECKING:
+    from crosstune.runs.check_request import Checked
 
 EXAMPLES = """examples:
   crosstune plan --train_type qlora --model_name meta-llama/Llama-2-7b-hf
@@ -55,23 +58,22 @@ def run(words: Sequence[str]) -> int:
         read_ranks()  # refuses what train refuses
     plan, checked = check_plan(config, machine=load_machine(own.machine) if own.machine else None)
     if own.json:
-        print_json(_to_json(plan, checked.problems, checked.not_checked))
+        print_json(_to_json(plan, checked))
     else:
-        _print_plan(plan, checked.problems, checked.not_checked)
+        _print_plan(plan, checked)
     checked.raise_problems()
     return EXIT_DONE
 
 
-def _to_json(
-    plan: Plan, problems: Sequence[UserError] = (), not_checked: Sequence[str] = ()
-) -> dict[str, Any]:
+def _to_json(plan: Plan, checked: Checked | None = None) -> dict[str, Any]:
     from crosstune.config.check_built import unbuilt_parts
 
     return plan.to_json() | {
         "settings": _settings(plan),
         "not_built": [problem.asked for problem in unbuilt_parts(plan)],
-        "cannot_train": [problem.asked for problem in problems],
-        "not_checked": list(not_checked),
+        "cannot_train": [problem.asked for problem in checked.problems] if checked else [],
+        "not_checked": checked.not_checked if checked else [],
+        "warnings": checked.warnings if checked else [],
     }
 
 
@@ -96,7 +98,7 @@ def _describe_settings(plan: Plan) -> list[str]:
     return found
 
 
-def _print_plan(plan: Plan, problems: Sequence[UserError] = (), not_checked: Sequence[str] = ()) -> None:
+def _print_plan(plan: Plan, checked: Checked | None = None) -> None:
     from crosstune.planner.gather import needs_base_model
 
     config = plan.config
@@ -128,7 +130,11 @@ def _print_plan(plan: Plan, problems: Sequence[UserError] = (), not_checked: Seq
     for adjustment in plan.adjustments:
         label = {"change": "changed", "warning": "warning"}.get(adjustment.kind, "chosen")
         print(f"{label:<12} {adjustment.sentence()}")
-    for sentence in not_checked:
+    if checked is None:
+        return
+    for sentence in checked.warnings:
+        print(f"{'warning':<12} {sentence}")
+    for sentence in checked.not_checked:
         print(f"{'not checked':<12} {sentence}")
-    for problem in problems:
+    for problem in checked.problems:
         print(f"{'cannot train':<12} {problem.asked}")

@@ -10,6 +10,7 @@ from crosstune.core.adapter_init import uniform_by_name
 from crosstune.mlx_engine.quantized import dense_weight, linear_shape
 from crosstune.models.adapter_choice import AdapterSettings, choose_names, short_names
 
+ROUTERS = ("gate", "router")
 HEADS = ("lm_head", "embed_out", "output", "head")
 
 
@@ -108,13 +109,25 @@ def name_targets(model: nn.Module, adapters: dict[str, AdaptedLinear]) -> list[s
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return all linear layers, quantized or not, except the output head, sorted by name."""
+    """Return all linear layers, quantized or not, except the output head and the routers of experts, sorted by name.
+    A router stays as it is: in torch it is no linear layer either."""
+    routed = {name.rpartition(".")[0].rpartition(".")[0] for name in expert_layers(model)}
     found = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, nn.QuantizedLinear)) and not is_head(name)
+        if isinstance(module, (nn.Linear, nn.QuantizedLinear))
+        and not is_head(name)
+        and not (name.rpartition(".")[0] in routed and name.rpartition(".")[2] in ROUTERS)
     }
     return dict(sorted(found.items(), key=lambda item: _natural(item[0])))
+
+
+def expert_layers(model: nn.Module) -> list[str]:
+    """Return the layers that hold the weights of several experts."""
+    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+    kinds = (SwitchLinear, QuantizedSwitchLinear)
+    return sorted((name for name, module in model.named_modules() if isinstance(module, kinds)), key=_natural)
 
 
 def is_head(name: str) -> bool:

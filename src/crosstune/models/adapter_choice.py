@@ -73,6 +73,24 @@ def choose_names(
     return [name for name in linears if name in chosen]
 
 
+def describe_left_out(chosen: Sequence[str], experts: Sequence[str], *, why: str = "") -> list[str]:
+    """Return a warning that names what `all` leaves without an adapter, or nothing if it leaves nothing out."""
+    left = [name for name in experts if name not in chosen]
+    if not left:
+        return []
+    kinds = sorted({name.rpartition(".")[2] for name in chosen})
+    adapted = "attention" if all(_in_attention(name) for name in chosen) else "linear layers"
+    reason = f" ({why})" if why else ""
+    return [
+        f"adapts {adapted} only ({', '.join(kinds)}): {len(left)} expert layers, such as {left[0]}, are left as they "
+        f"are{reason}"
+    ]
+
+
+def _in_attention(name: str) -> bool:
+    return any("attn" in part or "attention" in part for part in name.split("."))
+
+
 def short_names(adapted: Iterable[str], bare: Iterable[str]) -> list[str]:
     """Return PEFT's target_modules: last names such as q_proj, or full names if a last name would also match a layer
     without an adapter."""

@@ -9,8 +9,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from crosstune.core.adapter_init import uniform_by_name
-from crosstune.models.adapter_choice import AdapterSettings, choose_names, short_names
+from crosstune.models.adapter_choice import AdapterSettings, choose_names, describe_left_out, short_names
 from crosstune.torch_engine.bypassed_layers import reads_weight
+from crosstune.torch_engine.experts import expert_weights
 from crosstune.torch_engine.quantized import QuantLinear, dense_weight, weight_device
 
 
@@ -102,6 +103,13 @@ def name_targets(model: nn.Module, adapters: Mapping[str, AdaptedLinear]) -> lis
 def choose_targets(model: nn.Module, targets: str, *, last_layers: int | None = None) -> list[str]:
     names = _linear_names(model)
     return choose_names(names, targets, model=type(model).__name__, last_layers=last_layers)
+
+
+def warn_of_left_out(model: nn.Module, targets: str, *, last_layers: int | None = None) -> list[str]:
+    """Return a warning if `all` does not mean all: weights of experts that get no adapter."""
+    if targets != "all":
+        return []
+    return describe_left_out(choose_targets(model, targets, last_layers=last_layers), expert_weights(model))
 
 
 def _linear_names(model: nn.Module) -> list[str]:

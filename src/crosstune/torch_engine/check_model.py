@@ -7,7 +7,7 @@ from pathlib import Path
 from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.plan import Plan
-from crosstune.torch_engine.adapters import choose_targets
+from crosstune.torch_engine.adapters import choose_targets, warn_of_left_out
 from crosstune.torch_engine.blocks import expand_config
 from crosstune.torch_engine.load import (
     check_layer_shapes,
@@ -21,8 +21,9 @@ from crosstune.torch_engine.prequantized import check_asked, check_plain, read_p
 from crosstune.torch_engine.stream import find_tensors
 
 
-def check_model(folder: Path, *, plan: Plan) -> None:
-    """Raise the errors that loading the model or adding adapters would raise, without reading any weights."""
+def check_model(folder: Path, *, plan: Plan) -> list[str]:
+    """Raise the errors that loading the model or adding adapters would raise, without reading any weights. Return
+    warnings."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -44,4 +45,7 @@ def check_model(folder: Path, *, plan: Plan) -> None:
         check_layer_shapes(model, spec, layers_to_quantize(model, expansion))
     if plan.method in ADAPTER_METHODS:
         last_layers = read_mlx_settings(plan.config.mlx_config).num_layers
-        choose_targets(model, plan.config.lora_target_modules, last_layers=last_layers)
+        targets = plan.config.lora_target_modules
+        choose_targets(model, targets, last_layers=last_layers)
+        return warn_of_left_out(model, targets, last_layers=last_layers)
+    return []
