@@ -88,14 +88,19 @@ def make_experts(tiny_model: Path, model: Path) -> Path:
     return model
 
 
-@pytest.mark.parametrize("train_type", ["llama_pro", "qlora"])
-def test_experts_that_are_stored_otherwise_than_they_are_held(
-    train_type: str, tiny_model: Path, capsys: Captured
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--train_type llama_pro", "llama_pro cannot add blocks to MixtralForCausalLM"),
+        ("--train_type dora --lora_target_modules down_proj", "dora cannot adapt"),
+        ("--train_type qlora --quantization_backend quanto --group_size 48", "Groups of 48 weights"),
+    ],
+)
+def test_requests_that_experts_cannot_meet(
+    words: str, expected: str, tiny_model: Path, capsys: Captured
 ) -> None:
     model = make_experts(tiny_model, Path("experts"))
-    check_same(
-        f"--model_name {model} --train_type {train_type}", "is not supported with a quantized base", capsys
-    )
+    check_same(f"--model_name {model} {words}", expected, capsys)
 
 
 def test_a_row_that_cannot_be_read(write_jsonl: Any, tiny_model: Path, capsys: Captured) -> None:
@@ -160,7 +165,7 @@ def test_one_of_several_torch_processes(
     check_same(f"--model_name {tiny_model}", "This process is rank 1 of 2", capsys)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "mlx"])
+@pytest.mark.parametrize("backend", ["cpu --train_type dora", "mlx"])
 def test_experts_without_an_adapter_are_said_by_plan_and_training(
     backend: str, tiny_model: Path, capsys: Captured
 ) -> None:
@@ -176,5 +181,5 @@ def test_experts_without_an_adapter_are_said_by_plan_and_training(
     shown = capsys.readouterr()
     assert said in shown.out + shown.err
     assert said in json.loads(Path("out/run/summary.json").read_text())["warnings"][0]
-    assert main(["plan", *words, "--lora_target_modules", "q_proj", "--json", "--name", "other"]) == 0
+    assert main(["plan", *words, "--lora_target_modules", "attention", "--json", "--name", "other"]) == 0
     assert json.loads(capsys.readouterr().out)["warnings"] == [], "nobody asked for all"
