@@ -66,7 +66,6 @@ def tiny_of(family: str, folder: Path, vocab: int) -> Path:
             attn_pdrop=0.0,
         ),
         "mixtral": lambda: hf.MixtralConfig(**shared, num_local_experts=4),
-        "granitemoe": lambda: hf.GraniteMoeConfig(**shared, num_local_experts=4),
         "gpt_oss": lambda: hf.GptOssConfig(**shared, head_dim=16, num_local_experts=4),
         "qwen3_moe": lambda: hf.Qwen3MoeConfig(
             **shared, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64

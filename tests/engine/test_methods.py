@@ -268,7 +268,7 @@ def test_blocks_that_cannot_be_spread_evenly_are_refused() -> None:
 
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "phi3", "phi"]
-FAMILIES += ["gpt2", "gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe", "deepseek_v3"]
+FAMILIES += ["gpt2", "gpt_neox", "mixtral", "qwen2_moe"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -287,8 +287,7 @@ def test_every_family_trains_and_its_adapter_loads_in_peft(
     ids = torch.from_numpy(window[0].input_ids).long()
     expected = reference(input_ids=ids, attention_mask=mask, labels=labels).loss.item()
     assert session.evaluate(window).loss == pytest.approx(expected, rel=1e-5)
-    rate = 1e-3 if family == "gpt_oss" else 1e-2  # its gate multiplies by 1 more than the others'
-    losses = [train_step(session, window, lr=rate).loss for _ in range(6)]
+    losses = [train_step(session, window, lr=1e-2).loss for _ in range(6)]
     assert losses[-1] < losses[0]
     loaded = AutoPeftModelForCausalLM.from_pretrained(
         session.save_result(tmp_path), dtype=torch.float32

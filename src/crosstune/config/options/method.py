@@ -46,8 +46,8 @@ class MethodOptions:
     lora_dropout: float = option(0.0, "Dropout on the input of the adapters", low=0, needs=(ADAPTERS,))
     lora_target_modules: str = option(
         "all",
-        "Linear layers that get an adapter: all, default (query and value), a comma-separated list of names, or a regex "
-        "that matches full names",
+        "Layers that get an adapter: all (linear layers and experts), attention, default (query and value), a "
+        "comma-separated list of names, or a regex that matches full names",
         needs=(ADAPTERS,),
         on_resume=OnResume.ADAPTER,
     )
