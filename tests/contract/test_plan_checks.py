@@ -92,6 +92,7 @@ def make_experts(tiny_model: Path, model: Path) -> Path:
     ("words", "expected"),
     [
         ("--train_type llama_pro", "llama_pro cannot add blocks to MixtralForCausalLM"),
+        ("--backend mlx --lora_target_modules down_proj", "MLX cannot adapt the experts"),
         ("--train_type dora --lora_target_modules down_proj", "dora cannot adapt"),
         ("--train_type qlora --quantization_backend quanto --group_size 48", "Groups of 48 weights"),
     ],

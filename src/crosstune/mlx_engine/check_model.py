@@ -7,9 +7,8 @@ from pathlib import Path
 from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.plan import Plan
-from crosstune.mlx_engine.adapters import expert_layers, linear_layers
+from crosstune.mlx_engine.adapters import warn_of_left_out
 from crosstune.mlx_engine.load import check_asked, check_readable, check_window, read_model
-from crosstune.models.adapter_choice import choose_names, describe_left_out
 from crosstune.models.folder import read_config_json
 
 
@@ -21,9 +20,7 @@ def check_model(folder: Path, *, plan: Plan) -> list[str]:
     check_window(config, plan)
     if plan.method in ADAPTER_METHODS:
         model = read_model(folder, config)
-        kind = str(getattr(model, "model_type", "the model"))
         last_layers = read_mlx_settings(plan.config.mlx_config).num_layers
-        targets = plan.config.lora_target_modules
-        chosen = choose_names(list(linear_layers(model)), targets, model=kind, last_layers=last_layers)
-        return describe_left_out(chosen, expert_layers(model)) if targets == "all" else []
+        targets, quantized = plan.config.lora_target_modules, plan.quantizer != "none"
+        return warn_of_left_out(model, targets, quantized=quantized, last_layers=last_layers)
     return []

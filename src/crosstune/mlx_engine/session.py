@@ -44,7 +44,7 @@ from crosstune.mlx_engine.task import (
     Opening,
     WritesModel,
 )
-from crosstune.models.adapter_choice import AdapterSettings, Targets
+from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import save_adapter
 from crosstune.models.mlx_adapters import to_mlx
 
@@ -202,7 +202,7 @@ class MlxSession:
             folder,
             host_weights(self.masters.arrays),
             settings=AdapterSettings.from_config(self.plan.config, method=self.plan.method),
-            targets=Targets(modules=name_targets(self.model, self.adapters)),
+            targets=name_targets(self.model, self.adapters),
             base=opening.folder,
             base_name=opening.base_name,
             record=self.task.base_record() if isinstance(self.task, RecordsBase) else {},
