@@ -219,3 +219,13 @@ def test_an_adapter_trained_by_peft_is_continued(
     after = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
     for name, weight in load_file(tmp_path / "theirs" / "adapter_model.safetensors").items():
         torch.testing.assert_close(after[name], weight, rtol=0, atol=0)
+
+
+def test_an_adapter_on_experts_has_no_form_for_mlx_lm(
+    make_model: Any, data_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_model("mixtral")
+    with_adapter(AutoModelForCausalLM.from_pretrained(folder), seed=1).save_pretrained(tmp_path / "adapter")
+    words = [str(tmp_path / "adapter"), "--to", "mlx", "--original", str(folder)]
+    assert main(["convert", *words]) == 2
+    assert "target_parameters" in capsys.readouterr().err
