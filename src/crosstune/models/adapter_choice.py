@@ -127,7 +127,7 @@ def _named(linears: Sequence[str], targets: str) -> set[str]:
 
 
 def name_for_peft(
-    layers: Iterable[str],
+    layers: Sequence[str],
     stacks: Sequence[str],
     *,
     bare_layers: Sequence[str],
