@@ -384,7 +384,7 @@ def test_targets_select_linear_layers(
 
 def test_a_target_that_matches_nothing_names_what_there_is(backend: str, tiny_model: Path) -> None:
     with pytest.raises(UserError, match="matches no linear layer") as caught:
-        open_session(backend, tiny_model, lora_target_modules="attention")
+        open_session(backend, tiny_model, lora_target_modules="attentive")
     assert "q_proj" in caught.value.do
 
 

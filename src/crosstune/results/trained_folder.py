@@ -14,11 +14,12 @@ from crosstune.core.names import nearest
 from crosstune.core.quantization import QuantSpec, read_spec
 from crosstune.core.record import holds_run
 from crosstune.core.safetensors_header import read_header
+from crosstune.models.adapter_files import canonical_name
 from crosstune.models.bundled import BUNDLED
 from crosstune.models.checksums import check_checksums
 from crosstune.models.quantized_folder import quantization_options
 
-_UNREAD = ("rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "layer_replication")
+_UNREAD = ("rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ class Trained:
             "lora_rank": self.settings["r"],
             "lora_alpha": self.settings["lora_alpha"],
             "use_rslora": bool(self.settings.get("use_rslora")),
-            "lora_target_modules": _targets(self.adapter, self.settings["target_modules"]),
+            "lora_target_modules": _targets(self.adapter, self.settings),
             "precision": self.precision,
         }
         spec = self.quantization if quantized else None
@@ -156,13 +157,19 @@ def _result_of_run(folder: Path) -> Path:
     )
 
 
-def _targets(adapter: Path, written: str | list[str]) -> str:
-    """Return --lora_target_modules for the adapter. PEFT's list may name layers that the model lacks; the option may not."""
+def _targets(adapter: Path, settings: Mapping[str, Any]) -> str:
+    """Return --lora_target_modules for the adapter: its layers and expert stacks by their full names where they can be
+    read. PEFT's list may name layers that the model lacks, and may mean modules alone; the option does not."""
+    written, parameters = settings["target_modules"], settings.get("target_parameters") or ()
     file = adapter / "adapter_model.safetensors"
-    if isinstance(written, str) or not file.is_file():
-        return written if isinstance(written, str) else ",".join(written)
-    layers = {"." + name.partition(".lora_")[0] for name in read_header(file)[0]}
-    return ",".join(word for word in written if any(layer.endswith("." + word) for layer in layers))
+    if not file.is_file():
+        return written if isinstance(written, str) else ",".join([*(written or ()), *parameters])
+    if isinstance(written, str) and not parameters:
+        return written
+    layers = {canonical_name(name, parameters).partition(".lora_")[0] for name in read_header(file)[0]}
+    if parameters:
+        return ",".join(sorted(layers))
+    return ",".join(word for word in written if any(f".{layer}".endswith(f".{word}") for layer in layers))
 
 
 def _check_kind(folder: Path, settings: Mapping[str, Any]) -> None:

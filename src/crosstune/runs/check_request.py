@@ -46,6 +46,8 @@ class Checked:
 
     problems: list[UserError] = field(default_factory=list)
     not_checked: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    """Sentences about the model that change nothing, such as which of its weights get no adapter."""
     model: ModelFolder | None = None
     """The model, if it is on this machine and was checked."""
 
@@ -136,15 +138,16 @@ def check_plan(config: Config, *, machine: Machine | None = None) -> tuple[Plan,
     return plan, checked
 
 
-def check_model(plan: Plan, model: ModelFolder) -> str | None:
-    """Raise if the engine would refuse the model; return why it could not be checked here, or None if it was."""
+def check_model(plan: Plan, model: ModelFolder, checked: Checked) -> None:
+    """Raise if the engine would refuse the model; add its warnings, or why it could not be checked here."""
     missing = [name for name in _READS_MODELS[plan.engine] if importlib.util.find_spec(name) is None]
     if missing:
-        return (
+        checked.not_checked.append(
             f"what kind of model {model.name} is and which layers it has: {missing[0]} is not installed here"
         )
-    importlib.import_module(f"crosstune.{plan.engine}_engine.check_model").check_model(model.path, plan=plan)
-    return None
+        return
+    engine = importlib.import_module(f"crosstune.{plan.engine}_engine.check_model")
+    checked.warnings += engine.check_model(model.path, plan=plan)
 
 
 def check_base_adapter(plan: Plan, model: ModelFolder) -> list[str]:
@@ -219,9 +222,7 @@ def _check_local_model(
     if model is None:
         checked.not_checked.append(f"the model {name}, which is fetched or converted when training starts")
         return
-    left = check_model(plan, model)
-    if left is not None:
-        checked.not_checked.append(left)
+    check_model(plan, model, checked)
     checked.model = model
     check_base_adapter(plan, model)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,10 @@ def load_plainly(folder: Path, precision: Precision, *, device: torch.device, gg
 
 
 @torch.no_grad()
-def replace_weights(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def replace_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """Replace the weights of a loaded model; names it does not have (tied weights) are skipped."""
     state = model.state_dict()
-    for name, tensor in tensors:
+    for name, tensor in tensors.items():
         if name in state:
             state[name].copy_(tensor)
 
