@@ -61,12 +61,22 @@ class Checked:
     def collecting(self, option: str = "") -> Iterator[None]:
         """Add an error to the problems, with the option that it is about."""
         try:
-            yield
+            with naming(option) if option else contextlib.nullcontext():
+                yield
         except UserError as error:
-            if option and option not in error.asked:
-                error.asked = f"{error.asked.rstrip('.')} (--{option})."
             if all(error.lines() != other.lines() for other in self.problems):
                 self.problems.append(error)
+
+
+@contextlib.contextmanager
+def naming(option: str) -> Iterator[None]:
+    """Add the option to an error about its value that does not name it."""
+    try:
+        yield
+    except UserError as error:
+        if option not in error.asked:
+            error.asked = f"{error.asked.rstrip('.')} (--{option})."
+        raise
 
 
 def check_request(
@@ -96,7 +106,7 @@ def check_request(
         return checked
     with checked.collecting("base_adapter"):
         _check_base_adapter(plan, checked, elsewhere=elsewhere)
-    with checked.collecting("llama_pro_path" if config.model_name == config.llama_pro_path else "model_name"):
+    with checked.collecting():
         _check_local_model(plan, checkpoint, checked, elsewhere=elsewhere)
     return checked
 
@@ -213,8 +223,10 @@ def _check_local_model(
     if elsewhere and _looks_like_path(name) and not Path(name).expanduser().exists():
         checked.not_checked.append(f"the model {name}, which is not on this machine")
         return
+    option = "llama_pro_path" if name == plan.config.llama_pro_path else "model_name"
     try:
-        model = find_local(name, cache=cache_override())
+        with naming(option):
+            model = find_local(name, cache=cache_override())
     except UserError:
         if checkpoint is not None:
             return  # the training reports a missing base with the name from the checkpoint
