@@ -1,23 +1,18 @@
-"""Render conversations to text and find the exact character spans of the assistant's answers."""
+"""Render conversations to text and find the exact character spans of the assistant's answers.
+
+This runs in the process of `render_worker`; other modules call `rendering`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
-from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
-from crosstune.data.template import Message, Span, Tools, load_template, render_text
-from crosstune.data.token_batch import Example
-from crosstune.data.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from tokenizers import Encoding
+from crosstune.data.render_types import ChatTokens, Message, Rendered, Span, Tools, template_error
+from crosstune.data.template import FAULTS, ChatTemplate, Refused, load_template
+from crosstune.data.template_limits import OverLimit
 
 # For models without a chat template: each turn on its own line, the end token after each answer.
 PLAIN_TEMPLATE = (
@@ -28,36 +23,26 @@ PLAIN_TEMPLATE = (
 )
 
 
-def plain_template(tokenizer: Tokenizer) -> str:
+def plain_template(*, leading_bos: bool) -> str:
     """Return the plain template for other tools, which do not define `leading_bos`."""
-    return PLAIN_TEMPLATE.replace("{{ leading_bos }}", "{{ bos_token }}" if tokenizer.leading_bos else "")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rendered:
-    """A text and the spans of it that carry loss."""
-
-    text: str
-    spans: Sequence[Span]
-    num_unlocated: int = 0
-    """Number of answers that cannot be found because the template changes them; they carry no loss."""
+    return PLAIN_TEMPLATE.replace("{{ leading_bos }}", "{{ bos_token }}" if leading_bos else "")
 
 
 def render(
-    messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool, tools: Tools = None
+    messages: Sequence[Message], tokenizer: ChatTokens, *, add_generation_prompt: bool, tools: Tools = None
 ) -> str:
     """Return the text of a conversation, in which the model may call `tools`."""
     return _render(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)[0]
 
 
 def render_conversation(
-    messages: Sequence[Message], tokenizer: Tokenizer, *, whole: bool, tools: Tools = None
+    messages: Sequence[Message], tokenizer: ChatTokens, *, whole: bool, tools: Tools = None
 ) -> Rendered:
     """Render a conversation with the spans of its answers and their end tokens, or with one span if `whole`."""
     text, marked = _render(messages, tokenizer, add_generation_prompt=False, tools=tools)
     if whole:
         return Rendered(text=text, spans=[(0, len(text))])
-    if tokenizer.chat_template and load_template(tokenizer.chat_template).marks_answers:
+    if _template(tokenizer).marks_answers:
         return Rendered(text=text, spans=marked)
     places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     found = [_locate(messages, place, text, tokenizer, tools) for place in places]
@@ -71,74 +56,56 @@ def render_conversation(
     return Rendered(text=text, spans=spans, num_unlocated=len(places) - len(spans))
 
 
-def encode_conversation(
-    messages: Sequence[Message], tokenizer: Tokenizer, *, index: int, whole: bool
-) -> Example:
-    """Tokenize a conversation. The assistant's tokens are supervised, including the end token of each answer."""
-    rendered = render_conversation(messages, tokenizer, whole=whole)
-    encoding = tokenizer.encode(rendered.text)
-    return Example(
-        tokens=np.asarray(encoding.ids, dtype=np.int32),
-        supervised=mask_of(encoding, rendered),
-        index=index,
-    )
-
-
-def encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer, *, tools: Tools = None) -> list[int]:
-    """Return the tokens of a conversation with the generation prompt."""
-    return list(tokenizer.encode(render(messages, tokenizer, add_generation_prompt=True, tools=tools)).ids)
-
-
-def mask_of(encoding: Encoding, rendered: Rendered) -> NDArray[np.bool_]:
-    """Return the mask of tokens that have a character inside a span."""
-    if list(rendered.spans) == [(0, len(rendered.text))]:
-        return np.ones(len(encoding.ids), dtype=np.bool_)
-    mask = np.zeros(len(encoding.ids), dtype=np.bool_)
-    for start, end in rendered.spans:
-        first = _token_at(encoding, range(start, end))
-        last = _token_at(encoding, range(end - 1, start - 1, -1))
-        if first is None or last is None:
-            continue
-        # One character can be several tokens, one for each of its bytes.
-        while last + 1 < len(mask) and _starts_before(encoding, last + 1, end):
-            last += 1
-        mask[first : last + 1] = True
-    return mask
-
-
-def _token_at(encoding: Encoding, characters: range) -> int | None:
-    """Return the token of the first of these characters that has one; tokenizers drop some white space."""
-    for character in characters:
-        token = encoding.char_to_token(character)
-        if token is not None:
-            return int(token)
-    return None
-
-
-def _starts_before(encoding: Encoding, token: int, end: int) -> bool:
-    place = encoding.token_to_chars(token)
-    return place is not None and place[0] < end and place[1] > place[0]
+def effective_extras(
+    messages: Sequence[Message], tokenizer: ChatTokens, extras: Sequence[str], *, tools: Tools
+) -> frozenset[str]:
+    """Return those of the extra keys (and `tools`) that change the text which the template renders."""
+    text = render(messages, tokenizer, add_generation_prompt=False, tools=tools) if extras else ""
+    found = set()
+    for extra in extras:
+        without = [{key: value for key, value in turn.items() if key != extra} for turn in messages]
+        fewer = None if extra == "tools" else tools
+        # It may refuse them without the key, such as the answer of a tool that was not called.
+        if text != _render_part(without, tokenizer, add_generation_prompt=False, tools=fewer):
+            found.add(extra)
+    return frozenset(found)
 
 
 def _render(
-    messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool, tools: Tools
+    messages: Sequence[Message], tokenizer: ChatTokens, *, add_generation_prompt: bool, tools: Tools
 ) -> tuple[str, list[Span]]:
-    return render_text(
-        tokenizer.chat_template or PLAIN_TEMPLATE,
-        messages,
-        is_ours=not tokenizer.chat_template,
-        add_generation_prompt=add_generation_prompt,
-        bos_token=tokenizer.bos_token or "",
-        eos_token=tokenizer.eos_token or "",
-        leading_bos=tokenizer.leading_bos,
-        # Passed even when None, as in transformers: a template may test them.
-        tools=tools,
-        documents=None,
-    )
+    template = _template(tokenizer)
+    try:
+        return template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            bos_token=tokenizer.bos_token or "",
+            eos_token=tokenizer.eos_token or "",
+            leading_bos=tokenizer.leading_bos,
+            # Passed even when None, as in transformers: a template may test them.
+            tools=tools,
+            documents=None,
+        )
+    except (*FAULTS, Refused, OverLimit) as error:
+        raise template_error(
+            tokenizer.template_file, "render this conversation", why=_reason(error)
+        ) from error
+
+
+def _template(tokenizer: ChatTokens) -> ChatTemplate:
+    try:
+        return load_template(tokenizer.chat_template or PLAIN_TEMPLATE)
+    except (*FAULTS, OverLimit) as error:
+        raise template_error(tokenizer.template_file, "be read", why=_reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    kind = "" if isinstance(error, (Refused, OverLimit)) else f"{type(error).__name__}: "
+    return f"{kind}{' '.join(str(error).split())[:300]}"
 
 
 def _locate(
-    messages: Sequence[Message], place: int, text: str, tokenizer: Tokenizer, tools: Tools
+    messages: Sequence[Message], place: int, text: str, tokenizer: ChatTokens, tools: Tools
 ) -> Span | None:
     """Return the span of an answer in the whole text, from the end of its prompt to its end token.
 
@@ -165,7 +132,7 @@ def _locate(
 
 
 def _render_part(
-    messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool, tools: Tools
+    messages: Sequence[Message], tokenizer: ChatTokens, *, add_generation_prompt: bool, tools: Tools
 ) -> str | None:
     """Render a part of a conversation; return None when the template refuses it, as it may take whole ones only."""
     try:
@@ -175,7 +142,7 @@ def _render_part(
 
 
 def _around(
-    messages: Sequence[Message], place: int, text: str, tokenizer: Tokenizer, tools: Tools
+    messages: Sequence[Message], place: int, text: str, tokenizer: ChatTokens, tools: Tools
 ) -> Span | None:
     """Return the span of an answer's content: the text that changes when the content is replaced."""
     placeholder = _placeholder(messages)
@@ -200,7 +167,7 @@ def _placeholder(messages: Sequence[Message]) -> str:
     raise AssertionError("count() does not end")
 
 
-def _without_tail(text: str, start: int, tokenizer: Tokenizer) -> int:
+def _without_tail(text: str, start: int, tokenizer: ChatTokens) -> int:
     """Return the end of an answer, without white space that the template writes after the end token."""
     stripped = text.rstrip()
     if len(stripped) > start and stripped.endswith(_end_tokens(tokenizer)):
@@ -208,7 +175,7 @@ def _without_tail(text: str, start: int, tokenizer: Tokenizer) -> int:
     return len(text)
 
 
-def _with_end_token(text: str, end: int, tokenizer: Tokenizer) -> int:
+def _with_end_token(text: str, end: int, tokenizer: ChatTokens) -> int:
     """Return the end of an answer that other turns follow: after its end token, if there is one."""
     skipped = end + len(text[end:]) - len(text[end:].lstrip())
     for token in _end_tokens(tokenizer):
@@ -218,14 +185,14 @@ def _with_end_token(text: str, end: int, tokenizer: Tokenizer) -> int:
 
 
 @lru_cache(maxsize=8)
-def _end_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
+def _end_tokens(tokenizer: ChatTokens) -> tuple[str, ...]:
     """Return the special tokens, longest first, so that none is matched by its own prefix."""
     tokens = {*tokenizer.special, tokenizer.eos_token or ""} - {""}
     return tuple(sorted(tokens, key=len, reverse=True)) or ("\0",)
 
 
 @lru_cache(maxsize=8)
-def _writes_prompt(tokenizer: Tokenizer) -> bool:
+def _writes_prompt(tokenizer: ChatTokens) -> bool:
     """Return whether the template writes a generation prompt. Without one it may still name the speaker."""
     turn = [{"role": "user", "content": "Hello"}]
     texts = [render(turn, tokenizer, add_generation_prompt=asks) for asks in (False, True)]

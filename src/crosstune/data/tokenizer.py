@@ -6,10 +6,12 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crosstune.core.errors import UserError
+from crosstune.data.render_types import ChatTokens
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -31,6 +33,8 @@ class Tokenizer:
     """Whether the tokenizer prepends the BOS token to plain text."""
     digest: str = ""
     """sha256 of tokenizer.json."""
+    template_file: str = ""
+    """The file that holds the chat template."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -65,12 +69,25 @@ class Tokenizer:
             special=tuple(t.content for t in rust.get_added_tokens_decoder().values() if t.special),
             adds_bos=bos is not None and rust.encode("a").ids[:1] == [rust.token_to_id(bos)],
             digest=hashlib.sha256(written).hexdigest(),
+            template_file=str(_template_file(folder)),
         )
 
     @property
     def leading_bos(self) -> str:
         """The BOS token to put before a text that no template rendered, or an empty string."""
         return self.bos_token if self.adds_bos and self.bos_token else ""
+
+    @cached_property
+    def chat_tokens(self) -> ChatTokens:
+        """What rendering a conversation needs."""
+        return ChatTokens(
+            chat_template=self.chat_template,
+            template_file=self.template_file,
+            bos_token=self.bos_token,
+            eos_token=self.eos_token,
+            leading_bos=self.leading_bos,
+            special=self.special,
+        )
 
     def encode(self, text: str) -> Encoding:
         """Return token ids with their offsets. Adds no special tokens, since templates write their own."""
@@ -104,6 +121,11 @@ def _damaged(path: Path, why: str) -> UserError:
 
 def _token_text(entry: Any) -> str | None:
     return entry.get("content") if isinstance(entry, dict) else entry
+
+
+def _template_file(folder: Path) -> Path:
+    file = folder / "chat_template.jinja"
+    return file if file.exists() else folder / "tokenizer_config.json"
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:

@@ -16,7 +16,7 @@ from crosstune.config.schema import Config
 from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing
 from crosstune.core.protocols import Evaluation, Generates, Sample, Session, Task
 from crosstune.data.batches import split_packed, split_rows
-from crosstune.data.chat import encode_prompt, plain_template
+from crosstune.data.chat import plain_template
 from crosstune.data.check_rows import check_rows
 from crosstune.data.corpus import Corpus, open_corpus
 from crosstune.data.dummy import dummy_corpus
@@ -24,6 +24,7 @@ from crosstune.data.formats import to_conversation, tools_of
 from crosstune.data.named_datasets import BUNDLED, DUMMY
 from crosstune.data.packing import PackedOrder
 from crosstune.data.preflight import format_warnings, leave_out_unsupervised, num_shared, warnings_of
+from crosstune.data.rendering import encode_prompt
 from crosstune.data.row_order import RowOrder
 from crosstune.data.sources import Row, Source, open_source
 from crosstune.data.token_batch import TokenBatch
@@ -181,7 +182,9 @@ class SftRecipe:
     def complete_result(self, folder: Path) -> None:
         """Write the plain chat template that the model was trained with, if its tokenizer has none."""
         if self.train.form not in ("text", DUMMY) and not self.tokenizer.chat_template:
-            (folder / CHAT_TEMPLATE).write_text(plain_template(self.tokenizer), encoding="utf-8")
+            (folder / CHAT_TEMPLATE).write_text(
+                plain_template(leading_bos=bool(self.tokenizer.leading_bos)), encoding="utf-8"
+            )
 
     def _answer(self, session: Session, questions: Sequence[Question], observer: Observer) -> list[Sample]:
         samples: list[Sample] = []
