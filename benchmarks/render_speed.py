@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from crosstune.data.chat import render_conversation
-from crosstune.data.encode import Encoder, _Pass, _Place, encode_source
+from crosstune.data.encode import Encoder, RowPlace, _Pass, encode_source
 from crosstune.data.formats import to_conversation
 from crosstune.data.sources import Source, open_source
 from crosstune.data.store import MemoryFiles, StoreWriter
@@ -112,7 +112,7 @@ def encode_here(source: Source, encoder: Encoder, writer: StoreWriter) -> None:
             conversation = to_conversation(found.row, encoder.form)
             assert not isinstance(conversation, str)
             run.take(
-                _Place(part, found.number, index, done_bytes),
+                RowPlace(part, found.number, index, done_bytes),
                 render_conversation(conversation, tokens, whole=False),
             )
         run.flush()

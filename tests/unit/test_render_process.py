@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -197,8 +197,9 @@ def test_an_interrupt_ends_the_rendering_at_once() -> None:
 
 def wait_for_end(pid: int) -> None:
     """Wait for a process that is not our child; a zombie that nobody reads the status of has ended too."""
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.05)
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.05)
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])

@@ -47,27 +47,17 @@ class Encoder:
     form: str
     whole: bool
 
-    def to_request(self, row: Row, *, extras: Callable[[Row, Conversation], Sequence[str]]) -> Request | None:
-        """Return the text of a row, or the conversation to render; None for a row with an empty answer.
-
-        `extras` names the extra keys for which rendering reports whether they change the text.
-        """
-        conversation = to_conversation(row, self.form)
-        if has_empty_answer(conversation):
-            return None
+    def to_request(self, conversation: Conversation, row: Row, *, extras: Sequence[str] = ()) -> Request:
+        """Return the text of a row, or what to render. Rendering reports which of the `extras` change the text."""
         if isinstance(conversation, str):
             text = f"{self.tokenizer.leading_bos}{conversation}{self.tokenizer.eos_token or ''}"
             return Rendered(text=text, spans=[(0, len(text))])
-        return RenderRow.of(
-            conversation,
-            kind="whole" if self.whole else "answers",
-            tools=tools_of(row),
-            extras=extras(row, conversation),
-        )
+        kind = "whole" if self.whole else "answers"
+        return RenderRow.of(conversation, kind=kind, tools=tools_of(row), extras=extras)
 
 
 @dataclass(frozen=True)
-class _Place:
+class RowPlace:
     """Where a row is from."""
 
     part: Part
@@ -97,25 +87,32 @@ class _Pass:
     """Extra key -> the number of rows in which it was tried whether the template renders it."""
     rendered_extras: set[str] = field(default_factory=set)
 
-    def requests(self, source: Source, *, limit: int) -> Iterator[tuple[_Place, Request]]:
+    def requests(self, source: Source, *, limit: int) -> Iterator[tuple[RowPlace, Request]]:
         """Read the rows, or the first `limit` unless that is -1."""
         for part, found, done in source.rows():
             if self.num_rows == limit:
                 return
-            place = _Place(part, found.number, self.num_rows, done)
+            place = RowPlace(part, found.number, self.num_rows, done)
             self.num_rows += 1
             try:
-                request = self.encoder.to_request(found.row, extras=self._extras_to_try)
+                request = self._request(found.row)
             except UserError as error:
                 raise place.error(error) from error
-            if len(self.unused) < _MOST_COLUMNS_NAMED:
-                self.unused |= unused_columns(found.row, self.encoder.form)
-            if request is None:
-                self.num_empty += 1
-            else:
+            if request is not None:
                 yield place, request
 
-    def take(self, place: _Place, rendered: Rendered) -> None:
+    def _request(self, row: Row) -> Request | None:
+        """Return what to render; None for a row with an empty answer."""
+        conversation = to_conversation(row, self.encoder.form)
+        if len(self.unused) < _MOST_COLUMNS_NAMED:
+            self.unused |= unused_columns(row, self.encoder.form)
+        if has_empty_answer(conversation):
+            self.num_empty += 1
+            return None
+        extras = self._extras_to_try(row, conversation)
+        return self.encoder.to_request(conversation, row, extras=extras)
+
+    def take(self, place: RowPlace, rendered: Rendered) -> None:
         _check_characters(rendered.text)
         self.rendered_extras |= rendered.effective_extras
         self.num_unlocated += rendered.num_unlocated
@@ -126,6 +123,8 @@ class _Pass:
 
     def _extras_to_try(self, row: Row, conversation: Conversation) -> list[str]:
         """Return the keys of a conversation besides role and content, unless they are known to be rendered or not."""
+        if isinstance(conversation, str):
+            return []
         extras = turn_keys(conversation) | ({TOOLS_COLUMN} if tools_of(row) else set())
         wanted = [extra for extra in extras - self.rendered_extras if self.num_tried[extra] < _ROWS_TO_TRY]
         self.num_tried.update(wanted)

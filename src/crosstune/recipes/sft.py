@@ -6,6 +6,7 @@ import hashlib
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -265,12 +266,16 @@ class SftRecipe:
         return leave_out_unsupervised(corpus, source=source.name)
 
 
-def check_data(config: Config) -> list[str]:
-    """Raise if a row of the data cannot be read, without tokenizing; return descriptions of what was not checked."""
-    samples = config.dataset_samples
-    left = check_rows(config.dataset, asked_format=config.dataset_format, limit=samples)
+def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
+    """Raise if a row of the data cannot be read, or rendered with the template of the model if that is here; return
+    descriptions of what was not checked. Nothing is tokenized."""
+    tokenizer = Tokenizer.from_folder(model_folder) if model_folder is not None else None
+    check = partial(
+        check_rows, asked_format=config.dataset_format, tokenizer=tokenizer, whole=config.train_on_prompt
+    )
+    left = check(config.dataset, limit=config.dataset_samples)
     if config.eval_dataset and config.eval_samples and not config.skip_eval:
-        left += check_rows(config.eval_dataset, asked_format=config.dataset_format, limit=config.eval_samples)
+        left += check(config.eval_dataset, limit=config.eval_samples)
     if config.dataset not in (*BUNDLED, DUMMY) and config.truncation == "error":
         left.append("whether every example fits the context and has tokens to learn: nothing is tokenized")
     return left

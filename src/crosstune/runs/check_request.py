@@ -160,7 +160,8 @@ def _check_data(config: Config, checked: Checked) -> None:
     if not is_here(config.dataset):
         return
     if hasattr(recipe, "check_data"):
-        checked.not_checked += recipe.check_data(config)
+        folder = checked.model.path if checked.model is not None else None
+        checked.not_checked += recipe.check_data(config, model_folder=folder)
     else:
         checked.not_checked.append(f"the rows of {config.dataset}")
 
