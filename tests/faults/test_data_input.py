@@ -93,8 +93,8 @@ def test_a_template_that_raises_or_loops_is_stopped_by_its_limits(
 @pytest.mark.parametrize(
     ("command", "payload", "limit"),
     [
-        ("data", "([[1] * 1000] * 100000) | sum(start=[])", "s of CPU time"),
-        ("data", "(['a' * 30000000] * 1000) | select | join", "512 MiB of memory"),
+        ("data", "([[messages] * 1000] * 100000) | sum(start=[])", "s of CPU time"),
+        ("data", "([messages[0].content * 10000000] * 1000) | select | join", "512 MiB of memory"),
         ("plan", "'x'.ljust(20000000000)", "512 MiB of memory"),
         ("train", "(5).to_bytes(20000000000, 'big')", "512 MiB of memory"),
         ("generate", "(5).to_bytes(20000000000, 'big')", "512 MiB of memory"),

@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from crosstune.cli.escape_controls import escape_output
 from crosstune.core.errors import EXIT_AT_ONCE, EXIT_DONE, EXIT_USER_MUST_ACT, UserError
 from crosstune.core.names import unknown_name
 
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(command: str, words: list[str]) -> int:
+    escape_output()
     try:
         if command not in COMMANDS:
             raise unknown_name("command", command, COMMANDS)

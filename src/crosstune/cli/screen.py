@@ -7,10 +7,10 @@ import time
 from functools import singledispatchmethod
 from typing import TextIO
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
+from crosstune.cli.console import EscapingConsole
 from crosstune.cli.units import count, duration, size
 from crosstune.core.events import (
     Adjusted,
@@ -60,7 +60,7 @@ class Screen:
         stream: TextIO | None = None,
     ) -> None:
         """With `lines`, print a line per step above the live bar too."""
-        self.console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
+        self.console = EscapingConsole(file=stream or sys.stderr, highlight=False, soft_wrap=True)
         self.live = live and self.console.is_terminal
         self.every = every
         self.verbose = verbose

@@ -114,7 +114,9 @@ def _emulate(config: Config, *, machine: str | None, as_json: bool) -> int:
 
 def _print_ending(summary: dict[str, Any], folder: Path, report: Path | None, screen: Any) -> None:
     if summary.get("already_finished"):
-        screen.console.print(f"already finished: {folder} (raise --num_epochs or --max_steps to continue)")
+        screen.console.print(
+            f"already finished: {folder} (raise --num_epochs or --max_steps to continue)", markup=False
+        )
     rate = f"{summary['tokens_per_s']:,.0f} tok/s" if summary["tokens_per_s"] else "no step"
     lines = [
         f"{summary['status']} {summary['steps']} steps, {summary['tokens']:,} tokens in "
