@@ -47,12 +47,12 @@ WORDS = [
     "{x:",
     "1}",
 ]
-REPEATS = 3
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3, help="the best of these counts (default 3)")
     parser.add_argument("--model", type=Path, help="a folder with a tokenizer and a chat template")
     own = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -62,12 +62,12 @@ def main() -> None:
         source = open_source(str(rows))
         ways = {"in this process": encode_here, "in the worker": encode_apart}
         seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(REPEATS):
+        for _ in range(own.repeats):
             for name, encode in ways.items():
                 seconds[name].append(measure(encode, source, encoder))
     best = {name: min(times) for name, times in seconds.items()}
     for name, time_s in best.items():
-        print(f"{name:<16} {own.megabytes / time_s:6.2f} MB/s  (best of {REPEATS}: {time_s:.2f} s)")
+        print(f"{name:<16} {own.megabytes / time_s:6.2f} MB/s  (best of {own.repeats}: {time_s:.2f} s)")
     here, apart = best.values()
     print(f"ratio            {here / apart:.3f}")
     print(f"on {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
