@@ -41,13 +41,17 @@ def check_same(words: str, expected: str, capsys: Captured) -> None:
     [
         ("--dataset nowhere.jsonl", "There is no dataset 'nowhere.jsonl'"),
         ("--eval_dataset nowhere.jsonl", "There is no dataset 'nowhere.jsonl'"),
+        ("--dataset commands:0,alpaca:1", "The weight of commands in --dataset cannot be '0'"),
+        ("--dataset commands,nowhere.jsonl", "There is no dataset 'nowhere.jsonl'"),
+        ("--columns query=promt", "cannot map query to 'promt'"),
+        ("--chat_template chatlm", "There is no chat template 'chatlm'"),
         ("--model_name ./nowhere", "There is no folder"),
         ("--model_name smollm", "Unknown model 'smollm'"),
         ("--lora_target_modules nothing_like_it", "matches no linear layer"),
         ("--train_type llama_pro --num_new_blocks 7", "cannot be spread evenly"),
         ("--train_type qlora --quantization_backend quanto --group_size 48", "Groups of 48 weights"),
         ("--base_adapter nowhere", "nowhere"),
-        ("--name a/b", "cannot be the name of a run"),
+        ("--name a/b", "name cannot be 'a/b'"),
         ("--use_activation_cpu_offload", "Not built yet"),
         ("--resume nowhere", "nowhere"),
     ],
@@ -64,6 +68,43 @@ def test_a_model_of_another_kind(tiny_model: Path, capsys: Captured) -> None:
     config = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 32}
     (model / "config.json").write_text(json.dumps(config))
     check_same(f"--model_name {model}", "transformers cannot load the model", capsys)
+
+
+def drop_tensor(weights: dict[str, Any], config: dict[str, Any]) -> None:
+    del weights["model.layers.1.mlp.up_proj.weight"]
+
+
+def cut_tensor(weights: dict[str, Any], config: dict[str, Any]) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    weights[name] = weights[name][:-1].copy()
+
+
+def claim_gptq(weights: dict[str, Any], config: dict[str, Any]) -> None:
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [(drop_tensor, "up_proj"), (cut_tensor, "k_proj"), (claim_gptq, "gptq")],
+)
+@pytest.mark.parametrize(
+    "words",
+    ["--train_type lora", "--train_type full", "--train_type qlora", "--backend mlx --train_type full"],
+)
+def test_weights_that_do_not_fit_their_configuration(
+    change: Any, expected: str, words: str, tiny_model: Path, capsys: Captured
+) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    model = shutil.copytree(tiny_model, Path("changed"))
+    weights, config = load_file(model / "model.safetensors"), json.loads((model / "config.json").read_text())
+    change(weights, config)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    (model / "config.json").write_text(json.dumps(config))
+    by_plan, by_train = refusals(
+        f"--backend cpu --max_steps 1 --output_dir out {words} --model_name {model}", capsys
+    )
+    assert expected in by_plan.lower() and by_plan in by_train
 
 
 @pytest.mark.parametrize("train_type", ["llama_pro", "qlora"])

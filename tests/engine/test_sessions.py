@@ -13,6 +13,7 @@ from support import find_nonfinite, train_step
 from crosstune.config.load import make_config
 from crosstune.core.errors import NonFiniteError, UserError
 from crosstune.core.protocols import Session, SessionState
+from crosstune.core.sampling import Sampling
 from crosstune.core.scaling import LossScale
 from crosstune.data.batches import pack_rows, pad_rows, split_rows
 from crosstune.data.rendering import encode_conversation, encode_prompt
@@ -331,7 +332,10 @@ def test_sampling_follows_its_seed_and_leaves_training_alone(
     session = open_session(backend, tiny_model, lora_dropout=0.3)
     before = session.export_state().random
     prompt = [encode_prompt(TURNS[0][:1], tokenizer)]
-    answers = [session.generate(prompt, max_new_tokens=8, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
+    answers = [
+        session.generate(prompt, max_new_tokens=8, sampling=Sampling(temperature=1.0, seed=seed))
+        for seed in (1, 1, 2)
+    ]
     assert answers[0] == answers[1] != answers[2]
     for name, array in session.export_state().random.items():
         np.testing.assert_array_equal(array, before[name])

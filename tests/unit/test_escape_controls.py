@@ -57,7 +57,7 @@ def test_the_screen_escapes_texts_but_not_its_styles(monkeypatch: pytest.MonkeyP
     screen.on_event(Warned(message=HOSTILE))
     sample: Any = {"prompt": HOSTILE, "answer": HOSTILE, "reference": ""}
     screen.on_event(Evaluated(step=1, when="during", metrics={}, samples=[sample], seconds=1.0))
-    screen.console.print("done", end="\r")
+    screen.output.console.print("done", end="\r")
     shown = stream.getvalue()
     assert "]52;c;" in shown
     for bad in (CLIPBOARD, "\x1b]", "\x9b", "\u202e", "\u2066", "\x07", "\x08"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import IO, Any
+from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -14,7 +14,7 @@ from crosstune.cli.escape_controls import printable, raw_stream
 class EscapingConsole(Console):
     """A rich console whose own styles reach the terminal, but no control character of a text."""
 
-    def __init__(self, *, file: IO[str], **settings: Any) -> None:
+    def __init__(self, *, file: TextIO, **settings: Any) -> None:
         super().__init__(file=raw_stream(file), **settings)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:

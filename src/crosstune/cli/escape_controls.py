@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from typing import IO, Any, TextIO
+from types import NoneType
+from typing import Any, TextIO
 
 _KEPT = "\n\t"
 # C0, DEL and C1; what embeds, overrides or isolates the direction of writing; and halves of characters.
@@ -55,13 +56,13 @@ class _EscapingStream:
 
 def escape_output() -> None:
     """Escape what this process prints from now on."""
-    if not isinstance(sys.stdout, _EscapingStream):
+    if not isinstance(sys.stdout, (_EscapingStream, NoneType)):
         sys.stdout = _EscapingStream(sys.stdout, keeps_return=False)
-    if not isinstance(sys.stderr, _EscapingStream):
+    if not isinstance(sys.stderr, (_EscapingStream, NoneType)):
         # The progress bars of libraries return to the start of their line with each write.
         sys.stderr = _EscapingStream(sys.stderr, keeps_return=True)
 
 
-def raw_stream(stream: IO[str]) -> IO[str]:
+def raw_stream(stream: Any) -> Any:
     """Return the stream to which escape sequences of our own can be written."""
     return stream.raw if isinstance(stream, _EscapingStream) else stream

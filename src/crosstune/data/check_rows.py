@@ -3,54 +3,90 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from crosstune.core.errors import UserError
-from crosstune.data.encode import Encoder, RowPlace, check_any_answer, source_format
+from crosstune.data.columns import Columns
+from crosstune.data.dataset_list import parse_dataset, unweighted
+from crosstune.data.encode import Encoder, RowPlace, check_any_answer
 from crosstune.data.formats import has_empty_answer, to_conversation
 from crosstune.data.named_datasets import BUNDLED, DUMMY
 from crosstune.data.render_ahead import Request, render_ahead
 from crosstune.data.rendering import shared_renderer
 from crosstune.data.sources import Source, open_source
 from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.uniform import check_mapped, uniform_sources
 
 MOST_BYTES = 64 << 20
 """Rows beyond this are checked by the training itself."""
 
 
-def is_here(name: str) -> bool:
-    """Return whether the dataset can be opened without a download."""
-    return name in BUNDLED or name == DUMMY or Path(name).expanduser().exists()
+@dataclass(frozen=True, kw_only=True)
+class RowChecker:
+    """Check rows as a training would read them.
 
-
-def check_rows(
-    name: str, *, asked_format: str, limit: int, tokenizer: Tokenizer | None, whole: bool
-) -> list[str]:
-    """Raise a UserError when a row does not fit the format or cannot be rendered; return a description of what was not
-    checked.
-
-    At most `limit` rows are read, or all when it is -1. Without a tokenizer no row is rendered; `whole` says that the
-    answers need not be located.
+    Without a tokenizer no row is rendered; `whole` says that the answers need not be located.
     """
-    if name == DUMMY or not is_here(name) or (name in BUNDLED and tokenizer is None):
+
+    asked_format: str
+    columns: Columns
+    tokenizer: Tokenizer | None
+    whole: bool
+
+    def check(self, name: str, *, limit: int, training: bool = True) -> list[str]:
+        """Raise a UserError when a row does not fit the format or cannot be rendered; return a description of what was
+        not checked.
+
+        At most `limit` rows of each source are read, or all when it is -1. `training` tells the data to train on from
+        that to evaluate on.
+        """
+        entries = parse_dataset(name) if training else unweighted(name, option="eval_dataset")
+        names = [entry.name for entry in entries]
+        # The bundled rows are known to be good, but not whether the template of the model renders them.
+        known = (DUMMY,) if self.tokenizer is not None else (*BUNDLED, DUMMY)
+        local = [one for one in names if _is_here(one) and one not in known]
+        sources = [open_source(one, needs_training=training) for one in local]
+        if training and len(sources) == len(names):
+            check_mapped(sources, self.columns)
+        left: list[str] = []
+        for source in sources:
+            if not training and source.held_out:
+                source = source.own_held_out()
+            for uniform in uniform_sources(source, asked=self.asked_format, columns=self.columns):
+                left += self._check(uniform, limit=limit)
+        return left
+
+    def _check(self, source: Source, *, limit: int) -> list[str]:
+        check = _Check(form=source.form, limit=limit, encoder=self._encoder(source.form))
+        if self.tokenizer is None:
+            for _ in check.requests(source):
+                pass
+        else:
+            tokens = self.tokenizer.chat_tokens
+            with closing(render_ahead(check.requests(source), tokens, renderer=shared_renderer())) as rows:
+                for place, rendered in rows:
+                    if isinstance(rendered, UserError):
+                        raise place.error(rendered)
+        if check.is_cut:
+            return [f"the rows of {source.name} beyond the first {check.num_rows:,}"]
+        check_any_answer(source.name, source.form, num_rows=check.num_rows, num_empty=check.num_empty)
         return []
-    source = open_source(name)
-    form = source_format(source, asked=asked_format)
-    encoder = Encoder(tokenizer=tokenizer, form=form, whole=whole) if tokenizer is not None else None
-    check = _Check(form=form, limit=limit, encoder=encoder)
-    if tokenizer is None:
-        for _ in check.requests(source):
-            pass
-    else:
-        rows = render_ahead(check.requests(source), tokenizer.chat_tokens, renderer=shared_renderer())
-        for place, rendered in rows:
-            if isinstance(rendered, UserError):
-                raise place.error(rendered)
-    if check.is_cut:
-        return [f"the rows of {name} beyond the first {check.num_rows:,}"]
-    check_any_answer(name, form, num_rows=check.num_rows, num_empty=check.num_empty)
-    return []
+
+    def _encoder(self, form: str) -> Encoder | None:
+        if self.tokenizer is None:
+            return None
+        return Encoder(tokenizer=self.tokenizer, form=form, whole=self.whole)
+
+
+def is_here(name: str) -> bool:
+    """Return whether all sources of a dataset can be opened without a download."""
+    return all(_is_here(entry.name) for entry in parse_dataset(name))
+
+
+def _is_here(name: str) -> bool:
+    return name in BUNDLED or name == DUMMY or Path(name).expanduser().exists()
 
 
 @dataclass

@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
 from crosstune.data.formats import (
     TOOLS_COLUMN,
+    WITHOUT_TURNS,
     Conversation,
     Row,
     has_empty_answer,
-    recognise,
     to_conversation,
     tools_of,
     turn_keys,
@@ -50,10 +51,20 @@ class Encoder:
     def to_request(self, conversation: Conversation, row: Row, *, extras: Sequence[str] = ()) -> Request:
         """Return the text of a row, or what to render. Rendering reports which of the `extras` change the text."""
         if isinstance(conversation, str):
-            text = f"{self.tokenizer.leading_bos}{conversation}{self.tokenizer.eos_token or ''}"
-            return Rendered(text=text, spans=[(0, len(text))])
+            return Rendered(text=conversation, spans=[(0, len(conversation))])
         kind = "whole" if self.whole else "answers"
         return RenderRow.of(conversation, kind=kind, tools=tools_of(row), extras=extras)
+
+    def to_tokens(self, texts: Sequence[Rendered]) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+        """Return the tokens of each text, and which of them carry loss."""
+        if self.form in WITHOUT_TURNS:
+            plain = self.tokenizer.encode_plain_batch([rendered.text for rendered in texts])
+            return [(np.asarray(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_)) for ids in plain]
+        encodings = self.tokenizer.encode_batch([rendered.text for rendered in texts])
+        return [
+            (np.asarray(encoding.ids, dtype=np.int32), mask_of(encoding, rendered))
+            for encoding, rendered in zip(encodings, texts, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -133,17 +144,16 @@ class _Pass:
     def flush(self) -> None:
         """Submit the texts for tokenization, and write the batch submitted before."""
         self.finish()
-        texts = [rendered.text for _, rendered in self.texts]
-        self.pending = (self.texts, self.thread.submit(self.encoder.tokenizer.encode_batch, texts))
+        texts = [rendered for _, rendered in self.texts]
+        self.pending = (self.texts, self.thread.submit(self.encoder.to_tokens, texts))
         self.texts, self.characters = [], 0
 
     def finish(self) -> None:
         if self.pending is None:
             return
         batch, encoded = self.pending
-        for (row, rendered), encoding in zip(batch, encoded.result(), strict=True):
-            tokens = np.asarray(encoding.ids, dtype=np.int32)
-            self.writer.append(tokens, mask_of(encoding, rendered), row=row)
+        for (row, _), (tokens, mask) in zip(batch, encoded.result(), strict=True):
+            self.writer.append(tokens, mask, row=row)
         self.pending = None
 
     def facts(self) -> dict[str, Any]:
@@ -187,21 +197,6 @@ def _run(source: Source, run: _Pass, *, limit: int, progress: OnProgress | None)
             if progress is not None and time.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
                 reported = time.monotonic()
                 progress(place.done_bytes, total, run.writer.num_examples)
-
-
-def source_format(source: Source, *, asked: str) -> str:
-    """Return the format of a source: as requested, as its name implies, or by the columns of its first row."""
-    first = first_row(source)
-    if asked == "auto" and source.form != "auto":
-        asked = source.form
-    return recognise(first, asked=asked, source=source.name)
-
-
-def first_row(source: Source) -> Row:
-    rows: Iterator[Any] = source.rows()
-    for _, found, _ in rows:
-        return found.row
-    raise UserError(f"The dataset {source.name} is empty.", do="give it at least one row")
 
 
 def _check_characters(text: str) -> None:

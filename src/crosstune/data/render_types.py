@@ -19,6 +19,9 @@ REQUEST_HEADER = struct.Struct("<QQ")
 REPLY_HEADER = struct.Struct("<Q")
 EXIT_OUT_OF_MEMORY = 3
 
+NO_LOSS = "no_loss"
+"""Set in an assistant's turn that is part of a prompt."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ChatTokens:
@@ -27,10 +30,20 @@ class ChatTokens:
     chat_template: str | None
     template_file: str = ""
     """The file of the template, for error messages."""
-    bos_token: str | None = None
-    eos_token: str | None = None
+    named_tokens: tuple[tuple[str, str], ...] = ()
+    """The special tokens that templates know by name: (name, text)."""
     leading_bos: str = ""
     special: tuple[str, ...] = ()
+    """The texts of all special tokens."""
+    stop_tokens: tuple[str, ...] = ()
+    """The texts of the tokens at which the model stops, longest first."""
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> ChatTokens:
+        """Return the object of which `asdict` went through JSON."""
+        named = tuple((name, text) for name, text in fields["named_tokens"])
+        lists = {name: tuple(fields[name]) for name in ("special", "stop_tokens")}
+        return cls(**fields | lists | {"named_tokens": named})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,8 +54,7 @@ def _serve() -> None:
             _limit_memory(start_bytes + memory_bytes)
         batch = json.loads(sys.stdin.buffer.read(num_bytes))
         if "tokens" in batch:
-            special = tuple(batch["tokens"].pop("special"))
-            tokens = ChatTokens(**batch["tokens"], special=special)
+            tokens = ChatTokens.from_json(batch["tokens"])
         replies = _render_rows(batch, tokens, memory_bytes=memory_bytes)
         _reply(json.dumps(replies, ensure_ascii=False).encode(errors="surrogatepass"))
 

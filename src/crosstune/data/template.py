@@ -11,19 +11,18 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
+from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from crosstune.data.render_types import Message, Span
+from crosstune.data.render_types import Message
 from crosstune.data.template_limits import LONGEST_TEMPLATE, OverLimit, most_characters
+from crosstune.data.template_marks import Generation, Marks
 
 # The date that templates get: the tokens of a run must not depend on the day.
 DAY = datetime(2025, 1, 1)
 
-# Unicode noncharacters, reserved for internal use; no text contains them.
-_BEGIN, _END = "\ufdd0", "\ufdd1"
+# The names under which data sets keep the reasoning of an answer; most templates read the first one.
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # Errors that the code of a template can raise, besides jinja's own.
 FAULTS = (
     TemplateError,
@@ -43,25 +42,10 @@ class Refused(Exception):
     """A template rejected a conversation with `raise_exception`."""
 
 
-class _Generation(Extension):
-    """The tag `{% generation %} ... {% endgeneration %}`, which marks the text that the model writes."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("_mark", [])
-        return nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-    def _mark(self, caller: Any) -> str:
-        return f"{_BEGIN}{caller()}{_END}"
-
-
 def make_environment() -> ImmutableSandboxedEnvironment:
     """Return the environment of chat templates: that of transformers, without what gives another text each time."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.filters.pop("random")
     environment.globals.pop("lipsum")
@@ -77,23 +61,29 @@ class ChatTemplate:
     def __init__(self, source: str) -> None:
         if len(source) > LONGEST_TEMPLATE:
             raise OverLimit(f"it is longer than {LONGEST_TEMPLATE >> 10} KiB")
-        self._template = make_environment().from_string(source)
+        environment = make_environment()
+        generation = environment.extensions[Generation.identifier]
+        assert isinstance(generation, Generation)
+        self._marker = generation.marker
+        self._template = environment.from_string(generation.mark_loops(environment.parse(source)))
         self._num_characters = len(source)
         self.marks_answers = "endgeneration" in source
 
-    def render(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[Span]]:
-        """Return the text and the spans marked in it."""
-        size = sum(len(str(value)) for message in messages for value in message.values())
-        size += len(str(variables.get("tools")))
+    def render(self, messages: Sequence[Message], **variables: Any) -> tuple[str, Marks]:
+        """Return the text, and which parts of it are marked or written by which message."""
+        shown = [_with_reasoning(message) for message in messages]
+        tools = repr(variables.get("tools"))
+        size = len(tools) + sum(len(str(value)) for message in shown for value in message.values())
         most = most_characters(input_characters=size, template_characters=self._num_characters)
+        self._marker.start(shown, tools)
         pieces = []
         total = 0
-        for piece in self._template.generate(messages=list(messages), **variables):
+        for piece in self._template.generate(messages=shown, **variables):
             total += len(piece)
             if total > most:
                 raise OverLimit(f"it writes more than {most:,} characters for a conversation of {size:,}")
             pieces.append(piece)
-        return _take_marks("".join(pieces))
+        return self._marker.take("".join(pieces))
 
 
 @lru_cache(maxsize=16)
@@ -102,29 +92,21 @@ def load_template(source: str) -> ChatTemplate:
     return ChatTemplate(source)
 
 
-def _take_marks(text: str) -> tuple[str, list[Span]]:
-    if _BEGIN not in text:
-        return text, []
-    plain: list[str] = []
-    spans: list[Span] = []
-    length, start = 0, None
-    for piece in text.replace(_END, _BEGIN + _END).split(_BEGIN):
-        closes = piece.startswith(_END)
-        if closes and start is not None:
-            spans.append((start, length))
-            start = None
-        body = piece.removeprefix(_END)
-        if not closes and plain:
-            start = length
-        plain.append(body)
-        length += len(body)
-    return "".join(plain), [span for span in spans if span[1] > span[0]]
+def _with_reasoning(message: Message) -> dict[str, Any]:
+    """Return a copy of the message with its reasoning under the names that templates read, as in transformers."""
+    for key in REASONING_KEYS:
+        if message.get(key) is not None:
+            reasoning = message[key]
+            break
+    else:
+        return dict(message)
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _to_json(
     value: Any,
     ensure_ascii: bool = False,
-    indent: int | None = None,
+    indent: int | str | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:

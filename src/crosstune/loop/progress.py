@@ -37,6 +37,8 @@ class Progress:
     first_loss: float | None = None
     final_loss: float | None = None
     peak_memory_bytes: int = 0
+    stopped_early: bool = False
+    """Whether the evaluations no longer improved, see --early_stopping."""
     seconds: float = 0.0
     """Time spent in steps, over all processes of the run."""
     wall_s: float = 0.0
@@ -48,6 +50,13 @@ class Progress:
     eval_after: Mapping[str, float] = field(default_factory=dict)
     evaluations: dict[int, float] = field(default_factory=dict)
     """Step -> loss on held-out data."""
+    eval_metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Step -> all metrics on held-out data."""
+
+    def add_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.eval_metrics[step] = dict(metrics)
+        if "loss" in metrics:
+            self.evaluations[step] = metrics["loss"]
 
     def add(self, result: Backward | None, *, step_s: float, memory: Memory) -> None:
         """Count a step; `result` is None for a skipped one."""
@@ -78,11 +87,13 @@ class Progress:
             "tokens": self.tokens,
             self.weight_name: self.weight,
             "skipped_steps": self.skipped,
+            "stopped_early": self.stopped_early,
             "first_loss": self.first_loss,
             "final_loss": self.final_loss,
             "eval_loss": self.eval_after.get("loss"),
             "eval_before": dict(self.eval_before),
             "eval_after": dict(self.eval_after),
+            "evaluations": {str(step): loss for step, loss in sorted(self.evaluations.items())},
             "tokens_per_s": self.tokens_per_s(),
             "peak_memory_bytes": self.peak_memory_bytes,
         }
@@ -92,6 +103,7 @@ class Progress:
             self.weight_name: self.weight,
             "eval_before": dict(self.eval_before),
             "evaluations": {str(step): loss for step, loss in self.evaluations.items()},
+            "eval_metrics": {str(step): dict(found) for step, found in self.eval_metrics.items()},
         }
 
     @classmethod
@@ -101,4 +113,5 @@ class Progress:
         progress = cls(**known, eval_before=dict(carried.get("eval_before") or {}))
         progress.start_step = progress.steps
         progress.evaluations = {int(s): float(v) for s, v in (carried.get("evaluations") or {}).items()}
+        progress.eval_metrics = {int(s): dict(v) for s, v in (carried.get("eval_metrics") or {}).items()}
         return progress

@@ -18,8 +18,8 @@ def check_model(folder: Path, *, plan: Plan) -> None:
     config = read_config_json(folder)
     check_asked(folder, check_readable(folder, config), plan)
     check_window(config, plan)
+    model = read_model(folder, config)
     if plan.method in ADAPTER_METHODS:
-        model = read_model(folder, config)
         kind = str(getattr(model, "model_type", "the model"))
         last_layers = read_mlx_settings(plan.config.mlx_config).num_layers
         choose_names(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.core.json_files import read_json
 from crosstune.core.protocols import Array
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.llama_layout import CHAT_TEMPLATE
@@ -18,6 +19,7 @@ PEFT_PREFIX = "base_model.model."
 PEFT_WEIGHTS = "adapter_model.safetensors"
 SETTINGS = "adapter_config.json"
 RECORD = "crosstune.json"
+GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -153,12 +155,47 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             shutil.copy2(source / name, target / name)
 
 
+def save_template(folder: Path, template: str, *, stop_ids: Collection[int]) -> None:
+    """Give a result the chat template that it was trained with instead of its base's, and the tokens that end an
+    answer in it. The record says so, for everything that is made from the result."""
+    (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+    _drop_own_template(folder)
+    settings = read_json(folder / GENERATION)
+    write_json(folder / GENERATION, settings | {"eos_token_id": sorted(stop_ids)})
+    write_json(folder / RECORD, read_json(folder / RECORD) | {"chat_template": "trained"})
+
+
+def has_trained_template(folder: Path) -> bool:
+    """Return whether a result was trained with another chat template than that of its base."""
+    return bool(read_json(folder / RECORD).get("chat_template")) and (folder / CHAT_TEMPLATE).is_file()
+
+
+def tokenizer_folder(adapter: Path | None, base: Path) -> Path:
+    """Return the folder with the tokenizer and the chat template that an adapter was trained with."""
+    return adapter if adapter is not None and has_trained_template(adapter) else base
+
+
 def copy_template(adapter: Path, model: Path) -> None:
-    """Copy the adapter's chat template to a model that has none."""
+    """Copy the adapter's chat template to a model that has none, or that the adapter was trained with another one for."""
+    if has_trained_template(adapter):
+        for name in (CHAT_TEMPLATE, GENERATION):
+            if (adapter / name).is_file():
+                shutil.copy2(adapter / name, model / name)
+        _drop_own_template(model)
+        return
     settings = model / "tokenizer_config.json"
     known = settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))
     if not known and not (model / CHAT_TEMPLATE).exists() and (adapter / CHAT_TEMPLATE).exists():
         shutil.copy2(adapter / CHAT_TEMPLATE, model / CHAT_TEMPLATE)
+
+
+def _drop_own_template(folder: Path) -> None:
+    """Remove the template from tokenizer_config.json, where some tools would find it first."""
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path)
+    if "chat_template" in settings:
+        del settings["chat_template"]
+        write_json(path, settings)
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

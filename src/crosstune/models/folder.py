@@ -1,8 +1,7 @@
-"""Check a model folder in the Hugging Face layout, and read its shape and the identity of its weights."""
+"""Check a model folder in the Hugging Face layout, and read its shape."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from dataclasses import replace
@@ -26,7 +25,6 @@ _TOKENIZER_FILES = (
     "vocab.txt",
 )
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_SAMPLES_PER_FILE, _SAMPLE_BYTES = 32, 4096
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -74,6 +72,12 @@ def folder_shape(folder: Path) -> ModelShape | None:
     return _with_parameters(shape, counted)
 
 
+def longest_context(folder: Path) -> int | None:
+    """Return the longest context of the model in a folder; None when config.json does not say."""
+    shape = config_shape(read_config_json(folder)) if (folder / CONFIG).is_file() else None
+    return (shape.max_context or None) if shape is not None else None
+
+
 def config_shape(config: dict[str, Any]) -> ModelShape | None:
     """Return the shape that a config.json describes, with parameters counted as for a Llama model."""
     numbers: dict[str, Any] = config["text_config"] if isinstance(config.get("text_config"), dict) else config
@@ -105,31 +109,6 @@ def config_shape(config: dict[str, Any]) -> ModelShape | None:
         gained = layers * 3 * hidden * (experts * width - llama.intermediate)
         shape = _with_parameters(shape, shape.num_parameters + gained)
     return shape
-
-
-def identity(folder: Path) -> dict[str, Any]:
-    """Return the identity of the weights in a folder, without reading all of them.
-
-    `weights_sha256` covers the name, size and header of each safetensors file and blocks spread evenly over it; the
-    blocks tell fine-tunes of one model apart. `sha256` also covers config.json.
-    """
-    weights = hashlib.sha256()
-    files: dict[str, int] = {}
-    for path in weight_files(folder):
-        files[path.name] = path.stat().st_size
-        weights.update(f"{path.name}\0{files[path.name]}\0".encode())
-        weights.update(read_header(path).raw)
-        _update_with_samples(weights, path, files[path.name])
-    config = hashlib.sha256((folder / CONFIG).read_bytes()).hexdigest()
-    both = hashlib.sha256(f"{config}\0{weights.hexdigest()}".encode()).hexdigest()
-    return {"sha256": both, "config_sha256": config, "weights_sha256": weights.hexdigest(), "files": files}
-
-
-def _update_with_samples(digest: hashlib._Hash, path: Path, size: int) -> None:
-    with path.open("rb") as file:
-        for number in range(_SAMPLES_PER_FILE):
-            file.seek(max(0, size - _SAMPLE_BYTES) * number // (_SAMPLES_PER_FILE - 1))
-            digest.update(file.read(_SAMPLE_BYTES))
 
 
 def _no_config(folder: Path) -> UserError:

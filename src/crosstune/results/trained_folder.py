@@ -7,10 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import read_json
+from crosstune.core.names import nearest
 from crosstune.core.quantization import QuantSpec, read_spec
+from crosstune.core.record import holds_run
 from crosstune.core.safetensors_header import read_header
+from crosstune.models.bundled import BUNDLED
+from crosstune.models.checksums import check_checksums
 from crosstune.models.quantized_folder import quantization_options
 
 _UNREAD = ("rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "layer_replication")
@@ -75,6 +80,7 @@ class Trained:
 def find_trained(target: str, *, base: str | None = None) -> Trained:
     """Read a run folder, an adapter folder or a model name; `base` overrides the recorded base model."""
     folder = Path(target).expanduser().absolute()
+    _check_exists(target, folder)
     is_run = (folder / "plan.json").is_file()
     if is_run:
         _check_language_model(folder)
@@ -89,6 +95,7 @@ def find_trained(target: str, *, base: str | None = None) -> Trained:
             method=method,
             record=read_json(place / "crosstune.json"),
         )
+    check_checksums(place)
     settings = read_json(place / "adapter_config.json")
     _check_kind(place, settings)
     record = read_json(place / "crosstune.json")
@@ -101,6 +108,31 @@ def find_trained(target: str, *, base: str | None = None) -> Trained:
         settings=settings,
         record=record,
     )
+
+
+def _check_exists(target: str, folder: Path) -> None:
+    """Raise for a run that is not there: a name beside other runs, or in the folder where runs are by default."""
+    if folder.exists() or target in BUNDLED or folder.suffix == ".gguf":
+        return
+    runs = sorted(filter(holds_run, _subfolders(folder.parent)), key=lambda run: -run.stat().st_mtime)
+    close = nearest(folder.name, [run.name for run in runs])
+    place = Path(target).parent
+    is_name = "/" not in target  # of a model, unless there is a run of a similar name
+    if not (close or (runs and not is_name) or place == Path(Config().output_dir)):
+        return
+    hint = f"there are no runs in {folder.parent}"
+    if close:
+        hint = f"did you mean {' or '.join(str(place / name) for name in close)}?"
+    elif runs:
+        hint = f"the newest runs there: {', '.join(str(place / run.name) for run in runs[:5])}"
+    raise UserError(f"There is no run {target}.", why=f"{folder} does not exist.", do=hint)
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    try:
+        return [found for found in folder.iterdir() if found.is_dir()]
+    except OSError:  # it is not there, or not readable: then there is nothing to suggest
+        return []
 
 
 def _check_language_model(run: Path) -> None:

@@ -12,9 +12,11 @@ from crosstune.torch_engine.blocks import expand_config
 from crosstune.torch_engine.load import (
     check_layer_shapes,
     check_names,
+    check_shapes,
     layers_to_quantize,
     plan_expansion,
     read_config,
+    read_pretrained,
     readable_errors,
 )
 from crosstune.torch_engine.prequantized import check_asked, check_plain, read_prequantized
@@ -34,12 +36,16 @@ def check_model(folder: Path, *, plan: Plan) -> None:
     expansion = plan_expansion(plan, folder, config)
     if expansion is not None:
         config = expand_config(config, expansion)
-    with readable_errors(folder), init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    if spec is None and expansion is None:
+        model = read_pretrained(folder, plan=plan, device="meta")
+    else:
+        with readable_errors(folder), init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     if spec is not None or expansion is not None:
         places = find_tensors(folder) if prequantized is None else prequantized.dense
         stored = {f"{layer}.weight" for layer in prequantized.layers} if prequantized is not None else set()
         check_names(model, places.keys() | stored, expansion, folder)
+        check_shapes(model, places, expansion, folder)
     if spec is not None and prequantized is None:
         check_layer_shapes(model, spec, layers_to_quantize(model, expansion))
     if plan.method in ADAPTER_METHODS:

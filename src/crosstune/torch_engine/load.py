@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from crosstune.torch_engine.device import give_back_freed
 from crosstune.torch_engine.precision import Precision
 from crosstune.torch_engine.prequantized import Prequantized, check_asked, check_plain, read_prequantized
 from crosstune.torch_engine.quantized import QuantLinear, StoredWeight, open_quantizer, quantize_weight
-from crosstune.torch_engine.stream import find_tensors, read_ahead
+from crosstune.torch_engine.stream import Place, find_tensors, read_ahead
 
 OnLoad = Callable[[int, int], None]
 """Called with the bytes read so far and the total."""
@@ -47,7 +47,7 @@ def load_model(
     if expansion is not None:
         config = expand_config(config, expansion)
     if spec is None and expansion is None:
-        model = _from_pretrained(folder, plan=plan, precision=precision)
+        model = read_pretrained(folder, plan=plan, dtype=precision.weights)
     else:
         model = _assemble(folder, config, plan, precision, device, spec, expansion, prequantized, on_load)
     if precision.buffers is not None:
@@ -101,18 +101,28 @@ def read_config(folder: Path) -> Any:
     return config
 
 
-def _from_pretrained(folder: Path, *, plan: Plan, precision: Precision) -> nn.Module:
+def read_pretrained(
+    folder: Path, *, plan: Plan, dtype: torch.dtype | None = None, device: str | None = None
+) -> nn.Module:
+    """Load a model with transformers, and check that its files hold every tensor in the shape of its config.
+
+    On the device "meta" only the headers of the files are read.
+    """
     from transformers import AutoModelForCausalLM
 
     with readable_errors(folder):
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=precision.weights,
+            dtype=dtype,
+            device_map=device,
             attn_implementation=attention_name(plan),
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below
         )
+    if wrong := sorted(info["mismatched_keys"], key=str):
+        raise _other_shapes(folder, wrong)
     missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(
@@ -145,6 +155,7 @@ def _assemble(
     places = find_tensors(folder) if prequantized is None else prequantized.dense
     stored_names = {f"{layer}.weight" for layer in prequantized.layers} if prequantized is not None else set()
     check_names(model, places.keys() | stored_names, expansion, folder)
+    check_shapes(model, places, expansion, folder)
     quantized = layers_to_quantize(model, expansion) if spec is not None and prequantized is None else set()
     if spec is not None:
         check_layer_shapes(model, spec, quantized)
@@ -242,6 +253,31 @@ def check_names(model: nn.Module, names: Set[str], expansion: Expansion | None, 
             f"The files in {folder} lack {len(missing)} tensors of the model, such as {missing[0]}.",
             do="fetch the model again",
         )
+
+
+def check_shapes(
+    model: nn.Module, places: Mapping[str, Place], expansion: Expansion | None, folder: Path
+) -> None:
+    """Check that the tensors in the files have the shapes of the model."""
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    wrong = [
+        (target, place.shape, expected[target])
+        for name, place in sorted(places.items())
+        for target, _ in (expansion.names(name) if expansion else [(name, False)])
+        if target in expected and expected[target] != place.shape
+    ]
+    if wrong:
+        raise _other_shapes(folder, wrong)
+
+
+def _other_shapes(folder: Path, wrong: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> UserError:
+    name, stored, wanted = wrong[0]
+    return UserError(
+        f"The files in {folder} do not fit its config.json.",
+        why=f"{len(wrong)} tensors have another shape, such as {name}: {list(stored)} in the files, {list(wanted)} by "
+        "config.json.",
+        do="fetch the model again, or correct config.json",
+    )
 
 
 def plan_expansion(plan: Plan, folder: Path, config: Any) -> Expansion | None:

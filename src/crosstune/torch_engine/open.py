@@ -44,7 +44,7 @@ def open_session(
     device, precision = open_device(plan.backend), PRECISIONS[plan.precision]
     torch.manual_seed(plan.config.seed)
     opening = Opening(plan=plan, device=device, precision=precision, folder=model_folder, base_name=base_name)
-    with memory_errors(device):
+    with memory_errors(device, doing="loading the model"):
         model = task.build(opening)
         adapters = adapt(model, plan, precision=precision)
         recompute_activations(model, plan)

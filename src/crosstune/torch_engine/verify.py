@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from crosstune.core.logit_distance import Logits, Prompts
+from crosstune.core.quiet import hide_output
 from crosstune.torch_engine.load import readable_errors
 from crosstune.torch_engine.precision import Precision
 
@@ -21,7 +22,7 @@ def load_plainly(folder: Path, precision: Precision, *, device: torch.device, gg
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     extra = {"gguf_file": gguf} if gguf else {}
-    with readable_errors(folder):
+    with readable_errors(folder), hide_output():  # of GGUF files it shows a bar of its own
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=precision.weights, trust_remote_code=False, local_files_only=True, **extra
         )
