@@ -193,3 +193,23 @@ def test_one_of_several_torch_processes(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     check_same(f"--model_name {tiny_model}", "This process is rank 1 of 2", capsys)
+
+
+def test_rows_are_rendered_with_the_given_template_in_every_format(
+    tiny_model: Path, capsys: Captured
+) -> None:
+    Path("rows").mkdir()
+    Path("rows/a.jsonl").write_text(json.dumps({"prompt": "one", "completion": "two"}))
+    Path("rows/b.jsonl").write_text(json.dumps({"query": "bad", "reply": "two"}))
+    Path("mine.jinja").write_text(
+        "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('no bad words') }}{% endif %}"
+        "{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    words = f"--model_name {tiny_model} --dataset rows --chat_template mine.jinja"
+    by_plan, _ = refusals(f"--backend cpu --max_steps 1 --output_dir out {words}", capsys)
+    assert "b.jsonl" in by_plan
+    assert "chat template mine.jinja" in by_plan
+    assert "no bad words" in by_plan
+    Path("mine.jinja").unlink()
+    assert main(["plan", "--machine", "h200", *words.replace("mine", "./there").split()]) == 0
+    assert "the chat template ./there.jinja" in capsys.readouterr().out

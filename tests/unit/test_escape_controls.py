@@ -13,8 +13,11 @@ import pytest
 
 from crosstune.cli.arguments import print_json
 from crosstune.cli.escape_controls import escape_output, printable
+from crosstune.cli.live_line import BarLine
 from crosstune.cli.main import main
+from crosstune.cli.output import Output
 from crosstune.cli.screen import Screen
+from crosstune.cli.streams import lasting_output
 from crosstune.core.events import Evaluated, Warned
 
 CLIPBOARD = "\x1b]52;c;aGVsbG8=\x07"
@@ -64,6 +67,37 @@ def test_the_screen_escapes_texts_but_not_its_styles(monkeypatch: pytest.MonkeyP
         assert bad not in shown
     assert shown.endswith("done\r")
     assert ("\x1b[33m" in shown) == terminal
+
+
+def test_folded_lines_and_bars_have_room_for_the_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    stream = io.StringIO()
+    Output(stream).line("red \x1b[31m and a bell \x07 " * 4)
+    assert stream.getvalue().count("\\x1b[31m") == stream.getvalue().count("\\x07") == 4
+    assert all(len(line) <= 40 for line in stream.getvalue().splitlines())
+    bar = BarLine(title="\x1b[2Jdata \x9b", share=0.5, figures=["\x07" * 5]).render(40).plain
+    assert bar.startswith("\\x1b[2Jdata \\x9b ")
+    assert len(bar) <= 40
+    assert is_clean(bar)
+
+
+def test_a_stream_that_outlives_its_reader_escapes_text_but_not_styles(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    escape_output()
+    before = sys.stdout, sys.stderr
+    for _ in range(2):  # also when begun again
+        with lasting_output(), lasting_output():
+            print(HOSTILE)
+            Output().line(HOSTILE, style="yellow")
+        assert (sys.stdout, sys.stderr) == before
+        out, err = capsys.readouterr()
+        assert out == f"{ESCAPED}\n"
+        assert err == f"\x1b[33m{ESCAPED}\x1b[0m\n"
 
 
 def test_json_stays_json(capsys: pytest.CaptureFixture[str]) -> None:
