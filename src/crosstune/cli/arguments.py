@@ -79,6 +79,8 @@ def print_json(data: object) -> None:
     """Print data as JSON, with null for non-finite numbers."""
     import json
 
+    from crosstune.cli.escape_controls import printable_json
     from crosstune.core.json_files import finite
 
-    print(json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False))
+    text = json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False)
+    print(printable_json(text))

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from crosstune.cli.errors import print_error
+from crosstune.cli.escape_controls import escape_output, raw_stream
 from crosstune.cli.fold import fold_help
 from crosstune.cli.interrupts import end_quietly
 from crosstune.cli.streams import lasting_output
@@ -53,8 +54,10 @@ Run `crosstune COMMAND --help` for details. Exit codes: 0 success, 1 internal er
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name may not be in the encoding of the terminal
+    stdout = raw_stream(sys.stdout)
+    if isinstance(stdout, io.TextIOWrapper):
+        stdout.reconfigure(errors="backslashreplace")  # a name may not be in the encoding of the terminal
+    escape_output()
     return end_quietly(lambda: _lasting(words), is_process=argv is None)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.data.render_types import NO_LOSS
 
 Row = Mapping[str, Any]
 Turn = dict[str, Any]
@@ -48,8 +49,6 @@ ROLE_ALIASES: Mapping[str, str] = {
     "function": "tool",
     "observation": "tool",
 }
-NO_LOSS = "no_loss"
-"""Set in an assistant's turn that is part of a prompt."""
 _IMAGE_COLUMNS = ("image", "images", "pixel_values", "video", "audio")
 _GUANACO_TURNS = {"### Human:": "user", "### Assistant:": "assistant"}
 

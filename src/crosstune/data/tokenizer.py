@@ -6,10 +6,12 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crosstune.core.errors import UserError
+from crosstune.data.render_types import ChatTokens
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -36,6 +38,8 @@ class Tokenizer:
     """The special tokens that chat templates know by name, besides bos_token and eos_token: (name, text)."""
     digest: str = ""
     """sha256 of tokenizer.json."""
+    template_file: str = ""
+    """The file that holds the chat template."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -71,6 +75,7 @@ class Tokenizer:
             adds_bos=bos is not None and rust.encode("a").ids[:1] == [rust.token_to_id(bos)],
             other_named=tuple((name, text) for name in _NAMES if (text := _token_text(tokens.get(name)))),
             digest=hashlib.sha256(written).hexdigest(),
+            template_file=str(_template_file(folder)),
         )
 
     @property
@@ -78,6 +83,19 @@ class Tokenizer:
         """The BOS token that a template must write for the tokens to begin as the tokenizer begins them, or an empty
         string."""
         return self.bos_token if self.adds_bos and self.bos_token else ""
+
+    @cached_property
+    def chat_tokens(self) -> ChatTokens:
+        """What rendering a conversation needs."""
+        stops = {self.decode([token], keep_special=True) for token in self.stop_ids} - {""}
+        return ChatTokens(
+            chat_template=self.chat_template,
+            template_file=self.template_file,
+            named_tokens=tuple(self.named_tokens.items()),
+            leading_bos=self.leading_bos,
+            special=self.special,
+            stop_tokens=tuple(sorted(stops, key=lambda text: (-len(text), text))),
+        )
 
     @property
     def named_tokens(self) -> dict[str, str]:
@@ -140,6 +158,11 @@ def _damaged(path: Path, why: str) -> UserError:
 
 def _token_text(entry: Any) -> str | None:
     return entry.get("content") if isinstance(entry, dict) else entry
+
+
+def _template_file(folder: Path) -> Path:
+    file = folder / "chat_template.jinja"
+    return file if file.exists() else folder / "tokenizer_config.json"
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:

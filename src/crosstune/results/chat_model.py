@@ -10,7 +10,8 @@ from crosstune.config.load import load_config, make_config
 from crosstune.core.events import Observer
 from crosstune.core.protocols import Generates
 from crosstune.core.sampling import GREEDY, Sampling
-from crosstune.data.chat import Message, encode_prompt
+from crosstune.data.render_types import Message
+from crosstune.data.rendering import encode_prompt
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.machines.probe import probe_machine
 from crosstune.models.adapter_files import tokenizer_folder

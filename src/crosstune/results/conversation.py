@@ -8,7 +8,7 @@ from pathlib import Path
 
 from crosstune.core.errors import UserError
 from crosstune.data.formats import to_conversation
-from crosstune.data.template import Message
+from crosstune.data.render_types import Message
 from crosstune.results.prompt_file import check_output, open_output, write_row
 
 

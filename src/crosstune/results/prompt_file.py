@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from crosstune.core.errors import UserError
 from crosstune.data.formats import to_conversation
-from crosstune.data.template import Message
+from crosstune.data.render_types import Message
 
 JSON_LINES = (".jsonl", ".json", ".ndjson")
 

@@ -144,7 +144,7 @@ def check_plan(config: Config, *, machine: Machine | None = None) -> tuple[Plan,
     checked = check_request(plan, folder=folder, checkpoint=checkpoint, elsewhere=elsewhere)
     checked.not_checked += left
     with checked.collecting():
-        _check_data(plan.config, checked)
+        _check_data(plan.config, checked, elsewhere=elsewhere)
     return plan, checked
 
 
@@ -185,19 +185,26 @@ def _check_reading(config: Config, checked: Checked, *, elsewhere: bool) -> None
     template = config.chat_template
     if template is None:
         return
-    if elsewhere and _looks_like_path(template) and not Path(template).expanduser().exists():
+    if _is_only_elsewhere(template, elsewhere=elsewhere):
         checked.not_checked.append(f"the chat template {template}, which is not on this machine")
         return
     read_template(template)
 
 
-def _check_data(config: Config, checked: Checked) -> None:
+def _is_only_elsewhere(path: str, *, elsewhere: bool) -> bool:
+    return elsewhere and _looks_like_path(path) and not Path(path).expanduser().exists()
+
+
+def _check_data(config: Config, checked: Checked, *, elsewhere: bool) -> None:
     """Check the rows of local data with the recipe's `check_data`, if it has one."""
     recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
     if not is_here(config.dataset):
         return
     if hasattr(recipe, "check_data"):
-        checked.not_checked += recipe.check_data(config)
+        folder = checked.model.path if checked.model is not None else None
+        if config.chat_template and _is_only_elsewhere(config.chat_template, elsewhere=elsewhere):
+            folder = None  # the rows are read but not rendered
+        checked.not_checked += recipe.check_data(config, model_folder=folder)
     else:
         checked.not_checked.append(f"the rows of {config.dataset}")
 
