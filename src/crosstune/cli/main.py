@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(HELP.format(commands="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())))
         return EXIT_DONE
     if words[0] in ("-V", "--version"):
-        from crosstune import __version__
+        from crosstune.core.version import __version__
 
         print(f"crosstune {__version__}")
         return EXIT_DONE

@@ -43,9 +43,9 @@ def run(words: Sequence[str]) -> int:
 
         verdict = judge(config, machine=own.machine)
         if own.json:
-            print_json(_to_json(verdict.plan) | {"emulation": verdict.to_json()})
+            print_json(plan_to_json(verdict.plan) | {"emulation": verdict.to_json()})
         else:
-            _print_plan(verdict.plan)
+            print("\n".join(describe_plan(verdict.plan)))
             print_verdict(verdict)
         return exit_code(verdict)
     from crosstune.distributed.environment import read_ranks
@@ -55,14 +55,14 @@ def run(words: Sequence[str]) -> int:
         read_ranks()  # refuses what train refuses
     plan, checked = check_plan(config, machine=load_machine(own.machine) if own.machine else None)
     if own.json:
-        print_json(_to_json(plan, checked.problems, checked.not_checked))
+        print_json(plan_to_json(plan, checked.problems, checked.not_checked))
     else:
-        _print_plan(plan, checked.problems, checked.not_checked)
+        print("\n".join(describe_plan(plan, checked.problems, checked.not_checked)))
     checked.raise_problems()
     return EXIT_DONE
 
 
-def _to_json(
+def plan_to_json(
     plan: Plan, problems: Sequence[UserError] = (), not_checked: Sequence[str] = ()
 ) -> dict[str, Any]:
     from crosstune.config.check_built import unbuilt_parts
@@ -96,7 +96,10 @@ def _describe_settings(plan: Plan) -> list[str]:
     return found
 
 
-def _print_plan(plan: Plan, problems: Sequence[UserError] = (), not_checked: Sequence[str] = ()) -> None:
+def describe_plan(
+    plan: Plan, problems: Sequence[UserError] = (), not_checked: Sequence[str] = ()
+) -> list[str]:
+    """Return the lines that show a plan."""
     from crosstune.planner.gather import needs_base_model
 
     config = plan.config
@@ -123,12 +126,9 @@ def _print_plan(plan: Plan, problems: Sequence[UserError] = (), not_checked: Seq
     if plan.estimated_bytes is not None:
         have = size(plan.backend.memory_total_bytes)
         rows.append(("memory", f"about {size(plan.estimated_bytes)} for a full step (estimated), of {have}"))
-    for name, value in rows:
-        print(f"{name:<12} {value}")
     for adjustment in plan.adjustments:
         label = {"change": "changed", "warning": "warning"}.get(adjustment.kind, "chosen")
-        print(f"{label:<12} {adjustment.sentence()}")
-    for sentence in not_checked:
-        print(f"{'not checked':<12} {sentence}")
-    for problem in problems:
-        print(f"{'cannot train':<12} {problem.asked}")
+        rows.append((label, adjustment.sentence()))
+    rows += [("not checked", sentence) for sentence in not_checked]
+    rows += [("cannot train", problem.asked) for problem in problems]
+    return [f"{name:<12} {value}" for name, value in rows]

@@ -5,14 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.arguments import Parser, parse_config, print_json
 from crosstune.cli.units import duration, size
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, PeerLost, UserError
+from crosstune.core.events import Observer
 from crosstune.core.ranks import Group
 from crosstune.distributed.environment import read_ranks
+
+if TYPE_CHECKING:
+    from crosstune.loop.stop import StopSignal
+    from crosstune.run import RunResult
 
 EXAMPLES = """examples:
   crosstune train
@@ -63,32 +68,53 @@ def _launch(words: Sequence[str], size: int) -> int:
 
 
 def _train(config: Config, command: Sequence[str], group: Group, *, as_json: bool) -> int:
+    result, report = show_training(config, group, command=command)
+    summary = result.summary
+    if as_json and group.ranks.first:
+        print_json(summary | {"folder": str(result.folder), "report": str(report) if report else None})
+    leave_together(result, group)
+    return EXIT_DONE if summary["status"] == "finished" else EXIT_STOPPED
+
+
+def show_training(
+    config: Config,
+    group: Group,
+    *,
+    command: Sequence[str] | None = None,
+    observers: Sequence[Observer] = (),
+    stop: StopSignal | None = None,
+    quiet: bool = False,
+) -> tuple[RunResult, Path | None]:
+    """Train, show the progress and the outcome unless `quiet`, and write the report; return the run and the report."""
     from crosstune.cli.screen import Screen
     from crosstune.loop.stop import StopSignal
     from crosstune.run import train
 
     screen = Screen(
-        live=config.log_to == "tqdm",
+        live=config.log_to == "tqdm" and not quiet,
         every=config.log_every_n_steps,
         verbose=config.verbose,
         lines=config.verbose or "log_every_n_steps" in config.asked,
     )
+    screen.console.quiet = quiet
     try:
-        result = train(config, observers=[screen], command=command, group=group)
+        result = train(config, observers=[screen, *observers], command=command, group=group, stop=stop)
     finally:
         screen.close()
-    summary = result.summary
+    report = None
     if group.ranks.first:
         with StopSignal().listening():  # the run is over: a signal must not interrupt its report
             report = _write_report(result.folder, screen)
-        if as_json:
-            print_json(summary | {"folder": str(result.folder), "report": str(report) if report else None})
-        _print_ending(summary, result.folder, report, screen)
+        _print_ending(result.summary, result.folder, report, screen)
+    return result, report
+
+
+def leave_together(result: RunResult, group: Group) -> None:
+    """Wait for the other processes of a run, and raise the error that ended it early."""
     if not isinstance(result.failure, PeerLost):
         group.meet()  # under mlx.launch, the first process to exit ends the others
     if result.failure is not None:
         raise result.failure
-    return EXIT_DONE if summary["status"] == "finished" else EXIT_STOPPED
 
 
 def _write_report(folder: Path, screen: Any) -> Path | None:

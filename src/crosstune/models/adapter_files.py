@@ -153,6 +153,14 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             shutil.copy2(source / name, target / name)
 
 
+def replace_tokenizer(source: Path, target: Path) -> None:
+    """Put the tokenizer files of `source` in place of those in `target`."""
+    for name in TOKENIZER_FILES:
+        if name != "generation_config.json":  # also tells what else ends an answer
+            (target / name).unlink(missing_ok=True)
+    copy_tokenizer(source, target)
+
+
 def copy_template(adapter: Path, model: Path) -> None:
     """Copy the adapter's chat template to a model that has none."""
     settings = model / "tokenizer_config.json"

@@ -28,6 +28,8 @@ from crosstune.data.row_order import RowOrder
 from crosstune.data.sources import Row, Source, open_source
 from crosstune.data.token_batch import TokenBatch
 from crosstune.data.tokenizer import Tokenizer
+from crosstune.models.adapter_files import replace_tokenizer
+from crosstune.models.folder import config_shape, read_config_json
 from crosstune.models.llama_layout import CHAT_TEMPLATE
 
 HELD_OUT_SHARE = 0.1
@@ -58,7 +60,7 @@ class SftRecipe:
         observer: Observer | None = None,
     ) -> None:
         self.config = config
-        self.tokenizer = Tokenizer.from_folder(model_folder)
+        self.tokenizer = open_tokenizer(config, model_folder)
         self._cache = cache if cache is not None else cache_override()
         self._observer = observer or Observers()
         self.source = open_source(config.dataset)
@@ -181,7 +183,9 @@ class SftRecipe:
         return Evaluation(metrics=metrics, samples=samples[: self.config.num_samples])
 
     def complete_result(self, folder: Path) -> None:
-        """Write the plain chat template that the model was trained with, if its tokenizer has none."""
+        """Write the tokenizer that the model was trained with, and a plain chat template if it has none."""
+        if self.config.tokenizer is not None:
+            replace_tokenizer(Path(self.config.tokenizer).expanduser(), folder)
         if self.train.form not in ("text", DUMMY) and not self.tokenizer.chat_template:
             (folder / CHAT_TEMPLATE).write_text(plain_template(self.tokenizer), encoding="utf-8")
 
@@ -262,6 +266,17 @@ class SftRecipe:
             progress=show,
         )
         return leave_out_unsupervised(corpus, source=source.name)
+
+
+def open_tokenizer(config: Config, model_folder: Path) -> Tokenizer:
+    """Return the tokenizer of --tokenizer, or the model's own."""
+    if config.tokenizer is None:
+        return Tokenizer.from_folder(model_folder)
+    tokenizer = Tokenizer.from_folder(Path(config.tokenizer).expanduser(), model=model_folder)
+    shape = config_shape(read_config_json(model_folder))
+    if shape is not None:
+        tokenizer.check_fits(shape.vocab, source=config.tokenizer)
+    return tokenizer
 
 
 def check_data(config: Config) -> list[str]:

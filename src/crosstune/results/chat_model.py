@@ -36,15 +36,34 @@ class ChatModel:
     ) -> str:
         """Return the model's next turn. `on_text` receives it as it is generated."""
         stream = _TextStream(self.tokenizer, on_text) if on_text is not None else None
-        [tokens] = self.session.generate(
-            [encode_prompt(messages, self.tokenizer)],
+        [answer] = self.answer_all(
+            [messages],
             max_new_tokens=max_new_tokens,
-            stop_ids=sorted(self.tokenizer.stop_ids),
             temperature=temperature,
             seed=seed,
             on_token=stream.on_token if stream else None,
         )
-        return self.tokenizer.decode(tokens).strip()
+        return answer
+
+    def answer_all(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+        on_token: Callable[[int], None] | None = None,
+    ) -> list[str]:
+        """Return the model's next turn of each conversation, generated together."""
+        answers = self.session.generate(
+            [encode_prompt(messages, self.tokenizer) for messages in conversations],
+            max_new_tokens=max_new_tokens,
+            stop_ids=sorted(self.tokenizer.stop_ids),
+            temperature=temperature,
+            seed=seed,
+            on_token=on_token,
+        )
+        return [self.tokenizer.decode(tokens).strip() for tokens in answers]
 
 
 class _TextStream:
@@ -87,7 +106,8 @@ def open_chat_model(
         plan = plan_over_quantized(plan, held.spec, folder=model.path)
     session = open_session(plan, model, trained=False)
     assert isinstance(session, Generates), "a causal language model generates"
-    return ChatModel(session=session, tokenizer=Tokenizer.from_folder(model.path))
+    tokenizer = Tokenizer.from_folder(trained.tokenizer_folder(model.path), model=model.path)
+    return ChatModel(session=session, tokenizer=tokenizer)
 
 
 def _needs_mlx(trained: Trained) -> bool:

@@ -30,6 +30,7 @@ from crosstune.results.opened import (
 from crosstune.results.original_model import original_record
 from crosstune.results.verify import chat_problems, judge, refuse_unverified
 
+FORMATS = ("hf", "mlx", "gguf")
 _VERDICT = ("agreement", "bound", "verified")
 
 
@@ -75,7 +76,7 @@ def export(
         report |= {"to": form.to, "warnings": warnings, **(facts or {})}
         problems = [
             *report.pop("problems", ()),
-            *chat_problems(opened.model.path, report.pop("reread", stage.result)),
+            *chat_problems(opened.tokenizer_folder, report.pop("reread", stage.result)),
         ]
         write_json(stage.result / RECORD, {"exported": report})
         refuse_unverified(report | {"problems": problems}, out)

@@ -22,6 +22,7 @@ from crosstune.core.names import unknown_name
 from crosstune.core.protocols import Recipe
 from crosstune.loop import move_check
 from crosstune.machines.probe import load_machine, probe_machine, profile_names
+from crosstune.models.adapter_files import TOKENIZER_FILES
 from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import find_base, open_recipe, open_session
@@ -29,6 +30,8 @@ from crosstune.runs.prepare import identity_now
 from crosstune.runs.restore import check_model, pick_checkpoint, restored_config
 from crosstune.runs.same_training import check_same, compare, quantization_name
 
+_DATA_FILES, _SETTINGS_FILES = ("dataset", "eval_dataset"), ("mlx_config", "tokenizer")
+"""Options whose local files are packed."""
 _LOGS = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl")
 DATA_LIMIT = 1_000_000_000
 
@@ -69,7 +72,7 @@ def move(
     compared = _compare_here(checkpoint, measured, to, observer, model_name)
     if compared is not None:
         move_check.check(compared, allowed=force)
-    options = ("dataset", "eval_dataset", "mlx_config") if with_data else ("mlx_config",)
+    options = _SETTINGS_FILES + (_DATA_FILES if with_data else ())
     data = _data_files(here.plan.config, options)
     note = {
         "version": 1,
@@ -191,7 +194,10 @@ def _data_files(config: Config, options: Sequence[str]) -> dict[str, dict[str, P
         path = Path(getattr(config, option) or "").expanduser()
         if not getattr(config, option) or not path.exists():
             continue
-        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+        if option == "tokenizer":  # the folder may be that of a whole model
+            files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
+        else:
+            files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
         total = sum(file.stat().st_size for file in files)
         if total > DATA_LIMIT:
             raise UserError(

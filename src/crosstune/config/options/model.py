@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from crosstune.config.conditions import ADAPTERS, LLAMA_PRO, MLX_ENGINE
-from crosstune.config.option import option
+from crosstune.config.option import OnResume, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +14,11 @@ class ModelOptions:
         "smollm2-135m",
         "Model to train: a bundled name, a folder, a .gguf file, or a hub id",
         aliases=("model",),
+    )
+    tokenizer: str | None = option(
+        None,
+        "Folder with tokenizer files to use instead of the model's own",
+        on_resume=OnResume.DIVIDES_DATA,
     )
     base_adapter: str | None = option(None, "Adapter folder to start from", needs=(ADAPTERS,))
     llama_pro_path: str | None = option(
