@@ -27,17 +27,21 @@ class StopTraining(Exception):
 
 
 class ObservesSteps(Protocol):
-    def on_step(self, metrics: StepMetrics, /) -> object: ...
+    def on_step(self, metrics: Any, /) -> object: ...
 
 
 class ObservesEvents(Protocol):
-    def on_event(self, event: Event, /) -> object: ...
+    def on_event(self, event: Any, /) -> object: ...
 
 
-Callback: TypeAlias = ObservesSteps | ObservesEvents | Callable[[StepMetrics], object]
-"""An object with `on_step`, `on_event` or both, or a function that is called with the metrics of each step."""
+Callback: TypeAlias = ObservesSteps | ObservesEvents | Callable[[Any], object]
+"""An object with `on_step(metrics)`, `on_event(event)` or both, or a function that is called with the metrics of each
+step. Metrics are a `StepMetrics`, an event is one of the classes in `crosstune.core.events`."""
 
 _METHODS = ("on_step", "on_event")
+
+Functions = dict[str, Callable[[Any], object]]
+"""Name of an observer's method -> what it calls."""
 
 
 class Callbacks:
@@ -48,12 +52,12 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Sequence[Callback], stop: StopSignal) -> None:
+        if not isinstance(callbacks, (list, tuple)):
+            raise UserError(f"callbacks cannot be {callbacks!r:.80}.", do="pass a list of callbacks")
         self.stop = stop
         self.error: BaseException | None = None
-        self._called: dict[str, list[Callable[[Any], object]]] = {name: [] for name in _METHODS}
-        for callback in callbacks:
-            for name, function in _functions(callback).items():
-                self._called[name].append(function)
+        """The first error of a callback."""
+        self._members = [_functions(callback) for callback in callbacks]
 
     def on_step(self, metrics: StepMetrics) -> None:
         self._call("on_step", metrics)
@@ -67,22 +71,23 @@ class Callbacks:
             raise self.error
 
     def _call(self, name: str, argument: StepMetrics | Event) -> None:
-        if self.error is not None or not self._called[name]:
+        called = [member for member in self._members if name in member]
+        if not called:
             return
         with keep_process_state():  # a callback that draws random numbers must not change the training
-            for function in self._called[name]:
+            for member in called:
                 try:
-                    if function(argument) is STOP:
+                    if member[name](argument) is STOP:
                         self.stop.request("a callback")
                 except StopTraining as request:
                     self.stop.request(str(request) or "a callback")
                 except (Exception, SystemExit) as error:  # noqa: BLE001 (raised by `raise_error`)
-                    self.error = error
+                    self._members.remove(member)
+                    self.error = self.error or error
                     self.stop.request(f"{type(error).__name__} in a callback: {error}")
-                    return
 
 
-def _functions(callback: Any) -> dict[str, Callable[[Any], object]]:
+def _functions(callback: Any) -> Functions:
     """Return the functions of a callback by the name of the observer's method that calls them."""
     if not isinstance(callback, type):
         methods = {name: getattr(callback, name, None) for name in _METHODS}

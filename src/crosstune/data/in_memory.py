@@ -107,7 +107,7 @@ def _are_rows(data: object) -> bool:
 
 def _is_split(data: Any) -> bool:
     """Return whether `data` are rows; those of a column are no mappings."""
-    return _are_rows(data) and all(isinstance(row, Mapping) for row in data[:1])
+    return _are_rows(data) and isinstance(next(iter(data), {}), Mapping)
 
 
 def _is_dataset(data: object) -> bool:
