@@ -11,9 +11,13 @@ import pytest
 from conftest import chat
 
 import crosstune
+from crosstune.checkpoint.read import open_checkpoint
+from crosstune.core.events import Observers
 from crosstune.core.json_files import read_json
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.adapter_files import TOKENIZER_FILES
+from crosstune.runs.move import move
+from crosstune.runs.restore import export_checkpoint
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}"
@@ -37,7 +41,12 @@ def train(model: Path, folder: Path, **more: Any) -> crosstune.Run:
 def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> crosstune.Run:
     folder = tmp_path_factory.mktemp("runs") / "one"
     return crosstune.train(
-        **QUICK, model_name=tiny_model, output_dir=folder.parent, name=folder.name, dataset="commands", lr=0.01
+        **QUICK,
+        model_name=tiny_model,
+        output_dir=folder.parent,
+        name=folder.name,
+        dataset="commands",
+        lr=0.01,
     )
 
 
@@ -109,9 +118,15 @@ def test_another_tokenizer_goes_with_the_run(tiny_model: Path, tmp_path: Path) -
     merged = model.merge(tmp_path / "merged")
     assert Tokenizer.from_folder(merged).chat_template == TEMPLATE
 
+    assert run.checkpoint is not None
+    export_checkpoint(open_checkpoint(run.checkpoint), tmp_path / "exported", observer=Observers())
+    assert Tokenizer.from_folder(tmp_path / "exported").chat_template == TEMPLATE
+    packed = move(run.folder, to="cpu", observer=Observers(), out=tmp_path / "run.crosstune")
+    assert "tokenizer" in packed["data"]
+
     again = train(tiny_model, tmp_path / "other", tokenizer=tokenizer, resume="auto", max_steps=3)
     assert again.summary["steps"] == 3
-    with pytest.raises(crosstune.UserError, match="tokenizer: .* in the checkpoint, None now"):
+    with pytest.raises(crosstune.UserError, match=r"tokenizer: .* in the checkpoint, None now"):
         train(tiny_model, tmp_path / "other", resume="auto", max_steps=4)
 
 

@@ -55,7 +55,12 @@ def test_a_dataset_gives_its_rows(tmp_path: Path) -> None:
 
 
 def test_values_of_other_libraries_are_plain_ones(tmp_path: Path) -> None:
-    row = {"text": np.str_("x"), "score": np.float32(0.5), "ids": np.arange(2), "day": datetime.date(2024, 5, 1)}
+    row = {
+        "text": np.str_("x"),
+        "score": np.float32(0.5),
+        "ids": np.arange(2),
+        "day": datetime.date(2024, 5, 1),
+    }
     [found] = read_jsonl(write([row], tmp_path))
     assert found == {"text": "x", "score": 0.5, "ids": [0, 1], "day": "2024-05-01"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import io
 from typing import Any
 
@@ -36,3 +37,16 @@ def test_lines_above_the_live_bar_are_for_those_who_ask(options: dict[str, Any],
         )
     screen.close()
     assert stream.getvalue().count("step 2/4") + stream.getvalue().count("step 4/4") == lines
+
+
+def test_a_notebook_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich finds the notebook by its shell, and shows what is printed as output of the cell."""
+
+    class ZMQInteractiveShell:
+        """The class of Jupyter's shell."""
+
+    monkeypatch.setattr(builtins, "get_ipython", ZMQInteractiveShell, raising=False)
+    screen = Screen(live=True, stream=Terminal())
+    assert screen.console.is_jupyter
+    assert not screen.live, "a bar would need ipywidgets"
+    assert screen.lines
