@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from tokenizers import Tokenizer as RustTokenizer
 
+GENERATION = "generation_config.json"
+
 
 _NAMES = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -42,7 +44,8 @@ class Tokenizer:
     """The file that holds the chat template."""
 
     @classmethod
-    def from_folder(cls, folder: Path) -> Tokenizer:
+    def from_folder(cls, folder: Path, *, model: Path | None = None) -> Tokenizer:
+        """Read the tokenizer of a folder; one without generation_config.json stops where that of `model` says."""
         from tokenizers import Tokenizer as RustTokenizer
 
         if not (folder / "tokenizer.json").exists():
@@ -70,13 +73,23 @@ class Tokenizer:
             bos_token=bos,
             eos_token=eos,
             pad_id=(rust.token_to_id(pad) if pad else None) or 0,
-            stop_ids=_stop_ids(folder, rust, eos),
+            stop_ids=_stop_ids(_generation_folder(folder, model), rust, eos),
             special=tuple(t.content for t in rust.get_added_tokens_decoder().values() if t.special),
             adds_bos=bos is not None and rust.encode("a").ids[:1] == [rust.token_to_id(bos)],
             other_named=tuple((name, text) for name in _NAMES if (text := _token_text(tokens.get(name)))),
             digest=hashlib.sha256(written).hexdigest(),
             template_file=str(_template_file(folder)),
         )
+
+    def check_fits(self, vocab_size: int, *, source: str) -> None:
+        """Raise a UserError when a token has no embedding in the model; `source` names the tokenizer."""
+        highest = max(self.rust.get_vocab(with_added_tokens=True).values())
+        if highest >= vocab_size:
+            raise UserError(
+                f"The tokenizer {source} does not fit the model.",
+                why=f"its highest token id is {highest}, and the model has embeddings for {vocab_size} tokens.",
+                do="use a tokenizer without added tokens, or save the model with more embeddings (resize_token_embeddings)",
+            )
 
     @property
     def leading_bos(self) -> str:
@@ -179,8 +192,12 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     return template
 
 
+def _generation_folder(folder: Path, model: Path | None) -> Path:
+    return folder if model is None or (folder / GENERATION).exists() else model
+
+
 def _stop_ids(folder: Path, rust: RustTokenizer, eos: str | None) -> frozenset[int]:
-    declared = _read(folder / "generation_config.json").get("eos_token_id")
+    declared = _read(folder / GENERATION).get("eos_token_id")
     ids = set(declared if isinstance(declared, list) else [declared])
     ids.add(rust.token_to_id(eos) if eos else None)
     return frozenset(token for token in ids if token is not None)

@@ -13,12 +13,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from crosstune import __version__
 from crosstune.core.atomic_files import put_in_place, remove_folder, staged_name, staging_folder
 from crosstune.core.disk import file_sha256
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import write_json
 from crosstune.core.names import unknown_name
+from crosstune.core.version import __version__
 from crosstune.models.disk import CACHE_VARIABLE, disk_errors, ensure_space
 from crosstune.models.progress import Progress, silent
 
