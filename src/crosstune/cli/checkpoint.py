@@ -114,7 +114,7 @@ def _evaluations(rows: Sequence[dict[str, Any]], target: Path) -> dict[int, floa
     if newest is None:
         return {}
     progress = open_checkpoint(Path(newest["path"]), hashes=False).manifest["progress"]
-    return {int(step): loss for step, loss in (progress.get("evaluations") or {}).items()}
+    return {int(step): loss for step, loss in (progress.get("evaluations") or {}).items() if loss is not None}
 
 
 def _list(own: Any) -> int:

@@ -16,6 +16,7 @@ from crosstune.config.schema import Config, option_list, options_by_name
 from crosstune.core.backend import BackendSpec
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.names import nearest
+from crosstune.core.yaml_files import read_yaml
 
 _TRUE = {"true", "yes", "on", "1"}
 _FALSE = {"false", "no", "off", "0"}
@@ -103,12 +104,9 @@ def _add_mlx_settings(given: Given, problems: list[UserError]) -> Given:
 
 def _read_file(path: Path, problems: list[UserError]) -> Given:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        problems.append(UserError(f"Cannot read the configuration file {path}.", why=str(error)))
-        return {}
-    except yaml.YAMLError as error:
-        problems.append(UserError(f"{path} is not valid YAML.", why=" ".join(str(error).split())))
+        data = read_yaml(path)
+    except UserError as error:
+        problems.append(UserError(f"Cannot read the configuration file {path}.", why=error.why, do=error.do))
         return {}
     if data is None:
         return {}

@@ -9,11 +9,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from crosstune.config.schema import options_by_name
-from crosstune.core.errors import UserError, raise_all
+from crosstune.core.errors import UserError, raise_all, shown
 from crosstune.core.names import nearest
+from crosstune.core.yaml_files import read_yaml
 
 _OPTION_OF = {
     "model": "model_name",
@@ -130,7 +129,7 @@ def _wrong_values(values: Mapping[str, Any], file: str) -> list[UserError]:
         elif value < 0 and key != "num_layers":
             takes = "0 or more gigabytes"
         if takes:
-            found.append(UserError(f"{key} cannot be {value!r} ({file}).", do=f"it takes {takes}"))
+            found.append(UserError(f"{key} cannot be {shown(value)} ({file}).", do=f"it takes {takes}"))
     return found
 
 
@@ -178,17 +177,17 @@ def _read(path: Path) -> tuple[dict[str, Any], list[UserError]]:
     """Return the settings in the file, flattened, and their problems. JSON is read as YAML. Null values are left out:
     mlx-lm writes null for settings that are not set."""
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"Cannot read the file of --mlx_config, {path}.", why=str(error)) from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is neither JSON nor YAML.", why=" ".join(str(error).split())) from error
+        data = read_yaml(path)
+    except UserError as error:
+        raise UserError(
+            f"Cannot read the file of --mlx_config, {path}.", why=error.why, do=error.do
+        ) from error
     if not isinstance(data, dict):
         raise UserError(f"{path} has no settings.", why="it must consist of `key: value` lines.")
     inner = {} if data.get(_LORA) is None else data[_LORA]
     if not isinstance(inner, dict):
         raise UserError(
-            f"{_LORA} cannot be {inner!r} ({path}).", do="it takes `key: value` lines, such as rank: 8"
+            f"{_LORA} cannot be {shown(inner)} ({path}).", do="it takes `key: value` lines, such as rank: 8"
         )
     both = {**{key: value for key, value in data.items() if key != _LORA}, **inner}
     flat = {str(key): value for key, value in both.items() if value is not None}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
+from typing import Any
 
 EXIT_DONE = 0
 EXIT_OUR_FAULT = 1
@@ -73,6 +75,13 @@ class OutOfMemory(UserError):
             do="continue with a smaller --batch_size and more --gradient_accumulation_steps, --use_gradient_checkpointing, "
             "a shorter --context_length, or --train_type qlora",
         )
+
+
+def shown(value: Any) -> str:
+    """Return a value for an error text: its repr, shortened."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 80
+    return short.repr(value)
 
 
 def nothing_to_train(model: str) -> UserError:

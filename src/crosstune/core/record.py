@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from crosstune.core.atomic_files import clear_leftovers, set_aside, write_text
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, StepMetrics
-from crosstune.core.json_files import finite, read_json, read_jsonl, write_json
+from crosstune.core.json_files import read_json, read_jsonl, to_json, write_json
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -175,7 +174,7 @@ class RunRecord:
         try:
             clear_leftovers(folder, of=RUN_FILES.__contains__)
             rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row.get("step", 0) <= step]
-            lines = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+            lines = "".join(to_json(row) + "\n" for row in rows)
             write_text(folder / "metrics.jsonl", lines)
             _end_line(folder / "events.jsonl")
             write_text(folder / "config.yaml", config_yaml)
@@ -218,7 +217,7 @@ class RunRecord:
     def _append(self, file: TextIO | None, data: Mapping[str, Any]) -> None:
         assert file is not None, "the record is closed"
         try:
-            file.write(json.dumps(finite(data), ensure_ascii=False, allow_nan=False) + "\n")
+            file.write(to_json(data) + "\n")
             file.flush()
         except OSError as error:
             raise RecordFailed(Path(file.name), error) from error

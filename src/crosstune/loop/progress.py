@@ -100,5 +100,7 @@ class Progress:
         known |= {"weight": int(carried.get(weight_name) or 0), "weight_name": weight_name}
         progress = cls(**known, eval_before=dict(carried.get("eval_before") or {}))
         progress.start_step = progress.steps
-        progress.evaluations = {int(s): float(v) for s, v in (carried.get("evaluations") or {}).items()}
+        progress.evaluations = {
+            int(s): float(v) for s, v in (carried.get("evaluations") or {}).items() if v is not None
+        }
         return progress

@@ -20,7 +20,7 @@ from crosstune.core.safetensors_header import read_header
 from crosstune.mlx_engine.adapters import linear_layers
 from crosstune.mlx_engine.quant.mlx import check_form
 from crosstune.mlx_engine.quantized import dense_weight, linear_shape, quantize_layers
-from crosstune.models.config_spelling import spell_positions
+from crosstune.models.config_spelling import spell_config
 from crosstune.models.folder import read_config_json, weight_files
 from crosstune.models.quantized_folder import FolderQuantization, read_quantization
 from crosstune.models.weights import read_rows
@@ -53,7 +53,7 @@ def read_model(folder: Path, config: Mapping[str, Any]) -> nn.Module:
     from mlx_lm.utils import load_model as load
 
     with readable_errors(folder):
-        model, _ = load(folder, lazy=True, model_config=spell_positions(dict(config)))
+        model, _ = load(folder, lazy=True, model_config=spell_config(dict(config)))
     return model
 
 

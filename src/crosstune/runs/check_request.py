@@ -24,7 +24,8 @@ from crosstune.core.record import check_free
 from crosstune.data.check_rows import is_here
 from crosstune.data.sources import check_name
 from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.models.adapter_files import check_settings, read_settings
+from crosstune.models.adapter_fields import read_settings
+from crosstune.models.adapter_files import check_settings
 from crosstune.models.locate import ModelFolder, find_local, identity
 from crosstune.planner.gather import gather, needs_base_model
 from crosstune.runs import resume

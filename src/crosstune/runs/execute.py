@@ -35,7 +35,6 @@ from crosstune.core.events import (
     Stopped,
     Warned,
 )
-from crosstune.core.json_files import read_json
 from crosstune.core.measured import Measured
 from crosstune.core.protocols import Generates, Recipe, Session, SessionState
 from crosstune.core.ranks import Alone, Group
@@ -46,6 +45,7 @@ from crosstune.loop.progress import Progress
 from crosstune.loop.save import Checkpoints, SavePolicy
 from crosstune.loop.stop import StopRequested, StopSignal
 from crosstune.loop.train import Deadline, Training
+from crosstune.models.folder_record import read_record
 from crosstune.runs import resume, same_training
 
 _RESULT = "result"
@@ -348,9 +348,7 @@ class Execution:
 
 def _cost_of_saving(result: Path) -> dict[str, Any] | None:
     """Return the distance of the saved model from the trained one, if they differ."""
-    record = result / "crosstune.json"
-    costs = read_json(record).get("against_trained") if record.is_file() else None
-    return costs or None
+    return read_record(result).get("against_trained") or None
 
 
 def _retry_advice(newest: str | None) -> str:

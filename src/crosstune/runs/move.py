@@ -9,8 +9,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from crosstune.checkpoint.archive import SUFFIX, write_archive
+from crosstune.checkpoint.archive import DATA_OPTIONS, SUFFIX, write_archive
 from crosstune.checkpoint.folders import FOLDER
+from crosstune.checkpoint.manifest import MANIFEST, SEAL
 from crosstune.checkpoint.read import Checkpoint, find_run
 from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
@@ -69,7 +70,7 @@ def move(
     compared = _compare_here(checkpoint, measured, to, observer, model_name)
     if compared is not None:
         move_check.check(compared, allowed=force)
-    options = ("dataset", "eval_dataset", "mlx_config") if with_data else ("mlx_config",)
+    options = DATA_OPTIONS if with_data else ("mlx_config",)
     data = _data_files(here.plan.config, options)
     note = {
         "version": 1,
@@ -177,8 +178,8 @@ def _compare_here(
 
 def _members(checkpoint: Checkpoint, home: Path, data: Mapping[str, Mapping[str, Path]]) -> dict[str, Path]:
     members = {name: home / name for name in _LOGS if (home / name).is_file()}
-    for path in sorted(checkpoint.folder.iterdir()):
-        members[f"{FOLDER}/{checkpoint.folder.name}/{path.name}"] = path
+    for name in sorted([MANIFEST, SEAL, *checkpoint.manifest["files"]]):
+        members[f"{FOLDER}/{checkpoint.folder.name}/{name}"] = checkpoint.folder / name
     for files in data.values():
         members |= {f"data/{name}": path for name, path in files.items()}
     return members

@@ -12,10 +12,10 @@ from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
 from crosstune.core.events import ModelProgress, Observer
-from crosstune.core.json_files import read_json
 from crosstune.core.names import load_plugin
 from crosstune.core.protocols import Recipe, Session, Task
 from crosstune.core.ranks import Group
+from crosstune.models.folder_record import read_record
 from crosstune.models.locate import ModelFolder, identity, locate
 from crosstune.planner.gather import needs_base_model
 
@@ -79,6 +79,6 @@ def open_session(
 
 def weights_identity(folder: Path) -> str:
     """Return the hash of the weights; for a folder converted by crosstune, that of its source."""
-    record = read_json(folder / "crosstune.json")
+    record = read_record(folder)
     conversion = record.get("converted") or record.get("exported") or {}
     return str(conversion.get("source_identity") or identity(folder)["weights_sha256"])
