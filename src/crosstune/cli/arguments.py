@@ -56,8 +56,6 @@ def at_least(low: int | float) -> Callable[[str], int | float]:
 
 def print_json(data: object) -> None:
     """Print data as JSON, with null for non-finite numbers."""
-    import json
+    from crosstune.core.json_files import to_json
 
-    from crosstune.core.json_files import finite
-
-    print(json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False))
+    print(to_json(data, indent=2))

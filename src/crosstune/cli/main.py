@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 
 from crosstune.core.errors import EXIT_AT_ONCE, EXIT_DONE, EXIT_USER_MUST_ACT, UserError
 from crosstune.core.names import unknown_name
+from crosstune.core.user_paths import check_home
 
 # Subcommand -> its one-line help. The code is in crosstune.cli.<name>, imported on use.
 COMMANDS = {
@@ -45,6 +47,7 @@ Run `crosstune COMMAND --help` for details. Exit codes: 0 success, 1 internal er
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
+    _print_any_character()
     if not words or words[0] in ("-h", "--help", "help"):
         print(HELP.format(commands="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())))
         return EXIT_DONE
@@ -60,6 +63,7 @@ def _run(command: str, words: list[str]) -> int:
     try:
         if command not in COMMANDS:
             raise unknown_name("command", command, COMMANDS)
+        check_home(words)
         return int(importlib.import_module(f"crosstune.cli.{command}").run(words))
     except UserError as error:
         for line in error.lines():
@@ -72,3 +76,17 @@ def _run(command: str, words: list[str]) -> int:
         # The reader of our output has exited (`crosstune ... | head`), so there is nowhere to print an error.
         sys.stderr.close()
         return EXIT_USER_MUST_ACT
+    except OSError as error:
+        if error.filename is None:
+            raise
+        # Whatever the system refuses about a file is for the user to mend: its name, its rights, its disk.
+        print(f"crosstune: {error.filename} cannot be read or written.", file=sys.stderr)
+        print(f"  why: {error.strerror}.", file=sys.stderr)
+        return EXIT_USER_MUST_ACT
+
+
+def _print_any_character() -> None:
+    """Escape what the terminal's encoding lacks, and bytes of file names that are not UTF-8, instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

@@ -14,6 +14,19 @@ EXIT_PEER_LOST = 4
 EXIT_PORT_TAKEN = 5
 EXIT_AT_ONCE = 130
 
+LIBRARY_FAULTS = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    OSError,
+    ImportError,
+    RuntimeError,
+)
+"""What a library may raise that builds a model from files with settings it does not expect."""
+
 
 class UserError(Exception):
     """An error that the user can mend: what was asked, why it does not work here, and what to do instead."""

@@ -173,4 +173,6 @@ def _check_characters(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError("a text in it holds half of a character, a surrogate without its other half") from error
+        raise ValueError(
+            "a text in it holds half of a character, a surrogate without its other half"
+        ) from error

@@ -15,7 +15,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from crosstune.config.plan import Plan
-from crosstune.core.errors import UserError
+from crosstune.core.errors import LIBRARY_FAULTS, UserError
 from crosstune.core.safetensors_header import read_header
 from crosstune.mlx_engine.adapters import linear_layers
 from crosstune.mlx_engine.quant.mlx import check_form
@@ -210,9 +210,9 @@ def check_window(config: Mapping[str, Any], plan: Plan) -> None:
 def readable_errors(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (ValueError, KeyError, OSError, TypeError, RuntimeError) as error:
+    except LIBRARY_FAULTS as error:
         raise UserError(
             f"mlx-lm cannot load the model in {folder}.",
-            why=" ".join(str(error).split())[:400],
+            why=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}",
             do="check that it is a causal language model and that its files are complete",
         ) from error

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from crosstune.config.plan import Plan
-from crosstune.core.errors import UserError
+from crosstune.core.errors import LIBRARY_FAULTS, UserError
 from crosstune.core.expanded_name import read_expanded_name
 from crosstune.core.quantization import QuantSpec
 from crosstune.torch_engine.blocks import (
@@ -275,11 +275,13 @@ def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
 
 @contextlib.contextmanager
 def readable_errors(folder: Path) -> Iterator[None]:
+    from huggingface_hub.errors import StrictDataclassError  # transformers' check of the fields of a config
+
     try:
         yield
-    except (ValueError, KeyError, OSError, ImportError, RuntimeError) as error:
+    except (*LIBRARY_FAULTS, StrictDataclassError) as error:
         raise UserError(
             f"transformers cannot load the model in {folder}.",
-            why=" ".join(str(error).split())[:400],
+            why=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}",
             do="check that it is a causal language model and that its files are complete",
         ) from error
