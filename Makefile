@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo test slow faults check docs clean
+.PHONY: help setup demo test slow faults fuzz check docs clean
 
 help:
 	@echo "make demo    fine-tune the bundled model and show that it learned (minutes on a CPU)"
 	@echo "make test    run the tests"
 	@echo "make slow    run the tests that take more than a minute each"
 	@echo "make faults  500 kills, 2,000 corruptions, full disks, payloads, signals (about 20 minutes)"
+	@echo "make fuzz    thousands of damaged files through the commands that read them (about 20 minutes)"
 	@echo "make check   lint, format, types, import directions"
 	@echo "make setup   only make the environment in $(VENV)"
 	@echo "make docs    write docs/options.md from the schema, and the map in CONTRIBUTING.md"
@@ -39,6 +40,9 @@ slow: setup
 
 faults: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py
+
+fuzz: setup
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fuzz_files.py --cases 3000
 
 check: setup
 	$(BIN)/ruff check .

@@ -94,7 +94,8 @@ def shown(value: Any) -> str:
     """Return a value for an error text: its repr, shortened."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = 80
-    return short.repr(value)
+    text = short.repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def nothing_to_train(model: str) -> UserError:

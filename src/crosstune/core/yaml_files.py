@@ -55,10 +55,13 @@ class _Loader(yaml.SafeLoader):
         self._depth += 1
         if self._depth > DEPTH_LIMIT:
             raise _problem(f"it is nested deeper than {DEPTH_LIMIT} levels", self.peek_event().start_mark)  # type: ignore[no-untyped-call]
+        event = self.peek_event()  # type: ignore[no-untyped-call]
         node = super().compose_node(parent, index)
         self._depth -= 1
-        if id(node) not in self._measured:  # an alias is measured where its anchor is
+        if not isinstance(event, yaml.AliasEvent):
             self._measure(node)
+        elif id(node) not in self._measured:
+            raise _problem("an alias is used inside of what it names", event.start_mark)
         return node
 
     def _measure(self, node: Any) -> None:
@@ -68,8 +71,6 @@ class _Loader(yaml.SafeLoader):
         elif isinstance(node, yaml.MappingNode):
             children = [part for pair in node.value for part in pair]
             _check_keys(node)
-        if any(id(child) not in self._measured for child in children):
-            raise _problem("an alias is used inside of what it names", node.start_mark)
         measures = [self._measured[id(child)] for child in children]
         size = 1 + sum(count for count, _ in measures)
         depth = 1 + max((depth for _, depth in measures), default=0)
