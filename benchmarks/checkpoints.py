@@ -31,10 +31,9 @@ from crosstune.runs.execute import Execution
 BUNDLED = "smollm2-135m"
 # All that a run does only because it continues: find and check the checkpoint, take up the record and the state.
 RESUMING = (
-    (resume, "complete_config"),
-    (resume, "find_checkpoint"),
+    (resume, "read_request"),
     (RunRecord, "reopen"),
-    (Execution, "_take_up"),
+    (Execution, "_restore"),
 )
 
 

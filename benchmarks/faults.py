@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,9 +22,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "faults"))
 
-from injection import corruption, disks, kills, payloads, signals
+from injection import competing, corruption, disks, kills, payloads, signals
 from injection.bench import METHODS, Bench, check_finished, lost_or_torn
 from injection.kills import Trial
+
+from crosstune.core.signals import stop_signals
 
 DISK_SIZES = 40
 # Calls up to the first event of the training: a resume that sets a damaged checkpoint aside.
@@ -133,7 +134,7 @@ def early_ends(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
     """Signals, time limit, numbers that are not finite, two processes at once."""
     for number in range(own.signals):
         method = list(METHODS)[number % len(METHODS)]
-        for sent in (signal.SIGTERM, signal.SIGINT):
+        for sent in stop_signals():
             yield signals.stop_by_signal(bench, method, sent, own.seed + number)
         yield signals.stop_at_once(bench, method, own.seed + number)
     for method in METHODS:
@@ -146,6 +147,20 @@ def early_ends(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
         yield signals.second_process(bench, "lora", **options)
 
 
+def competing_starts(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
+    """Two processes that start the same run, held up, killed and stopped at random moments."""
+    for method in METHODS:
+        for moment in competing.MOMENTS:
+            for resume in ("none", "auto"):
+                yield competing.late_start(bench, method, moment, resume=resume)
+    done, seed = 0, own.seed
+    while done < own.competing:
+        method = list(METHODS)[seed % len(METHODS)]
+        trial = competing.kills_and_signals(bench, method, seed, num=20)
+        done, seed = done + trial.kills, seed + 1
+        yield trial
+
+
 SECTIONS: dict[str, Callable[[Bench, argparse.Namespace], Iterator[Trial]]] = {
     "kills": exhaustive_kills,
     "random_kills": random_kills,
@@ -154,6 +169,7 @@ SECTIONS: dict[str, Callable[[Bench, argparse.Namespace], Iterator[Trial]]] = {
     "disks": full_disks,
     "payloads": malicious,
     "signals": early_ends,
+    "competing": competing_starts,
 }
 
 
@@ -182,6 +198,7 @@ def main() -> None:
     parser.add_argument("--random_kills", type=int, default=120)
     parser.add_argument("--corruptions", type=int, default=2000)
     parser.add_argument("--signals", type=int, default=12, help="of each kind")
+    parser.add_argument("--competing", type=int, default=200, help="kills and signals over two processes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--replay", help="one trial, as a failing one was printed")
     own = parser.parse_args()

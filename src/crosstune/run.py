@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,15 @@ from crosstune.core.errors import UserError, raise_all
 from crosstune.core.events import Observer, Observers, Started, Warned
 from crosstune.core.json_files import read_json
 from crosstune.core.metric_names import check_metric_names
-from crosstune.core.protocols import Recipe
 from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import SilentRecord
+from crosstune.core.run_lock import InUse, hold
 from crosstune.loop.train import Deadline
 from crosstune.planner.gather import make_plan
-from crosstune.runs import resume
-from crosstune.runs.execute import Execution, Start
+from crosstune.runs.execute import Execution
 from crosstune.runs.open_parts import open_session
-from crosstune.runs.prepare import begin, describe, prepare
+from crosstune.runs.prepare import Ready, begin, describe, prepare
+from crosstune.runs.resume import folder_of, read_request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class RunResult:
 
 def num_processes(config: Config) -> int:
     """Return the number of processes to start for a run; raise any problem with its plan."""
-    config = resume.complete_config(config)
+    config = read_request(config, observer=Observers(), hashes=False).config
     if config.world_size <= 1:
         return 1
     plan = make_plan(config)
@@ -61,17 +62,41 @@ def train(
         )
     started = time.monotonic()
     group = group if group is not None else Alone()
-    ranks = group.ranks
-    screen = Observers(list(observers) if ranks.first else [])
-    ready = prepare(config, group, screen)
+    screen = Observers(list(observers) if group.ranks.first else [])
+    with _hold_run(config, group) as folder:
+        ready = prepare(config, folder, group, screen)
+        if (done := _finished(ready, group)) is not None:
+            return done
+        return _execute(ready, group, screen, command=command, deadline=_deadline(ready.config, started))
+
+
+@contextlib.contextmanager
+def _hold_run(config: Config, group: Group) -> Iterator[Path]:
+    """Choose the folder of a run and hold its lock, before anything in it is read. The first process holds it for all;
+    a run without a name takes the next free one."""
+    with contextlib.ExitStack() as stack:
+        folder, taken = folder_of(config), list[Path]()
+        while group.ranks.first:
+            try:
+                stack.enter_context(hold(folder))
+                break
+            except InUse:
+                if config.name is not None or config.resume != "none":
+                    raise
+                taken.append(folder)
+                folder = folder_of(config, taken=taken)
+        group.meet()
+        yield folder
+
+
+def _execute(
+    ready: Ready, group: Group, screen: Observer, *, command: Sequence[str] | None, deadline: Deadline | None
+) -> RunResult:
     plan, recipe, folder = ready.plan, ready.recipe, ready.folder
-    done = _finished(folder, ready.start, recipe) if ready.in_place and ranks.first else None
-    if group.any(done is not None):
-        return done or RunResult(folder=folder, summary={"status": "finished"})
     task = recipe.task(plan.engine)
     check_metric_names(task.metric_names, weight_name=recipe.weight_name)
     described = describe(ready, command=command)
-    record = begin(ready, described, screen) if ranks.first else SilentRecord(folder)
+    record = begin(ready, described, screen) if group.ranks.first else SilentRecord(folder)
     observer = Observers([record, screen])
     observer.on_event(Started(folder=str(folder), data=recipe.describe(), num_steps=recipe.num_steps()))
     for event in ready.early.events:
@@ -86,18 +111,20 @@ def train(
         observer=observer,
         start=ready.start,
         described=described,
-        deadline=_deadline(plan.config, started),
+        deadline=deadline,
         group=group,
     )
     return RunResult(folder=folder, summary=execution.run(), failure=execution.failure)
 
 
-def _finished(folder: Path, start: Start | None, recipe: Recipe) -> RunResult | None:
+def _finished(ready: Ready, group: Group) -> RunResult | None:
     """Return the existing result if the run is finished and has no further steps."""
-    summary = read_json(folder / "summary.json")
-    if start is None or summary.get("status") != "finished" or start.step < recipe.num_steps():
+    folder, start = ready.folder, ready.start
+    summary = read_json(folder / "summary.json") if ready.in_place and group.ranks.first else {}
+    finished = start is not None and start.step >= ready.recipe.num_steps()
+    if not group.any(finished and summary.get("status") == "finished"):
         return None
-    return RunResult(folder=folder, summary=summary | {"already_finished": True})
+    return RunResult(folder=folder, summary=summary | {"status": "finished", "already_finished": True})
 
 
 def _deadline(config: Config, started: float) -> Deadline | None:

@@ -15,7 +15,7 @@ from crosstune.checkpoint.manifest import DamagedCheckpoint
 from crosstune.checkpoint.read import open_checkpoint
 from crosstune.cli.main import main
 from crosstune.core.errors import UserError
-from crosstune.runs.open_parts import weights_identity
+from crosstune.models.identity import source_identity
 from mps_fsdp_wrapper import MPSFSDPWrapper
 
 
@@ -210,7 +210,7 @@ def test_a_checkpoint_imported_over_a_converted_folder_continues_there(
     words = f"--model_name {base} --train_type full --backend cpu --precision fp32 --out {tmp_path / 'run'}".split()
     assert main(["checkpoint", "import", str(tmp_path / "old.pt"), *words]) == 0
     model = open_checkpoint(tmp_path / "run" / "checkpoints" / "latest").manifest["identity"]["model"]
-    assert model["identity"] == weights_identity(base) == weights_identity(tiny_model)
+    assert model["identity"] == source_identity(base)["weights"] == source_identity(tiny_model)["weights"]
     words = ["--resume", str(tmp_path / "run"), "--max_steps", "5", "--skip_eval", "--batch_size", "2"]
     assert main(["train", *words]) == 0, capsys.readouterr().err
 

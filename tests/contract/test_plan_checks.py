@@ -41,13 +41,17 @@ def check_same(words: str, expected: str, capsys: Captured) -> None:
     [
         ("--dataset nowhere.jsonl", "There is no dataset 'nowhere.jsonl'"),
         ("--eval_dataset nowhere.jsonl", "There is no dataset 'nowhere.jsonl'"),
+        ("--dataset commands:0,alpaca:1", "The weight of commands in --dataset cannot be '0'"),
+        ("--dataset commands,nowhere.jsonl", "There is no dataset 'nowhere.jsonl'"),
+        ("--columns query=promt", "cannot map query to 'promt'"),
+        ("--chat_template chatlm", "There is no chat template 'chatlm'"),
         ("--model_name ./nowhere", "There is no folder"),
         ("--model_name smollm", "Unknown model 'smollm'"),
         ("--lora_target_modules nothing_like_it", "matches no linear layer"),
         ("--train_type llama_pro --num_new_blocks 7", "cannot be spread evenly"),
         ("--train_type qlora --quantization_backend quanto --group_size 48", "Groups of 48 weights"),
         ("--base_adapter nowhere", "nowhere"),
-        ("--name a/b", "cannot be the name of a run"),
+        ("--name a/b", "name cannot be 'a/b'"),
         ("--use_activation_cpu_offload", "Not built yet"),
         ("--resume nowhere", "nowhere"),
     ],
@@ -66,13 +70,48 @@ def test_a_model_of_another_kind(tiny_model: Path, capsys: Captured) -> None:
     check_same(f"--model_name {model}", "transformers cannot load the model", capsys)
 
 
-@pytest.mark.parametrize("train_type", ["llama_pro", "qlora"])
-def test_experts_that_are_stored_otherwise_than_they_are_held(
-    train_type: str, tiny_model: Path, capsys: Captured
+def drop_tensor(weights: dict[str, Any], config: dict[str, Any]) -> None:
+    del weights["model.layers.1.mlp.up_proj.weight"]
+
+
+def cut_tensor(weights: dict[str, Any], config: dict[str, Any]) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    weights[name] = weights[name][:-1].copy()
+
+
+def claim_gptq(weights: dict[str, Any], config: dict[str, Any]) -> None:
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [(drop_tensor, "up_proj"), (cut_tensor, "k_proj"), (claim_gptq, "gptq")],
+)
+@pytest.mark.parametrize(
+    "words",
+    ["--train_type lora", "--train_type full", "--train_type qlora", "--backend mlx --train_type full"],
+)
+def test_weights_that_do_not_fit_their_configuration(
+    change: Any, expected: str, words: str, tiny_model: Path, capsys: Captured
 ) -> None:
     from safetensors.numpy import load_file, save_file
 
-    model = shutil.copytree(tiny_model, Path("experts"))
+    model = shutil.copytree(tiny_model, Path("changed"))
+    weights, config = load_file(model / "model.safetensors"), json.loads((model / "config.json").read_text())
+    change(weights, config)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    (model / "config.json").write_text(json.dumps(config))
+    by_plan, by_train = refusals(
+        f"--backend cpu --max_steps 1 --output_dir out {words} --model_name {model}", capsys
+    )
+    assert expected in by_plan.lower() and by_plan in by_train
+
+
+def make_experts(tiny_model: Path, model: Path) -> Path:
+    """A Mixtral of two experts, in the files of which every expert has tensors of its own."""
+    from safetensors.numpy import load_file, save_file
+
+    shutil.copytree(tiny_model, model)
     config = json.loads((model / "config.json").read_text())
     config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2}
     (model / "config.json").write_text(json.dumps(config))
@@ -87,9 +126,23 @@ def test_experts_that_are_stored_otherwise_than_they_are_held(
             weights[f"{layer}.block_sparse_moe.experts.{expert}.{word}.weight"] = array
         weights[f"{layer}.block_sparse_moe.gate.weight"] = array[:2, :64].copy()
     save_file(weights, model / "model.safetensors")
-    check_same(
-        f"--model_name {model} --train_type {train_type}", "is not supported with a quantized base", capsys
-    )
+    return model
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--train_type llama_pro", "llama_pro cannot add blocks to MixtralForCausalLM"),
+        ("--backend mlx --lora_target_modules down_proj", "MLX cannot adapt the experts"),
+        ("--train_type dora --lora_target_modules down_proj", "dora cannot adapt"),
+        ("--train_type qlora --quantization_backend quanto --group_size 48", "Groups of 48 weights"),
+    ],
+)
+def test_requests_that_experts_cannot_meet(
+    words: str, expected: str, tiny_model: Path, capsys: Captured
+) -> None:
+    model = make_experts(tiny_model, Path("experts"))
+    check_same(f"--model_name {model} {words}", expected, capsys)
 
 
 def test_a_row_that_cannot_be_read(write_jsonl: Any, tiny_model: Path, capsys: Captured) -> None:
@@ -152,3 +205,23 @@ def test_one_of_several_torch_processes(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     check_same(f"--model_name {tiny_model}", "This process is rank 1 of 2", capsys)
+
+
+@pytest.mark.parametrize("backend", ["cpu --train_type dora", "mlx"])
+def test_experts_without_an_adapter_are_said_by_plan_and_training(
+    backend: str, tiny_model: Path, capsys: Captured
+) -> None:
+    model = make_experts(tiny_model, Path("experts"))
+    request = f"--backend {backend} --precision fp32 --model_name {model} --output_dir out --name run --max_steps 1 --batch_size 1"
+    words = [*request.split(), "--skip_eval", "--context_length", "128"]
+    said = "adapts attention only (k_proj, o_proj, q_proj, v_proj): "
+    assert main(["plan", *words]) == 0
+    assert said in capsys.readouterr().out
+    assert main(["plan", *words, "--json"]) == 0
+    assert [said in warning for warning in json.loads(capsys.readouterr().out)["warnings"]] == [True]
+    assert main(["train", *words]) == 0
+    shown = capsys.readouterr()
+    assert said in shown.out + shown.err
+    assert said in json.loads(Path("out/run/summary.json").read_text())["warnings"][0]
+    assert main(["plan", *words, "--lora_target_modules", "attention", "--json", "--name", "other"]) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == [], "nobody asked for all"

@@ -53,8 +53,13 @@ def logits(model: Any, window: list[TokenBatch]) -> torch.Tensor:
 
 def export(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main(["export", *words, "--json", "--backend", "cpu"]) == 0
-    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    report: dict[str, Any] = json.loads(printed.out)
     assert report["verified"]
+    for line in printed.err.splitlines():
+        assert line.startswith(("model  ", "warning  ", "changed  ", "chosen  ")), (
+            "not a line of ours: " + line
+        )
     return report
 
 

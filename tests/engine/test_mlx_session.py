@@ -383,7 +383,7 @@ def test_the_doctor_needs_no_torch_and_answers_without_it(tiny_model: Path, tmp_
 
 
 def test_too_little_memory_is_told_from_other_errors() -> None:
-    from crosstune.core.errors import OutOfMemory
+    from crosstune.core.out_of_memory import OutOfMemory
     from crosstune.mlx_engine.limits import memory_errors
 
     for words in (

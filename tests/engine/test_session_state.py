@@ -135,7 +135,7 @@ def test_a_state_carries_on_on_a_gpu(
 def test_a_step_that_does_not_fit_leaves_everything_as_it_was(
     tiny_model: Path, windows: list[list[TokenBatch]]
 ) -> None:
-    from crosstune.core.errors import OutOfMemory
+    from crosstune.core.out_of_memory import OutOfMemory
 
     options = {"backend": "cuda", "precision": "fp32", "lora_dropout": 0.3}
     expected = run(open_session(tiny_model, **options), windows)

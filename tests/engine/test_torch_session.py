@@ -13,7 +13,7 @@ from support import train_step
 
 from crosstune.config.load import make_config
 from crosstune.config.plan import Plan
-from crosstune.core.errors import OutOfMemory
+from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.core.scaling import LossScale
 from crosstune.data.batches import pad_rows, split_rows
 from crosstune.data.chat import encode_conversation

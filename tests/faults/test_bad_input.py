@@ -62,11 +62,11 @@ def test_a_good_run_for_comparison(tmp_path: Path, tiny_model: Path, data: Path)
             "no dataset",
         ),  # before the model is fetched
         ("--dataset {blank}", "is empty"),
-        ("--dataset {columns}", "question, reply"),
+        ("--dataset {columns}", "subject, reply"),
         ("--dataset {data} --context_length 8", "longer than the context of 8 tokens"),
         ("--dataset {silent}", "No token"),
         ("--dataset {torn}", "line 2"),
-        ("--name ../elsewhere", "cannot be the name of a run"),
+        ("--name ../elsewhere", "name cannot be '../elsewhere'"),
         ("--config {empty}/none.yaml", "Cannot read"),
     ],
 )
@@ -87,7 +87,7 @@ def test_a_clear_error_and_no_run_folder(
         "empty": empty,
         "data": data,
         "blank": write_jsonl([], "blank.jsonl"),
-        "columns": write_jsonl([{"question": "a", "reply": "b"}], "columns.jsonl"),
+        "columns": write_jsonl([{"subject": "a", "reply": "b"}], "columns.jsonl"),
         "silent": write_jsonl([{"messages": [{"role": "user", "content": "a"}]}], "silent.jsonl"),
         "torn": torn,
     }
@@ -99,6 +99,17 @@ def test_a_clear_error_and_no_run_folder(
     assert words in answer
     assert "Traceback" not in answer
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_context_that_was_lowered_is_said_before_its_error(
+    tmp_path: Path, tiny_model: Path, write_jsonl: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_jsonl([{"prompt": "q", "completion": "word and " * 1500}])
+    flags = ["--model_name", str(tiny_model), "--dataset", str(data), "--context_length", "100000"]
+    assert train(tmp_path, *flags) == 2
+    said = capsys.readouterr().err
+    assert "context_length: 100000 -> 2048" in said
+    assert "raise --context_length" not in said
 
 
 def test_a_folder_without_weights_is_named(tmp_path: Path, tiny_model: Path, data: Path, capsys: Any) -> None:

@@ -34,21 +34,10 @@ def test_damaged_files(shop: Workshop, batch: int, capfd: pytest.CaptureFixture[
         assert problem is None, f"seed {seed}, {case.kind}: {problem}\n{case.words}"
 
 
-def test_a_file_name_that_is_not_utf8(shop: Workshop, tmp_path: Path) -> None:
-    data = Path(os.fsdecode(bytes(tmp_path) + b"/d\xff.jsonl"))
-    data.write_bytes((shop.good / "data.jsonl").read_bytes())
-    words = [
-        "--model_name",
-        str(shop.good / "model"),
-        "--output_dir",
-        str(tmp_path),
-        "--name",
-        "r",
-        "--max_steps",
-        "1",
-    ]
-    assert main(["train", "--backend", "cpu", "--precision", "fp32", "--dataset", str(data), *words]) == 0
-    assert main(["report", str(tmp_path / "r")]) == 0
+def test_a_file_name_that_is_not_utf8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = os.fsdecode(bytes(tmp_path) + b"/d\xff.jsonl")
+    assert main(["train", "--backend", "cpu", "--dataset", data]) == 2
+    assert "not text in UTF-8" in capsys.readouterr().err
 
 
 def test_a_name_of_300_characters(shop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,7 +48,7 @@ def test_a_name_of_300_characters(shop: Workshop, tmp_path: Path, capsys: pytest
     ):
         model = ["--model_name", str(shop.good / "model"), "--dataset", str(shop.good / "data.jsonl")]
         assert main(["train", "--backend", "cpu", *model, *words]) == 2
-        assert "x" * 50 in capsys.readouterr().err
+        assert "x" * 30 in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

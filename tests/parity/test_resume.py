@@ -117,6 +117,26 @@ def test_resume_names_a_run_and_takes_its_options(bench: Bench, straight: Any) -
     assert read_bits(folder) == read_bits(straight("lora"))
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_two_weighted_sources(bench: Bench, packing: bool) -> None:
+    """The rows of a mixture follow from the step, also over the end of a source that is read several times."""
+    other = bench.home / "few.jsonl"
+    other.write_text(
+        "".join(json.dumps({"prompt": f"p {n}", "completion": f"c {n}"}) + "\n" for n in range(3))
+    )
+    more = {"dataset": f"{bench.data}:0.4,{other}:0.6", "packing": packing}
+    folder = bench.home / f"mixed-{packing}"
+    run(bench, "lora", folder, **more)
+    wanted = read_bits(folder)
+    for step in (1, 3):
+        target = bench.home / f"mixed-{packing}-from-{step}"
+        run(bench, "lora", target, resume=str(at_step(folder, step)), **more)
+        assert read_bits(target) == wanted, step
+    with pytest.raises(UserError, match=r"mixture: 0\.4 from"):
+        changed = more | {"dataset": f"{bench.data}:0.5,{other}:0.5"}
+        run(bench, "lora", bench.home / f"changed-{packing}", resume=str(at_step(folder, 1)), **changed)
+
+
 def test_saving_changes_nothing(bench: Bench, straight: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the training, while it waits, or not at all: the same numbers."""
     wanted = read_bits(straight("lora"))

@@ -11,8 +11,16 @@ from typing import Any
 
 import pytest
 
-from crosstune.checkpoint.archive import NOTE, read_note, unpack_archive, write_archive
+from crosstune.checkpoint.archive import (
+    LISTED_OPTIONS,
+    NOTE,
+    PACKED_OPTIONS,
+    read_note,
+    unpack_archive,
+    write_archive,
+)
 from crosstune.core.errors import UserError
+from crosstune.runs.resume import KEPT_FILES
 
 NOTE_FIELDS = {
     "version": 1,
@@ -47,6 +55,14 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert read_note(tmp_path / "a.tar")["run"] == "r"
     unpack_archive(tmp_path / "a.tar", tmp_path / "new" / "runs" / "r")
     assert (tmp_path / "new" / "runs" / "r" / "plan.json").read_text() == "{}"
+
+
+def test_the_files_of_every_option_that_names_some(tmp_path: Path) -> None:
+    sources = [{"file": "data/d.jsonl", "weight": 0.5}, {"name": "alpaca", "weight": None}]
+    options = {"dataset": sources, "mlx_config": "data/m.yaml", "chat_template": "data/t.jinja"}
+    path = make(tmp_path / "a.tar", {"plan.json": b"{}"}, note={"options": options})
+    assert read_note(path)["options"] == options
+    assert set(PACKED_OPTIONS) == {*LISTED_OPTIONS, *KEPT_FILES}
 
 
 @pytest.mark.parametrize(
@@ -87,6 +103,13 @@ def test_names_that_are_not_those_of_a_run(tmp_path: Path, members: dict[str, by
         {"options": {"dataset": "/etc/passwd"}},
         {"options": {"dataset": "data/../../x"}},
         {"options": {"hub_token": "data/x"}},
+        {"options": {"dataset": None}},
+        {"options": {"dataset": []}},
+        {"options": {"dataset": [{"file": "/etc/passwd"}]}},
+        {"options": {"dataset": [{"file": None, "name": "a"}]}},
+        {"options": {"dataset": [{"weight": 1.0}]}},
+        {"options": {"dataset": [{"name": "a", "weight": "1"}]}},
+        {"options": {"chat_template": [{"file": "data/x"}]}},
         {"measured": {"step": 2}},
         {"deep": json.loads("[" * 100 + "]" * 100)},
     ],

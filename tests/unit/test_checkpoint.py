@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import struct
@@ -151,6 +152,7 @@ def test_latest_points_at_the_newest(tmp_path: Path) -> None:
         (Keep(last_n=9), {}, [1, 2, 3, 4, 5, 6]),
         (Keep(last_n=1), {2: 0.5, 3: 0.4, 5: 0.4}, [3, 6]),
         (Keep(last_n=1), {2: 0.5, 99: 0.1}, [2, 6]),
+        (Keep(last_n=1), {1: math.nan, 2: 0.5}, [2, 6]),
         (Keep(last_n=1, best=False), {2: 0.5}, [6]),
         (Keep(last_n=1, every=2), {}, [2, 4, 6]),
         (Keep(last_n=2, every=3), {1: 0.1}, [1, 3, 5, 6]),

@@ -31,11 +31,11 @@ def test_every_option_is_a_flag_with_dashes_or_underscores(
     monkeypatch.chdir(tmp_path)
     Path("word").write_text("{}")  # for the option that names a file
     for option in option_list():
-        value = (
-            option.choices[0]
-            if option.choices
-            else {bool: "true", int: "3", float: "0.5", str: "word"}[option.type]
-        )
+        value = {bool: "true", int: "3", float: "0.5", str: "word"}[option.type]
+        if option.choices:
+            value = option.choices[0]
+        if option.check is not None and option.type is str:
+            value = {"time_limit": "3h", "allow_mismatch": "data"}.get(option.name, value)
         for name in (option.name, option.name.replace("_", "-"), *option.aliases):
             config = load(f"--{name}", value)
             assert option.name in config.asked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 from crosstune.core.errors import UserError
 from crosstune.data import files
 from crosstune.data.formats import has_empty_answer, recognise, to_conversation
-from crosstune.data.hub import HubPart, _missing
+from crosstune.data.hub import HubPart, _missing, _quiet
 from crosstune.data.named_datasets import known_names
 from crosstune.data.sources import Source, open_source, split_of
+from crosstune.data.uniform import pick_rows, uniform_sources
 
 ROWS = [
     {"prompt": 'Say "hi", 日本', "completion": "hi\nthere, ünd 🙂"},
@@ -46,11 +48,12 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("suffix", files.SUFFIXES)
+@pytest.mark.parametrize("suffix", [suffix for suffix in files.SUFFIXES if suffix != ".txt"])
 def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, suffix: str) -> None:
     source = open_source(str(write(tmp_path / f"data{suffix}", ROWS)))
     assert rows_of(source) == ROWS
-    assert source.pick([2, 0]) == {0: ROWS[0], 2: ROWS[2]}
+    uniform = uniform_sources(source, asked="auto", columns={})
+    assert pick_rows(uniform, [2, 0]) == [(ROWS[0], "prompt_completion"), (ROWS[2], "prompt_completion")]
     assert [done for _, _, done in source.rows()][-1] <= source.size_bytes
 
 
@@ -85,7 +88,7 @@ def test_a_json_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
         ("a.csv", "text,text\na,b\n", "does not name the columns"),
         ("a.tsv", "a\tb\n1\t2\n1\n", "line 3 has 1 fields"),
         ("a.parquet", "not parquet at all", "cannot be read as Parquet"),
-        ("a.txt", "hello", "not a supported data file"),
+        ("a.doc", "hello", "not a supported data file"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, text: str, words: str) -> None:
@@ -130,7 +133,15 @@ def test_a_folder_is_read_in_order_and_its_splits_are_known(tmp_path: Path) -> N
         ("test-00000-of-00002.parquet", "test"),
         ("val_1.json", "val"),
         ("validation/part.csv", "validation"),
+        ("judge_test.json", "test"),
+        ("my_val.jsonl", "val"),
+        ("judge.dev.jsonl", "dev"),
+        ("judge_test-00000-of-00002.parquet", "test"),
+        ("my-eval-3.csv", "eval"),
+        ("Valid.jsonl", "valid"),
+        ("train_val.jsonl", "train"),
         ("attest.jsonl", "train"),
+        ("my_test_questions.jsonl", "train"),
         ("latest/testing.jsonl", "train"),
     ],
 )
@@ -164,6 +175,17 @@ def test_the_hub_out_of_reach_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) 
     for name in ("no-such-org/no-such-data", "alpaca"):
         with pytest.raises(UserError, match="cannot be fetched from the hub"):
             open_source(name)
+
+
+def test_retries_of_the_hub_are_not_printed(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("huggingface_hub.utils._http")
+    level = logging.getLogger("huggingface_hub").level
+    with _quiet("huggingface_hub"):
+        logger.warning("Retrying in 1s")
+    assert not caplog.records
+    logger.warning("something else")
+    assert len(caplog.records) == 1
+    assert logging.getLogger("huggingface_hub").level == level
 
 
 def test_errors_of_the_hub_say_what_to_do() -> None:
@@ -235,7 +257,7 @@ def test_conversations_that_make_no_sense(messages: list[tuple[str, Any]], words
 def test_images_and_mixed_formats_are_refused() -> None:
     with pytest.raises(UserError, match="not text: image"):
         recognise({"image": {"bytes": b"x"}, "text": "a"}, asked="auto", source="x")
-    with pytest.raises(UserError, match="looks like alpaca: formats cannot be mixed"):
+    with pytest.raises(UserError, match="looks like alpaca: formats cannot be mixed in one file"):
         to_conversation({"instruction": "a", "output": "b"}, "messages")
 
 
@@ -243,3 +265,13 @@ def test_empty_answers_are_seen() -> None:
     assert has_empty_answer(to_conversation({"prompt": "a", "completion": None}, "prompt_completion"))
     assert has_empty_answer(to_conversation({"text": " \n"}, "text"))
     assert not has_empty_answer(to_conversation({"text": "a"}, "text"))
+
+
+def test_a_folder_of_everything_is_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from crosstune.data import sources
+
+    monkeypatch.setattr(sources, "MOST_FILES", 5)
+    for number in range(6):
+        (tmp_path / f"{number}.txt").touch()
+    with pytest.raises(UserError, match="more than 5 files"):
+        sources.open_source(str(tmp_path))

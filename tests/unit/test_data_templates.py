@@ -12,8 +12,9 @@ import pytest
 from tokenizers import AddedToken
 
 from crosstune.core.errors import UserError
-from crosstune.data.chat import encode_conversation, encode_prompt, render
-from crosstune.data.template import render_text
+from crosstune.data.chat import encode_conversation, encode_prompt, render, render_conversation
+from crosstune.data.formats import as_messages
+from crosstune.data.template import REASONING_KEYS, render_text
 from crosstune.data.template_limits import FILTERS, MOST_SECONDS
 from crosstune.data.template_probe import CPU_SECONDS
 from crosstune.data.token_batch import Example
@@ -231,6 +232,80 @@ def test_the_template_sees_the_same_day_always(base: Tokenizer) -> None:
     assert text == "2025-01-01"
 
 
+def test_reasoning_is_rendered_under_any_of_its_names(base: Tokenizer) -> None:
+    template = "{% for m in messages %}{{ m.role }}:{{ m[KEY] }}:{{ m.content }}\n{% endfor %}"
+    for given in REASONING_KEYS:
+        turns = as_messages([ASKED[0], {"role": "assistant", "content": "5", given: "[1] add"}])
+        for read in ("reasoning_content", "thinking"):
+            tokenizer = replace(base, chat_template=template.replace("KEY", repr(read)))
+            assert "assistant:[1] add:5" in render(turns, tokenizer, add_generation_prompt=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("", '{"b": "ü<", "a": [1]}'),
+        ("ensure_ascii=True", '{"b": "\\u00fc<", "a": [1]}'),
+        ("True", '{"b": "\\u00fc<", "a": [1]}'),
+        ("sort_keys=True", '{"a": [1], "b": "ü<"}'),
+        ("separators=(',', ':')", '{"b":"ü<","a":[1]}'),
+        ("ensure_ascii=False, indent=1", '{\n "b": "ü<",\n "a": [\n  1\n ]\n}'),
+    ],
+)
+def test_json_has_the_options_of_transformers(options: str, text: str) -> None:
+    found, _ = render_text(f"{{{{ tools[0] | tojson({options}) }}}}", ASKED, tools=[{"b": "ü<", "a": [1]}])
+    assert found == text
+
+
+def test_tool_results_inside_an_answer_carry_no_loss(base: Tokenizer) -> None:
+    """As in Gemma 4, whose template writes the messages of tools in the turn of the assistant."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}"
+        "{{ '<|im_start|>' + m.role + '\n' }}{% if m.tool_calls %}<call>"
+        "{% for k in range(loop.index, messages | length) %}"
+        "{% if messages[k].role != 'tool' %}{% break %}{% endif %}[{{ messages[k].content }}]{% endfor %}"
+        "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    found = {"role": "tool", "content": "blue"}
+    turns = [ASKED[0], {**ASKED[1], "tool_calls": [{"name": "sky"}]}, found, found, *ASKED[2:]]
+    rendered = render_conversation(turns, replace(base, chat_template=template), whole=False)
+    assert [rendered.text[start:end] for start, end in rendered.spans] == [
+        "<call>",
+        "Fünf 🙂 Meter.<|im_end|>",
+        "Two\nlines, ünd 日本.<|im_end|>",
+    ]
+
+
+LOOPS = {
+    "by index": "{% for i in range(messages | length) %}{% set m = messages[i] %}BODY{% endfor %}",
+    "by index, from the second": "{% set rest = messages[1:] %}{% set m = messages[0] %}BODY"
+    "{% for i in range(rest | length) %}{% set m = rest[i] %}BODY{% endfor %}",
+    "in a macro": "{% macro write(turns) %}{% for m in turns %}BODY{% endfor %}{% endmacro %}{{ write(messages) }}",
+    "captured": "{% set all %}{% for m in messages %}BODY{% endfor %}{% endset %}{{ all | trim }}{{ '\n' }}",
+    "left early": "{% for m in messages %}BODY{% if m.role == 'user' %}{% continue %}{% endif %}{% endfor %}",
+    "in two parts": "{% for m in messages[:1] %}BODY{% endfor %}{% for m in messages[1:] %}BODY{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_answers_are_found_however_the_template_goes_through_the_messages(base: Tokenizer, loop: str) -> None:
+    body = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    prompt = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    tokenizer = replace(base, chat_template=LOOPS[loop].replace("BODY", body) + prompt)
+    example = encode_conversation(ASKED, tokenizer, index=0, whole=False)
+    assert spans(example, tokenizer) == ["Fünf 🙂 Meter.<|im_end|>", "Two\nlines, ünd 日本.<|im_end|>"]
+
+
+def test_text_may_contain_the_characters_of_marks(base: Tokenizer) -> None:
+    odd = "\ufdd0\ufdd20:1\ufdd3\ufdd1 \ufdd5"
+    turns = [{"role": "user", "content": odd}, {"role": "assistant", "content": f"yes {odd}"}]
+    for template in (CHATML, MARKED):
+        rendered = render_conversation(turns, replace(base, chat_template=template), whole=False)
+        assert [rendered.text[start:end] for start, end in rendered.spans] == [f"yes {odd}<|im_end|>"]
+        assert rendered.text.count(odd) == 2
+
+
 HOSTILE = {
     "nested loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}x{% endfor %}{% endfor %}{% endfor %}",
     "a loop without output": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
@@ -251,6 +326,7 @@ HOSTILE = {
     "padding": "{{ 'x'.ljust(9999999999) }}",
     "a wide indent": "{{ 'x\ny' | indent(999999999) }}",
     "a wide JSON": "{{ messages | tojson(indent=999999999) }}",
+    "wide separators": "{{ messages | tojson(separators=(' ' * 99999, ':')) }}",
     "a power": "{{ 9 ** 999999999 }}",
     "squares": "{% set ns = namespace(x=3) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",
     "recursion": "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",

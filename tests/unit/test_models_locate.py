@@ -11,7 +11,8 @@ import pytest
 
 from crosstune.core.errors import UserError
 from crosstune.models.bundled import BUNDLED
-from crosstune.models.locate import identity, locate, shape
+from crosstune.models.identity import identity
+from crosstune.models.locate import locate, shape
 from crosstune.models.tiny import tiny_model
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from crosstune.core.errors import NonFiniteError, OutOfMemory, PeerLost, UserError
+from crosstune.core.errors import NonFiniteError, PeerLost, UserError
+from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.core.protocols import Backward, PreparedBatch
 from crosstune.core.scaling import START, LossScale
 from crosstune.loop.step import check_weight, prepare_window, take_step

@@ -22,8 +22,10 @@ from crosstune.core.plain_files import UnreadableFile, is_file_name, open_plain
 
 SUFFIX = ".crosstune.tar"
 NOTE = "move.json"
-DATA_OPTIONS = ("dataset", "eval_dataset", "mlx_config")
-"""The options whose files travel in an archive."""
+LISTED_OPTIONS = ("dataset", "eval_dataset")
+"""The options whose files travel in an archive, and that may name several."""
+PACKED_OPTIONS = (*LISTED_OPTIONS, "mlx_config", "chat_template")
+"""All options whose files travel in an archive."""
 _MEMBER_LIMIT = 100_000
 _NOTE_LIMIT = 64 << 20
 _EXTENSION_LIMIT = 64 << 10
@@ -34,9 +36,10 @@ _FIELDS = {
     "to": TEXT,
     "step": whole(0),
     "files": map_of(TEXT),
-    "options": map_of(TEXT) | NOTHING,
+    "options": OBJECT | NOTHING,
     "measured": OBJECT | NOTHING,
 }
+_SOURCE = {"file": TEXT, "name": TEXT, "weight": real(0) | NOTHING}
 _MEASURED = {
     "step": whole(0),
     "first_step": whole(0),
@@ -141,9 +144,19 @@ def _wrong_note(note: Mapping[str, Any]) -> str | None:
     if not is_file_name(note["run"]):
         return f"it names the run {shown(note['run'])}, which is not a folder name"
     for option, place in (note.get("options") or {}).items():
-        if option not in DATA_OPTIONS or not place.startswith("data/") or not _is_plain(place):
+        several = option in LISTED_OPTIONS and isinstance(place, list) and bool(place)
+        places = place if several else [{"file": place}]
+        if option not in PACKED_OPTIONS or not all(map(_is_source, places)):
             return f"it gives the option {shown(option)} the file {shown(place)}"
     return None
+
+
+def _is_source(entry: Any) -> bool:
+    """Return whether an entry of a note names a file in the archive, or a data source elsewhere."""
+    if not isinstance(entry, dict) or wrong_field(entry, _SOURCE) is not None:
+        return False
+    file = entry.get("file")
+    return "name" in entry if file is None else file.startswith("data/") and _is_plain(file)
 
 
 def _check_size(path: Path, members: list[tarfile.TarInfo], folder: Path) -> int:

@@ -9,7 +9,21 @@ from crosstune.core.json_fields import NOTHING, OBJECT, TEXT, Rule, map_of, real
 
 _COUNT = whole(0) | NOTHING
 _NUMBER = real() | NOTHING
-_STEP = Rule("the number of a step", lambda text: text.isdecimal() and len(text) < 20)
+
+
+def _by_step(rule: Rule) -> Rule:
+    return Rule(
+        f"an object with {rule.needs} at each number of a step",
+        lambda value: map_of(rule).fits(value) and all(map(_is_step, value)),
+    )
+
+
+def _is_step(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 20
+
+
+EVALUATIONS = _by_step(_NUMBER) | NOTHING
+"""Step -> evaluation loss; null where it was not finite."""
 
 _REQUIRED = {
     "step": whole(0),
@@ -37,6 +51,7 @@ _PARTS: Mapping[str, Mapping[str, Rule]] = {
     "identity": {
         "model": OBJECT,
         "order": OBJECT,
+        "eval_data": TEXT | NOTHING,
         "trainable": OBJECT,
         "quantization": OBJECT | NOTHING,
         "optimizer": TEXT,
@@ -55,11 +70,12 @@ _PARTS: Mapping[str, Mapping[str, Rule]] = {
         "wall_s": real(0),
         "peak_memory_bytes": whole(0),
         "eval_before": map_of(_NUMBER) | NOTHING,
-        "evaluations": map_of(_NUMBER) | NOTHING,
+        "evaluations": EVALUATIONS,
+        "eval_metrics": _by_step(map_of(_NUMBER)) | NOTHING,
     },
     "options": {"batch_size": whole(1) | NOTHING, "world_size": whole(-1) | NOTHING},
 }
-_MODEL = {"name": TEXT | NOTHING, "identity": TEXT | NOTHING}
+_MODEL = {"name": TEXT | NOTHING, "identity": TEXT | NOTHING, "config": TEXT | NOTHING}
 _ORDER = {"rows_per_step": whole(1) | NOTHING}
 _LOSS_SCALE = {"factor": real(0), "good_steps": whole(0)}
 
@@ -82,7 +98,4 @@ def _wrong_inner(manifest: Mapping[str, Any]) -> str | None:
         wrong = wrong or wrong_field(
             scale, _LOSS_SCALE, required=tuple(_LOSS_SCALE), place="facts.loss_scale."
         )
-    steps = manifest["progress"].get("evaluations") or {}
-    return wrong or wrong_field(
-        {step: step for step in steps}, dict.fromkeys(steps, _STEP), place="progress.evaluations."
-    )
+    return wrong

@@ -83,12 +83,12 @@ def open_checkpoint(folder: Path, *, hashes: bool = True) -> Checkpoint:
 
 
 def newest_valid(
-    root: Path, *, on_damaged: Callable[[DamagedCheckpoint], None] | None = None
+    root: Path, *, on_damaged: Callable[[DamagedCheckpoint], None] | None = None, hashes: bool = True
 ) -> Checkpoint | None:
     """Return the newest checkpoint that passes all checks; report each damaged one that is newer."""
     for _, folder in checkpoint_folders(root):
         try:
-            return open_checkpoint(folder)
+            return open_checkpoint(folder, hashes=hashes)
         except DamagedCheckpoint as error:
             if on_damaged is not None:
                 on_damaged(error)

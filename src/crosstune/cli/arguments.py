@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from crosstune.cli.fold import fold_help
 from crosstune.config.load import load_config
 from crosstune.config.schema import Config
-from crosstune.core.errors import UserError
+from crosstune.config.values import wrong_path
+from crosstune.core.errors import UserError, shown
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,13 +27,16 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
+    def format_help(self) -> str:
+        return fold_help(super().format_help())
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message}", do=f"see: {self.prog} --help")
 
 
 def parse_config(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     """Return the subcommand's own arguments, and the run configuration made from the remaining ones."""
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with options")
+    parser.add_argument("--config", type=read_path, metavar="FILE", help="YAML file with options")
     if "-h" in words or "--help" in words:
         from crosstune.config.table import help_text
 
@@ -42,13 +47,29 @@ def parse_config(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespa
     return own, load_config(flags, file=own.config)
 
 
+def read_path(text: str) -> Path:
+    """Return a path, as an argparse type; refuse what cannot be one."""
+    return Path(read_path_or_name(text)).expanduser()
+
+
+def read_path_or_name(text: str) -> str:
+    """Return a path, or a name such as that of a model, as an argparse type; refuse what cannot be a path."""
+    wrong = "give it a value" if not text.strip() else wrong_path(text)
+    if wrong is not None:
+        raise argparse.ArgumentTypeError(f"it cannot be {shown(text)}: {wrong}")
+    return text
+
+
 def at_least(low: int | float) -> Callable[[str], int | float]:
     """Return an argparse type: a number of the type of `low` that is at least `low` and fits into 63 bits."""
 
     def read(text: str) -> int | float:
-        value = type(low)(text)
+        try:
+            value = type(low)(text)
+        except ValueError:
+            value = type(low)(-1)
         if not low <= value < 2**63:
-            raise argparse.ArgumentTypeError(f"{text} is not a number of at least {low}")
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not a number of at least {low}")
         return value
 
     return read

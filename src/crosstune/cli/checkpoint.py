@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.arguments import Parser, at_least, print_json
+from crosstune.cli.arguments import Parser, at_least, print_json, read_path
+from crosstune.cli.output import print_line
 from crosstune.cli.units import size
 from crosstune.core.errors import EXIT_DONE, EXIT_USER_MUST_ACT, UserError
 
@@ -31,12 +33,12 @@ _HELP = {
 }
 
 
-def run(words: Sequence[str]) -> int:
+def make_parser() -> Parser:
     summary = "\n".join(f"  {name:<8} {text}" for name, text in _HELP.items())
     parser = Parser("checkpoint", description=f"Checkpoints of a run:\n\n{summary}", epilog=EXAMPLES)
     parser.add_argument("action", choices=tuple(_HELP))
-    parser.add_argument("target", type=Path, metavar="RUN|CHECKPOINT|FILE")
-    parser.add_argument("--out", type=Path, help="folder for the result of export and import")
+    parser.add_argument("target", type=read_path, metavar="RUN|CHECKPOINT|FILE")
+    parser.add_argument("--out", type=read_path, help="folder for the result of export and import")
     parser.add_argument(
         "--keep_last_n",
         type=at_least(1),
@@ -51,12 +53,16 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--step", type=at_least(0), help="for import: steps done, if not in the file")
     parser.add_argument("--without_optimizer", action="store_true", help="for import: take only the weights")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    parser = make_parser()
     own, flags = parser.parse_known_args(list(words))
     if flags and own.action not in ("import", "export"):
         parser.error(f"unrecognized argument {flags[0]}")
     if own.action in ("import", "export") and own.out is None:
         parser.error(f"{own.action} needs --out")
-    own.target = own.target.expanduser()
     actions = {"list": _list, "verify": _verify, "show": _show, "prune": _prune}
     if own.action in actions:
         return actions[own.action](own)
@@ -82,6 +88,7 @@ def _folders(target: Path) -> list[tuple[int, Path]]:
 def _rows(target: Path, *, hashes: bool) -> list[dict[str, Any]]:
     from crosstune.checkpoint.manifest import DamagedCheckpoint, UnknownVersion
     from crosstune.checkpoint.read import open_checkpoint
+    from crosstune.checkpoint.rotate import best_step
 
     rows: list[dict[str, Any]] = []
     for step, folder in _folders(target):
@@ -103,18 +110,30 @@ def _rows(target: Path, *, hashes: bool) -> list[dict[str, Any]]:
     later = _evaluations(rows, target)
     for row in rows:
         row["eval_loss"] = row.get("eval_loss") or later.get(row["step"])
+    judged = {row["step"]: row["eval_loss"] for row in rows if row["eval_loss"] is not None}
+    best = best_step(list(judged), judged)
+    for row in rows:
+        row["best"] = row["step"] == best
     return rows
 
 
 def _evaluations(rows: Sequence[dict[str, Any]], target: Path) -> dict[int, float]:
-    """Return the evaluation losses by step, from the newest manifest: evaluation follows the checkpoint of its step."""
-    from crosstune.checkpoint.read import open_checkpoint
+    """Return the evaluation losses by step, from the summary and the newest manifest: an evaluation follows the
+    checkpoint of its step."""
+    from crosstune.checkpoint.manifest_fields import EVALUATIONS
+    from crosstune.checkpoint.read import find_run, open_checkpoint
+    from crosstune.core.json_fields import check_fields
+    from crosstune.core.json_files import read_json
 
     newest = next((row for row in rows if not row["problem"]), None)
     if newest is None:
         return {}
     progress = open_checkpoint(Path(newest["path"]), hashes=False).manifest["progress"]
-    return {int(step): loss for step, loss in (progress.get("evaluations") or {}).items() if loss is not None}
+    path = find_run(Path(newest["path"])) / "summary.json"
+    summary = read_json(path)
+    check_fields(summary, {"evaluations": EVALUATIONS}, source=path)
+    known = (summary.get("evaluations") or {}) | (progress.get("evaluations") or {})
+    return {int(step): loss for step, loss in known.items() if loss is not None}
 
 
 def _list(own: Any) -> int:
@@ -124,12 +143,13 @@ def _list(own: Any) -> int:
         return EXIT_DONE
     for row in rows:
         if row["problem"]:
-            print(f"{Path(row['path']).name}  damaged: {row['problem']}")
+            print_line(f"{Path(row['path']).name}  damaged: {row['problem']}")
             continue
         parts = [f"{size(row['bytes']):>10}", str(row["created"]), row["backend"]]
         parts += [f"loss {row['loss']:.4f}"] if row["loss"] is not None else []
         parts += [f"eval {row['eval_loss']:.4f}"] if row["eval_loss"] is not None else []
-        print(f"{Path(row['path']).name}  {'  '.join(parts)}")
+        parts += ["best"] if row["best"] else []
+        print_line(f"{Path(row['path']).name}  {'  '.join(parts)}")
     return EXIT_DONE
 
 
@@ -140,7 +160,7 @@ def _verify(own: Any) -> int:
     else:
         for row in rows:
             status = f"damaged: {row['problem']}" if row["problem"] else f"valid, {size(row['bytes'])}"
-            print(f"{Path(row['path']).name}  {status}")
+            print_line(f"{Path(row['path']).name}  {status}")
     return EXIT_USER_MUST_ACT if any(row["problem"] for row in rows) else EXIT_DONE
 
 
@@ -148,7 +168,8 @@ def _show(own: Any) -> int:
     from crosstune.cli.screen import Screen
     from crosstune.runs.restore import pick_checkpoint
 
-    found = pick_checkpoint(own.target, Screen(live=False))
+    with Screen(live=False) as screen:
+        found = pick_checkpoint(own.target, screen)
     if own.json:
         print_json(dict(found.manifest))
         return EXIT_DONE
@@ -168,16 +189,23 @@ def _show(own: Any) -> int:
         "size": size(found.num_bytes()),
     }
     for name, value in lines.items():
-        print(f"{name:<11} {value}")
+        print_line(f"{name:<11} {value}")
     return EXIT_DONE
 
 
 def _prune(own: Any) -> int:
     from crosstune.checkpoint.folders import step_of
-    from crosstune.checkpoint.rotate import Keep, rotate
+    from crosstune.core.run_lock import hold
 
     if step_of(own.target.resolve()) is not None:
         raise UserError(f"{own.target} is a single checkpoint.", do="name the run whose checkpoints to prune")
+    with contextlib.nullcontext() if own.dry_run else hold(own.target):
+        return _prune_held(own)
+
+
+def _prune_held(own: Any) -> int:
+    from crosstune.checkpoint.rotate import Keep, rotate
+
     rows = _rows(own.target, hashes=False)
     evaluations = {row["step"]: row["eval_loss"] for row in rows if row["eval_loss"] is not None}
     keep = Keep(last_n=own.keep_last_n, best=not own.drop_best, every=own.keep_every)
@@ -187,9 +215,9 @@ def _prune(own: Any) -> int:
         print_json({"removed": removed, "dry_run": own.dry_run})
         return EXIT_DONE
     for path in removed:
-        print(f"{'would remove' if own.dry_run else 'removed'}  {path}")
+        print_line(f"{'would remove' if own.dry_run else 'removed'}  {path}")
     if not removed:
-        print("nothing to remove")
+        print_line("nothing to remove")
     return EXIT_DONE
 
 
@@ -205,18 +233,18 @@ def _export(own: Any, flags: Sequence[str]) -> int:
             f"export takes no --{unused[0]}.",
             do="leave it out: the options of the run are in the checkpoint",
         )
-    screen = Screen(live=not own.json)
-    report = export_checkpoint(
-        pick_checkpoint(own.target, screen),
-        own.out.expanduser().absolute(),
-        observer=screen,
-        backend=config.backend,
-        model_name=config.model_name if "model_name" in config.asked else None,
-    )
+    with Screen(live=not own.json) as screen:
+        report = export_checkpoint(
+            pick_checkpoint(own.target, screen),
+            own.out.absolute(),
+            observer=screen,
+            backend=config.backend,
+            model_name=config.model_name if "model_name" in config.asked else None,
+        )
     if own.json:
         print_json(report)
     else:
-        print(f"written  {report['path']} (step {report['step']})")
+        print_line(f"written  {report['path']} (step {report['step']})")
     return EXIT_DONE
 
 
@@ -226,22 +254,23 @@ def _import(own: Any, flags: Sequence[str]) -> int:
     from crosstune.config.load import load_config
     from crosstune.runs.import_torch_save import import_checkpoint
 
-    root = own.out.expanduser().absolute() / FOLDER
-    report = import_checkpoint(
-        own.target,
-        load_config(flags),
-        root,
-        observer=Screen(live=not own.json),
-        step=own.step,
-        without_optimizer=own.without_optimizer,
-    )
+    root = own.out.absolute() / FOLDER
+    with Screen(live=not own.json) as screen:
+        report = import_checkpoint(
+            own.target,
+            load_config(flags),
+            root,
+            observer=screen,
+            step=own.step,
+            without_optimizer=own.without_optimizer,
+        )
     if own.json:
         print_json(report)
         return EXIT_DONE
-    print(f"written  {report['path']} (step {report['step']}, {report['weights']} weights)")
+    print_line(f"written  {report['path']} (step {report['step']}, {report['weights']} weights)")
     moments = ", ".join(report["moments"]) or "none: the optimizer state starts fresh"
-    print(f"moments  {moments}")
-    print(f"continue crosstune train --resume {own.out} --dataset ... ")
+    print_line(f"moments  {moments}")
+    print_line(f"continue crosstune train --resume {own.out} --dataset ... ")
     return EXIT_DONE
 
 

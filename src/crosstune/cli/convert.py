@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from crosstune.cli.arguments import Parser, at_least
+from crosstune.cli.arguments import Parser, at_least, read_path_or_name
+from crosstune.cli.output import print_line
 from crosstune.cli.results import (
     add_output_arguments,
     format_agreement,
@@ -29,14 +30,17 @@ A quantized folder can be trained over directly:
   crosstune train --model_name models/llama-hqq-4bit --train_type qlora --quantization_backend hqq --group_size 128"""
 
 
-def run(words: Sequence[str]) -> int:
+def make_parser() -> Parser:
     parser = Parser(
         "convert",
         description="Rewrite a model folder with its weights quantized, quantized differently, or dequantized.",
         epilog=EXAMPLES,
     )
     parser.add_argument(
-        "model", metavar="MODEL", help="a model folder, or any model as --model_name takes it"
+        "model",
+        type=read_path_or_name,
+        metavar="MODEL",
+        help="a model folder, or any model as --model_name takes it",
     )
     parser.add_argument(
         "--from",
@@ -62,6 +66,7 @@ def run(words: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--original",
+        type=read_path_or_name,
         help="folder of the weights before quantization, or none to ignore them. For an adapter: its base model",
     )
     add_output_arguments(
@@ -70,7 +75,11 @@ def run(words: Sequence[str]) -> int:
         dtype="dtype of dense weights and of scales (default: the model's)",
         force="accept an --original that is not the recorded one",
     )
-    own = parser.parse_args(list(words))
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    own = make_parser().parse_args(list(words))
 
     from crosstune.results.convert import ConvertRequest, convert
 
@@ -100,13 +109,13 @@ def _print_report(report: Mapping[str, Any]) -> None:
     """Print the report of a converted adapter, of a conversion checked against a bound, or of one without a bound."""
     if "exact" in report:
         print_warnings(report)
-        print(f"checked  {report['num_matrices']} matrices: converting back gives the same bits")
-        print(f"written  {report['path']}")
+        print_line(f"checked  {report['num_matrices']} matrices: converting back gives the same bits")
+        print_line(f"written  {report['path']}")
     elif "agreement" in report:
-        print(f"converted {_describe_source(report)}, compared with {report['reference']}")
+        print_line(f"converted {_describe_source(report)}, compared with {report['reference']}")
         if "before" in report:
-            print(f"  before  relative error of the weights {report['before']['weights']:.4f}")
-            print(f"          {format_agreement(report['before']['agreement'])}")
+            print_line(f"  before  relative error of the weights {report['before']['weights']:.4f}")
+            print_line(f"          {format_agreement(report['before']['agreement'])}")
         print_report(report)
     else:
         _print_errors(report)
@@ -138,14 +147,14 @@ def _without_effect(own: argparse.Namespace, report: Mapping[str, Any]) -> list[
 
 def _print_errors(report: Mapping[str, Any]) -> None:
     print_warnings(report)
-    print(f"converted  {_describe_source(report)}")
-    print(f"measured against {report['reference']}:")
+    print_line(f"converted  {_describe_source(report)}")
+    print_line(f"measured against {report['reference']}:")
     for name in ("before", "after"):
         if name in report["weights"]:
             weights = report["weights"][name]
-            print(
+            print_line(
                 f"  {name:<7} relative error of the weights {weights['relative']:.4f} "
                 f"(worst {weights['worst']:.4f}, {weights['worst_layer']})"
             )
-            print(f"  {'':<7} {format_agreement(report['logits'][name])}")
-    print(f"written    {report['path']}")
+            print_line(f"  {'':<7} {format_agreement(report['logits'][name])}")
+    print_line(f"written    {report['path']}")

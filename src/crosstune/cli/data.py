@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from crosstune.cli.arguments import Parser, parse_config, print_json
 from crosstune.cli.units import count
+from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, UserError
 
 EXAMPLES = """examples:
   crosstune data chats.jsonl
   crosstune data chats.jsonl --model_name ORG/MODEL --context_length 1024 --packing --show 5
   crosstune data my-folder --train_on_prompt --json
+  crosstune data support.csv --columns query=prompt,reply=completion
+  crosstune data chats.jsonl:0.7,code.jsonl:0.3
 
 The supervised part of an example is in colour on a terminal and in [[ ]] elsewhere."""
 
 _MARK, _UNMARK = "\033[32m", "\033[0m"
 
 
-def run(words: Sequence[str]) -> int:
+def make_parser() -> Parser:
     parser = Parser(
         "data",
         description="`crosstune data SOURCE [options]` checks a data set and shows which tokens carry loss.\n"
@@ -31,20 +35,30 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument(
         "--show", type=int, default=3, metavar="N", help="print the first N examples (default 3)"
     )
-    own, config = parse_config(parser, _with_dataset(words))
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    own, config = parse_config(make_parser(), _with_dataset(words))
     if config.recipe != "sft":
         raise UserError(
             f"crosstune data reads conversations and texts, not the data of the recipe {config.recipe}.",
             do="leave out --recipe",
         )
 
+    from crosstune.cli.output import WARNING, print_line
     from crosstune.cli.screen import Screen
+    from crosstune.core.events import Warned
+    from crosstune.models.folder import longest_context
     from crosstune.recipes.sft import open_recipe
     from crosstune.runs.open_parts import find_model
 
-    screen = Screen(live=True)
-    model = find_model(config, screen)
-    recipe = open_recipe(config, model_folder=model.path, observer=screen)
+    with Screen(live=True) as screen:
+        model = find_model(config, screen)
+        config, lowered = _within_model(config, longest_context(model.path))
+        for sentence in lowered:
+            screen.on_event(Warned(message=sentence))
+        recipe = open_recipe(config, model_folder=model.path, observer=screen)
     report = recipe.describe()
     colour = sys.stdout.isatty()
     shown = [
@@ -55,10 +69,20 @@ def run(words: Sequence[str]) -> int:
         print_json({**report, "model": model.name, "shown": shown})
         return EXIT_DONE
     for line in report_lines(report):
-        print(line)
+        print_line(line, style=WARNING if line.startswith("warning") else None)
     for number, text in enumerate(shown, start=1):
         print(f"\nexample {number}\n{text}")
     return EXIT_DONE
+
+
+def _within_model(config: Config, limit: int | None) -> tuple[Config, list[str]]:
+    """Return the configuration with the context that training would have, and what was lowered."""
+    if limit is None or config.context_length <= limit:
+        return config, []
+    lowered = (
+        f"context_length {config.context_length} is lowered to {limit}, the longest context of the model"
+    )
+    return replace(config, context_length=limit), [lowered]
 
 
 def report_lines(report: Mapping[str, Any]) -> list[str]:
@@ -90,6 +114,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         held_out = report["eval"]
         rows.append(("held out", f"{held_out['examples']:,} examples, {count(held_out['tokens'])} tokens"))
     rows.append(("steps", f"{report['num_steps']:,}"))
+    rows += [("note", sentence) for sentence in report.get("notes", ())]
     lines = [f"{name:<11} {value}" for name, value in rows]
     return lines + [f"{'warning':<11} {sentence}" for sentence in report.get("warnings", ())]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from crosstune.cli.arguments import Parser, at_least
+from crosstune.cli.arguments import Parser, at_least, read_path_or_name
 from crosstune.cli.results import add_request_arguments, read_request, show_result
 
 EXAMPLES = """examples:
@@ -17,11 +17,13 @@ EXAMPLES = """examples:
 Every result is loaded again and compared with the trained model: logits, chat template, bos and eos tokens."""
 
 
-def run(words: Sequence[str]) -> int:
+def make_parser() -> Parser:
     parser = Parser(
         "export", description="Write a trained run, or any model, for other tools.", epilog=EXAMPLES
     )
-    parser.add_argument("target", metavar="RUN|ADAPTER|MODEL", help="a run, an adapter, or a model")
+    parser.add_argument(
+        "target", type=read_path_or_name, metavar="RUN|ADAPTER|MODEL", help="a run, an adapter, or a model"
+    )
     parser.add_argument("--to", required=True, choices=("hf", "mlx", "gguf"), help="the format to write")
     parser.add_argument(
         "--gguf_type",
@@ -35,7 +37,11 @@ def run(words: Sequence[str]) -> int:
         "--group_size", type=at_least(1), help="weights that share a scale, for MLX (default 64)"
     )
     add_request_arguments(parser)
-    own = parser.parse_args(list(words))
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    own = make_parser().parse_args(list(words))
 
     from crosstune.results.export import Form, export
 

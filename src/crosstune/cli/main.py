@@ -7,7 +7,12 @@ import io
 import sys
 from collections.abc import Sequence
 
-from crosstune.core.errors import EXIT_AT_ONCE, EXIT_DONE, EXIT_USER_MUST_ACT, UserError
+from crosstune.cli.errors import print_error
+from crosstune.cli.fold import fold_help
+from crosstune.cli.interrupts import end_quietly
+from crosstune.cli.streams import lasting_output
+from crosstune.cli.words import check_words
+from crosstune.core.errors import EXIT_DONE, UserError
 from crosstune.core.names import unknown_name
 from crosstune.core.user_paths import check_home
 
@@ -26,7 +31,8 @@ COMMANDS = {
     "checkpoint": "list, verify, prune and export the checkpoints of a run",
     "report": "write the HTML report of a run",
     "models": "list, download and remove models in the cache",
-    "options": "list every option of train",
+    "options": "list every option of train, or explain one",
+    "completion": "print a script that completes commands and options in a shell",
 }
 
 HELP = """crosstune: train language models on whatever machine you have.
@@ -46,10 +52,26 @@ Run `crosstune COMMAND --help` for details. Exit codes: 0 success, 1 internal er
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line, by default that of this process, and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     _print_any_character()
+    return end_quietly(lambda: _lasting(words), is_process=argv is None)
+
+
+def _lasting(words: list[str]) -> int:
+    """Run a command line; its output may end before it does."""
+    try:
+        with lasting_output():
+            return _main(words)
+    except UserError as error:
+        print_error(error.lines())
+        return error.exit_code
+
+
+def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print(HELP.format(commands="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())))
+        commands = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())
+        print(fold_help(HELP.format(commands=commands)))
         return EXIT_DONE
     if words[0] in ("-V", "--version"):
         from crosstune import __version__
@@ -63,26 +85,19 @@ def _run(command: str, words: list[str]) -> int:
     try:
         if command not in COMMANDS:
             raise unknown_name("command", command, COMMANDS)
+        check_words(words)
         check_home(words)
         return int(importlib.import_module(f"crosstune.cli.{command}").run(words))
     except UserError as error:
-        for line in error.lines():
-            print(line if line.startswith("  ") else f"crosstune: {line}", file=sys.stderr)
+        print_error(error.lines())
         return error.exit_code
-    except KeyboardInterrupt:
-        print("\ncrosstune: stopped.", file=sys.stderr)
-        return EXIT_AT_ONCE
-    except BrokenPipeError:
-        # The reader of our output has exited (`crosstune ... | head`), so there is nowhere to print an error.
-        sys.stderr.close()
-        return EXIT_USER_MUST_ACT
     except OSError as error:
         if error.filename is None:
             raise
         # Whatever the system refuses about a file is for the user to mend: its name, its rights, its disk.
-        print(f"crosstune: {error.filename} cannot be read or written.", file=sys.stderr)
-        print(f"  why: {error.strerror}.", file=sys.stderr)
-        return EXIT_USER_MUST_ACT
+        refused = UserError(f"{error.filename} cannot be read or written.", why=f"{error.strerror}.")
+        print_error(refused.lines())
+        return refused.exit_code
 
 
 def _print_any_character() -> None:

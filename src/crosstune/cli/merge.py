@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from crosstune.cli.arguments import Parser
+from crosstune.cli.arguments import Parser, read_path_or_name
 from crosstune.cli.results import add_request_arguments, read_request, show_result
 
 EXAMPLES = """examples:
@@ -16,15 +16,21 @@ An adapter trained over a quantized base has learned to correct its quantization
 the weights before quantization, `--into dequantized` into exactly the weights used in training. Both are measured."""
 
 
-def run(words: Sequence[str]) -> int:
+def make_parser() -> Parser:
     parser = Parser(
         "merge",
         description="Merge a LoRA or DoRA adapter into the weights of its base model.",
         epilog=EXAMPLES,
     )
-    parser.add_argument("target", metavar="RUN|ADAPTER", help="a run folder or an adapter folder")
+    parser.add_argument(
+        "target", type=read_path_or_name, metavar="RUN|ADAPTER", help="a run folder or an adapter folder"
+    )
     add_request_arguments(parser)
-    own = parser.parse_args(list(words))
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    own = make_parser().parse_args(list(words))
 
     from crosstune.results.merge import merge
 

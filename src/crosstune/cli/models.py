@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from crosstune.cli.arguments import Parser, print_json
+from crosstune.cli.output import print_line
 from crosstune.cli.units import size
 from crosstune.config.load import cache_override
 
 
-def run(words: Sequence[str]) -> int:
+def make_parser() -> Parser:
     parser = Parser(
         "models",
         description="List, download and remove models in the cache. CROSSTUNE_CACHE sets the cache folder.",
         epilog="examples:\n  crosstune models list\n  crosstune models get smollm2-135m\n  crosstune models rm smollm2-135m",
     )
-    parser.add_argument("action", choices=("list", "get", "rm"))
+    parser.add_argument(
+        "action", nargs="?", default="list", choices=("list", "get", "rm"), help="default: list"
+    )
     parser.add_argument("name", nargs="?", help="for get and rm: the model")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    parser = make_parser()
     own = parser.parse_args(list(words))
     if own.action != "list" and not own.name:
         parser.error(f"{own.action} needs the name of a model")
@@ -39,9 +47,9 @@ def _list(name: str | None, as_json: bool) -> int:
         return 0
     for model in cached:
         damage = f"  damaged: {'; '.join(model.problems)}" if model.problems else ""
-        print(f"{model.name:<28} {size(model.size_bytes):>10}  {model.path}{damage}")
+        print_line(f"{model.name:<28} {size(model.size_bytes):>10}  {model.path}{damage}")
     for bundled in absent:
-        print(f"{bundled:<28} {'':>10}  not downloaded yet: crosstune models get {bundled}")
+        print_line(f"{bundled:<28} {'':>10}  not downloaded yet: crosstune models get {bundled}")
     return 0
 
 
@@ -50,7 +58,8 @@ def _get(name: str, as_json: bool) -> int:
     from crosstune.config.load import make_config
     from crosstune.runs.open_parts import find_model
 
-    found = find_model(make_config(model_name=name), Screen(live=True))
+    with Screen(live=True) as screen:
+        found = find_model(make_config(model_name=name), screen)
     if as_json:
         print_json({"name": found.name, "path": str(found.path), "source": found.source})
     else:
@@ -65,5 +74,5 @@ def _remove(name: str, as_json: bool) -> int:
     if as_json:
         print_json({"removed": name, "bytes": freed})
     else:
-        print(f"removed {name}, {size(freed)} freed")
+        print_line(f"removed {name}, {size(freed)} freed")
     return 0

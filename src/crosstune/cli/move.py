@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.arguments import Parser, print_json
+from crosstune.cli.arguments import Parser, print_json, read_path
+from crosstune.cli.output import print_line
 from crosstune.cli.units import size
 from crosstune.core.errors import EXIT_DONE
 
@@ -20,15 +21,15 @@ files, but not the base model: the other machine downloads it, or finds it with 
 batches is measured here, and again on the other machine before training continues."""
 
 
-def run(words: Sequence[str]) -> int:
+def make_parser() -> Parser:
     parser = Parser(
         "move", description="Pack a run into one archive to continue it elsewhere.", epilog=EXAMPLES
     )
-    parser.add_argument("target", type=Path, metavar="RUN|CHECKPOINT")
+    parser.add_argument("target", type=read_path, metavar="RUN|CHECKPOINT")
     parser.add_argument(
         "--to", required=True, metavar="BACKEND", help="target backend: mlx, cuda, mps, cpu, ..."
     )
-    parser.add_argument("--out", type=Path, help="path of the archive (default: beside the run)")
+    parser.add_argument("--out", type=read_path, help="path of the archive (default: beside the run)")
     parser.add_argument(
         "--machine", help="target machine: a profile or a file written by `crosstune doctor --json`"
     )
@@ -38,21 +39,26 @@ def run(words: Sequence[str]) -> int:
         "--force", action="store_true", help="write the archive even if the losses differ too much"
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    own = parser.parse_args(list(words))
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    own = make_parser().parse_args(list(words))
 
     from crosstune.cli.screen import Screen
     from crosstune.runs.move import move
 
-    report = move(
-        own.target.expanduser(),
-        to=own.to,
-        observer=Screen(live=not own.json),
-        out=own.out.expanduser().absolute() if own.out else None,
-        machine=own.machine,
-        with_data=not own.without_data,
-        force=own.force,
-        model_name=own.model_name,
-    )
+    with Screen(live=not own.json) as screen:
+        report = move(
+            own.target,
+            to=own.to,
+            observer=screen,
+            out=own.out.absolute() if own.out else None,
+            machine=own.machine,
+            with_data=not own.without_data,
+            force=own.force,
+            model_name=own.model_name,
+        )
     if own.json:
         print_json(report)
     else:
@@ -67,13 +73,15 @@ def _print(report: Mapping[str, Any]) -> None:
             why = "the backend stays the same"
         elif report["to"] == report["measured"]["backend"]:
             why = f"this machine has no {report['from']}"
-        print(f"note     {why}: the loss is compared on the other machine, before training continues")
-    print(f"written  {report['path']} ({size(report['bytes'])}, step {report['step']})")
+        print_line(f"note     {why}: the loss is compared on the other machine, before training continues")
+    print_line(f"written  {report['path']} ({size(report['bytes'])}, step {report['step']})")
     if report["model"]:
-        print(
+        print_line(
             f"base     {report['model']['name']} is not in the archive: on the other machine, have it under this "
             "name or pass --model_name"
         )
     more = f" --model_name {report['model_name']}" if report["model_name"] else ""
     more += " --world_size 1" if report["processes"] > 1 else ""
-    print(f"continue crosstune train --resume {Path(report['path']).name} --backend {report['to']}{more}")
+    print_line(
+        f"continue crosstune train --resume {Path(report['path']).name} --backend {report['to']}{more}"
+    )

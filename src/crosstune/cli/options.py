@@ -1,16 +1,70 @@
-"""`crosstune options`: list every option as help text or as the reference page of the docs."""
+"""`crosstune options`: list every option, explain one, or print the reference page of the docs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
-from crosstune.cli.arguments import Parser
-from crosstune.config.table import help_text, markdown_table
+from crosstune.cli.arguments import Parser, print_json
+from crosstune.config.option_names import suggestions
+from crosstune.config.peer_names import DIFFERENT, SAME, SAME_FOR_VALUES
+from crosstune.config.schema import option_list, options_by_name
+from crosstune.config.table import describe_option, help_text, markdown_table
+from crosstune.core.errors import EXIT_DONE, UserError, shown
+
+EXAMPLES = """examples:
+  crosstune options                    every option
+  crosstune options lora_rank          one option in full
+  crosstune options lora               the options with lora in their name
+  crosstune options load_in_4bit       what another trainer's option is here"""
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        "options", description="List the options of train and plan, or explain one.", epilog=EXAMPLES
+    )
+    parser.add_argument("name", nargs="?", help="an option, or a part of the names of several")
+    parser.add_argument("--markdown", action="store_true", help="print the reference page docs/options.md")
+    parser.add_argument("--json", action="store_true", help="print the description of one option as JSON")
+    return parser
 
 
 def run(words: Sequence[str]) -> int:
-    parser = Parser("options", description="List every option of train and plan.")
-    parser.add_argument("--markdown", action="store_true", help="print the reference page docs/options.md")
-    own = parser.parse_args(list(words))
-    print(markdown_table() if own.markdown else help_text(), end="" if own.markdown else "\n")
-    return 0
+    parser = make_parser()
+    flags = [action for known in parser._actions for action in known.option_strings]
+    own = parser.parse_args(
+        [word if word in flags else word.lstrip("-") for word in words]
+    )  # --lora_rank is lora_rank
+    if own.json and own.name is None:
+        parser.error("--json needs the name of an option")
+    if own.markdown:
+        print(markdown_table(), end="")
+    elif own.name is None:
+        print(help_text())
+    else:
+        _print_named(own.name, as_json=own.json)
+    return EXIT_DONE
+
+
+def _print_named(asked: str, *, as_json: bool) -> None:
+    name = asked.replace("-", "_").lower()
+    other = SAME.get(name) or SAME_FOR_VALUES.get(name, ("",))[0]
+    option = options_by_name().get(name) or options_by_name().get(other)
+    if option is not None:
+        facts = describe_option(option)
+        if as_json:
+            print_json(asdict(facts))
+        else:
+            print("\n".join(facts.lines()))
+        return
+    if name in DIFFERENT:
+        raise UserError(f"{name} is not an option of crosstune.", do=f"instead: {DIFFERENT[name]}")
+    found = [o for o in option_list() if name and any(name in known for known in (o.name, *o.aliases))]
+    if not found:
+        close = suggestions(name)
+        do = f"did you mean {' or '.join(close)}?" if close else "see: crosstune options"
+        raise UserError(f"No option has {shown(asked)} in its name.", do=do)
+    if as_json:
+        print_json([asdict(describe_option(option)) for option in found])
+    else:
+        print(help_text(only=[option.name for option in found]).strip("\n"))

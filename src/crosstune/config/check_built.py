@@ -5,6 +5,7 @@ from __future__ import annotations
 from crosstune.config.conditions import Decided
 from crosstune.config.plan import Plan
 from crosstune.config.schema import option_list
+from crosstune.config.unbuilt import Unbuilt
 from crosstune.core.errors import UserError
 from crosstune.core.quantizers import read_quantizers
 
@@ -21,7 +22,15 @@ def unbuilt_parts(plan: Plan) -> list[UserError]:
     )
     declared = dict.fromkeys(option.unbuilt for option in option_list() if option.unbuilt is not None)
     return [
-        UserError(f"Not built yet: {part.what.format(**decided.values())}.", do=part.do)
+        UserError(
+            f"Not built yet: {part.what.format(**decided.values())}{_asked_by(part, plan)}.", do=part.do
+        )
         for part in declared
         if part.needed(decided)
     ]
+
+
+def _asked_by(part: Unbuilt, plan: Plan) -> str:
+    """Return the options that were set and ask for it."""
+    asked = [f"--{o.name}" for o in option_list() if o.unbuilt == part and o.name in plan.config.asked]
+    return f" ({', '.join(asked)})" if asked else ""

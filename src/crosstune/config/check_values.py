@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from crosstune.config.draft import Draft
-from crosstune.config.options.run import MISMATCHES, mismatches
-from crosstune.core.durations import parse_duration
 from crosstune.core.errors import UserError
 
 
@@ -18,12 +16,6 @@ def check_values(draft: Draft, method: str) -> None:
         draft.problems.append(
             UserError("warmup_steps and warmup_ratio are both set.", do="keep one of the two")
         )
-    for option in ("lora_dropout", "warmup_ratio", "cosine_min_lr_ratio"):
-        value = draft[option]
-        if value is not None and value > 1:
-            draft.problems.append(
-                UserError(f"{option} cannot be {value}.", do="it is a fraction, from 0 to 1")
-            )
     must_be_positive = [
         ("lr", True),
         ("lora_alpha", method in ("lora", "dora")),
@@ -45,18 +37,6 @@ def check_values(draft: Draft, method: str) -> None:
         and draft["warmup_steps"] > draft["max_steps"]
     ):
         draft.warn("warmup_steps", "is longer than the run: the learning rate never reaches its peak")
-    if draft["time_limit"] is not None:
-        try:
-            parse_duration(draft["time_limit"])
-        except UserError as error:
-            draft.problems.append(error)
-    if unknown := sorted(set(mismatches(draft["allow_mismatch"])) - set(MISMATCHES)):
-        draft.problems.append(
-            UserError(
-                f"allow_mismatch cannot be '{unknown[0]}'.",
-                do=f"it takes one or more of {', '.join(MISMATCHES)}",
-            )
-        )
     if method == "llama_pro" and draft["base_adapter"]:
         draft.problems.append(
             UserError("base_adapter does not fit llama_pro.", why="llama_pro trains blocks, not adapters.")

@@ -136,6 +136,11 @@ SAVING = Condition(
     holds=lambda now: bool(now.options["save_steps"] or now.options["save_minutes"]),
     otherwise="has no effect without --save_steps or --save_minutes",
 )
+EVALUATIONS = Condition(
+    summary="`--eval_steps`",
+    holds=lambda now: bool(now.options["eval_steps"]),
+    otherwise="has no effect without --eval_steps N",
+)
 RESUMING = Condition(
     summary="`--resume`",
     holds=lambda now: now.options["resume"] != "none",

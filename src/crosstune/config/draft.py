@@ -35,7 +35,9 @@ class Draft:
         if kind is None:
             kind = "change" if self.is_asked(option) and asked not in ("auto", None) else "choice"
         self.values[option] = used
-        self.adjustments = [a for a in self.adjustments if a.option != option or a.kind == "warning"]
+        self.adjustments = [
+            a for a in self.adjustments if a.option != option or a.kind in ("warning", "name")
+        ]
         self.adjustments.append(Adjustment(option=option, asked=asked, used=used, reason=reason, kind=kind))
 
     def warn(self, option: str, reason: str) -> None:

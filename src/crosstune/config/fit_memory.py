@@ -56,7 +56,7 @@ def fit_memory(
         draft.set("use_gradient_checkpointing", True, why)
         need = estimate()
     batch, accumulation = draft["batch_size"], draft["gradient_accumulation_steps"]
-    for smaller in (size for size in range(batch - 1, 0, -1) if (batch * accumulation) % size == 0):
+    for smaller in _smaller_batches(batch, accumulation):
         if need <= limit:
             break
         draft.set("batch_size", smaller, why)
@@ -73,6 +73,24 @@ def fit_memory(
             "use --train_type qlora, a shorter --context_length or a smaller model",
         )
     return need
+
+
+def _smaller_batches(batch: int, accumulation: int) -> list[int]:
+    """Return the batch sizes below `batch` that divide the rows of a step, largest first."""
+    divisors = {1}
+    for prime in _prime_factors(batch) + _prime_factors(accumulation):
+        divisors |= {prime * divisor for divisor in divisors if prime * divisor < batch}
+    return sorted(divisors - {batch}, reverse=True)
+
+
+def _prime_factors(number: int) -> list[int]:
+    found, prime = list[int](), 2
+    while prime * prime <= number:
+        while number % prime == 0:
+            found.append(prime)
+            number //= prime
+        prime += 1
+    return found + [number] * (number > 1)
 
 
 def _num_new_blocks(draft: Draft, method: str) -> int:

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from crosstune.config.mlx_settings import options_in
-from crosstune.config.option import Option
+from crosstune.config.option_names import find_option
+from crosstune.config.peer_names import SECTIONS
 from crosstune.config.schema import Config, option_list, options_by_name
+from crosstune.config.values import convert_value, expectation, wrong_path
 from crosstune.core.backend import BackendSpec
-from crosstune.core.errors import UserError, raise_all
-from crosstune.core.names import nearest
+from crosstune.core.errors import UserError, raise_all, shown
 from crosstune.core.yaml_files import read_yaml
 
-_TRUE = {"true", "yes", "on", "1"}
-_FALSE = {"false", "no", "off", "0"}
 
-Given = dict[str, tuple[Any, str]]
-"""Option name -> (raw value, its source)."""
+@dataclass(frozen=True)
+class Setting:
+    """A value given to an option."""
+
+    raw: Any
+    source: str
+    where: str = ""
+    """The name it was given under and the source, for errors."""
+    peers_name: str = ""
+    """The name it was given under, if that is another trainer's."""
+
+
+Given = dict[str, Setting]
+"""Option name -> what was given."""
 
 
 def load_config(
@@ -43,16 +54,19 @@ def make_config(**values: Any) -> Config:
     problems: list[UserError] = []
     given: Given = {}
     for key, value in values.items():
-        option = _find(key, f"argument {key}", problems)
-        if option is not None:
-            given[option.name] = (value, "argument")
+        _add(given, problems, key=key, raw=value, where=f"argument {key}", source="argument")
     return _build(given, problems)
 
 
 def cache_override(environment: Mapping[str, str] | None = None) -> Path | None:
     """Return the model cache folder set by CROSSTUNE_CACHE, if any."""
     value = (os.environ if environment is None else environment).get("CROSSTUNE_CACHE")
-    return Path(value).expanduser() if value else None
+    if not value:
+        return None
+    wrong = "it takes text in UTF-8" if not value.isprintable() else wrong_path(value)
+    if wrong is not None:
+        raise UserError(f"CROSSTUNE_CACHE cannot be {shown(value)}.", do=wrong)
+    return Path(value).expanduser()
 
 
 def child_environment(added: Mapping[str, str]) -> dict[str, str]:
@@ -62,11 +76,13 @@ def child_environment(added: Mapping[str, str]) -> dict[str, str]:
 
 def add_environment(spec: BackendSpec) -> None:
     """Set the environment variables of a backend, before its engine starts; keep those that the user set."""
+    spec.check_environment(os.environ)
     os.environ.update(spec.missing_environment(os.environ))
 
 
 def environment_of(spec: BackendSpec, *, system: str | None = None) -> dict[str, str]:
     """Return the variables of a backend as a run from this shell would have them, on this system or on `system`."""
+    spec.check_environment(os.environ)
     full = {**os.environ, **spec.missing_environment(os.environ, system=system)}
     return {name: full[name] for name in spec.wanted_environment(system)}
 
@@ -79,51 +95,85 @@ def to_yaml(config: Config) -> str:
 def _build(given: Given, problems: list[UserError]) -> Config:
     given = _add_mlx_settings(given, problems)
     values: dict[str, Any] = {}
-    for name, (raw, source) in given.items():
+    for name, setting in given.items():
         try:
-            values[name] = _coerce(options_by_name()[name], raw, source)
+            values[name] = convert_value(options_by_name()[name], setting.raw, setting.source)
         except UserError as error:
             problems.append(error)
+    if _counts_micro_batches(given) and values.get("gradient_accumulation_steps", 1) != 1:
+        problems.append(
+            UserError(
+                "iters does not go with gradient_accumulation_steps.",
+                why="iters counts micro-batches, and an optimizer step has several of them.",
+                do="use --max_steps, the number of optimizer steps",
+            )
+        )
     raise_all(problems)
-    return Config(**values, asked={name: source for name, (_, source) in given.items()})
+    return Config(
+        **values,
+        asked={name: setting.source for name, setting in given.items()},
+        renamed={name: setting.peers_name for name, setting in given.items() if setting.peers_name},
+    )
+
+
+def _counts_micro_batches(given: Given) -> bool:
+    return "max_steps" in given and given["max_steps"].peers_name == "iters"
 
 
 def _add_mlx_settings(given: Given, problems: list[UserError]) -> Given:
     """Add the options in the file of --mlx_config; everything else that was given wins over them."""
-    file = given.get("mlx_config", (None, ""))[0]
-    if file is None:
+    if "mlx_config" not in given:
         return given
+    setting, option = given["mlx_config"], options_by_name()["mlx_config"]
     try:
-        options, wrong = options_in(str(file), {name: raw for name, (raw, _) in given.items()})
+        file = convert_value(option, setting.raw, setting.source)
+        if file is None:
+            return given
+        options, wrong = options_in(file, {name: other.raw for name, other in given.items()})
     except UserError as error:
         problems.append(error)
-        return given
+        return {name: other for name, other in given.items() if name != "mlx_config"}
     problems += wrong
-    return {name: (value, str(file)) for name, value in options.items()} | given
+    return {name: Setting(value, file) for name, value in options.items()} | given
 
 
 def _read_file(path: Path, problems: list[UserError]) -> Given:
+    given: Given = {}
     try:
         data = read_yaml(path)
     except UserError as error:
         problems.append(UserError(f"Cannot read the configuration file {path}.", why=error.why, do=error.do))
-        return {}
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
+        return given
+    if data is not None and not isinstance(data, dict):
         problems.append(UserError(f"{path} has no options.", why="it must consist of `option: value` lines."))
-        return {}
-    given: Given = {}
-    for key, value in data.items():
-        option = _find(str(key), f"'{key}' in {path}", problems)
-        if option is not None:
-            given[option.name] = (value, str(path))
+        return given
+    for section, key, raw in _flat(data or {}, path, problems):
+        place = f"{section}.{key}" if section else key
+        where = f"{shown(place)} in {path}"
+        _add(given, problems, key=key, raw=raw, where=where, source=str(path), section=section)
     return given
+
+
+def _flat(data: Mapping[Any, Any], path: Path, problems: list[UserError]) -> Iterator[tuple[str, str, Any]]:
+    """Yield the section (or nothing), the name and the value of each option in a file, which may have sections."""
+    for key, value in data.items():
+        name = str(key) if isinstance(key, (str, int, float)) else shown(key)
+        if not isinstance(value, dict):
+            yield "", name, value
+        elif name.replace("-", "_") not in SECTIONS:
+            problems.append(
+                UserError(
+                    f"{shown(name)} in {path} is not a section of options.",
+                    do=f"write its options as `option: value` lines of their own; sections are: {', '.join(SECTIONS)}",
+                )
+            )
+        else:
+            yield from ((name.replace("-", "_"), str(inner)[:200], raw) for inner, raw in value.items())
 
 
 def _read_environment(environment: Mapping[str, str]) -> Given:
     return {
-        option.name: (environment[option.env], option.env)
+        option.name: Setting(environment[option.env], option.env)
         for option in option_list()
         if option.env and environment.get(option.env)
     }
@@ -136,122 +186,49 @@ def _read_flags(flags: Sequence[str], problems: list[UserError]) -> Given:
         argument = arguments.pop(0)
         if not argument.startswith("--") or argument == "--":
             problems.append(
-                UserError(f"Unexpected argument '{argument}'.", do="options look like --name value")
+                UserError(f"Unexpected argument {shown(argument)}.", do="options look like --name value")
             )
             continue
         key, equals, text = argument[2:].partition("=")
-        option = _find(key, f"flag --{key}", problems)
-        next_is_value = bool(arguments) and not _is_flag(arguments[0])
-        value: Any
-        if equals:
-            value = text
-        elif option is None:
-            value = arguments.pop(0) if next_is_value else None
-        elif option.type is bool:
-            is_given = next_is_value and arguments[0].lower() in _TRUE | _FALSE
-            value = arguments.pop(0) if is_given else True
-        elif next_is_value:
+        value: str | None = text if equals else None
+        if not equals and arguments and not arguments[0].startswith("--"):
             value = arguments.pop(0)
-        else:
-            problems.append(UserError(f"--{key} needs a value.", do=_expectation(option)))
-            continue
-        if option is None:
-            continue
-        if option.name in given and given[option.name][1] != f"flag --{key}":
-            problems.append(
-                UserError(f"--{key} and {given[option.name][1]} are the same option.", do="keep one of them")
-            )
-        given[option.name] = (value, f"flag --{key}")
+        section, _, name = key.rpartition(".")
+        flag = f"flag --{key}"
+        _add(given, problems, key=name, raw=value, where=flag, source=flag, section=section, is_flag=True)
     return given
 
 
-def _is_flag(argument: str) -> bool:
-    return argument.startswith("--")
-
-
-def _find(key: str, where: str, problems: list[UserError]) -> Option | None:
-    names = options_by_name()
-    option = names.get(key.replace("-", "_"))
-    if option is None:
-        close = nearest(key.replace("-", "_"), names)
-        do = f"did you mean {' or '.join(close)}?" if close else "see: crosstune train --help"
-        problems.append(UserError(f"Unknown option: {where}.", do=do))
-    return option
-
-
-def _coerce(option: Option, raw: Any, source: str) -> Any:
-    """Return the value in the option's type; raise a UserError when it has another type or is out of range."""
-    if raw is None or (option.optional and isinstance(raw, str) and raw.lower() in ("none", "null")):
-        if option.optional:
-            return None
-        raise _bad_value(option, raw, source)
-    value = _convert(option, raw, source)
-    choices = option.choices
-    if choices is not None and value not in choices:
-        close = nearest(str(value), choices)
-        hint = f"did you mean {' or '.join(close)}? " if close else ""
-        raise UserError(
-            f"{option.name} cannot be '{value}' ({source}).", do=f"{hint}It is one of: {', '.join(choices)}."
-        )
-    if (option.low is not None and value < option.low) or (option.high is not None and value > option.high):
-        raise UserError(f"{option.name} cannot be {value} ({source}).", do=_expectation(option))
-    if option.name in ("world_size", "max_steps", "dataset_samples") and value == 0:
-        raise UserError(f"{option.name} cannot be 0 ({source}).", do="use -1 for all, or a number from 1 up")
-    return value
-
-
-def _convert(option: Option, raw: Any, source: str) -> Any:
-    if option.type is bool:
-        if isinstance(raw, bool):
-            return raw
-        text = str(raw).lower()
-        if text in _TRUE | _FALSE:
-            return text in _TRUE
-        raise _bad_value(option, raw, source)
-    if option.type is str:
-        if isinstance(raw, (list, tuple)) and option.name == "lora_target_modules":
-            return ",".join(str(item) for item in raw)
-        if isinstance(raw, (dict, list, tuple)):
-            raise _bad_value(option, raw, source)
-        return str(raw)
-    if isinstance(raw, bool) or not isinstance(raw, (int, float, str)):
-        raise _bad_value(option, raw, source)
+def _add(
+    given: Given,
+    problems: list[UserError],
+    *,
+    key: str,
+    raw: Any,
+    where: str,
+    source: str,
+    section: str = "",
+    is_flag: bool = False,
+) -> None:
+    """Add a value under a name that was used for it. A flag without a value is a switch."""
+    is_bare = is_flag and raw is None
     try:
-        return _exact_int(raw) if option.type is int else _finite_float(raw)
-    except ValueError:
-        raise _bad_value(option, raw, source) from None
-
-
-def _exact_int(raw: int | float | str) -> int:
-    """Parse an integer, also one written as 1e3, without rounding large ones through a float."""
-    if isinstance(raw, str):
-        try:
-            return int(raw)
-        except ValueError:
-            pass
-    number = _finite_float(raw)
-    if number != int(number):
-        raise ValueError("not whole")
-    return raw if isinstance(raw, int) else int(number)
-
-
-def _finite_float(raw: int | float | str) -> float:
-    number = float(raw)
-    if not math.isfinite(number):
-        raise ValueError("not finite")
-    return number
-
-
-def _bad_value(option: Option, raw: Any, source: str) -> UserError:
-    return UserError(f"{option.name} cannot be {raw!r} ({source}).", do=_expectation(option))
-
-
-def _expectation(option: Option) -> str:
-    expected = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[option.type]
-    if option.choices:
-        expected = f"one of {', '.join(option.choices)}"
-    if option.low is not None:
-        expected += f", {option.low:g} or more"
-    if option.high is not None:
-        expected += f", at most {option.high}"
-    return f"it takes {expected}"
+        if section not in ("", *SECTIONS):
+            raise UserError(f"Unknown option: {where}.", do=f"leave out {shown(section)} and the dot")
+        found = find_option(key, where, section=section, raw=True if is_bare else raw)
+        if found is None:
+            return
+        if is_bare and not found.is_switch:
+            raise UserError(f"--{key} needs a value.", do=expectation(found.option))
+        raw = found.value(True if is_bare else raw, source)
+    except UserError as error:
+        problems.append(error)
+        return
+    name = found.option.name
+    before = given.get(name)
+    # A flag that is repeated counts by its last value, as in scripts that append to a command.
+    if before is not None and not (is_flag and before.source == source):
+        problems.append(
+            UserError(f"{name} is given twice: {where}, and {before.where}.", do="keep one of them")
+        )
+    given[name] = Setting(raw, source, where, found.name if found.is_peers else "")

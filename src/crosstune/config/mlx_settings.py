@@ -9,48 +9,32 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from crosstune.config.option_names import find_option
+from crosstune.config.peer_names import DIFFERENT, LORA_NAMES, SAME, SAME_FOR_VALUES
 from crosstune.config.schema import options_by_name
 from crosstune.core.errors import UserError, raise_all, shown
 from crosstune.core.names import nearest
 from crosstune.core.yaml_files import read_yaml
 
-_OPTION_OF = {
-    "model": "model_name",
-    "data": "dataset",
-    "fine_tune_type": "train_type",
-    "learning_rate": "lr",
-    "iters": "max_steps",
-    "max_seq_length": "context_length",
-    "grad_checkpoint": "use_gradient_checkpointing",
-    "grad_accumulation_steps": "gradient_accumulation_steps",
-    "steps_per_eval": "eval_steps",
-    "steps_per_report": "log_every_n_steps",
-    "save_every": "save_steps",
-    "rank": "lora_rank",
-    "alpha": "lora_alpha",
-    "dropout": "lora_dropout",
-    "keys": "lora_target_modules",
-}
 _LORA = "lora_parameters"
 _IDLE = {
-    "train": "crosstune train always trains",
-    "test": "--eval_dataset names held-out data",
-    "test_batches": "--eval_samples",
-    "val_batches": "--eval_samples",
-    "adapter_path": "--output_dir and --name",
-    "report_to": "--log_to",
-    "clear_cache_threshold": "cache_limit_gb, or --low_memory",
-    "optimizer_config": "--wd",
-    "config": "this file",
-    "trust_remote_code": "remote code is never run",
-}
+    name: DIFFERENT[name]
+    for name in (
+        "train",
+        "test",
+        "test_batches",
+        "val_batches",
+        "adapter_path",
+        "report_to",
+        "clear_cache_threshold",
+        "optimizer_config",
+        "trust_remote_code",
+    )
+} | {"config": "this file"}
 """Keys of mlx-lm's trainer that have no effect here -> what to use instead."""
-_REFUSED = {
-    "resume_adapter_file": "--base_adapter FOLDER to start from an adapter (crosstune convert ADAPTER --to peft converts one "
-    "of mlx-lm), or --resume to continue a run of crosstune",
-    "lr_schedule": "--lr_scheduler with --warmup_steps and --cosine_min_lr_ratio",
-}
+_REFUSED = {name: DIFFERENT[name] for name in ("resume_adapter_file", "lr_schedule")}
 """Keys that would change the training if they were ignored -> the options to use instead."""
+_OWN = {*_IDLE, *_REFUSED, "scale", _LORA, "mlx_config"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +97,11 @@ def _refused(data: Mapping[str, Any], file: Path) -> list[UserError]:
     ]
 
 
+def _option_names() -> set[str]:
+    """Return the names of options, with those of other trainers."""
+    return {*SAME, *SAME_FOR_VALUES, *DIFFERENT, *LORA_NAMES, *options_by_name()} - _MLX_ONLY - _OWN
+
+
 def _wrong_values(values: Mapping[str, Any], file: str) -> list[UserError]:
     found: list[UserError] = []
     for key, value in values.items():
@@ -122,7 +111,7 @@ def _wrong_values(values: Mapping[str, Any], file: str) -> list[UserError]:
             continue
         if isinstance(value, bool) != takes_bool or not isinstance(value, (bool, int, float)):
             takes = "true or false" if takes_bool else "a number"
-        elif not math.isfinite(value):
+        elif not takes_bool and _number(value) is None:
             takes = "a finite number"
         elif key == "num_layers" and (value != int(value) or value < -1 or value == 0):
             takes = "1 or more, or -1 for all"
@@ -138,25 +127,25 @@ def options_in(file: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], lis
     elsewhere take precedence."""
     data, problems = _read(Path(file).expanduser())
     options: dict[str, Any] = {}
-    for key, value in data.items():
-        name = _OPTION_OF.get(key, key)
-        known = options_by_name().get(name)
-        if known is not None:
-            options[known.name] = value
+    for key in sorted(_option_names() & set(data), key=list(data).index):
+        try:
+            found = find_option(key, f"{key} in {file}", section=_LORA, raw=data[key])
+            if found is not None:
+                options[found.option.name] = found.value(data[key], file)
+        except UserError as error:
+            problems.append(error)
     if "scale" in data:
         try:
             options["lora_alpha"] = _alpha(file, data, {**options, **given})
         except UserError as error:
             problems.append(error)
-    if "mask_prompt" in data:
-        options["train_on_prompt"] = not data["mask_prompt"]
     return options, problems + _wrong_values({key: data[key] for key in data if key in _MLX_ONLY}, file)
 
 
 def _alpha(file: str, data: Mapping[str, Any], options: Mapping[str, Any]) -> float:
     """Return alpha for mlx-lm's `scale`, which is alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
     rank, scale = _number(options.get("lora_rank")), _number(data["scale"])
-    if rank is None or scale is None or "alpha" in data:
+    if rank is None or rank < 1 or scale is None or "alpha" in data:
         raise UserError(
             f"scale cannot be read from {file}.",
             why="it stands for alpha / rank, so it needs a rank beside it and no alpha.",
@@ -166,11 +155,12 @@ def _alpha(file: str, data: Mapping[str, Any], options: Mapping[str, Any]) -> fl
 
 
 def _number(value: Any) -> float | None:
-    """Convert a value that may still be a string from a flag."""
+    """Convert a value that may still be a string from a flag; return None if it is not a finite number."""
     try:
-        return None if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
         return None
+    return number if math.isfinite(number) else None
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[UserError]]:
@@ -191,10 +181,8 @@ def _read(path: Path) -> tuple[dict[str, Any], list[UserError]]:
         )
     both = {**{key: value for key, value in data.items() if key != _LORA}, **inner}
     flat = {str(key): value for key, value in both.items() if value is not None}
-    known = {*_OPTION_OF, *_MLX_ONLY, *_IDLE, *_REFUSED, *options_by_name(), "scale", "mask_prompt", _LORA}
-    unknown = [
-        _unknown(key, known - {"mlx_config"}, path) for key in flat if key not in known - {"mlx_config"}
-    ]
+    known = _option_names() | _MLX_ONLY | _OWN - {"mlx_config"}
+    unknown = [_unknown(key, known, path) for key in flat if key not in known]
     return flat, unknown + _refused(flat, path)
 
 

@@ -6,13 +6,25 @@ import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, field
-from enum import Flag, auto
+from enum import Enum, Flag, auto
 from typing import Any, Union
 
 from crosstune.config.conditions import Condition
 from crosstune.config.unbuilt import Unbuilt
 
 Choices = Sequence[str] | Callable[[], Sequence[str]]
+Check = Callable[[Any], str | None]
+"""Returns what the option takes if a value of its type is wrong, otherwise None."""
+
+
+class Holds(Enum):
+    """What the string of an option is."""
+
+    WORDS = auto()
+    PATH = auto()
+    """A file or folder; some options take names besides."""
+    FOLDER_NAME = auto()
+    """The name of one folder, without its parents."""
 
 
 class OnResume(Flag):
@@ -47,10 +59,15 @@ class Option:
     aliases: tuple[str, ...]
     low: float | None
     high: float | None
+    holds: Holds
+    check: Check | None
     env: str | None
     needs: tuple[Condition, ...]
     on_resume: OnResume
     unbuilt: Unbuilt | None
+    joins_items: str | None
+    """Set if a file or Python may give a list, which is joined by commas: what to put between the items of a mapping,
+    or an empty string if it takes none."""
     fixed_choices: Choices | None
 
     @property
@@ -68,14 +85,18 @@ def option(
     aliases: Sequence[str] = (),
     low: float | None = None,
     high: float | None = None,
+    holds: Holds = Holds.WORDS,
+    check: Check | None = None,
     env: str | None = None,
     needs: Sequence[Condition] = (),
     on_resume: OnResume = OnResume.REPORTED,
     unbuilt: Unbuilt | None = None,
+    joins_items: str | None = None,
 ) -> Any:
     """Declare an option as a field of a dataclass.
 
-    `needs` are the conditions under which it has an effect, `on_resume` is what a change means when a run is resumed,
+    `low` and `high` are the limits of a number, `holds` is what a string is, and `check` refuses values for reasons of
+    its own. `needs` are the conditions under which it has an effect, `on_resume` is what a change means when a run is resumed,
     and `unbuilt` names what `plan` resolves but `train` cannot do yet.
     """
     parsing = {
@@ -84,10 +105,18 @@ def option(
         "aliases": tuple(aliases),
         "low": low,
         "high": high,
+        "holds": holds,
+        "check": check,
         "env": env,
+        "joins_items": joins_items,
     }
     facts = {"needs": tuple(needs), "on_resume": on_resume, "unbuilt": unbuilt}
     return field(default=default, metadata=parsing | facts)
+
+
+def not_zero(value: int) -> str | None:
+    """Refuse 0, for an option where -1 is for all."""
+    return "-1 for all, or an integer from 1 up" if value == 0 else None
 
 
 def read_option(item: Field[Any], *, hint: Any, group: str) -> Option:

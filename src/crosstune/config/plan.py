@@ -10,15 +10,15 @@ from crosstune.core.events import Adjusted
 from crosstune.core.machine import BackendReport, Machine
 from crosstune.core.quantization import QuantSpec
 
-Kind = Literal["choice", "change", "warning"]
+Kind = Literal["choice", "change", "warning", "name"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adjustment:
     """One difference between the request and the plan.
 
-    A `choice` sets an option that was left open, a `change` replaces a value that was set (--strict forbids it), and a
-    `warning` changes nothing.
+    A `choice` sets an option that was left open, a `change` replaces a value that was set (--strict forbids it). A
+    `warning` changes nothing, and a `name` is an option that was set under another trainer's name.
     """
 
     option: str
@@ -103,7 +103,9 @@ class Plan:
 
     def replaced(self) -> list[Adjustment]:
         """Return the adjustments of options that the user set, including those set to `auto`."""
-        return [a for a in self.adjustments if a.kind != "warning" and a.option in self.config.asked]
+        return [
+            a for a in self.adjustments if a.kind in ("choice", "change") and a.option in self.config.asked
+        ]
 
 
 def _shown(value: Any) -> str:

@@ -15,7 +15,7 @@ from crosstune.config.plan import Adjustment, Plan
 from crosstune.config.schema import Config, option_list
 from crosstune.config.train_types import TRAIN_TYPE_PARTS
 from crosstune.core.errors import UserError, raise_all
-from crosstune.core.machine import BackendReport, choose_backend
+from crosstune.core.machine import BackendReport, auto_reason, choose_backend
 from crosstune.core.ranks import Ranks
 
 EIGHT_BIT_OPTIMIZERS_FROM = "bnb"
@@ -30,6 +30,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     """Return the plan for these facts; raise one ConfigError with all problems."""
     config = _with_stored_quantization(config, facts)
     draft = _choose_backend(config, facts)
+    _mention_names(draft)
     method, quantizer, n_bits = choose_method(draft)
     if method == "llama_pro" and draft["llama_pro_path"]:
         draft.set("model_name", draft["llama_pro_path"], "llama_pro_path names it", kind="choice")
@@ -69,6 +70,15 @@ def resolve(config: Config, facts: Facts) -> Plan:
     )
 
 
+def _mention_names(draft: Draft) -> None:
+    """Record the options that were set under another trainer's name."""
+    for option, name in draft.asked.renamed.items():
+        value = getattr(draft.asked, option)
+        draft.adjustments.append(
+            Adjustment(option=option, asked=value, used=value, reason=f"given as {name}", kind="name")
+        )
+
+
 def _with_stored_quantization(config: Config, facts: Facts) -> Config:
     """Take the quantization options from a folder of quantized weights, except those that the user set."""
     library, stored = TRAIN_TYPE_PARTS[config.train_type][1], facts.stored
@@ -100,7 +110,8 @@ def _choose_backend(config: Config, facts: Facts) -> Draft:
     if config.backend == "auto":
         name = choose_backend(machine, preference=list(facts.backends))
         draft = Draft(asked=config, facts=facts, report=machine.backends[name])
-        draft.set("backend", name, "the first that is available here", kind="choice")
+        reason = auto_reason(machine, preference=list(facts.backends))
+        draft.set("backend", name, reason, kind="choice")
         if draft.report.is_torch_cpu:
             draft.warn("backend", "training on a CPU is very slow: use it for small models and for tests")
         return draft

@@ -44,6 +44,9 @@ class Config(
     asked: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Option that was set -> the source of its value: 'flag --lr', 'FSDP_BACKEND', a file, or 'argument'."""
 
+    renamed: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Option that was set under another trainer's name -> that name."""
+
     def options(self) -> dict[str, Any]:
         return {option.name: getattr(self, option.name) for option in option_list()}
 

@@ -2,22 +2,110 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from crosstune.config.option import Option
+from crosstune.config.option import OnResume, Option
+from crosstune.config.option_names import names_of
 from crosstune.config.schema import GROUPS, option_list
+from crosstune.config.values import expectation
 
 _TYPE_NAMES = {bool: "bool", int: "int", float: "number", str: "text"}
 
 
-def help_text(*, width: int = 100) -> str:
-    """Return every option by group, one or two lines each."""
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """Everything there is to know about one option."""
+
+    name: str
+    group: str
+    meaning: str
+    takes: str
+    default: str
+    has_effect: str
+    on_resume: str
+    not_built: str
+    environment: str
+    other_names: list[str]
+    names_elsewhere: list[str]
+    example: str
+
+    def lines(self) -> list[str]:
+        rows = [
+            ("takes", self.takes),
+            ("default", self.default),
+            ("has effect", self.has_effect),
+            ("on resume", self.on_resume),
+            ("not built", self.not_built),
+            ("environment", self.environment),
+            ("also", ", ".join(f"--{name}" for name in self.other_names)),
+            ("elsewhere", ", ".join(self.names_elsewhere)),
+            ("example", self.example),
+        ]
+        head = [f"--{self.name}  ({self.group})", f"  {self.meaning}", ""]
+        return head + [
+            line for title, text in rows if text for line in _fill(f"  {title}", text, 110, indent=15)
+        ]
+
+
+def describe_option(option: Option) -> Description:
+    """Return the description of an option for `crosstune options NAME`."""
+    conditions = " and ".join(
+        condition.summary.replace("`", "") for condition in option.needs if condition.summary
+    )
+    return Description(
+        name=option.name,
+        group=option.group,
+        meaning=option.text,
+        takes=expectation(option).removeprefix("it takes ") + (", or none" if option.optional else ""),
+        default=_shown(option.default),
+        has_effect=f"only with {conditions}" if conditions else "always",
+        on_resume=_on_resume(option),
+        not_built=option.unbuilt.summary if option.unbuilt is not None else "",
+        environment=option.env or "",
+        other_names=list(option.aliases),
+        names_elsewhere=names_of(option),
+        example=f"crosstune train --{option.name} {_example_value(option)}".rstrip(),
+    )
+
+
+def _on_resume(option: Option) -> str:
+    if OnResume.ONE_START in option.on_resume:
+        return "applies to one start; a run does not keep it"
+    if OnResume.OWN_MACHINE in option.on_resume:
+        return "chosen for each machine; not taken over from a checkpoint of another one"
+    if OnResume.DIVIDES_DATA in option.on_resume:
+        return "a change gives other data, which is refused unless --allow_mismatch data"
+    if OnResume.ADAPTER in option.on_resume or OnResume.NEW_BLOCKS in option.on_resume:
+        return "a change gives other weights to train, which is refused unless --allow_mismatch trainable"
+    if OnResume.FREE in option.on_resume:
+        return "may change; the training stays the same"
+    return "a change is allowed and reported"
+
+
+def _example_value(option: Option) -> str:
+    if option.type is bool:
+        return "false" if option.default else ""
+    if option.choices:
+        return next(
+            (c for c in option.choices if c not in (option.default, "auto", "none")), option.choices[0]
+        )
+    if isinstance(option.default, (int, float)) and option.default > 0:
+        return _shown(option.default)
+    usual = {"time_limit": "3h30m", "allow_mismatch": "data", "resume": "auto", "dataset": "chats.jsonl"}
+    return usual.get(option.name, {int: "100", float: "0.05", str: option.name.upper()}[option.type])
+
+
+def help_text(*, width: int = 100, only: Sequence[str] | None = None) -> str:
+    """Return every option, or only those named, by group, one or two lines each."""
     lines: list[str] = []
     for title in GROUPS:
-        lines += ["", f"{title}:"]
-        for option in option_list():
-            if option.group == title:
-                lines += _help_lines(option, width)
+        options = [o for o in option_list() if o.group == title and (only is None or o.name in only)]
+        if options:
+            lines += ["", f"{title}:"]
+        for option in options:
+            lines += _help_lines(option, width)
     return "\n".join(lines)
 
 
@@ -67,10 +155,9 @@ def _limits(option: Option) -> list[str]:
     return limits + ([f"**not built yet**: {option.unbuilt.summary}"] if option.unbuilt is not None else [])
 
 
-def _fill(head: str, body: str, width: int) -> list[str]:
+def _fill(head: str, body: str, width: int, *, indent: int = 36) -> list[str]:
     import textwrap
 
-    indent = 36
     lines = textwrap.wrap(body, width - indent)
     first = head.ljust(indent) if len(head) < indent else head
     if len(head) >= indent:

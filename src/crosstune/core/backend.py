@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from crosstune.core.errors import UserError, shown
 from crosstune.core.names import load_plugin, plugin_names
 
 BACKENDS_PACKAGE = "crosstune.backends"
@@ -44,6 +46,16 @@ class BackendSpec:
         parts = (platform.system() if system is None else system).split()
         return {**self.environment, **self.environment_on.get(parts[0] if parts else "", {})}
 
+    def check_environment(self, given: Mapping[str, str]) -> None:
+        """Raise a UserError for a variable of this backend that the user set to no number: its engine would not start."""
+        for name, usual in self.wanted_environment().items():
+            value = _number(given.get(name))
+            if name in given and _number(usual) is not None and (value is None or value < 0):
+                raise UserError(
+                    f"{name} cannot be {shown(given[name])} (an environment variable).",
+                    do=f"unset it, or set it to a number of 0 or more; {self.name} uses {usual}",
+                )
+
     def missing_environment(self, given: Mapping[str, str], *, system: str | None = None) -> dict[str, str]:
         """Return the variables to set in addition to the given ones."""
         missing = {
@@ -63,9 +75,10 @@ class BackendSpec:
 
 def _number(text: str | None) -> float | None:
     try:
-        return float(text) if text is not None else None
+        number = float(text) if text is not None else math.nan
     except ValueError:
         return None
+    return number if math.isfinite(number) else None
 
 
 def backend_specs() -> dict[str, BackendSpec]:

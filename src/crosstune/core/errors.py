@@ -1,10 +1,12 @@
-"""Define the errors that users read, and the exit codes."""
+"""Define the errors that users read, how they show values, and the exit codes."""
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
 from typing import Any
+
+from crosstune.core.secrets import redact
 
 EXIT_DONE = 0
 EXIT_OUR_FAULT = 1
@@ -18,6 +20,7 @@ LIBRARY_FAULTS = (
     ValueError,
     TypeError,
     AttributeError,
+    NameError,
     LookupError,
     ArithmeticError,
     AssertionError,
@@ -26,6 +29,11 @@ LIBRARY_FAULTS = (
     RuntimeError,
 )
 """What a library may raise that builds a model from files with settings it does not expect."""
+LONGEST_TEXT = 2000
+"""Characters in each part of an error; the middle of a longer one is left out."""
+LONGEST_VALUE = 80
+MOST_PROBLEMS = 40
+"""Problems of one configuration that are printed."""
 
 
 class UserError(Exception):
@@ -34,7 +42,7 @@ class UserError(Exception):
     exit_code = EXIT_USER_MUST_ACT
 
     def __init__(self, asked: str, *, why: str = "", do: str = "") -> None:
-        self.asked, self.why, self.do = asked, why, do
+        self.asked, self.why, self.do = readable(asked), readable(why), readable(do)
         super().__init__("\n".join(self.lines()))
 
     def lines(self) -> list[str]:
@@ -54,7 +62,9 @@ class ConfigError(UserError):
         super().__init__(f"{count} problem{'s' * (count != 1)} in the configuration")
 
     def lines(self) -> list[str]:
-        return [line for problem in self.problems for line in problem.lines()]
+        lines = [line for problem in self.problems[:MOST_PROBLEMS] for line in problem.lines()]
+        more = len(self.problems) - MOST_PROBLEMS
+        return [*lines, f"... and {more:,} more problems."] if more > 0 else lines
 
 
 class NonFiniteError(UserError):
@@ -78,24 +88,39 @@ class PortTaken(UserError):
     exit_code = EXIT_PORT_TAKEN
 
 
-class OutOfMemory(UserError):
-    """A step does not fit into memory; raised before the optimizer step."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(
-            "There is not enough memory on the device for a step.",
-            why=f"{why}; the weights are those of the previous step.",
-            do="continue with a smaller --batch_size and more --gradient_accumulation_steps, --use_gradient_checkpointing, "
-            "a shorter --context_length, or --train_type qlora",
-        )
+def readable(text: str) -> str:
+    """Return a text for people: at most LONGEST_TEXT characters, without secrets, control characters escaped."""
+    if len(text) > LONGEST_TEXT:
+        half = LONGEST_TEXT // 2
+        text = f"{text[:half]} ... {text[-half:]}"
+    return redact("".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text))
 
 
 def shown(value: Any) -> str:
-    """Return a value for an error text: its repr, shortened."""
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = 80
-    text = short.repr(value)
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    """Return a value of any type for an error: its repr, shortened to about LONGEST_VALUE characters."""
+    if isinstance(value, str) and len(value) <= LONGEST_TEXT:
+        value = redact(value)
+    return _SHORT.repr(value)
+
+
+class _Short(reprlib.Repr):
+    """Shorten a repr without making the whole one first: a nested list of YAML aliases can be endless."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = LONGEST_VALUE
+        self.maxlevel, self.maxlist, self.maxtuple, self.maxdict = 2, 3, 3, 3
+
+    def repr(self, x: Any) -> str:
+        text = super().repr(x)
+        return text if len(text) <= LONGEST_VALUE else f"{text[:60]}...{text[-15:]}"
+
+    def repr_int(self, x: int, level: int) -> str:
+        digits = int(x.bit_length() * 0.30103) + 1
+        return repr(x) if digits <= LONGEST_VALUE else f"an integer of {digits:,} digits"
+
+
+_SHORT = _Short()
 
 
 def nothing_to_train(model: str) -> UserError:

@@ -46,7 +46,7 @@ class Adjusted(Event):
     asked: Any
     used: Any
     reason: str
-    sort: Literal["choice", "change", "warning"]
+    sort: Literal["choice", "change", "warning", "name"]
     """The kind of the adjustment; `kind` is that of the event."""
     sentence: str
 
@@ -193,11 +193,12 @@ class EvaluationStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluating(Event):
-    """Some of the held-out prompts have been answered."""
+    """A part of an evaluation is done."""
 
     kind = "evaluating"
     done: int
     total: int
+    what: str = "answers"
 
 
 class SampleRow(TypedDict):

@@ -9,7 +9,7 @@ import pkgutil
 from collections.abc import Iterable
 from types import ModuleType
 
-from crosstune.core.errors import UserError
+from crosstune.core.errors import UserError, shown
 
 
 def plugin_names(package: str) -> list[str]:
@@ -30,7 +30,8 @@ def load_plugin(package: str, name: str, *, kind: str) -> ModuleType:
 
 
 def nearest(name: str, names: Iterable[str]) -> list[str]:
-    return difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)
+    # The time grows with the length of the name, and no name of ours is long.
+    return difflib.get_close_matches(name[:100], list(names), n=3, cutoff=0.6)
 
 
 def unknown_name(kind: str, name: str, names: Iterable[str]) -> UserError:
@@ -38,4 +39,4 @@ def unknown_name(kind: str, name: str, names: Iterable[str]) -> UserError:
     known = sorted(names)
     close = nearest(name, known)
     hint = f"did you mean {' or '.join(repr(match) for match in close)}? " if close else ""
-    return UserError(f"Unknown {kind} '{name}'.", do=f"{hint}The names that exist: {', '.join(known)}.")
+    return UserError(f"Unknown {kind} {shown(name)}.", do=f"{hint}The names that exist: {', '.join(known)}.")

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from numpy.typing import NDArray
 
 from crosstune.core.events import Observer
+from crosstune.core.sampling import GREEDY, Sampling
 
 Array = NDArray[Any]
 Metrics = Mapping[str, float]
@@ -166,8 +167,7 @@ class Generates(Protocol):
         *,
         max_new_tokens: int,
         stop_ids: Sequence[int] = (),
-        temperature: float = 0.0,
-        seed: int = 0,
+        sampling: Sampling = GREEDY,
         on_token: Callable[[int], None] | None = None,
     ) -> list[list[int]]: ...
 
@@ -190,6 +190,15 @@ class Task(Protocol):
 
     def loss(self, model: Any, arrays: Mapping[str, Any]) -> tuple[Any, Mapping[str, tuple[Any, Any]]]:
         """Return the sum of the losses of a batch, not the mean, and metrics as name -> (sum, weight)."""
+        ...
+
+
+@runtime_checkable
+class HasEvaluationData(Protocol):
+    """A recipe whose evaluation data must be the same when a run is resumed."""
+
+    def eval_identity(self) -> str | None:
+        """Return a hash of the evaluation data; None without any."""
         ...
 
 

@@ -5,32 +5,52 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from crosstune.core.atomic_files import clear_leftovers, set_aside, write_text
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, StepMetrics
-from crosstune.core.json_files import read_json, read_jsonl, to_json, write_json
+from crosstune.core.json_files import finite, read_json, read_jsonl, to_json, write_json
+from crosstune.core.plain_files import MissingFile, open_plain
+from crosstune.core.secrets import redact_values
 
-if TYPE_CHECKING:
-    from filelock import FileLock
-
-LOCK = ".lock"
 RUN_FILES = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "summary.json")
+_KEPT_FOLDERS = ("checkpoints", "adapter", "model")
 
 
 def _end_line(path: Path) -> None:
     """Remove a last line that a kill left incomplete."""
-    if not path.exists():
+    try:
+        with open_plain(path) as file:
+            written = file.read()
+    except MissingFile:
         return
-    written = path.read_bytes()
     if written and not written.endswith(b"\n"):
-        with path.open("r+b") as file:
-            file.truncate(written.rfind(b"\n") + 1)
+        with path.open("r+b") as opened:
+            opened.truncate(written.rfind(b"\n") + 1)
+
+
+def holds_record(folder: Path) -> bool:
+    """Return whether a folder holds any file of a run's record."""
+    return any((folder / name).exists() for name in RUN_FILES)
 
 
 def holds_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in RUN_FILES)
+    """Return whether a folder holds a run. A start that ended before its first step left a record without steps, which
+    the next start replaces."""
+    return holds_record(folder) and not _is_without_steps(folder)
+
+
+def _is_without_steps(folder: Path) -> bool:
+    """Return whether the record is one of ours and has no step, no checkpoint and no result."""
+    plan, metrics = folder / "plan.json", folder / "metrics.jsonl"
+    if not plan.is_file() or "options" not in read_json(plan):
+        return False  # these may be the user's own files
+    if metrics.is_file() and metrics.stat().st_size:
+        return False
+    if any((folder / name).is_dir() for name in _KEPT_FOLDERS):
+        return False
+    return read_json(folder / "summary.json").get("status") != "finished"
 
 
 def check_free(folder: Path, *, resuming: bool = False) -> None:
@@ -67,32 +87,11 @@ def _cannot_write(folder: Path, error: OSError) -> UserError:
 
 
 def move_aside(folder: Path) -> Path:
-    """Rename a run folder to the first free `<name>~<n>` and return the new path; fail when it is in use."""
-    lock = hold(folder)
+    """Rename a run folder to the first free `<name>~<n>` and return the new path. The caller holds its lock."""
     try:
         return set_aside(folder)
     except OSError as error:
         raise _cannot_write(folder, error) from error
-    finally:
-        lock.release()
-
-
-def hold(folder: Path) -> FileLock:
-    """Lock a run folder, so that only one process writes to it. The system releases the lock when the process ends."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(folder / LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise UserError(
-            f"{folder} is in use.",
-            why="another process is training there.",
-            do="wait for it or stop it, or choose another --name",
-        ) from None
-    except OSError as error:
-        raise _cannot_write(folder, error) from error
-    return lock
 
 
 class RecordFailed(UserError):
@@ -135,13 +134,18 @@ class SilentRecord:
 
 
 class RunRecord:
-    """Write a run folder. Each line is flushed, so a kill loses at most the line being written."""
+    """Write a run folder. Each line is flushed, so a kill loses at most the line being written.
 
-    def __init__(self, folder: Path) -> None:
+    The caller holds the lock of the folder. Until the first step, the metrics and the summary of the earlier part of a
+    resumed run stay as they are.
+    """
+
+    def __init__(self, folder: Path, *, resumes_at: int | None = None) -> None:
         self.folder = folder
         self._metrics: TextIO | None = None
         self._events: TextIO | None = None
-        self._lock: FileLock | None = None
+        self._resumes_at = resumes_at
+        self._carried: Path | None = None
 
     @classmethod
     def create(cls, folder: Path, *, config_yaml: str, plan: Mapping[str, Any]) -> RunRecord:
@@ -150,60 +154,68 @@ class RunRecord:
                 f"{folder} is a file, not a folder for a run.", do="choose another --output_dir or --name"
             )
         check_free(folder)
+        record = cls(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            record = cls(folder)
-            record._lock = hold(folder)
-            with (folder / "config.yaml").open(
-                "x", encoding="utf-8"
-            ) as file:  # fails if another process created it first
-                file.write(config_yaml)
-            record._open_logs(plan)
-        except FileExistsError:
-            raise _taken(folder) from None
+            if holds_record(folder):  # of a start that took no step
+                for name in RUN_FILES:
+                    (folder / name).unlink(missing_ok=True)
+            record._open_logs(config_yaml, plan)
         except OSError as error:
             raise _cannot_write(folder, error) from error
         return record
 
     @classmethod
     def reopen(cls, folder: Path, *, config_yaml: str, plan: Mapping[str, Any], step: int) -> RunRecord:
-        """Continue the record of a run that resumes at `step`. Rows of later steps are removed from metrics.jsonl,
-        since those steps are trained again; events are kept."""
-        record = cls(folder)
-        record._lock = hold(folder)
+        """Continue the record of a run that resumes at `step`."""
+        record = cls(folder, resumes_at=step)
         try:
             clear_leftovers(folder, of=RUN_FILES.__contains__)
-            rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row.get("step", 0) <= step]
-            lines = "".join(to_json(row) + "\n" for row in rows)
-            write_text(folder / "metrics.jsonl", lines)
             _end_line(folder / "events.jsonl")
-            write_text(folder / "config.yaml", config_yaml)
-            record._open_logs(plan)
+            record._open_logs(config_yaml, plan)
         except OSError as error:
             raise _cannot_write(folder, error) from error
         return record
 
     def carry_on(self, metrics: Path, *, step: int) -> None:
-        """Copy the rows of the run that this one continues, so that the loss curve is complete."""
-        for row in read_jsonl(metrics):
-            if row.get("step", 0) <= step:
-                self._append(self._metrics, row)
+        """Begin with the rows of the run that this one continues, so that the loss curve is complete."""
+        self._carried, self._resumes_at = metrics, step
 
-    def _open_logs(self, plan: Mapping[str, Any]) -> None:
-        write_json(self.folder / "plan.json", plan)
-        self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
+    def _open_logs(self, config_yaml: str, plan: Mapping[str, Any]) -> None:
+        write_json(self.folder / "plan.json", redact_values(finite(plan)))
+        write_text(self.folder / "config.yaml", config_yaml)
         self._events = (self.folder / "events.jsonl").open("a", encoding="utf-8")
+        (self.folder / "metrics.jsonl").touch()
+
+    def _open_metrics(self) -> TextIO:
+        """Open metrics.jsonl for the first step. Rows of later steps are removed, since they are trained again."""
+        path = self.folder / "metrics.jsonl"
+        if self._resumes_at is not None:
+            rows = [r for r in read_jsonl(self._carried or path) if r.get("step", 0) <= self._resumes_at]
+            lines = "".join(to_json(row) + "\n" for row in rows)
+            write_text(path, lines)
+        return path.open("a", encoding="utf-8")
 
     def on_step(self, metrics: StepMetrics) -> None:
+        if self._metrics is None:
+            try:
+                self._metrics = self._open_metrics()
+            except OSError as error:
+                raise RecordFailed(self.folder / "metrics.jsonl", error) from error
         self._append(self._metrics, metrics)
 
     def on_event(self, event: Event) -> None:
-        self._append(self._events, {"time": time.time(), "kind": event.kind, **event.to_json()})
+        row = {"time": time.time(), "kind": event.kind, **event.to_json()}
+        self._append(self._events, redact_values(finite(row)))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         path = self.folder / "summary.json"
         try:
-            write_json(path, summary)
+            if self._metrics is None and summary.get("status") == "finished":
+                self._metrics = self._open_metrics()
+            began = self._metrics is not None or self._resumes_at is None or self._carried is not None
+            if began or not path.exists():
+                write_json(path, redact_values(finite(summary)))
             for file in (self._metrics, self._events):
                 if file is not None:
                     file.close()
@@ -211,8 +223,6 @@ class RunRecord:
             raise RecordFailed(path, error) from error
         finally:
             self._metrics = self._events = None
-            if self._lock is not None:
-                self._lock.release()
 
     def _append(self, file: TextIO | None, data: Mapping[str, Any]) -> None:
         assert file is not None, "the record is closed"

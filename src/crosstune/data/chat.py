@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
+from itertools import count, takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
-from crosstune.data.template import Message, Span, Tools, load_template, render_text
+from crosstune.data.formats import NO_LOSS
+from crosstune.data.template import Message, Tools, load_template, render_text
+from crosstune.data.template_marks import Marks, Span
 from crosstune.data.token_batch import Example
 from crosstune.data.tokenizer import Tokenizer
 
@@ -26,6 +29,13 @@ PLAIN_TEMPLATE = (
     "{% else %}{{ m.role | capitalize }}: {{ m.content }}\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
 )
+# Where a generation prompt opens the reasoning, or skips it. The model is taught both, as in TRL.
+_OPENED_REASONING = re.compile(
+    r"(<(?P<tag>[\w:]*(think|thought|reason)[\w:]*)>|\[(?P<name>\w*THINK\w*)\])\s*"
+    r"((</(?P=tag)>|\[/(?P=name)\])\s*)?$"
+)
+
+_QUESTION: Message = {"role": "user", "content": "Hello"}
 
 
 def plain_template(tokenizer: Tokenizer) -> str:
@@ -54,21 +64,39 @@ def render_conversation(
     messages: Sequence[Message], tokenizer: Tokenizer, *, whole: bool, tools: Tools = None
 ) -> Rendered:
     """Render a conversation with the spans of its answers and their end tokens, or with one span if `whole`."""
-    text, marked = _render(messages, tokenizer, add_generation_prompt=False, tools=tools)
+    text, marks = _render(messages, tokenizer, add_generation_prompt=False, tools=tools)
     if whole:
         return Rendered(text=text, spans=[(0, len(text))])
     if tokenizer.chat_template and load_template(tokenizer.chat_template).marks_answers:
-        return Rendered(text=text, spans=marked)
-    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    found = [_locate(messages, place, text, tokenizer, tools) for place in places]
-    spans = [span for span in found if span is not None]
+        return Rendered(text=text, spans=_with_loss(messages, marks.generated))
+    places = [place for place, message in enumerate(messages) if _is_answer(message)]
+    found = [_locate(messages, place, text, marks, tokenizer, tools) for place in places]
+    spans = [span for answer in found for span in answer]
     if places and not spans:
         raise UserError(
             "The answers cannot be found in the text that the chat template renders.",
             why="the template changes the answers or the text around them.",
             do="pass --train_on_prompt, or mark the answers in the template with {% generation %}",
         )
-    return Rendered(text=text, spans=spans, num_unlocated=len(places) - len(spans))
+    return Rendered(text=text, spans=spans, num_unlocated=found.count([]))
+
+
+def _is_answer(message: Message) -> bool:
+    """Return whether a message is an answer to learn, not one that a prompt quotes."""
+    return message["role"] == "assistant" and not message.get(NO_LOSS)
+
+
+def _with_loss(messages: Sequence[Message], marked: Sequence[Span]) -> Sequence[Span]:
+    """Return the marked spans without those of answers that are part of the prompt."""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if all(map(_is_answer, answers)):
+        return marked
+    if len(marked) != len(answers):
+        raise UserError(
+            "The completion cannot be told from the answers in its prompt.",
+            why=f"the chat template marks {len(marked)} parts for {len(answers)} answers.",
+        )
+    return [span for span, message in zip(marked, answers, strict=True) if _is_answer(message)]
 
 
 def encode_conversation(
@@ -122,56 +150,100 @@ def _starts_before(encoding: Encoding, token: int, end: int) -> bool:
 
 def _render(
     messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool, tools: Tools
-) -> tuple[str, list[Span]]:
+) -> tuple[str, Marks]:
     return render_text(
         tokenizer.chat_template or PLAIN_TEMPLATE,
         messages,
         is_ours=not tokenizer.chat_template,
         add_generation_prompt=add_generation_prompt,
-        bos_token=tokenizer.bos_token or "",
-        eos_token=tokenizer.eos_token or "",
         leading_bos=tokenizer.leading_bos,
         # Passed even when None, as in transformers: a template may test them.
         tools=tools,
         documents=None,
+        **tokenizer.named_tokens,
     )
 
 
 def _locate(
-    messages: Sequence[Message], place: int, text: str, tokenizer: Tokenizer, tools: Tools
-) -> Span | None:
-    """Return the span of an answer in the whole text, from the end of its prompt to its end token.
+    messages: Sequence[Message], place: int, text: str, marks: Marks, tokenizer: Tokenizer, tools: Tools
+) -> list[Span]:
+    """Return the spans of an answer: what the template writes for this message, without the header that the prompt
+    already has, up to the end token.
 
-    Both ends are found by rendering the conversation up to that point. Some templates treat earlier turns differently
-    from the last one, for example by removing the reasoning. They are rendered a second time with another answer in its
-    place: the text that stays the same before and after it is not the answer.
+    There is more than one span if the template writes other messages in the midst of it. A template whose text is not
+    marked is rendered a second time with another answer in its place: the text that changes is the answer.
     """
-    prompt = _render_part(messages[:place], tokenizer, add_generation_prompt=True, tools=tools)
-    start, end = len(prompt) if prompt and text.startswith(prompt) else None, None
-    through: str | None = text
-    if place + 1 < len(messages):
-        through = _render_part(messages[: place + 1], tokenizer, add_generation_prompt=False, tools=tools)
-    if start is not None and through and text.startswith(through) and len(through) > start:
-        end = _without_tail(through, start, tokenizer)
-    if start is not None and end is not None and _writes_prompt(tokenizer):
-        return start, end
-    around = _around(messages, place, text, tokenizer, tools)
-    if around is None:
-        return (start, end) if start is not None and end is not None else None
-    before, behind = around
-    if start is None or (text[start:before].strip() and not _writes_prompt(tokenizer)):
-        start = before
-    return start, end if end is not None else _with_end_token(text, behind, tokenizer)
+    if place not in marks.turns or not _writes_answers(tokenizer):
+        around = _around(messages, place, text, tokenizer, tools)
+        spans = [] if around is None else [(around[0], _with_end_token(text, around[1], tokenizer))]
+    else:
+        (first, end), *others = marks.turns[place]
+        start = first + len(_header(messages, place, text[first:end], tokenizer, tools))
+        spans = [(start, end), *others]
+        is_last = place + 1 == len(messages)
+        spans[-1] = (spans[-1][0], _end_of(text, spans[-1], tokenizer, is_last=is_last))
+    return [span for span in spans if span[1] > span[0]]
+
+
+def _header(messages: Sequence[Message], place: int, block: str, tokenizer: Tokenizer, tools: Tools) -> str:
+    """Return how the text of an answer begins, where that is given to the model by the generation prompt."""
+    usual = _usual_header(tokenizer)
+    if usual is not None and block.startswith(usual):
+        return usual
+    prompt = _prompt(messages[:place], tokenizer, tools)
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(block, prompt, strict=False))
+    return block[: sum(1 for _ in same)]
+
+
+@lru_cache(maxsize=8)
+def _usual_header(tokenizer: Tokenizer) -> str | None:
+    """Return the header of an answer to a single question, or None if the template takes no such conversation."""
+    prompt = _prompt([_QUESTION], tokenizer, None)
+    if prompt:
+        return prompt
+    # Without a generation prompt, the template may still name the speaker.
+    text, turn = _probe(tokenizer)
+    if turn is None:
+        return None
+    header, found, _ = text[turn[0] : turn[1]].partition(_placeholder([]))
+    # White space before the answer is for the model to write.
+    return (header if header.strip() else "") if found else None
+
+
+@lru_cache(maxsize=8)
+def _writes_answers(tokenizer: Tokenizer) -> bool:
+    """Return whether the text of an answer is in what the template writes for it, or the template was not marked."""
+    text, turn = _probe(tokenizer)
+    return turn is None or _placeholder([]) in text[turn[0] : turn[1]]
+
+
+def _probe(tokenizer: Tokenizer) -> tuple[str, Span | None]:
+    """Return the text of a question and an answer, and what of it is written for the answer."""
+    turns: list[Message] = [_QUESTION, {"role": "assistant", "content": _placeholder([])}]
+    text, marks = _render_part(turns, tokenizer, add_generation_prompt=False, tools=None)
+    spans = marks.turns.get(1)
+    return text, (spans[0][0], spans[-1][1]) if spans else None
+
+
+def _prompt(messages: Sequence[Message], tokenizer: Tokenizer, tools: Tools) -> str:
+    """Return the generation prompt after these messages, up to where it opens the reasoning."""
+    asked, marks = _render_part(messages, tokenizer, add_generation_prompt=True, tools=tools)
+    told, _ = _render_part(messages, tokenizer, add_generation_prompt=False, tools=tools)
+    prompt = asked.removeprefix(told) if told and asked.startswith(told) else ""
+    if not prompt and marks.turns:
+        # Either the last message is written differently before a prompt, or what ends that message is the prompt.
+        prompt = asked[marks.end :]
+    return _OPENED_REASONING.sub("", prompt)
 
 
 def _render_part(
     messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool, tools: Tools
-) -> str | None:
-    """Render a part of a conversation; return None when the template refuses it, as it may take whole ones only."""
+) -> tuple[str, Marks]:
+    """Render a part of a conversation; return no text when the template refuses it, as it may take whole ones only."""
     try:
-        return render(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)
+        return _render(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)
     except UserError:
-        return None
+        return "", Marks()
 
 
 def _around(
@@ -183,7 +255,7 @@ def _around(
     # Tool calls are part of an answer, so they are removed too.
     kept = {key: value for key, value in messages[place].items() if key != "tool_calls"}
     changed[place] = {**kept, "content": placeholder}
-    other = _render_part(changed, tokenizer, add_generation_prompt=False, tools=tools)
+    other, _ = _render_part(changed, tokenizer, add_generation_prompt=False, tools=tools)
     before, found, behind = other.partition(placeholder) if other else ("", "", "")
     if not found or placeholder in behind or len(before) + len(behind) > len(text):
         return None
@@ -200,12 +272,20 @@ def _placeholder(messages: Sequence[Message]) -> str:
     raise AssertionError("count() does not end")
 
 
-def _without_tail(text: str, start: int, tokenizer: Tokenizer) -> int:
-    """Return the end of an answer, without white space that the template writes after the end token."""
-    stripped = text.rstrip()
-    if len(stripped) > start and stripped.endswith(_end_tokens(tokenizer)):
-        return len(stripped)
-    return len(text)
+def _end_of(text: str, span: Span, tokenizer: Tokenizer, *, is_last: bool) -> int:
+    """Return the end of an answer, without white space that the template writes after the end token.
+
+    In some templates an answer has no end token, and the model stops at the token that begins the next turn. Some write
+    one more end token after the last message.
+    """
+    start, end = span
+    if is_last and text[end:].strip() in _end_tokens(tokenizer):
+        return len(text.rstrip())
+    stripped = text[start:end].rstrip()
+    if stripped.endswith(_end_tokens(tokenizer)):
+        return start + len(stripped)
+    following = next((token for token in _stop_tokens(tokenizer) if text.startswith(token, end)), "")
+    return end + len(following)
 
 
 def _with_end_token(text: str, end: int, tokenizer: Tokenizer) -> int:
@@ -225,8 +305,7 @@ def _end_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=8)
-def _writes_prompt(tokenizer: Tokenizer) -> bool:
-    """Return whether the template writes a generation prompt. Without one it may still name the speaker."""
-    turn = [{"role": "user", "content": "Hello"}]
-    texts = [render(turn, tokenizer, add_generation_prompt=asks) for asks in (False, True)]
-    return texts[0] != texts[1]
+def _stop_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return the texts of the tokens at which the model stops, longest first."""
+    tokens = {tokenizer.decode([token], keep_special=True) for token in tokenizer.stop_ids} - {""}
+    return tuple(sorted(tokens, key=len, reverse=True))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,24 +21,37 @@ from crosstune.core.errors import UserError
 from crosstune.core.json_files import read_object, write_json
 from crosstune.core.plain_files import UnreadableFile
 from crosstune.core.user_paths import cache_base
-from crosstune.data.encode import Encoder, OnProgress, encode_source, source_format
+from crosstune.data.columns import Columns
+from crosstune.data.encode import Encoder, OnProgress, encode_source
+from crosstune.data.formats import WITHOUT_TURNS
 from crosstune.data.sources import Source
-from crosstune.data.store import ARRAYS, DiskFiles, MemoryFiles, StoreWriter, TokenStore, open_store
+from crosstune.data.store import (
+    ARRAYS,
+    DiskFiles,
+    JoinedStore,
+    MemoryFiles,
+    StoreWriter,
+    TokenStore,
+    open_store,
+)
 from crosstune.data.token_batch import Example
 from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.uniform import uniform_sources
 
-LAYOUT = 2
+LAYOUT = 3
 """Increase when rows are tokenized differently, so that cached stores are made again."""
 IN_MEMORY_BYTES = 64 << 20
 PERCENTILES = (50, 90, 99)
 MARKER = "store.json"
+# Spreads the place of a piece over the bits of a hash.
+_PIECE_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
     """Examples of a store, truncated to `limit` tokens."""
 
-    store: TokenStore
+    store: TokenStore | JoinedStore
     kept: NDArray[np.int64]
     """The indices of the examples in the store."""
     limit: int
@@ -47,20 +60,24 @@ class Corpus:
     """sha256 of everything that decides the examples: contents, tokenizer, template, format, context, truncation."""
     dropped: int = 0
     """Examples left out because they are longer than the limit."""
+    pieces: NDArray[np.int64] | None = None
+    """The first token of each piece of a split text, -1 for an example that is not split; None if none is."""
 
     def __len__(self) -> int:
         return len(self.kept)
 
     def __getitem__(self, place: int) -> Example:
         number = int(self.kept[place])
-        tokens, supervised = self.store.read(number, limit=self.limit)
+        first = max(int(self.pieces[place]), 0) if self.pieces is not None else 0
+        tokens, supervised = self.store.read(number, limit=self.limit, first=first)
         return Example(tokens=tokens, supervised=supervised, index=int(self.store.rows[number]))
 
     def __iter__(self) -> Iterator[Example]:
         return (self[place] for place in range(len(self)))
 
     def part(self, places: NDArray[np.int64] | slice) -> Corpus:
-        return replace(self, kept=self.kept[places])
+        pieces = None if self.pieces is None else self.pieces[places]
+        return replace(self, kept=self.kept[places], pieces=pieces)
 
     @cached_property
     def stats(self) -> dict[str, Any]:
@@ -85,7 +102,10 @@ class Corpus:
 
     def full_lengths(self) -> NDArray[np.int64]:
         """Return the number of tokens of each example before truncation."""
-        return self.store.lengths()[self.kept]
+        lengths = self.store.lengths()[self.kept]
+        if self.pieces is None:
+            return lengths
+        return np.where(self.pieces < 0, lengths, np.minimum(lengths - self.pieces, self.limit))
 
     def lengths(self) -> NDArray[np.int64]:
         return np.minimum(self.full_lengths(), self.limit)
@@ -93,10 +113,15 @@ class Corpus:
     @cached_property
     def num_supervised(self) -> NDArray[np.int64]:
         """The number of tokens with loss in each example."""
-        return self.store.num_supervised_within(self.limit)[self.kept]
+        counts = self.store.num_supervised_within(self.limit)[self.kept]
+        # Texts carry loss everywhere, except on the first token of each piece.
+        return counts if self.pieces is None else np.where(self.pieces < 0, counts, self.lengths() - 1)
 
     def hashes(self) -> NDArray[np.uint64]:
-        return self.store.hashes[self.kept]
+        hashes = self.store.hashes[self.kept]
+        if self.pieces is None:
+            return hashes
+        return hashes ^ (np.maximum(self.pieces, 0).astype(np.uint64) * _PIECE_FACTOR)
 
     def rows(self) -> NDArray[np.int64]:
         """Return the index of each example's row in the source."""
@@ -112,64 +137,156 @@ def open_corpus(
     context_length: int,
     truncation: str,
     limit: int = -1,
+    columns: Columns | None = None,
+    model_limit: int | None = None,
     cache: Path | None = None,
     in_memory_bytes: int = IN_MEMORY_BYTES,
     progress: OnProgress | None = None,
 ) -> Corpus:
-    """Tokenize a source, or its first `limit` rows unless that is -1. `cache` is crosstune's cache folder."""
-    form = source_format(source, asked=asked_format)
-    encoder = Encoder(tokenizer=tokenizer, form=form, whole=whole)
+    """Tokenize a source, or its first `limit` rows unless that is -1. `cache` is crosstune's cache folder.
+
+    The files of a source may have several formats; `model_limit` is the context of the model, for the error about a
+    long example.
+    """
+    corpora: list[Corpus] = []
+    for uniform in uniform_sources(source, asked=asked_format, columns=columns or {}):
+        remaining = limit - sum(corpus.store.facts["rows"] for corpus in corpora) if limit != -1 else -1
+        if remaining == 0:
+            break
+        store, decides = _open_store(
+            uniform,
+            Encoder(tokenizer=tokenizer, form=uniform.form, whole=whole),
+            limit=remaining,
+            cache=cache,
+            in_memory_bytes=in_memory_bytes,
+            progress=progress,
+        )
+        is_split = uniform.form in WITHOUT_TURNS and (
+            truncation == "split" or (uniform.splits and truncation == "error")
+        )
+        decides |= {"context": context_length, "truncation": "split" if is_split else truncation}
+        fitted = fit_context(
+            store,
+            source=source.name,
+            context_length=context_length,
+            truncation="split" if is_split else truncation,
+            form=uniform.form,
+            identity=_sha256(decides),
+            model_limit=model_limit,
+        )
+        corpora.append(fitted)
+    return join_corpora(corpora)
+
+
+def join_corpora(corpora: Sequence[Corpus]) -> Corpus:
+    """Return the examples of several corpora, one after another; a single one is returned as it is."""
+    if len(corpora) == 1:
+        return corpora[0]
+    starts = np.cumsum([0, *(len(corpus.store) for corpus in corpora)])
+    pieces = [
+        corpus.pieces if corpus.pieces is not None else np.full(len(corpus), -1, dtype=np.int64)
+        for corpus in corpora
+    ]
+    return Corpus(
+        store=JoinedStore([corpus.store for corpus in corpora]),
+        kept=np.concatenate([corpus.kept + start for corpus, start in zip(corpora, starts, strict=False)]),
+        limit=corpora[0].limit,
+        form=", ".join(dict.fromkeys(form for corpus in corpora for form in corpus.form.split(", "))),
+        identity=_sha256([corpus.identity for corpus in corpora]),
+        dropped=sum(corpus.dropped for corpus in corpora),
+        pieces=np.concatenate(pieces) if any(corpus.pieces is not None for corpus in corpora) else None,
+    )
+
+
+def _open_store(
+    source: Source,
+    encoder: Encoder,
+    *,
+    limit: int,
+    cache: Path | None,
+    in_memory_bytes: int,
+    progress: OnProgress | None,
+) -> tuple[TokenStore, dict[str, Any]]:
+    """Tokenize a source of one format; return its tokens, and everything that decides them."""
+    tokenizer = encoder.tokenizer
     decides = {
         "layout": LAYOUT,
         "source": source.digest(),
         "tokenizer": tokenizer.digest,
         "template": tokenizer.chat_template,
         "specials": [tokenizer.leading_bos, tokenizer.bos_token, tokenizer.eos_token],
-        "format": form,
-        "whole": whole,
+        "format": source.form,
+        "whole": encoder.whole,
         "rows": limit,
     }
     if source.size_bytes <= in_memory_bytes:
         memory = MemoryFiles()
         facts = encode_source(source, encoder, StoreWriter(memory.files), limit=limit, progress=progress)
-        store = memory.to_store(facts)
-    else:
-        store = _cached_store(
-            source, encoder, key=_sha256(decides), limit=limit, cache=cache, progress=progress
-        )
-    return fit_context(
-        store,
-        source=source.name,
-        context_length=context_length,
-        truncation=truncation,
-        form=form,
-        identity=_sha256(decides | {"context": context_length, "truncation": truncation}),
-    )
+        return memory.to_store(facts), decides
+    key = _sha256(decides)
+    return _cached_store(source, encoder, key=key, limit=limit, cache=cache, progress=progress), decides
 
 
 def fit_context(
-    store: TokenStore, *, source: str, context_length: int, truncation: str, form: str, identity: str
+    store: TokenStore,
+    *,
+    source: str,
+    context_length: int,
+    truncation: str,
+    form: str,
+    identity: str,
+    model_limit: int | None = None,
 ) -> Corpus:
-    """Return the examples of a store within the context. Longer ones raise a UserError, are cut, or are dropped."""
+    """Return the examples of a store within the context. Longer ones raise a UserError, or are cut, dropped or split."""
     lengths = store.lengths()
     long = np.flatnonzero(lengths > context_length)
     kept = np.arange(len(store), dtype=np.int64)
-    if len(long) and truncation == "error":
+    pieces = None
+    if len(long) and (truncation == "error" or (truncation == "split" and form not in WITHOUT_TURNS)):
         longest = int(lengths.argmax())
         raise UserError(
             f"{len(long)} of {len(store)} examples of {source} are longer than the context of {context_length} tokens.",
             why=f"the longest, row {int(store.rows[longest]) + 1}, has {int(lengths[longest])} tokens.",
-            do=f"raise --context_length to {int(lengths[longest])}, or pass --truncation cut or drop",
+            do=_how_to_fit(int(lengths[longest]), model_limit, form=form),
         )
+    if len(long) and truncation == "split":
+        kept, pieces = _split(lengths, context_length)
     if len(long) and truncation == "drop":
         kept = np.flatnonzero(lengths <= context_length)
         if not len(kept):
             raise UserError(
                 f"Every example of {source} is longer than {context_length} tokens.",
-                do="raise --context_length",
+                do=_how_to_fit(int(lengths.min()), model_limit, form=form),
             )
-    dropped = len(store) - len(kept)
-    return Corpus(store=store, kept=kept, limit=context_length, form=form, identity=identity, dropped=dropped)
+    dropped = len(store) - len(kept) if pieces is None else 0
+    return Corpus(
+        store=store,
+        kept=kept,
+        limit=context_length,
+        form=form,
+        identity=identity,
+        dropped=dropped,
+        pieces=pieces,
+    )
+
+
+def _how_to_fit(needed: int, model_limit: int | None, *, form: str) -> str:
+    ways = "--truncation cut, drop or split" if form in WITHOUT_TURNS else "--truncation cut or drop"
+    if model_limit and needed > model_limit:
+        return (
+            f"pass {ways}: --context_length cannot be above {model_limit}, the longest context of this model"
+        )
+    return f"raise --context_length to {needed}, or pass {ways}"
+
+
+def _split(lengths: NDArray[np.int64], context_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the example and the first token of each piece. A piece begins with the last token of the one before, so that
+    every token but the first of a text is predicted once."""
+    step = context_length - 1
+    counts = np.where(lengths > context_length, -(-(lengths - 1) // step), 1)
+    kept = np.repeat(np.arange(len(lengths), dtype=np.int64), counts)
+    number = np.arange(len(kept)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return kept, np.where(counts[kept] > 1, number * step, -1)
 
 
 def cache_folder(cache: Path | None) -> Path:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
 from crosstune.data.chat import Rendered, mask_of, render, render_conversation
 from crosstune.data.formats import (
     TOOLS_COLUMN,
+    WITHOUT_TURNS,
     Row,
     has_empty_answer,
-    recognise,
     to_conversation,
     tools_of,
     turn_keys,
@@ -24,6 +25,7 @@ from crosstune.data.formats import (
 )
 from crosstune.data.sources import Source
 from crosstune.data.store import StoreWriter
+from crosstune.data.template import REASONING_KEYS
 from crosstune.data.tokenizer import Tokenizer
 
 OnProgress = Callable[[int, int, int], None]
@@ -51,14 +53,24 @@ class Encoder:
         if has_empty_answer(conversation):
             return None
         if isinstance(conversation, str):
-            text = f"{self.tokenizer.leading_bos}{conversation}{self.tokenizer.eos_token or ''}"
-            rendered = Rendered(text=text, spans=[(0, len(text))])
+            rendered = Rendered(text=conversation, spans=[(0, len(conversation))])
         else:
             rendered = render_conversation(
                 conversation, self.tokenizer, whole=self.whole, tools=tools_of(row)
             )
         _check_characters(rendered.text)
         return rendered
+
+    def to_tokens(self, texts: Sequence[Rendered]) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+        """Return the tokens of each text, and which of them carry loss."""
+        if self.form in WITHOUT_TURNS:
+            plain = self.tokenizer.encode_plain_batch([rendered.text for rendered in texts])
+            return [(np.asarray(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_)) for ids in plain]
+        encodings = self.tokenizer.encode_batch([rendered.text for rendered in texts])
+        return [
+            (np.asarray(encoding.ids, dtype=np.int32), mask_of(encoding, rendered))
+            for encoding, rendered in zip(encodings, texts, strict=True)
+        ]
 
     def extras(self, row: Row) -> set[str]:
         """Return the keys of a conversation besides role and content."""
@@ -71,7 +83,11 @@ class Encoder:
         """Return whether an extra key changes the text that the chat template renders."""
         conversation, tools = to_conversation(row, self.form), tools_of(row)
         assert not isinstance(conversation, str)
-        without = [{key: value for key, value in turn.items() if key != extra} for turn in conversation]
+        # The template gets reasoning under all of its names, so it is left out under all of them.
+        left_out = REASONING_KEYS if extra in REASONING_KEYS else (extra,)
+        without = [
+            {key: value for key, value in turn.items() if key not in left_out} for turn in conversation
+        ]
         text = render(conversation, self.tokenizer, add_generation_prompt=False, tools=tools)
         if extra == TOOLS_COLUMN:
             tools = None
@@ -129,17 +145,16 @@ class _Pass:
     def flush(self) -> None:
         """Submit the texts for tokenization, and write the batch submitted before."""
         self.finish()
-        texts = [rendered.text for _, rendered in self.texts]
-        self.pending = (self.texts, self.thread.submit(self.encoder.tokenizer.encode_batch, texts))
+        texts = [rendered for _, rendered in self.texts]
+        self.pending = (self.texts, self.thread.submit(self.encoder.to_tokens, texts))
         self.texts, self.characters = [], 0
 
     def finish(self) -> None:
         if self.pending is None:
             return
         batch, encoded = self.pending
-        for (row, rendered), encoding in zip(batch, encoded.result(), strict=True):
-            tokens = np.asarray(encoding.ids, dtype=np.int32)
-            self.writer.append(tokens, mask_of(encoding, rendered), row=row)
+        for (row, _), (tokens, mask) in zip(batch, encoded.result(), strict=True):
+            self.writer.append(tokens, mask, row=row)
         self.pending = None
 
     def facts(self) -> dict[str, Any]:
@@ -182,21 +197,6 @@ def _read(source: Source, run: _Pass, *, limit: int, progress: OnProgress | None
         if progress is not None and time.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
             reported = time.monotonic()
             progress(done, total, run.writer.num_examples)
-
-
-def source_format(source: Source, *, asked: str) -> str:
-    """Return the format of a source: as requested, as its name implies, or by the columns of its first row."""
-    first = first_row(source)
-    if asked == "auto" and source.form != "auto":
-        asked = source.form
-    return recognise(first, asked=asked, source=source.name)
-
-
-def first_row(source: Source) -> Row:
-    rows: Iterator[Any] = source.rows()
-    for _, found, _ in rows:
-        return found.row
-    raise UserError(f"The dataset {source.name} is empty.", do="give it at least one row")
 
 
 def _check_characters(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Read the rows of JSON, JSON Lines, CSV, TSV and Parquet files one by one. Errors name the line or row."""
+"""Read the rows of JSON, JSON Lines, CSV, TSV, Parquet and text files one by one. Errors name the line or row."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from crosstune.core.plain_files import UnreadableFile, open_plain
 
 Row = dict[str, Any]
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 LARGEST_ROW_BYTES = 256 << 20
 INSTALL_DATA = 'pip install "crosstune[data]"'
 
 _CHUNK_BYTES = 1 << 20
 _PARQUET_ROWS = 512
+TEXT_CHARACTERS = 1 << 20
+"""A longer text file is read as several documents of about this size, so that it need not fit into memory."""
 
 
 class Found(NamedTuple):
@@ -43,6 +45,16 @@ class FilePart:
     @property
     def name(self) -> str:
         return str(self.path)
+
+    @property
+    def form(self) -> str:
+        """The format of the rows if the kind of file decides it, or else auto."""
+        return "text" if self.is_text else "auto"
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is a text file, whose documents have any length."""
+        return self.path.suffix.lower() == ".txt"
 
     @property
     def size_bytes(self) -> int:
@@ -70,6 +82,8 @@ class FilePart:
                 yield from _read_lines(self.path, file)
             elif suffix == ".json":
                 yield from _read_json(self.path, file)
+            elif self.is_text:
+                yield from _read_documents(self.path, file)
             else:
                 yield from _read_csv(self.path, file, delimiter="\t" if suffix == ".tsv" else ",")
 
@@ -218,6 +232,21 @@ def _read_csv(path: Path, file: BinaryIO, *, delimiter: str) -> Iterator[Found]:
             yield Found(dict(zip(header, values, strict=True)), start, file.tell())
     except csv.Error as error:
         raise UserError(f"{path}, line {line} cannot be read.", why=str(error)) from error
+
+
+def _read_documents(path: Path, file: BinaryIO) -> Iterator[Found]:
+    """Read a text file as one document, or as several that end at a blank line if it is a large one."""
+    number, lines, characters = 0, list[str](), 0
+    for line in _decoded_lines(path, file):
+        lines.append(line.replace("\r\n", "\n"))
+        characters += len(line)
+        at_blank_line = characters >= TEXT_CHARACTERS and not line.strip()
+        if at_blank_line or characters >= 2 * TEXT_CHARACTERS:
+            number += 1
+            yield Found({"text": "".join(lines).strip("\n")}, number, file.tell())
+            lines, characters = [], 0
+    if text := "".join(lines).strip("\n"):
+        yield Found({"text": text}, number + 1, path.stat().st_size)
 
 
 def _decoded_lines(path: Path, file: BinaryIO) -> Iterator[str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.core.json_files import parse_json
 
 Row = Mapping[str, Any]
 Turn = dict[str, Any]
@@ -27,12 +28,29 @@ HIDDEN_COLUMNS: Mapping[str, tuple[str, ...]] = {"guanaco": ("text",)}
 SYSTEM_COLUMNS = ("system", "system_prompt")
 TOOLS_COLUMN = "tools"
 _MORE_COLUMNS: Mapping[str, tuple[str, ...]] = {"alpaca": ("input",), "question_answer": ("context",)}
-_WITHOUT_TURNS = ("text",)
+OPTIONAL_COLUMNS = ("input", "context", *SYSTEM_COLUMNS, TOOLS_COLUMN)
+WITHOUT_TURNS = ("text",)
 ROLES = ("system", "developer", "user", "assistant", "tool")
-TURN_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
+TURN_KEYS = (
+    "tool_calls", "tool_call_id", "tool_plan", "name", "reasoning_content", "reasoning", "thinking"
+)  # fmt: skip
 """Keys of a message besides role and content; the chat template decides how to render them."""
 
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
+# Names that other tools give the roles, in any case, -> ours.
+ROLE_ALIASES: Mapping[str, str] = {
+    "human": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "chatbot": "assistant",
+    "model": "assistant",
+    "ai": "assistant",
+    "function": "tool",
+    "observation": "tool",
+}
+NO_LOSS = "no_loss"
+"""Set in an assistant's turn that is part of a prompt."""
 _IMAGE_COLUMNS = ("image", "images", "pixel_values", "video", "audio")
 _GUANACO_TURNS = {"### Human:": "user", "### Assistant:": "assistant"}
 
@@ -42,11 +60,12 @@ def recognise(first: Row, *, asked: str, source: str) -> str:
     _check_media(first, what=source)
     if asked != "auto":
         return asked
-    found = _fitting(first)
+    found = fitting_formats(first)
     if not found:
         raise UserError(
             f"The columns of {source} fit no known format: {', '.join(map(str, first)) or 'none'}.",
-            do=f"rename them to one of: {_known_columns()}",
+            do="name the columns to read with --columns, as in --columns query=prompt,reply=completion; the formats are: "
+            f"{known_columns()}",
         )
     return found[0]
 
@@ -55,7 +74,7 @@ def to_conversation(row: Row, form: str) -> Conversation:
     """Return the messages of a row, or its text for the format without turns. A missing answer is an empty one."""
     _check_media(row, what="It")
     _check_columns(row, form)
-    if form in _WITHOUT_TURNS:
+    if form in WITHOUT_TURNS:
         return _answer(row, "text")
     turns = _turns(row, form)
     column = _system_column(row)
@@ -75,7 +94,7 @@ def tools_of(row: Row) -> list[Any] | None:
 def unused_columns(row: Row, form: str) -> set[str]:
     """Return the non-empty columns that are not read."""
     used = {*_needed(form), *_MORE_COLUMNS.get(form, ())}
-    if form not in _WITHOUT_TURNS:
+    if form not in WITHOUT_TURNS:
         used |= {TOOLS_COLUMN} | ({column} if (column := _system_column(row)) is not None else set())
     return {str(name) for name, value in row.items() if name not in used and value not in (None, "", [])}
 
@@ -86,18 +105,13 @@ def turn_keys(conversation: Conversation) -> set[str]:
 
 
 def _turns(row: Row, form: str) -> list[Turn]:
-    if form == "messages":
-        return as_messages(row["messages"])
-    if form == "sharegpt":
-        turns = _parsed(row["conversations"])
-        if not isinstance(turns, list):
-            raise UserError("A conversation must be a list of turns.", why=f"found {_short(turns)}")
-        return as_messages([_sharegpt_message(item) for item in turns])
+    if form in ("messages", "sharegpt"):
+        return as_messages(row[_needed(form)[0]])
     if form == "alpaca":
         parts = [_text(row, "instruction"), _text(row, "input") if row.get("input") else ""]
         return _one_turn("\n\n".join(part for part in parts if part), _answer(row, "output"))
     if form == "prompt_completion":
-        return _one_turn(_text(row, "prompt"), _answer(row, "completion"))
+        return _prompt_and_completion(row)
     if form == "question_answer":
         parts = [_text(row, "context") if row.get("context") else "", _text(row, "question")]
         return _one_turn("\n\n".join(part for part in parts if part), _answer(row, "answer"))
@@ -126,12 +140,17 @@ def as_messages(value: Any) -> list[Turn]:
 
 
 def _message(item: Any) -> Turn:
+    """Return a message. The role may be under `from`, and the content under `value`, as in ShareGPT."""
+    item = _renamed_keys(item) if isinstance(item, Mapping) else item
     calls = isinstance(item, Mapping) and bool(item.get("tool_calls"))
     if not isinstance(item, Mapping) or "role" not in item or not ("content" in item or calls):
-        raise UserError("Every message needs role and content.", why=f"found {_short(item)}")
-    role = str(item["role"])
+        raise UserError(
+            "Every message needs role and content, or from and value.", why=f"found {_short(item)}"
+        )
+    role = ROLE_ALIASES.get(str(item["role"]).lower(), str(item["role"]).lower())
     if role not in ROLES:
-        raise UserError(f"Unknown role '{role}'.", do=f"the roles are: {', '.join(ROLES)}")
+        known = ", ".join((*ROLES, *ROLE_ALIASES))
+        raise UserError(f"Unknown role '{item['role']}'.", do=f"the roles are: {known}")
     content = item.get("content")
     if content is None and role == "assistant":
         content = ""
@@ -139,10 +158,21 @@ def _message(item: Any) -> Turn:
         content = "".join(_text_part(part) for part in content)
     if not isinstance(content, str):
         raise UserError("The content of a message must be text.", why=f"found {_short(content)}")
-    more = {key: _parsed(item[key]) for key in TURN_KEYS if item.get(key) not in (None, "", [])}
+    more = {key: item[key] for key in TURN_KEYS if item.get(key) not in (None, "", [])}
+    if "tool_calls" in more:
+        more["tool_calls"] = _parsed(more["tool_calls"])
     if not isinstance(more.get("tool_calls", []), list):
         raise UserError("tool_calls must be a list.", why=f"found {_short(more['tool_calls'])}")
     return {"role": role, "content": content, **more}
+
+
+def _renamed_keys(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with `role` and `content`; Parquet fills the keys that a message lacks with None."""
+    found = dict(item)
+    for key, other in (("role", "from"), ("content", "value")):
+        if found.get(key) is None and found.get(other) is not None:
+            found[key] = found[other]
+    return found
 
 
 def _text_part(part: Any) -> str:
@@ -172,11 +202,14 @@ def _check_columns(row: Row, form: str) -> None:
     missing = [column for column in needed if column not in row]
     if not missing:
         return
-    others = [name for name in _fitting(row) if name != form]
-    mixed = f" This row looks like {others[0]}: formats cannot be mixed in one dataset." if others else ""
+    others = [name for name in fitting_formats(row) if name != form]
+    mixed = f" This row looks like {others[0]}: formats cannot be mixed in one file." if others else ""
     raise UserError(
         f"It has no column {' or '.join(missing)}.",
         why=f"rows of the format {form} need {', '.join(needed)}; it has {', '.join(map(str, row)) or 'none'}.{mixed}",
+        do=""
+        if others
+        else "name the columns to read with --columns, as in --columns query=prompt,reply=completion",
     )
 
 
@@ -198,11 +231,12 @@ def _check_media(row: Row, *, what: str) -> None:
         )
 
 
-def _fitting(row: Row) -> list[str]:
+def fitting_formats(row: Row) -> list[str]:
+    """Return the formats whose columns the row has, the preferred one first."""
     return [name for name, columns in COLUMNS.items() if all(column in row for column in columns)]
 
 
-def _known_columns() -> str:
+def known_columns() -> str:
     return "; ".join(f"{' + '.join(columns)} ({name})" for name, columns in COLUMNS.items())
 
 
@@ -210,15 +244,35 @@ def _one_turn(prompt: str, answer: str) -> list[Turn]:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 
-def _sharegpt_message(item: Any) -> Turn:
-    if not isinstance(item, Mapping) or "from" not in item or "value" not in item:
-        raise UserError("Every turn of a conversation needs `from` and `value`.")
-    role = _SHAREGPT_ROLES.get(str(item["from"]))
-    if role is None:
-        raise UserError(
-            f"Unknown speaker '{item['from']}'.", do=f"the speakers are: {', '.join(_SHAREGPT_ROLES)}"
-        )
-    return {"role": role, "content": item["value"]} | {key: item[key] for key in TURN_KEYS if key in item}
+def _prompt_and_completion(row: Row) -> list[Turn]:
+    """Return the turns of a prompt and its completion, each a text or a list of messages. Only the completion carries
+    loss, not the answers in the prompt."""
+    prompt, completion = _listed(row["prompt"]), _listed(row["completion"])
+    if not isinstance(prompt, list) and not isinstance(completion, list):
+        return _one_turn(_text(row, "prompt"), _answer(row, "completion"))
+    if not isinstance(prompt, list):
+        prompt = [{"role": "user", "content": _text(row, "prompt")}]
+    if not isinstance(completion, list):
+        completion = [{"role": "assistant", "content": _answer(row, "completion")}]
+    turns = as_messages([*prompt, *completion])
+    if not any(turn["role"] == "assistant" for turn in turns[len(prompt) :]):
+        raise UserError("The completion has no message of the assistant.")
+    return [
+        {**turn, NO_LOSS: True} if turn["role"] == "assistant" and place < len(prompt) else turn
+        for place, turn in enumerate(turns)
+    ]
+
+
+def _listed(value: Any) -> Any:
+    """Parse a list of messages that is given as JSON text; return any other text as it is."""
+    if not (isinstance(value, str) and value.lstrip().startswith("[")):
+        return value
+    try:
+        found = parse_json(value, foreign=True)
+    except ValueError:
+        return value
+    is_messages = isinstance(found, list) and found and all(isinstance(item, dict) for item in found)
+    return found if is_messages else value
 
 
 def _guanaco_turns(text: str) -> list[Turn]:
@@ -238,7 +292,7 @@ def _parsed(value: Any) -> Any:
     """Parse a list that is given as JSON text, since CSV has no lists."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            return json.loads(value)
+            return parse_json(value, foreign=True)
         except ValueError as error:
             raise UserError("A conversation written as text must be JSON.", why=str(error)) from error
     return value

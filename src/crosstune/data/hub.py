@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,7 @@ class HubPart:
     repo: str
     split: str
     data: Dataset
+    form: str = "auto"
 
     @property
     def name(self) -> str:
@@ -73,7 +76,8 @@ def _load(repo: str, *, known: str) -> DatasetDict:
 
     datasets.disable_progress_bars()
     try:
-        return datasets.load_dataset(repo)
+        with _quiet("huggingface_hub", "datasets"):
+            return datasets.load_dataset(repo)
     except DatasetNotFoundError as error:
         raise _missing(repo, error, known=known) from error
     except (OfflineModeIsEnabled, ConnectionError, OSError) as error:
@@ -88,6 +92,20 @@ def _load(repo: str, *, known: str) -> DatasetDict:
             why=_line(error),
             do="download its files and give their path; datasets that need their own code are not supported",
         ) from error
+
+
+@contextlib.contextmanager
+def _quiet(*libraries: str) -> Iterator[None]:
+    """Keep libraries from printing each of their retries: the error after the last one says what happened."""
+    loggers = [logging.getLogger(name) for name in libraries]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _missing(repo: str, error: Exception, *, known: str) -> UserError:

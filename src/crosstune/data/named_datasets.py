@@ -44,6 +44,7 @@ class RowsPart:
 
     name: str
     loaded: list[Row]
+    form: str = "auto"
 
     @property
     def size_bytes(self) -> int:

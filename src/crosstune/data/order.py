@@ -8,10 +8,16 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from crosstune.data.mixture import Mixture
+
 
 @lru_cache(maxsize=2)
-def epoch_order(num_examples: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    return np.random.Generator(np.random.Philox(key=(seed, epoch))).permutation(num_examples)
+def epoch_order(
+    num_examples: int, *, seed: int, epoch: int, mixture: Mixture | None = None
+) -> NDArray[np.int64]:
+    """Return the examples of an epoch in their order: each once, or as a mixture draws them."""
+    order = np.random.Generator(np.random.Philox(key=(seed, epoch))).permutation(num_examples)
+    return order if mixture is None else mixture.epoch(epoch, seed=seed)[order]
 
 
 def rows_in_epochs(num_examples: int, num_epochs: float) -> int:
@@ -33,7 +39,13 @@ def steps_of_rows(num_rows: int, *, rows_per_step: int, num_epochs: float, max_s
 
 
 def rows_of_step(
-    step: int, *, num_examples: int, rows_per_step: int, num_rows_in_all: int, seed: int
+    step: int,
+    *,
+    num_examples: int,
+    rows_per_step: int,
+    num_rows_in_all: int,
+    seed: int,
+    mixture: Mixture | None = None,
 ) -> list[int]:
     """Return the example indices of optimizer step `step`, counted from 0. A step may span two epochs."""
     first = step * rows_per_step
@@ -41,5 +53,5 @@ def rows_of_step(
     indices = []
     for position in range(first, last):
         epoch, place = divmod(position, num_examples)
-        indices.append(int(epoch_order(num_examples, seed=seed, epoch=epoch)[place]))
+        indices.append(int(epoch_order(num_examples, seed=seed, epoch=epoch, mixture=mixture)[place]))
     return indices

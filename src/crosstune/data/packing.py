@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from crosstune.data.mixture import Mixture
 from crosstune.data.order import epoch_order
 
 OPEN_ROWS = 64
@@ -91,8 +92,10 @@ class PackedOrder:
     """The packed rows of all epochs in sequence. Each epoch is packed separately, so any row depends only on the seed
     and its position."""
 
-    def __init__(self, lengths: NDArray[np.int64], *, capacity: int, seed: int) -> None:
-        self.lengths, self.capacity, self.seed = lengths, capacity, seed
+    def __init__(
+        self, lengths: NDArray[np.int64], *, capacity: int, seed: int, mixture: Mixture | None = None
+    ) -> None:
+        self.lengths, self.capacity, self.seed, self.mixture = lengths, capacity, seed, mixture
         self._counts: list[int] = []
         self._packed: dict[int, PackedRows] = {}
         self._lock = threading.RLock()  # a thread prepares the next steps
@@ -103,7 +106,7 @@ class PackedOrder:
 
     def _epoch(self, number: int) -> PackedRows:
         if number not in self._packed:
-            order = epoch_order(len(self.lengths), seed=self.seed, epoch=number)
+            order = self._order(number)
             packed = pack(order, self.lengths, capacity=self.capacity)
             # A step needs at most the end of one epoch and the start of the next, unless epochs are tiny.
             self._packed = {key: rows for key, rows in self._packed.items() if key >= number - 1} | {
@@ -142,7 +145,10 @@ class PackedOrder:
 
     def fill(self) -> float:
         """Return the fraction of the first epoch's rows that is filled with tokens."""
-        return float(self.lengths.sum()) / (self._count(0) * self.capacity)
+        return float(self.lengths[self._order(0)].sum()) / (self._count(0) * self.capacity)
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        return epoch_order(len(self.lengths), seed=self.seed, epoch=epoch, mixture=self.mixture)
 
     def _count(self, epoch: int) -> int:
         with self._lock:

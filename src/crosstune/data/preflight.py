@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ from crosstune.data.tokenizer import Tokenizer
 
 # Below this share of supervised tokens, most of the compute is spent on prompts.
 LOW_SUPERVISED_SHARE = 0.01
+# What looks like a special token in a template: <|im_start|>, <end_of_turn>, [INST].
+_MARK = re.compile(r"<\|\w+\|>|<\w+>|\[/?[A-Z_]+\]")
 
 
 def leave_out_unsupervised(corpus: Corpus, *, source: str) -> tuple[Corpus, int]:
@@ -51,7 +55,12 @@ def format_warnings(config: Config, tokenizer: Tokenizer, *, form: str) -> Seque
             f"this model has no end token: nothing teaches it where {'a text' if plain else 'an answer'} ends",
         ),
         (
-            bool(last := "" if plain else _unending(tokenizer)),
+            bool(missing := [] if plain or not config.chat_template else _missing_tokens(tokenizer)),
+            f"the chat template writes {', '.join(missing)}, which this model has no tokens for: they are learned as "
+            "ordinary text, and may not end an answer",
+        ),
+        (
+            bool(last := "" if plain or missing else _unending(tokenizer)),
             f"the chat template ends an answer with {last!r}, which is not an end token of this model: it will not stop",
         ),
         (plain and config.train_on_prompt, "train_on_prompt has no effect: a plain text has no prompt"),
@@ -65,19 +74,39 @@ def format_warnings(config: Config, tokenizer: Tokenizer, *, form: str) -> Seque
 
 def _unending(tokenizer: Tokenizer) -> str:
     """Return the last token of an answer if the model does not stop at it, or else an empty string."""
-    if not tokenizer.chat_template:
+    last = _last_token(tokenizer)
+    if last is None or last in tokenizer.stop_ids:
         return ""
+    return tokenizer.decode([last], keep_special=True)
+
+
+def _missing_tokens(tokenizer: Tokenizer) -> list[str]:
+    """Return the marks of a chat template that look like special tokens and are none."""
+    marks = dict.fromkeys(_MARK.findall(tokenizer.chat_template or ""))
+    return [mark for mark in marks if tokenizer.rust.token_to_id(mark) is None]
+
+
+def stop_at_template_end(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a tokenizer that stops at the token which ends an answer in its chat template, if that is a special token."""
+    last = _last_token(tokenizer)
+    if last is None or tokenizer.decode([last], keep_special=True) not in tokenizer.special:
+        return tokenizer
+    return replace(tokenizer, stop_ids=tokenizer.stop_ids | {last})
+
+
+def _last_token(tokenizer: Tokenizer) -> int | None:
+    """Return the last token that an answer teaches; None where that cannot be told."""
+    if not tokenizer.chat_template:
+        return None
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good morning"}]
     try:
         example = encode_conversation(turns, tokenizer, index=0, whole=False)
     except (
         UserError
     ):  # the template takes other turns; errors for the rows of the data are reported elsewhere
-        return ""
+        return None
     learned = example.tokens[example.supervised]
-    if not len(learned) or int(learned[-1]) in tokenizer.stop_ids:
-        return ""
-    return tokenizer.decode([int(learned[-1])], keep_special=True)
+    return int(learned[-1]) if len(learned) else None
 
 
 def warnings_of(train: dict[str, Any], *, num_shared: int) -> Sequence[str]:

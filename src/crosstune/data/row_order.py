@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crosstune.config.schema import Config
+from crosstune.data.mixture import Mixture
 from crosstune.data.order import rows_in_epochs, rows_of_step, steps_of_rows, total_steps
 from crosstune.data.packing import PackedOrder
 
@@ -23,9 +24,18 @@ class RowOrder:
     """-1 for no limit."""
     packed: PackedOrder | None = None
     """Set when rows hold several examples."""
+    mixture: Mixture | None = None
+    """Set when several sources have weights."""
 
     @classmethod
-    def from_config(cls, config: Config, *, num_examples: int, packed: PackedOrder | None = None) -> RowOrder:
+    def from_config(
+        cls,
+        config: Config,
+        *,
+        num_examples: int,
+        packed: PackedOrder | None = None,
+        mixture: Mixture | None = None,
+    ) -> RowOrder:
         return cls(
             num_examples=num_examples,
             seed=config.seed,
@@ -33,6 +43,7 @@ class RowOrder:
             num_epochs=config.num_epochs,
             max_steps=config.max_steps,
             packed=packed,
+            mixture=mixture,
         )
 
     def num_steps(self) -> int:
@@ -64,6 +75,7 @@ class RowOrder:
             rows_per_step=self.rows_per_step,
             num_rows_in_all=by_epochs or self.max_steps * self.rows_per_step,
             seed=self.seed,
+            mixture=self.mixture,
         )
         return [[index] for index in indices]
 
@@ -76,11 +88,12 @@ class RowOrder:
 
     def identity(self) -> Mapping[str, Any]:
         """Return everything, except the examples, that decides which examples a step trains on."""
-        return {
+        found = {
             "seed": self.seed,
             "rows_per_step": self.rows_per_step,
             "packing": self.packed.capacity if self.packed is not None else None,
         }
+        return found | ({"mixture": self.mixture.identity()} if self.mixture is not None else {})
 
     def _num_rows(self) -> int:
         """Return the number of rows of all epochs; 0 where only --max_steps limits them."""

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from crosstune.core.errors import UserError
 from crosstune.core.names import nearest
-from crosstune.data.files import SUFFIXES, FilePart, Found, Row, file_part
+from crosstune.data.files import SUFFIXES, FilePart, Found, file_part
 from crosstune.data.hub import HELD_OUT_SPLITS, HubPart, open_hub
 from crosstune.data.named_datasets import BUNDLED, DUMMY, HUB_NAMES, RowsPart, known_names
+
+# The number of a file among several of one split, as in `test-00000-of-00002` or `val_1`.
+_SHARD = re.compile(r"([-_. ]\d+([-_. ]of[-_. ]\d+)?)+$")
+_NAME_ENDS = re.compile(r"[-_. ]+")
+_TRAINING_WORDS = ("train", "training")
+_ABOUT_DATA = ("readme", "license", "licence", "notice", "copying", "citation", "changelog", "requirements")
+MOST_FILES = 50_000
+"""Files and folders below a folder of data."""
 
 
 class Part(Protocol):
@@ -20,6 +30,11 @@ class Part(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def form(self) -> str:
+        """The format of the rows if it is known without looking at them, or else auto."""
+        ...
 
     @property
     def size_bytes(self) -> int: ...
@@ -39,7 +54,13 @@ class Source:
     parts: tuple[Part, ...]
     held_out: tuple[Part, ...] = ()
     form: str = "auto"
-    """The format of a known name."""
+    """The format of a known name, or of all parts after `uniform_sources`."""
+    columns: tuple[tuple[str, str], ...] = ()
+    """Columns of the rows that were renamed, and their new names."""
+    splits: bool = False
+    """Whether examples longer than the context are split: those of text files."""
+    unused: tuple[str, ...] = ()
+    """Files of further held-out splits, which are not read."""
     samples: int = -1
     """The default number of rows of a known name; -1 for all."""
 
@@ -62,20 +83,12 @@ class Source:
                 yield part, found, before + found.end_byte
             before += part.size_bytes
 
-    def pick(self, indices: Collection[int]) -> dict[int, Row]:
-        """Return the rows with these indices; stop reading after the last of them."""
-        wanted, last = set(indices), max(indices, default=-1)
-        picked: dict[int, Row] = {}
-        for index, (_, found, _) in enumerate(self.rows()):
-            if index > last:
-                break
-            if index in wanted:
-                picked[index] = found.row
-        return picked
 
+def open_source(name: str, *, needs_training: bool = True) -> Source:
+    """Open one source that --dataset names; raise a UserError with the known names when it is unknown.
 
-def open_source(name: str) -> Source:
-    """Open the source that --dataset names; raise a UserError with the known names when it is unknown."""
+    A folder needs files to train on, unless it is opened for evaluation alone.
+    """
     if name in BUNDLED:
         parts = [RowsPart(name=name, loaded=BUNDLED[name](split)) for split in ("train", "test")]
         return Source(name=name, parts=(parts[0],), held_out=(parts[1],), form="messages")
@@ -85,7 +98,7 @@ def open_source(name: str) -> Source:
     if path.is_file():
         return Source(name=name, parts=(file_part(path),))
     if path.is_dir():
-        return _open_folder(name, path)
+        return _open_folder(name, path, needs_training=needs_training)
     if name in HUB_NAMES:
         known = HUB_NAMES[name]
         found = _of_splits(name, open_hub(known.repo, known=", ".join(known_names())))
@@ -98,8 +111,12 @@ def open_source(name: str) -> Source:
 def check_name(name: str) -> None:
     """Raise a UserError when a name cannot be a dataset, without opening it: before a model is downloaded."""
     path = Path(name).expanduser()
-    if not (name in known_names() or path.exists() or _may_be_hub_id(name)):
+    if not (is_known(name) or path.exists() or _may_be_hub_id(name)):
         raise _unknown(name)
+
+
+def is_known(name: str) -> bool:
+    return name in known_names()
 
 
 def _may_be_hub_id(name: str) -> bool:
@@ -116,13 +133,22 @@ def _of_splits(name: str, splits: dict[str, HubPart]) -> Source:
     return Source(name=name, parts=(train,), held_out=tuple(held_out[:1]))
 
 
-def _open_folder(name: str, folder: Path) -> Source:
-    """Open all data files of a folder, sorted by name; those named after a held-out split are held out."""
-    files = sorted(
-        path
-        for path in folder.rglob("*")
-        if path.is_file() and path.suffix.lower() in SUFFIXES and not _hidden(path, folder)
-    )
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder; raise a UserError for one that is no folder of data, such as / or a home folder."""
+    num_found = 0
+    for place, folders, names in os.walk(folder):
+        num_found += len(folders) + len(names)
+        if num_found > MOST_FILES:
+            raise UserError(
+                f"The folder {folder} has more than {MOST_FILES:,} files and folders.",
+                do="give a folder with the data files alone, or one file",
+            )
+        yield from (Path(place) / name for name in names)
+
+
+def _open_folder(name: str, folder: Path, *, needs_training: bool) -> Source:
+    """Open all data files of a folder, sorted by name; those named after a held-out split are never trained on."""
+    files = sorted(path for path in _files_below(folder) if path.is_file() and _is_data(path, folder))
     if not files:
         raise UserError(
             f"The folder {folder} holds no data.", do=f"put files into it that end in {', '.join(SUFFIXES)}"
@@ -130,28 +156,39 @@ def _open_folder(name: str, folder: Path) -> Source:
     by_split: dict[str, list[FilePart]] = {}
     for path in files:
         by_split.setdefault(split_of(path.relative_to(folder)), []).append(file_part(path))
-    if "train" not in by_split:
+    if "train" not in by_split and needs_training:
         raise UserError(
             f"The folder {folder} holds no training data.",
             why=f"all of its files are named after a held-out split: {', '.join(sorted(by_split))}.",
         )
-    held_out = next((by_split[split] for split in HELD_OUT_SPLITS if split in by_split), [])
-    return Source(name=name, parts=tuple(by_split["train"]), held_out=tuple(held_out))
+    used = next((split for split in HELD_OUT_SPLITS if split in by_split), "")
+    others = [part for split, parts in by_split.items() if split not in ("train", used) for part in parts]
+    return Source(
+        name=name,
+        parts=tuple(by_split.get("train", ())),
+        held_out=tuple(by_split.get(used, ())),
+        unused=tuple(str(part.path.relative_to(folder)) for part in others),
+    )
 
 
 def split_of(path: Path) -> str:
-    """Return the split that a folder or file name begins with, as in `test.jsonl`, `validation/0.json` or
-    `val-00000-of-00002.parquet`; train by default."""
-    names: Sequence[str] = [*path.parts[:-1], path.stem]
-    for name in names:
-        start = name.lower().replace("_", "-").replace(".", "-").split("-")[0]
-        if start in HELD_OUT_SPLITS:
-            return start
+    """Return the split that a folder or file name begins or ends with, as in `test.jsonl`, `my_val.jsonl`,
+    `validation/0.json` or `judge_test-00000-of-00002.parquet`; train by default."""
+    for name in (*path.parts[:-1], path.stem):
+        words = [word for word in _NAME_ENDS.split(_SHARD.sub("", name.lower())) if word]
+        named = [word for word in (words[:1] + words[-1:]) if word in (*HELD_OUT_SPLITS, *_TRAINING_WORDS)]
+        if named and named[0] in HELD_OUT_SPLITS:
+            return named[0]
     return "train"
 
 
-def _hidden(path: Path, folder: Path) -> bool:
-    return any(name.startswith((".", "_")) for name in path.relative_to(folder).parts)
+def _is_data(path: Path, folder: Path) -> bool:
+    """Return whether a file of a folder is data: neither hidden nor a text that comes with data."""
+    if any(name.startswith((".", "_")) for name in path.relative_to(folder).parts):
+        return False
+    if path.suffix.lower() == ".txt" and _NAME_ENDS.split(path.stem.lower())[0] in _ABOUT_DATA:
+        return False
+    return path.suffix.lower() in SUFFIXES
 
 
 def _unknown(name: str) -> UserError:

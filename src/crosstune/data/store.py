@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,11 +78,48 @@ class TokenStore:
             counts[long] = sums[starts + limit] - sums[starts + 1]
         return counts
 
-    def read(self, example: int, *, limit: int) -> tuple[IntArray, NDArray[np.bool_]]:
-        """Return the first `limit` tokens of an example, and their mask."""
-        start = int(self.ends[example - 1]) if example else 0
+    def read(self, example: int, *, limit: int, first: int = 0) -> tuple[IntArray, NDArray[np.bool_]]:
+        """Return at most `limit` tokens of an example from token `first`, and their mask."""
+        start = first + (int(self.ends[example - 1]) if example else 0)
         end = min(int(self.ends[example]), start + limit)
         return np.array(self.tokens[start:end]), np.array(self.supervised[start:end])
+
+
+class JoinedStore:
+    """Several stores, read as one."""
+
+    def __init__(self, stores: Sequence[TokenStore | JoinedStore]) -> None:
+        self.stores = tuple(stores)
+        self.starts = np.cumsum([0, *map(len, self.stores)])
+        self.hashes: NDArray[np.uint64] = np.concatenate([store.hashes for store in self.stores])
+        rows_before = np.cumsum([0, *(store.facts["rows"] for store in self.stores)])
+        self.rows: NDArray[np.int64] = np.concatenate(
+            [store.rows + before for store, before in zip(self.stores, rows_before, strict=False)]
+        )
+        self.facts: Mapping[str, Any] = _sum_facts([store.facts for store in self.stores])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def lengths(self) -> NDArray[np.int64]:
+        return np.concatenate([store.lengths() for store in self.stores])
+
+    def num_supervised_within(self, limit: int) -> NDArray[np.int64]:
+        return np.concatenate([store.num_supervised_within(limit) for store in self.stores])
+
+    def read(self, example: int, *, limit: int, first: int = 0) -> tuple[IntArray, NDArray[np.bool_]]:
+        number = int(np.searchsorted(self.starts, example, side="right")) - 1
+        return self.stores[number].read(example - int(self.starts[number]), limit=limit, first=first)
+
+
+def _sum_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the sums of the counts, and all names in the lists."""
+    return {
+        name: sum(one[name] for one in facts)
+        if isinstance(value, int)
+        else sorted({item for one in facts for item in one[name]})
+        for name, value in facts[0].items()
+    }
 
 
 class StoreWriter:

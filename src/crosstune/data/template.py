@@ -10,45 +10,28 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
+from jinja2 import TemplateError
 
 from crosstune.core.errors import UserError
 from crosstune.data.template_limits import Budget, GuardedEnvironment, OverLimit
+from crosstune.data.template_marks import Generation, Marks
 
 Message = Mapping[str, Any]
 Tools = Sequence[Any] | None
-Span = tuple[int, int]
 
 PROBE_SECONDS = 10.0
 LONGEST_TEMPLATE = 1 << 20
 # The date that templates get: the tokens of a run must not depend on the day.
 DAY = datetime(2025, 1, 1)
 
-# Unicode noncharacters, reserved for internal use; no text contains them.
-_BEGIN, _END = "\ufdd0", "\ufdd1"
+# The names under which data sets keep the reasoning of an answer; most templates read the first one.
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # Errors that the expressions of a template can raise, besides jinja's own.
 FAULTS = (TemplateError, ArithmeticError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 
 
 class Refused(Exception):
     """A template rejected a conversation with `raise_exception`."""
-
-
-class _Generation(Extension):
-    """The tag `{% generation %} ... {% endgeneration %}`, which marks the text that the model writes."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("_mark", [])
-        return nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-    def _mark(self, caller: Any) -> str:
-        return f"{_BEGIN}{caller()}{_END}"
 
 
 class ChatTemplate:
@@ -62,37 +45,55 @@ class ChatTemplate:
             self._budget,
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", _Generation],
+            extensions=["jinja2.ext.loopcontrols", Generation],
         )
         environment.filters["tojson"] = self._to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _format_day
         self._budget.start(input_characters=len(source))
-        self._template = environment.from_string(source)
+        generation = environment.extensions[Generation.identifier]
+        assert isinstance(generation, Generation)
+        self._marker = generation.marker
+        self._template = environment.from_string(generation.mark_loops(environment.parse(source)))
         self.marks_answers = "endgeneration" in source
 
-    def render(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[Span]]:
-        """Return the text and the spans marked in it."""
-        size = sum(len(str(value)) for message in messages for value in message.values())
-        size += len(str(variables.get("tools")))
-        self._budget.start(input_characters=size)
+    def render(self, messages: Sequence[Message], **variables: Any) -> tuple[str, Marks]:
+        """Return the text, and which parts of it are marked or written by which message."""
+        shown = [_with_reasoning(message) for message in messages]
+        tools = repr(variables.get("tools"))
+        size = sum(len(str(value)) for message in shown for value in message.values())
+        self._budget.start(input_characters=size + len(tools))
+        self._marker.start(shown, tools)
         pieces = []
         total = 0
-        for piece in self._template.generate(messages=list(messages), **variables):
+        for piece in self._template.generate(messages=shown, **variables):
             total += len(piece)
             self._budget.check_size(total)
             pieces.append(piece)
-        return _take_marks("".join(pieces))
+        return self._marker.take("".join(pieces))
 
-    def _to_json(self, value: Any, indent: int | None = None, **options: Any) -> str:
-        if isinstance(indent, int) and indent > 16:
+    def _to_json(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """Write JSON without escaping HTML, with the arguments that the filter has in transformers."""
+        if (indent if isinstance(indent, int) else len(indent or "")) > 16:
             raise OverLimit("it indents JSON by more than 16 characters")
-        return json.dumps(self._budget.check_value(value), ensure_ascii=False, indent=indent, **options)
+        if any(len(separator) > 16 for separator in separators or ()):
+            raise OverLimit("it separates JSON by more than 16 characters")
+        self._budget.check_value(value)
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
 
 
 def render_text(
     source: str, messages: Sequence[Message], *, is_ours: bool = False, **variables: Any
-) -> tuple[str, list[Span]]:
+) -> tuple[str, Marks]:
     """Render a conversation; raise a UserError when the template fails. `is_ours` skips the child process."""
     template = load_template(source, is_ours=is_ours)
     try:
@@ -139,23 +140,15 @@ def _probe_in_child(source: str) -> None:
         )
 
 
-def _take_marks(text: str) -> tuple[str, list[Span]]:
-    if _BEGIN not in text:
-        return text, []
-    plain: list[str] = []
-    spans: list[Span] = []
-    length, start = 0, None
-    for piece in text.replace(_END, _BEGIN + _END).split(_BEGIN):
-        closes = piece.startswith(_END)
-        if closes and start is not None:
-            spans.append((start, length))
-            start = None
-        body = piece.removeprefix(_END)
-        if not closes and plain:
-            start = length
-        plain.append(body)
-        length += len(body)
-    return "".join(plain), [span for span in spans if span[1] > span[0]]
+def _with_reasoning(message: Message) -> dict[str, Any]:
+    """Return a copy of the message with its reasoning under the names that templates read, as in transformers."""
+    for key in REASONING_KEYS:
+        if message.get(key) is not None:
+            reasoning = message[key]
+            break
+    else:
+        return dict(message)
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _raise_exception(message: str) -> None:

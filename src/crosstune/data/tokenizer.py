@@ -26,9 +26,12 @@ TEMPLATE_LIMIT = 4 << 20
 _TOKEN = TEXT | NOTHING | object_with({"content": TEXT})
 _TOKEN_ID = whole(-1, 2**31)
 _FIELDS = {
-    **{f"{role}_token": _TOKEN for role in ("bos", "eos", "pad", "unk")},
+    **{f"{role}_token": _TOKEN for role in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")},
     "chat_template": TEXT | NOTHING | list_of(object_with({"name": TEXT, "template": TEXT})),
 }
+
+
+_NAMES = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,8 @@ class Tokenizer:
     """The texts of the special tokens."""
     adds_bos: bool = False
     """Whether the tokenizer prepends the BOS token to plain text."""
+    other_named: tuple[tuple[str, str], ...] = ()
+    """The special tokens that chat templates know by name, besides bos_token and eos_token: (name, text)."""
     digest: str = ""
     """sha256 of tokenizer.json."""
 
@@ -71,13 +76,21 @@ class Tokenizer:
             stop_ids=_stop_ids(folder, rust, eos),
             special=tuple(t.content for t in rust.get_added_tokens_decoder().values() if t.special),
             adds_bos=bos is not None and starts_with == [rust.token_to_id(bos)],
+            other_named=tuple((name, text) for name in _NAMES if (text := _token_text(tokens.get(name)))),
             digest=hashlib.sha256(written).hexdigest(),
         )
 
     @property
     def leading_bos(self) -> str:
-        """The BOS token to put before a text that no template rendered, or an empty string."""
+        """The BOS token that a template must write for the tokens to begin as the tokenizer begins them, or an empty
+        string."""
         return self.bos_token if self.adds_bos and self.bos_token else ""
+
+    @property
+    def named_tokens(self) -> dict[str, str]:
+        """The special tokens under the names that chat templates know. A token that is not set is undefined there."""
+        named = {"bos_token": self.bos_token, "eos_token": self.eos_token, **dict(self.other_named)}
+        return {name: text for name, text in named.items() if text}
 
     def encode(self, text: str) -> Encoding:
         """Return token ids with their offsets. Adds no special tokens, since templates write their own."""
@@ -88,6 +101,31 @@ class Tokenizer:
         """Encode several texts on all cores."""
         with _readable_panics("The tokenizer of the model"):
             return self.rust.encode_batch(list(texts), add_special_tokens=False)
+
+    def encode_plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of texts that no template rendered, each with one BOS token if the tokenizer adds it,
+        and one EOS token.
+
+        The tokenizer adds the BOS token itself: written as text, it would be the beginning, and the first word would
+        lose the mark that some tokenizers give to the beginning.
+        """
+        bos, eos = (
+            self.rust.token_to_id(text) if text else None for text in (self.bos_token, self.eos_token)
+        )
+        with _readable_panics("The tokenizer of the model"):
+            encodings = self.rust.encode_batch_fast(list(texts), add_special_tokens=True)
+        found = []
+        for encoding in encodings:
+            ids = list(encoding.ids)
+            # The text may have them already.
+            if ids[:2] == [bos, bos]:
+                del ids[0]
+            if ids[-2:] == [eos, eos]:
+                del ids[-1]
+            elif eos is not None and ids[-1:] != [eos]:
+                ids.append(eos)
+            found.append(ids)
+        return found
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         with _readable_panics("The tokenizer of the model"):

@@ -6,13 +6,14 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from crosstune.core.errors import UserError
+from crosstune.core.errors import UserError, shown
 from crosstune.core.json_files import JSON_LIMIT, parse_json
 from crosstune.core.plain_files import UnreadableFile, read_plain_text
 from crosstune.core.ranks import Ranks
 
 LAUNCHER = "CROSSTUNE_LAUNCHER"
 """The variable with the process id of crosstune's own launcher."""
+_MOST_PROCESSES = 2**20
 
 
 def read_ranks() -> Ranks | None:
@@ -35,23 +36,25 @@ def ranks_in(environment: Mapping[str, str]) -> Ranks | None:
     hosts = _read_hosts(Path(hostfile))
     if len(hosts) < 2:
         return None
-    rank = _read_rank(environment["MLX_RANK"], num_hosts=len(hosts))
+    rank = _read_number(environment, "MLX_RANK", high=len(hosts) - 1)
     neighbours = [place for place, host in enumerate(hosts) if host == hosts[rank]]
-    launcher = environment.get(LAUNCHER)
     return Ranks(
         engine="mlx",
         rank=rank,
         size=len(hosts),
         local_rank=neighbours.index(rank),
         local_size=len(neighbours),
-        launcher=int(launcher) if launcher else None,
+        launcher=_read_number(environment, LAUNCHER, high=2**31) if environment.get(LAUNCHER) else None,
     )
 
 
 def _refuse_torch_ranks(environment: Mapping[str, str]) -> None:
     """Raise a UserError for one of several torch processes, as each would train the whole run."""
-    rank, size = environment.get("RANK"), environment.get("WORLD_SIZE")
-    if rank is None or size is None or size.strip() in ("", "1"):
+    if not environment.get("RANK") or not environment.get("WORLD_SIZE", "").strip():
+        return
+    size = _read_number(environment, "WORLD_SIZE", high=_MOST_PROCESSES, low=1)
+    rank = _read_number(environment, "RANK", high=size - 1)
+    if size == 1:
         return
     raise UserError(
         f"This process is rank {rank} of {size} (RANK and WORLD_SIZE are set).",
@@ -60,11 +63,12 @@ def _refuse_torch_ranks(environment: Mapping[str, str]) -> None:
     )
 
 
-def _read_rank(text: str, *, num_hosts: int) -> int:
-    if not text.isdecimal() or int(text) >= num_hosts:
+def _read_number(environment: Mapping[str, str], name: str, *, high: int, low: int = 0) -> int:
+    text = environment[name].strip()
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and low <= int(text) <= high):
         raise UserError(
-            f"MLX_RANK cannot be '{text}'.",
-            do=f"the host file has ranks 0 to {num_hosts - 1}: use one of them",
+            f"{name} cannot be {shown(environment[name])} (an environment variable).",
+            do=f"set it to an integer from {low} to {high}, as the program that starts the processes does, or unset it",
         )
     return int(text)
 
@@ -76,7 +80,7 @@ def _read_hosts(path: Path) -> list[str]:
         found = parse_json(text) if text.strip() else []
         return [str(addresses[0]).rsplit(":", 1)[0] for addresses in found]
     except UnreadableFile as error:
-        raise UserError(f"Cannot read the host file {path}.", why=error.why) from error
+        raise UserError(f"Cannot read the host file {path} (MLX_HOSTFILE).", why=error.why) from error
     except (ValueError, TypeError, LookupError) as error:
         raise UserError(
             f"{path} is not a host file of an MLX ring.",

@@ -25,6 +25,7 @@ from crosstune.core.errors import (
     EXIT_STOPPED,
     EXIT_USER_MUST_ACT,
 )
+from crosstune.core.signals import taken_signals
 from crosstune.distributed.environment import LAUNCHER
 
 NUM_ATTEMPTS = 4
@@ -118,7 +119,7 @@ class _Processes:
         ending_at: float | None = None
         while None in self.codes():
             self._note_failures()
-            again = len(self.signals) > 1
+            again = self._stopped_again()
             if ending_at is None and (self.failures or again):
                 quick = again or EXIT_PORT_TAKEN in self.codes()
                 ending_at = time.monotonic() + (0.0 if quick else PATIENCE_S)
@@ -137,7 +138,7 @@ class _Processes:
         rank = self._first_failure(codes)
         code = codes[rank]
         shell_code = code if code >= 0 else 128 - code
-        if len(self.signals) > 1:
+        if self._stopped_again():
             return Outcome(code=EXIT_AT_ONCE, lines=("stopped at once.",))
         if -code in self.signals:
             return Outcome(
@@ -158,19 +159,23 @@ class _Processes:
 
     @contextlib.contextmanager
     def passing_signals(self) -> Iterator[None]:
-        """Forward SIGINT and SIGTERM to every process; kill all processes that are left when the block ends."""
+        """Forward the stop signals to every process; kill all processes that are left when the block ends."""
 
         def pass_on(number: int, frame: FrameType | None) -> None:
             self.signals.append(number)
             self._send(number)
 
-        previous = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous = {number: signal.signal(number, pass_on) for number in taken_signals()}
         try:
             yield
         finally:
             self._end(signal.SIGKILL)
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+    def _stopped_again(self) -> bool:
+        """Return whether the user asked twice. A scheduler may send several signals for one stop."""
+        return self.signals.count(signal.SIGINT) > 1
 
     def _send(self, number: int) -> None:
         for member in self.members:

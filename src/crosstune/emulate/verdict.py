@@ -26,8 +26,8 @@ from crosstune.loop.step import prepare_window, take_step
 from crosstune.machines.probe import load_machine
 from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import make_plan
-from crosstune.runs import resume
 from crosstune.runs.open_parts import find_model, open_recipe, open_session
+from crosstune.runs.resume import read_request
 
 NUM_STEPS = 3
 # The set of operators does not depend on the number of rows: two cover batching and gradient accumulation.
@@ -110,7 +110,7 @@ def emulate(config: Config, *, machine: str | None = None, observers: Sequence[O
     device = _device(name)
     _check_backend(config, device.BACKEND)
     config = replace(config, backend=device.BACKEND, asked={**config.asked, "backend": "--emulate"})
-    config = resume.complete_config(config)
+    config = read_request(config, observer=screen, hashes=False).config
     there = load_machine(machine or device.MACHINE)
     plan = make_plan(config, machine=there)
     raise_all(unbuilt_parts(plan))

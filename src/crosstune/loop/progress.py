@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from crosstune.core.protocols import Backward, Memory
+
+_Key = TypeVar("_Key", int, str)
 
 # Fields stored in a checkpoint. The token rate belongs to the process that measured it.
 _CARRIED = (
@@ -37,6 +40,8 @@ class Progress:
     first_loss: float | None = None
     final_loss: float | None = None
     peak_memory_bytes: int = 0
+    stopped_early: bool = False
+    """Whether the evaluations no longer improved, see --early_stopping."""
     seconds: float = 0.0
     """Time spent in steps, over all processes of the run."""
     wall_s: float = 0.0
@@ -48,6 +53,13 @@ class Progress:
     eval_after: Mapping[str, float] = field(default_factory=dict)
     evaluations: dict[int, float] = field(default_factory=dict)
     """Step -> loss on held-out data."""
+    eval_metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Step -> all metrics on held-out data."""
+
+    def add_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.eval_metrics[step] = dict(metrics)
+        if "loss" in metrics:
+            self.evaluations[step] = metrics["loss"]
 
     def add(self, result: Backward | None, *, step_s: float, memory: Memory) -> None:
         """Count a step; `result` is None for a skipped one."""
@@ -78,11 +90,13 @@ class Progress:
             "tokens": self.tokens,
             self.weight_name: self.weight,
             "skipped_steps": self.skipped,
+            "stopped_early": self.stopped_early,
             "first_loss": self.first_loss,
             "final_loss": self.final_loss,
             "eval_loss": self.eval_after.get("loss"),
             "eval_before": dict(self.eval_before),
             "eval_after": dict(self.eval_after),
+            "evaluations": {str(step): loss for step, loss in sorted(self.evaluations.items())},
             "tokens_per_s": self.tokens_per_s(),
             "peak_memory_bytes": self.peak_memory_bytes,
         }
@@ -92,6 +106,7 @@ class Progress:
             self.weight_name: self.weight,
             "eval_before": dict(self.eval_before),
             "evaluations": {str(step): loss for step, loss in self.evaluations.items()},
+            "eval_metrics": {str(step): dict(found) for step, found in self.eval_metrics.items()},
         }
 
     @classmethod
@@ -100,7 +115,12 @@ class Progress:
         known |= {"weight": int(carried.get(weight_name) or 0), "weight_name": weight_name}
         progress = cls(**known, eval_before=dict(carried.get("eval_before") or {}))
         progress.start_step = progress.steps
-        progress.evaluations = {
-            int(s): float(v) for s, v in (carried.get("evaluations") or {}).items() if v is not None
-        }
+        progress.evaluations = _numbers(carried.get("evaluations") or {}, int)
+        metrics = carried.get("eval_metrics") or {}
+        progress.eval_metrics = {int(step): _numbers(found, str) for step, found in metrics.items()}
         return progress
+
+
+def _numbers(carried: Mapping[str, Any], read_key: Callable[[str], _Key]) -> dict[_Key, float]:
+    """Return numbers from JSON, which has null for one that is not finite."""
+    return {read_key(key): math.nan if value is None else float(value) for key, value in carried.items()}

@@ -16,6 +16,7 @@ from crosstune.checkpoint.tensors import word_of
 from crosstune.checkpoint.write import Committed, SaveFailed, write_checkpoint
 from crosstune.core.errors import UserError
 from crosstune.core.events import CheckpointFailed, CheckpointSaved, Observer, Warned
+from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.core.protocols import Session, SessionState
 
 SNAPSHOT_SHARE = 0.25
@@ -91,7 +92,14 @@ class Checkpoints:
         started = time.perf_counter()
         self.finish()
         in_background = not wait and _fits_in_memory(session.num_parameters()[0])
-        state = session.export_state(copy=in_background and self.writes)
+        try:
+            state = session.export_state(copy=in_background and self.writes)
+        except (OutOfMemory, MemoryError) as error:
+            if in_background:  # the state itself needs less than a copy of it
+                self.save(session, step, evaluations=evaluations, facts=facts, wait=True)
+            else:
+                self._report_failure(step, _no_memory(error))
+            return
         self.last_step, self._last_time = step, time.monotonic()
         if not self.writes:
             return
@@ -154,6 +162,8 @@ class Checkpoints:
         try:
             writing.committed = write_checkpoint(self.root, state, fields)
             writing.removed, writing.problem = self._rotate(evaluations)
+        except MemoryError as error:
+            writing.error = _no_memory(error)
         except BaseException as error:  # noqa: BLE001  (raised again in the thread of the loop)
             writing.error = error
         writing.seconds = time.perf_counter() - writing.started
@@ -170,6 +180,15 @@ class Checkpoints:
         self.observer.on_event(CheckpointFailed(step=step, error=str(error)))
         if self.policy.stop_on_error:
             raise error
+
+
+def _no_memory(error: BaseException) -> SaveFailed:
+    return SaveFailed(
+        "There is not enough memory to write a checkpoint.",
+        why=f"{error.why if isinstance(error, OutOfMemory) else error or 'an allocation failed'}; "
+        "the older checkpoints are intact.",
+        do="free memory (a smaller --batch_size, other programs), then continue with --resume auto",
+    )
 
 
 def _trainable(state: SessionState) -> dict[str, Any]:

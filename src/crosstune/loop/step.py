@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from crosstune.core.errors import NonFiniteError, OutOfMemory, PeerLost, UserError
+from crosstune.core.errors import NonFiniteError, PeerLost, UserError
+from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.core.protocols import Backward, Batch, PreparedBatch, Session
 from crosstune.core.scaling import LossScale
 

@@ -1,4 +1,4 @@
-"""Stop on Ctrl-C and SIGTERM after the current step; a second Ctrl-C stops immediately."""
+"""Stop after the current step on Ctrl-C and on the signals of schedulers and terminals; a second Ctrl-C stops immediately."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+
+from crosstune.core.signals import taken_signals
 
 
 class StopRequested(Exception):
@@ -31,13 +33,11 @@ class StopSignal:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopSignal]:
-        """Handle SIGINT and SIGTERM inside the block. Python allows this only in the main thread."""
+        """Handle the stop signals inside the block. Python allows this only in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        previous = {
-            number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        previous = {number: signal.signal(number, self._on_signal) for number in taken_signals()}
         try:
             yield self
         finally:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.config.schema import Config
-from crosstune.core.errors import NonFiniteError, OutOfMemory, PeerLost
+from crosstune.core.errors import NonFiniteError, PeerLost
 from crosstune.core.events import (
     Evaluated,
     EvaluationStarted,
@@ -20,11 +20,14 @@ from crosstune.core.events import (
     StepMetrics,
     Stopped,
     TrainingStarted,
+    Warned,
 )
+from crosstune.core.out_of_memory import OutOfMemory, memory_errors
 from crosstune.core.protocols import Backward, PreparedBatch, Recipe, Session
 from crosstune.core.ranks import Alone, Group
 from crosstune.core.scaling import LossScale
 from crosstune.core.schedule import learning_rate, warmup_steps
+from crosstune.loop.best import best_step, overfits, overfitting_warning, stops_early
 from crosstune.loop.prefetch import Prefetch
 from crosstune.loop.progress import Progress
 from crosstune.loop.save import Checkpoints
@@ -56,19 +59,17 @@ class Training:
     deadline: Deadline | None = None
     group: Group = field(default_factory=Alone)
     scale: LossScale = field(default_factory=lambda: LossScale(enabled=False))
+    _overfits: bool = False
+    """Whether the last evaluation was clearly worse than the best one, which was reported."""
 
     def run(self) -> None:
         """Run the remaining steps. Progress is always up to date; a stop writes a checkpoint."""
         progress, num_steps = self.progress, self.recipe.num_steps()
         try:
-            if not progress.steps:
-                progress.eval_before = self._evaluate(when="before")
-            self.observer.on_event(TrainingStarted(num_steps=num_steps, done=progress.steps))
-            if progress.steps not in progress.evaluations:
-                self._evaluate_if_due(num_steps)  # the run was stopped between a step and its evaluation
-            self._take_steps(num_steps)
-            progress.eval_after = self._evaluate(when="after")
-            progress.status = "finished"
+            with memory_errors(
+                doing="the training"
+            ):  # of the recipe; those of the session are converted there
+                self._run(num_steps)
         except StopRequested:
             progress.status = "stopped"
             self._save(wait=True)
@@ -86,11 +87,23 @@ class Training:
             raise
         self.checkpoints.finish()
 
+    def _run(self, num_steps: int) -> None:
+        progress = self.progress
+        if not progress.steps:
+            progress.eval_before = self._evaluate(when="before")
+        self.observer.on_event(TrainingStarted(num_steps=num_steps, done=progress.steps))
+        if progress.steps not in progress.evaluations:
+            self._evaluate_if_due(num_steps)  # the run was stopped between a step and its evaluation
+        self._take_steps(num_steps)
+        progress.status = "finished"  # also if the last evaluation does not fit into memory
+        done = progress.eval_metrics.get(progress.steps) if progress.stopped_early else None
+        progress.eval_after = done if done is not None else self._evaluate(when="after")
+
     def _take_steps(self, num_steps: int) -> None:
         progress = self.progress
         prefetch = Prefetch(self.recipe, self.session, first=progress.steps)
         try:
-            while progress.steps < num_steps:
+            while progress.steps < num_steps and not self._stops_early():
                 self._check_stop()
                 with self._saving_on_error():
                     window = prefetch.window(progress.steps)
@@ -116,6 +129,19 @@ class Training:
             warmup=warmup,
             floor_ratio=config.cosine_min_lr_ratio,
         )
+
+    def _stops_early(self) -> bool:
+        """Return whether the evaluations no longer improve; the same for every process and after every resume."""
+        progress = self.progress
+        if not stops_early(progress.evaluations, patience=self.config.early_stopping):
+            return False
+        if not progress.stopped_early:
+            progress.stopped_early = True
+            message = f"stopped early: no lower evaluation loss in {self.config.early_stopping} evaluations"
+            self.observer.on_event(Warned(message=message, step=progress.steps))
+            if self.checkpoints.due_at_end(progress.steps):
+                self._save()
+        return True
 
     def _check_stop(self) -> None:
         reserve = self.progress.longest_step_s + self.checkpoints.longest_save_s
@@ -148,7 +174,7 @@ class Training:
         """Write a checkpoint when a recipe's own code raises: the weights are those of the last completed step."""
         try:
             yield
-        except (StopRequested, OutOfMemory, PeerLost):  # which `run` saves for
+        except (StopRequested, OutOfMemory, PeerLost, MemoryError):  # which `run` saves for
             raise
         except Exception:
             if self.checkpoints.policy.at_end or self.checkpoints.newest is not None:
@@ -229,9 +255,22 @@ class Training:
                 seconds=time.perf_counter() - started,
             )
         )
-        if "loss" in evaluation.metrics:
-            self.progress.evaluations[step] = evaluation.metrics["loss"]
+        self.progress.add_evaluation(step, evaluation.metrics)
+        if when != "before":
+            self._keep_best(step)
         return evaluation.metrics
+
+    def _keep_best(self, step: int) -> None:
+        """Save the weights if no earlier ones were better, as the result is made from them; and warn of overfitting."""
+        evaluations = self.progress.evaluations
+        wanted = self.config.result != "last" and self.config.eval_steps > 0
+        if wanted and best_step(evaluations) == step and step < self.recipe.num_steps():
+            self._save()
+        if not overfits(evaluations):
+            self._overfits = False
+        elif not self._overfits:
+            self._overfits = True
+            self.observer.on_event(Warned(message=overfitting_warning(evaluations), step=step))
 
 
 def _metrics(

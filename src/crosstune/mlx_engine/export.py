@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,8 @@ import numpy as np
 from crosstune.core.errors import LIBRARY_FAULTS, UserError
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.model_folders import PLAIN_BITS
+from crosstune.core.out_of_memory import is_out_of_memory
+from crosstune.core.quiet import hide_output
 from crosstune.mlx_engine.quant import mlx as limits
 from crosstune.models.config_spelling import respell_folder
 from crosstune.models.llama_layout import CONFIG
@@ -35,8 +35,7 @@ def convert_folder(view: Path, target: Path, *, bits: int, group_size: int) -> l
 
     warnings = _check_groups(view, group_size) if bits != PLAIN_BITS else []
     try:
-        # mlx-lm prints progress to stdout, which is reserved for the result of the command.
-        with contextlib.redirect_stdout(sys.stderr):
+        with hide_output():
             convert(
                 str(view),
                 str(target),
@@ -45,6 +44,8 @@ def convert_folder(view: Path, target: Path, *, bits: int, group_size: int) -> l
                 q_group_size=group_size if bits != PLAIN_BITS else None,
             )
     except LIBRARY_FAULTS as error:
+        if is_out_of_memory(error):
+            raise
         raise UserError(
             f"mlx-lm cannot convert {view}.", why=f"{type(error).__name__}: {str(error)[:400]}"
         ) from error

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from crosstune.config.mlx_settings import MlxSettings, read_mlx_settings
 from crosstune.config.schema import Config
-from crosstune.core.errors import OutOfMemory, UserError
+from crosstune.core import out_of_memory
+from crosstune.core.errors import UserError
 from crosstune.core.protocols import Memory
 
 GIB = 1024**3
-_OUT_OF_MEMORY = re.compile(
-    r"insufficient memory|out ?of ?memory|unable to allocate|attempting to allocate", re.I
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +37,9 @@ def read_memory() -> Memory:
     return Memory(used_bytes=mx.get_active_memory(), peak_bytes=mx.get_peak_memory())
 
 
-@contextlib.contextmanager
-def memory_errors() -> Iterator[None]:
-    """Convert out-of-memory errors to OutOfMemory. MLX has no exception for them, so they are recognized by the messages
-    of Metal, CUDA and its allocator."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not _OUT_OF_MEMORY.search(str(error)):
-            raise
-        mx.clear_cache()
-        raise OutOfMemory(str(error).strip().splitlines()[0]) from error
+def memory_errors(*, doing: str = "a step") -> contextlib.AbstractContextManager[None]:
+    """Convert out-of-memory errors to OutOfMemory, after releasing cached memory."""
+    return out_of_memory.memory_errors(doing=doing, release=mx.clear_cache)
 
 
 def _apply(settings: MlxSettings) -> None:

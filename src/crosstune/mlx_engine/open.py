@@ -62,7 +62,7 @@ def open_session(
         trained=trained,
         compiled=compiled,
     )
-    with memory_errors():
+    with memory_errors(doing="loading the model"):
         model = task.build(opening)
         total_parameters = num_parameters(model)
         adapters = adapt(model, plan, limits=limits)

@@ -120,7 +120,7 @@ class MlxSession:
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
         total, weight, metrics = 0.0, 0, MetricTotals(self.task.metric_names)
-        with memory_errors():
+        with memory_errors(doing="an evaluation"):
             for index, batch in enumerate(batches):
                 weight += batch.weight
                 prepared = self.prepare(batch)
@@ -140,7 +140,7 @@ class MlxSession:
         if broken := bad_arrays(self.masters.arrays):
             return f"the weight {broken[0]} was not finite before the step"
         before = self.key
-        with watch_outputs(self.model) as layers:
+        with watch_outputs(self.model) as layers, memory_errors():
             for batch in window:
                 key = self._next_key()
                 self._seed_from(key)
@@ -166,11 +166,12 @@ class MlxSession:
 
     def export_state(self, *, copy: bool = True) -> SessionState:
         """Return the state. MLX arrays are immutable, so it stays valid even without `copy`."""
-        return SessionState(
-            weights={name: states.to_host(array) for name, array in self.masters.arrays.items()},
-            moments=states.export_moments(self.optimizer),
-            random={RANDOM: states.to_host(self.key)},
-        )
+        with memory_errors(doing="a copy of the training state"):
+            return SessionState(
+                weights={name: states.to_host(array) for name, array in self.masters.arrays.items()},
+                moments=states.export_moments(self.optimizer),
+                random={RANDOM: states.to_host(self.key)},
+            )
 
     def import_state(self, state: SessionState) -> None:
         self.import_weights(state.weights)
@@ -187,6 +188,10 @@ class MlxSession:
     def save_result(self, folder: Path | None) -> Path | None:
         if folder is None:  # every rank has the whole model, so only the writing rank has work to do
             return None
+        with memory_errors(doing="writing the result"):
+            return self._write_result(folder)
+
+    def _write_result(self, folder: Path) -> Path:
         if self.adapters:
             return self._save_adapter(folder / "adapter")
         target = folder / "model"

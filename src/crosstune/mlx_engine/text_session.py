@@ -8,7 +8,9 @@ import mlx.core as mx
 import numpy as np
 
 from crosstune.core.logit_distance import Logits, Prompts
+from crosstune.core.sampling import GREEDY, Sampling
 from crosstune.mlx_engine.generate import OnToken, generate
+from crosstune.mlx_engine.limits import memory_errors
 from crosstune.mlx_engine.session import MlxSession
 
 
@@ -23,16 +25,15 @@ class TextSession(MlxSession):
         *,
         max_new_tokens: int,
         stop_ids: Sequence[int] = (),
-        temperature: float = 0.0,
-        seed: int = 0,
+        sampling: Sampling = GREEDY,
         on_token: OnToken | None = None,
     ) -> list[list[int]]:
-        return generate(
-            self.model,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            stop_ids=stop_ids,
-            temperature=temperature,
-            seed=seed,
-            on_token=on_token,
-        )
+        with memory_errors(doing="generating text"):
+            return generate(
+                self.model,
+                prompts,
+                max_new_tokens=max_new_tokens,
+                stop_ids=stop_ids,
+                sampling=sampling,
+                on_token=on_token,
+            )

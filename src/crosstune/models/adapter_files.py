@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError, shown
 from crosstune.core.json_files import read_json
 from crosstune.core.protocols import Array
-from crosstune.models.adapter_choice import AdapterSettings
+from crosstune.models.adapter_choice import STACKS, AdapterSettings, Targets
 from crosstune.models.adapter_fields import SETTINGS, read_settings
-from crosstune.models.folder_record import RECORD
+from crosstune.models.folder_record import RECORD, read_record
 from crosstune.models.llama_layout import CHAT_TEMPLATE
 from crosstune.models.weights import Tensor, read_arrays, to_float32, write_safetensors
 
 PEFT_PREFIX = "base_model.model."
 PEFT_WEIGHTS = "adapter_model.safetensors"
-UNREAD = ("rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "layer_replication")
+GENERATION = "generation_config.json"
+UNREAD = ("rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication")
 """Features of PEFT that crosstune does not read."""
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -38,7 +39,7 @@ def save_adapter(
     tensors: Mapping[str, Array],
     *,
     settings: AdapterSettings,
-    targets: Sequence[str],
+    targets: Targets,
     base: Path | None,
     base_name: str | None = None,
     record: Mapping[str, Any],
@@ -51,8 +52,10 @@ def save_adapter(
     write_safetensors(
         folder / PEFT_WEIGHTS,
         [
-            Tensor(name=PEFT_PREFIX + name, dtype="F32", shape=array.shape, rows=[array])
-            for name, array in sorted(tensors.items())
+            Tensor(name=name, dtype="F32", shape=array.shape, rows=[array])
+            for name, array in sorted(
+                (peft_name(name, targets.stacks), array) for name, array in tensors.items()
+            )
         ],
     )
     write_json(folder / SETTINGS, peft_settings(settings, targets, base=base_name or str(base or "")))
@@ -61,24 +64,57 @@ def save_adapter(
         copy_tokenizer(base, folder)
 
 
-def peft_settings(settings: AdapterSettings, targets: Sequence[str], *, base: str) -> dict[str, Any]:
+def peft_name(name: str, stacks: Collection[str]) -> str:
+    """Return PEFT's name for an adapter's tensor.
+
+    PEFT wraps a module once for each of its parameters with an adapter, in the order in which the module defines them:
+    the last one has the module's name, the one before it that of the module's `base_layer`.
+    """
+    stack, found, part = name.rpartition(".lora_")
+    if stack not in stacks or not found:
+        return PEFT_PREFIX + name
+    module, _, parameter = stack.rpartition(".")
+    outer = [later for later in STACKS[STACKS.index(parameter) + 1 :] if f"{module}.{later}" in stacks]
+    return f"{PEFT_PREFIX}{module}{'.base_layer' * len(outer)}.lora_{part}"
+
+
+def canonical_name(name: str, parameters: Collection[str]) -> str:
+    """Return the canonical name of an adapter's tensor in a PEFT file; `parameters` are PEFT's target_parameters."""
+    layer, _, part = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
+    module = layer
+    while module.endswith(".base_layer"):
+        module = module.removesuffix(".base_layer")
+    wrapped = [
+        stack
+        for stack in STACKS
+        if any(f".{module}.{stack}".endswith(f".{parameter}") for parameter in parameters)
+    ]
+    depth = layer.count(".base_layer")
+    if depth >= len(wrapped):
+        return name.removeprefix(PEFT_PREFIX)
+    return f"{module}.{wrapped[-1 - depth]}.lora_{part}"
+
+
+def peft_settings(settings: AdapterSettings, targets: Targets, *, base: str) -> dict[str, Any]:
     """Return the contents of PEFT's adapter_config.json."""
-    return {
+    written = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "inference_mode": True,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": targets.fan_in_fan_out,
         "init_lora_weights": True,
         "r": settings.rank,
         "lora_alpha": settings.alpha,
-        "lora_dropout": settings.dropout,
+        # PEFT refuses to load experts with a dropout, even where it would not drop anything.
+        "lora_dropout": 0.0 if targets.parameters else settings.dropout,
         "use_rslora": settings.rank_stabilized,
         "use_dora": settings.magnitudes,
-        "target_modules": list(targets),
+        "target_modules": list(targets.modules),
         "modules_to_save": None,
     }
+    return written | ({"target_parameters": list(targets.parameters)} if targets.parameters else {})
 
 
 def load_adapter(
@@ -89,8 +125,9 @@ def load_adapter(
     if not path.is_file():
         raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
     check_settings(folder, settings)
+    parameters = read_settings(folder).get("target_parameters") or ()
     tensors = {
-        name.removeprefix(PEFT_PREFIX): to_float32(*stored) for name, stored in read_arrays(path).items()
+        canonical_name(name, parameters): to_float32(*stored) for name, stored in read_arrays(path).items()
     }
     missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     wrong = sorted(name for name in wanted.keys() & tensors.keys() if wanted[name] != tensors[name].shape)
@@ -156,11 +193,46 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             shutil.copy2(source / name, target / name)
 
 
+def save_template(folder: Path, template: str, *, stop_ids: Collection[int]) -> None:
+    """Give a result the chat template that it was trained with instead of its base's, and the tokens that end an
+    answer in it. The record says so, for everything that is made from the result."""
+    (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+    _drop_own_template(folder)
+    settings = read_json(folder / GENERATION, foreign=True)
+    write_json(folder / GENERATION, settings | {"eos_token_id": sorted(stop_ids)})
+    write_json(folder / RECORD, read_record(folder) | {"chat_template": "trained"})
+
+
+def has_trained_template(folder: Path) -> bool:
+    """Return whether a result was trained with another chat template than that of its base."""
+    return bool(read_record(folder).get("chat_template")) and (folder / CHAT_TEMPLATE).is_file()
+
+
+def tokenizer_folder(adapter: Path | None, base: Path) -> Path:
+    """Return the folder with the tokenizer and the chat template that an adapter was trained with."""
+    return adapter if adapter is not None and has_trained_template(adapter) else base
+
+
 def copy_template(adapter: Path, model: Path) -> None:
-    """Copy the adapter's chat template to a model that has none."""
+    """Copy the adapter's chat template to a model that has none, or that the adapter was trained with another one for."""
+    if has_trained_template(adapter):
+        for name in (CHAT_TEMPLATE, GENERATION):
+            if (adapter / name).is_file():
+                shutil.copy2(adapter / name, model / name)
+        _drop_own_template(model)
+        return
     known = "chat_template" in read_json(model / "tokenizer_config.json", foreign=True)
     if not known and not (model / CHAT_TEMPLATE).exists() and (adapter / CHAT_TEMPLATE).exists():
         shutil.copy2(adapter / CHAT_TEMPLATE, model / CHAT_TEMPLATE)
+
+
+def _drop_own_template(folder: Path) -> None:
+    """Remove the template from tokenizer_config.json, where some tools would find it first."""
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path, foreign=True)
+    if "chat_template" in settings:
+        del settings["chat_template"]
+        write_json(path, settings)
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -1,8 +1,7 @@
-"""Check a model folder in the Hugging Face layout, and read its shape and the identity of its weights."""
+"""Check a model folder in the Hugging Face layout, and read its shape."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.json_fields import TEXT, check_fields, map_of
-from crosstune.core.json_files import JSON_LIMIT, read_json, read_object
+from crosstune.core.json_files import read_json, read_object
 from crosstune.core.memory import ModelShape
-from crosstune.core.plain_files import UnreadableFile, check_regular_files, open_plain, read_plain
+from crosstune.core.plain_files import UnreadableFile, check_regular_files
 from crosstune.core.safetensors_header import read_header
 from crosstune.models.config_fields import check_config
 from crosstune.models.llama_layout import CONFIG, Llama
@@ -38,7 +37,6 @@ _SETTINGS = (
 _MOST_WEIGHTS_PER_BYTE = 16
 _SPARE_WEIGHTS = 10_000_000
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_SAMPLES_PER_FILE, _SAMPLE_BYTES = 32, 4096
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -91,6 +89,12 @@ def folder_shape(folder: Path) -> ModelShape | None:
     return _with_parameters(shape, counted)
 
 
+def longest_context(folder: Path) -> int | None:
+    """Return the longest context of the model in a folder; None when config.json does not say."""
+    shape = config_shape(read_config_json(folder)) if (folder / CONFIG).is_file() else None
+    return (shape.max_context or None) if shape is not None else None
+
+
 def config_shape(config: dict[str, Any]) -> ModelShape | None:
     """Return the shape that a config.json describes, with parameters counted as for a Llama model."""
     numbers: dict[str, Any] = config["text_config"] if isinstance(config.get("text_config"), dict) else config
@@ -120,33 +124,9 @@ def config_shape(config: dict[str, Any]) -> ModelShape | None:
     width = _first(numbers, "moe_intermediate_size") or llama.intermediate
     if experts > 1:
         gained = layers * 3 * hidden * (experts * width - llama.intermediate)
+        shape = replace(shape, num_experts=experts, expert_intermediate=width)
         shape = _with_parameters(shape, shape.num_parameters + gained)
     return shape
-
-
-def identity(folder: Path) -> dict[str, Any]:
-    """Return the identity of the weights in a folder, without reading all of them.
-
-    `weights_sha256` covers the name, size and header of each safetensors file and blocks spread evenly over it; the
-    blocks tell fine-tunes of one model apart. `sha256` also covers config.json.
-    """
-    weights = hashlib.sha256()
-    files: dict[str, int] = {}
-    for path in weight_files(folder):
-        files[path.name] = path.stat().st_size
-        weights.update(f"{path.name}\0{files[path.name]}\0".encode())
-        weights.update(read_header(path).raw)
-        _update_with_samples(weights, path, files[path.name])
-    config = hashlib.sha256(read_plain(folder / CONFIG, limit=JSON_LIMIT)).hexdigest()
-    both = hashlib.sha256(f"{config}\0{weights.hexdigest()}".encode()).hexdigest()
-    return {"sha256": both, "config_sha256": config, "weights_sha256": weights.hexdigest(), "files": files}
-
-
-def _update_with_samples(digest: hashlib._Hash, path: Path, size: int) -> None:
-    with open_plain(path) as file:
-        for number in range(_SAMPLES_PER_FILE):
-            file.seek(max(0, size - _SAMPLE_BYTES) * number // (_SAMPLES_PER_FILE - 1))
-            digest.update(file.read(_SAMPLE_BYTES))
 
 
 def _no_config(folder: Path) -> UserError:

@@ -17,10 +17,11 @@ _FIELDS = {
     "converted": OBJECT | NOTHING,
     "exported": OBJECT | NOTHING,
     "against_trained": OBJECT | NOTHING,
+    "chat_template": TEXT | NOTHING,
 }
 _BASE = {"name": TEXT | NOTHING, "identity": OBJECT | NOTHING}
 _IDENTITY = {"sha256": TEXT | NOTHING, "weights_sha256": TEXT | NOTHING}
-_MADE = {"original": OBJECT | NOTHING, "source_identity": TEXT | NOTHING}
+_MADE = {"original": OBJECT | NOTHING, "source_identity": TEXT | NOTHING, "source_config": TEXT | NOTHING}
 
 
 def read_record(folder: Path) -> dict[str, Any]:

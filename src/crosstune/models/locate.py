@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from crosstune.core.disk import file_sha256
 from crosstune.core.errors import UserError
 from crosstune.core.memory import ModelShape, shape_from_name
 from crosstune.core.names import nearest
 from crosstune.models.bundled import BUNDLED, install_bundled
 from crosstune.models.cache import cache_root, check, install
-from crosstune.models.folder import check_folder, folder_shape, identity, weight_files
+from crosstune.models.checksums import check_checksums
+from crosstune.models.file_hashes import sha256_of
+from crosstune.models.folder import check_folder, folder_shape, weight_files
 from crosstune.models.llama_layout import CONFIG
 from crosstune.models.progress import Progress, silent
-
-__all__ = ["ModelFolder", "Progress", "Source", "find_local", "identity", "locate", "shape"]
 
 Source = Literal["bundled", "folder", "gguf", "hub"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -47,6 +46,7 @@ def locate(name: str, *, cache: Path | None = None, progress: Progress | None = 
     elif source == "folder":
         path = _path(name)
         check_folder(path)
+        check_checksums(path)
     elif source == "gguf":
         path = _convert(_path(name), cache=cache, progress=report)
     else:
@@ -136,7 +136,8 @@ def _source(name: str) -> Source:
 
 def _convert(path: Path, *, cache: Path | None, progress: Progress) -> Path:
     """Return the folder converted from a GGUF file; its name contains a hash of the file."""
-    digest = file_sha256(path)
+    size = path.stat().st_size
+    digest = sha256_of(path, on_bytes=lambda count: progress("hash", count, size))
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip(".-") or "gguf"
     key = f"{stem}-{digest[:_KEY_HASH_CHARS]}"
     cached = cache_root(cache) / key

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
-from crosstune.models.adapter_choice import AdapterSettings
+from crosstune.models.adapter_choice import AdapterSettings, Targets
 from crosstune.models.adapter_fields import SETTINGS, read_settings
 from crosstune.models.adapter_files import (
     PEFT_PREFIX,
@@ -29,6 +29,8 @@ _MLX_PART = {"lora_A.weight": "lora_a", "lora_B.weight": "lora_b", "lora_magnitu
 _PEFT_PART = {mlx: peft for peft, mlx in _MLX_PART.items()}
 _KEPT = "peft"
 """The key for PEFT's settings in mlx-lm's, which ignores unknown keys."""
+_NOT_IN_MLX = (*UNREAD, "fan_in_fan_out", "target_parameters")
+"""Features of PEFT for which mlx-lm's adapters have no form or another one."""
 
 Stored = tuple[str, NDArray[Any]]
 """The name of a dtype, and the values or their bits."""
@@ -44,13 +46,13 @@ def adapter_form(folder: Path) -> str | None:
 def to_mlx(source: Path, target: Path, *, base: str | None = None) -> None:
     """Convert a PEFT adapter folder for mlx-lm. `base` replaces the name of the base model."""
     settings = {**read_settings(source), **({"base_model_name_or_path": base} if base else {})}
-    unread = [name for name in UNREAD if settings.get(name)]
+    unread = [name for name in _NOT_IN_MLX if settings.get(name)]
     if settings.get("peft_type") != "LORA" or unread:
         unsupported = ", ".join(unread) or str(settings.get("peft_type"))
         raise UserError(
             f"{source} cannot be written for MLX.",
-            why=f"it uses {unsupported}.",
-            do="use a LoRA or DoRA adapter",
+            why=f"it uses {unsupported}, for which mlx-lm's adapters have no form or another one.",
+            do="merge it and export the model (crosstune merge, crosstune export --to mlx), or use an adapter on attention",
         )
     tensors = {
         _rename(name.removeprefix(PEFT_PREFIX), _MLX_PART, source): stored
@@ -125,7 +127,7 @@ def _peft_settings(
         rank_stabilized=False,
         magnitudes=settings.get("fine_tune_type") == "dora",
     )
-    return peft_settings(found, sorted(layers), base=base)
+    return peft_settings(found, Targets(modules=sorted(layers)), base=base)
 
 
 def _rename(name: str, parts: Mapping[str, str], source: Path) -> str:
@@ -143,8 +145,8 @@ def _read(folder: Path, name: str) -> dict[str, Stored]:
     if stacked:
         raise UserError(
             f"The adapter {folder} cannot be converted.",
-            why=f"{stacked[0]} holds the matrices of several experts in one array, and PEFT has no such layer.",
-            do="use it with the library that wrote it",
+            why=f"{stacked[0]} holds the matrices of several experts in one array, which PEFT stacks in another way.",
+            do="use it with the library that wrote it, or fuse it (mlx_lm.fuse)",
         )
     return arrays
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from crosstune.core.atomic_files import put_new, staging_folder
 from crosstune.core.errors import UserError
+from crosstune.models.checksums import write_checksums
 from crosstune.models.disk import DiskFullError, disk_errors, ensure_space
 
 UNVERIFIED = ".unverified"
@@ -37,6 +38,8 @@ def staged(out: Path, *, need_bytes: int) -> Iterator[Stage]:
             stage.scratch.mkdir()
             try:
                 yield stage
+                if stage.result.is_dir():
+                    write_checksums(stage.result)
                 put_new(stage.result, out)
             except Unverified:
                 put_new(stage.result, unverified_path(out))

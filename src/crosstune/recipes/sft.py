@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from crosstune.config.load import cache_override
 from crosstune.config.schema import Config
-from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing
+from crosstune.core.events import Evaluating, Observer, Observers
 from crosstune.core.protocols import Evaluation, Generates, Sample, Session, Task
 from crosstune.data.batches import split_packed, split_rows
 from crosstune.data.chat import encode_prompt, plain_template
+from crosstune.data.chat_templates import read_template
 from crosstune.data.check_rows import check_rows
-from crosstune.data.corpus import Corpus, open_corpus
-from crosstune.data.dummy import dummy_corpus
+from crosstune.data.columns import parse_columns
+from crosstune.data.corpus import Corpus
+from crosstune.data.files import Row
 from crosstune.data.formats import to_conversation, tools_of
 from crosstune.data.named_datasets import BUNDLED, DUMMY
+from crosstune.data.open_data import DataOpener
 from crosstune.data.packing import PackedOrder
-from crosstune.data.preflight import format_warnings, leave_out_unsupervised, num_shared, warnings_of
+from crosstune.data.preflight import format_warnings, num_shared, stop_at_template_end, warnings_of
 from crosstune.data.row_order import RowOrder
-from crosstune.data.sources import Row, Source, open_source
 from crosstune.data.token_batch import TokenBatch
 from crosstune.data.tokenizer import Tokenizer
+from crosstune.models.adapter_files import has_trained_template, save_template
+from crosstune.models.folder import longest_context
 from crosstune.models.llama_layout import CHAT_TEMPLATE
-
-HELD_OUT_SHARE = 0.1
-# Separates the random stream of held-out rows from those of the epochs, which use the same seed.
-_HELD_OUT_KEY = 2**32
 
 
 @dataclass(frozen=True)
@@ -58,18 +56,17 @@ class SftRecipe:
         observer: Observer | None = None,
     ) -> None:
         self.config = config
-        self.tokenizer = Tokenizer.from_folder(model_folder)
-        self._cache = cache if cache is not None else cache_override()
-        self._observer = observer or Observers()
-        self.source = open_source(config.dataset)
-        self._without_answer = 0
-        self.train, held_out = self._open()
-        self.held_out: Corpus | None = None
-        self.questions: list[Question] = []
-        if held_out is not None:
-            source, self.held_out = held_out
-            picked = source.pick(self.held_out.rows().tolist())
-            self.questions = _questions(list(picked.values()), self.held_out.form, self.tokenizer)
+        self.tokenizer = _open_tokenizer(config, model_folder)
+        opener = DataOpener(
+            config=config,
+            tokenizer=self.tokenizer,
+            cache=cache if cache is not None else cache_override(),
+            observer=observer or Observers(),
+            model_limit=longest_context(model_folder),
+        )
+        self.data = opener.open()
+        self.train, self.held_out = self.data.train, self.data.held_out
+        self.questions = _questions(self.data.held_out_rows, self.tokenizer)
         self._packed = self._pack()
 
     def longest_row(self) -> int:
@@ -102,10 +99,12 @@ class SftRecipe:
     def identity(self) -> str:
         """Return a hash of the token ids and the number of supervised ones, which a copy of the file or a rewritten
         tokenizer does not change."""
-        sha = hashlib.sha256(self.train.hashes().astype("<u8").tobytes())
-        sha.update(self.train.num_supervised.astype("<i8").tobytes())
-        sha.update(self.train.lengths().astype("<i8").tobytes())
-        return sha.hexdigest()
+        return _identity(self.train)
+
+    def eval_identity(self) -> str | None:
+        if self.held_out is None or self.config.skip_eval:
+            return None
+        return _identity(self.held_out)
 
     def order(self) -> Mapping[str, Any]:
         return self._order().identity()
@@ -115,7 +114,9 @@ class SftRecipe:
         return self._order().position(step) | {"next_examples": following}
 
     def _order(self) -> RowOrder:
-        return RowOrder.from_config(self.config, num_examples=len(self.train), packed=self._packed)
+        return RowOrder.from_config(
+            self.config, num_examples=len(self.train), packed=self._packed, mixture=self.data.mixture
+        )
 
     def describe(self) -> Mapping[str, Any]:
         """Return the data report for the screen, plan.json and the HTML page."""
@@ -123,7 +124,7 @@ class SftRecipe:
         train = self.train.stats | {
             "rows": facts["rows"],
             "empty_answers": facts["empty"],
-            "without_answer": self._without_answer,
+            "without_answer": self.data.without_answer,
             "unlocated_answers": facts["unlocated_answers"],
             "unused_columns": facts["unused_columns"],
             "ignored_by_template": facts["ignored_by_template"],
@@ -131,11 +132,13 @@ class SftRecipe:
         described: dict[str, Any] = {
             "dataset": self.config.dataset,
             "format": self.train.form,
-            "identity": self.train.identity,
+            "identity": self.data.identity(),
             "context_length": self.train.limit,
             "num_steps": self.num_steps(),
             "train": train,
         }
+        if self.data.sources:
+            described["sources"] = list(self.data.sources)
         if self._packed is not None:
             rows = self._packed.num_rows(1)
             described |= {"packed_rows": rows, "packed_fill": self._packed.fill()}
@@ -146,8 +149,21 @@ class SftRecipe:
             *warnings_of(train, num_shared=shared),
             *format_warnings(self.config, self.tokenizer, form=self.train.form),
             *self._missing_evaluation(),
+            *self._other_template(),
         ]
-        return described | ({"warnings": warnings} if warnings else {})
+        notes = [*self._demo_note(), *self.data.notes]
+        return described | {
+            name: found for name, found in (("notes", notes), ("warnings", warnings)) if found
+        }
+
+    def _demo_note(self) -> list[str]:
+        config = self.config
+        if "dataset" in config.asked:
+            return []
+        return [
+            f"no --dataset was given: this is the bundled demo data `{config.dataset}`; "
+            "pass your own with --dataset FILE, a folder or a hub id"
+        ]
 
     def _missing_evaluation(self) -> list[str]:
         config = self.config
@@ -155,6 +171,16 @@ class SftRecipe:
             return []
         return [
             "nothing is evaluated: the data is too small to hold out a tenth; give other rows with --eval_dataset"
+        ]
+
+    def _other_template(self) -> list[str]:
+        config = self.config
+        adapter = Path(config.base_adapter).expanduser() if config.base_adapter else None
+        if adapter is None or config.chat_template is not None or not has_trained_template(adapter):
+            return []
+        return [
+            f"the adapter {adapter} was trained with a chat template of its own, which is not used here; to use it, pass "
+            f"--chat_template {adapter / CHAT_TEMPLATE}"
         ]
 
     def metric(self) -> str:
@@ -168,7 +194,8 @@ class SftRecipe:
         batches = split_rows(
             list(self.held_out), batch_size=self.config.batch_size, pad_id=self.tokenizer.pad_id
         )
-        result = session.evaluate(batches)
+        num_batches = -(-len(self.held_out) // self.config.batch_size)
+        result = session.evaluate(_reporting(batches, num_batches, observer))
         metrics = {"loss": result.loss, **result.metrics}
         questions = (
             self.questions if self.metric() == "exact_match" else self.questions[: self.config.num_samples]
@@ -179,8 +206,12 @@ class SftRecipe:
         return Evaluation(metrics=metrics, samples=samples[: self.config.num_samples])
 
     def complete_result(self, folder: Path) -> None:
-        """Write the plain chat template that the model was trained with, if its tokenizer has none."""
-        if self.train.form not in ("text", DUMMY) and not self.tokenizer.chat_template:
+        """Write the chat template that the model was trained with: that of --chat_template, or the plain one if its
+        tokenizer has none."""
+        if self.config.chat_template is not None:
+            assert self.tokenizer.chat_template is not None
+            save_template(folder, self.tokenizer.chat_template, stop_ids=self.tokenizer.stop_ids)
+        elif self.train.form not in ("text", DUMMY) and not self.tokenizer.chat_template:
             (folder / CHAT_TEMPLATE).write_text(plain_template(self.tokenizer), encoding="utf-8")
 
     def _answer(self, session: Session, questions: Sequence[Question], observer: Observer) -> list[Sample]:
@@ -203,71 +234,23 @@ class SftRecipe:
     def _pack(self) -> PackedOrder | None:
         if not self.config.packing:
             return None
-        return PackedOrder(self.train.lengths(), capacity=self.train.limit, seed=self.config.seed)
-
-    def _open(self) -> tuple[Corpus, tuple[Source, Corpus] | None]:
-        """Return the training examples, and the held-out ones with their source. A data set without a held-out split
-        gives up a tenth of its rows, at most --eval_samples."""
-        config, source = self.config, self.source
-        if source.form == DUMMY:
-            corpus = dummy_corpus(
-                self.tokenizer, config.dataset_samples, context_length=config.context_length
-            )
-            return corpus, None
-        most = 0 if config.skip_eval else config.eval_samples
-        if not most or config.eval_dataset or source.held_out:
-            corpus, self._without_answer = self._corpus(source, limit=self._num_samples())
-            if not most:
-                return corpus, None
-            other = open_source(config.eval_dataset) if config.eval_dataset else source
-            other = other.own_held_out() if other.held_out else other
-            return corpus, (other, self._corpus(other, limit=most)[0])
-        samples = self._num_samples()
-        corpus, self._without_answer = self._corpus(source, limit=samples + most if samples != -1 else -1)
-        num_held_out = min(most, int(len(corpus) * HELD_OUT_SHARE))
-        if not num_held_out:
-            return corpus.part(slice(0, samples if samples != -1 else None)), None
-        draw = np.random.Generator(np.random.Philox(key=(config.seed, _HELD_OUT_KEY)))
-        chosen = np.sort(draw.choice(len(corpus), size=num_held_out, replace=False))
-        remaining = np.setdiff1d(np.arange(len(corpus)), chosen, assume_unique=True)
-        train = corpus.part(remaining[: samples if samples != -1 else None])
-        return train, (source, corpus.part(chosen))
-
-    def _num_samples(self) -> int:
-        asked = self.config.dataset_samples
-        return self.source.samples if asked == -1 else asked
-
-    def _corpus(self, source: Source, *, limit: int) -> tuple[Corpus, int]:
-        """Return the examples of a source with supervised tokens, and the number of those without."""
-        config = self.config
-
-        def show(done_bytes: int, total_bytes: int, examples: int) -> None:
-            self._observer.on_event(
-                Tokenizing(
-                    source=source.name, done_bytes=done_bytes, total_bytes=total_bytes, examples=examples
-                )
-            )
-
-        corpus = open_corpus(
-            source,
-            self.tokenizer,
-            asked_format=config.dataset_format,
-            whole=config.train_on_prompt,
-            context_length=config.context_length,
-            truncation=config.truncation,
-            limit=limit,
-            cache=self._cache,
-            progress=show,
+        return PackedOrder(
+            self.train.lengths(),
+            capacity=self.train.limit,
+            seed=self.config.seed,
+            mixture=self.data.mixture,
         )
-        return leave_out_unsupervised(corpus, source=source.name)
 
 
 def check_data(config: Config) -> list[str]:
     """Raise if a row of the data cannot be read, without tokenizing; return descriptions of what was not checked."""
-    samples = config.dataset_samples
-    left = check_rows(config.dataset, asked_format=config.dataset_format, limit=samples)
+    reading: dict[str, Any] = {
+        "asked_format": config.dataset_format,
+        "columns": parse_columns(config.columns),
+    }
+    left = check_rows(config.dataset, limit=config.dataset_samples, **reading)
     if config.eval_dataset and config.eval_samples and not config.skip_eval:
-        left += check_rows(config.eval_dataset, asked_format=config.dataset_format, limit=config.eval_samples)
+        left += check_rows(config.eval_dataset, limit=config.eval_samples, training=False, **reading)
     if config.dataset not in (*BUNDLED, DUMMY) and config.truncation == "error":
         left.append("whether every example fits the context and has tokens to learn: nothing is tokenized")
     return left
@@ -279,9 +262,35 @@ def open_recipe(
     return SftRecipe(config, model_folder=model_folder, cache=cache, observer=observer)
 
 
-def _questions(rows: Sequence[Row], form: str, tokenizer: Tokenizer) -> list[Question]:
+def _identity(corpus: Corpus) -> str:
+    sha = hashlib.sha256(corpus.hashes().astype("<u8").tobytes())
+    sha.update(corpus.num_supervised.astype("<i8").tobytes())
+    sha.update(corpus.lengths().astype("<i8").tobytes())
+    return sha.hexdigest()
+
+
+def _open_tokenizer(config: Config, model_folder: Path) -> Tokenizer:
+    """Open the tokenizer with the template of --chat_template or the model's own. A special token that ends an answer in
+    the given template also ends generation."""
+    tokenizer = Tokenizer.from_folder(model_folder)
+    if config.chat_template is None:
+        return tokenizer
+    template = read_template(config.chat_template, adds_bos=tokenizer.adds_bos)
+    return stop_at_template_end(replace(tokenizer, chat_template=template))
+
+
+def _reporting(batches: Iterable[TokenBatch], total: int, observer: Observer) -> Iterator[TokenBatch]:
+    """Pass the batches of an evaluation on, and report about twenty times how many are done."""
+    every = max(1, total // 20)
+    for index, batch in enumerate(batches):
+        if index and index % every == 0:
+            observer.on_event(Evaluating(done=index, total=total, what="batches"))
+        yield batch
+
+
+def _questions(rows: Sequence[tuple[Row, str]], tokenizer: Tokenizer) -> list[Question]:
     questions = []
-    for row in rows:
+    for row, form in rows:
         conversation = to_conversation(row, form)
         if isinstance(conversation, str) or conversation[-1]["role"] != "assistant":
             continue

@@ -84,9 +84,9 @@ def _last(run: RunFiles, event: type[Event]) -> Mapping[str, Any]:
 
 
 def evaluations(run: RunFiles) -> list[Measured]:
-    """Return every evaluated metric before training and at the last evaluation."""
+    """Return every evaluated metric before training and of the result: of its step, or at the last evaluation."""
     before = mapping(run.summary.get("eval_before")) or _metrics_when(run, "before")
-    after, after_label = _last_evaluation(run)
+    after, after_label = _result_evaluation(run) or _last_evaluation(run)
     rows = []
     for name in ordered(dict.fromkeys([*before, *after])):
         rows.append(_measured(name, before, after, labels=("before", after_label)))
@@ -108,6 +108,15 @@ def training_loss(run: RunFiles) -> Measured | None:
 def _metrics_when(run: RunFiles, when: str) -> Mapping[str, Any]:
     found = [event for event in run.events_of(Evaluated) if event.get("when") == when]
     return mapping(found[-1].get("metrics")) if found else {}
+
+
+def _result_evaluation(run: RunFiles) -> tuple[Mapping[str, Any], str] | None:
+    """Return the metrics of the best step, if its weights are the result and not those of the last step."""
+    best, last = mapping(run.summary.get("best")), mapping(run.summary.get("last"))
+    step = number(best.get("step"))
+    if step is None or step != run.summary.get("result_step") or step == last.get("step"):
+        return None
+    return mapping(best.get("metrics")), f"at step {step:,.0f}, the result"
 
 
 def _last_evaluation(run: RunFiles) -> tuple[Mapping[str, Any], str]:

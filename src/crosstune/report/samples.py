@@ -11,6 +11,7 @@ from crosstune.core.events import Evaluated
 from crosstune.report.files import RunFiles, mapping
 from crosstune.report.series import evaluation_step
 
+METRIC = "exact_match"
 MOST_DURING = 2
 """Most evaluations shown between `before` and `after`."""
 MOST_PROMPTS = 40
@@ -25,7 +26,7 @@ class Answer:
     text: str | None
     """None when this evaluation did not include the prompt."""
     mark: str = ""
-    """`match`, `no match`, or empty when there is no reference."""
+    """`match`, `no match`, or empty when the answer is not compared with a reference."""
     hint: str = ""
 
 
@@ -56,8 +57,10 @@ def collect_samples(run: RunFiles) -> Samples:
     recorded = [event for event in recorded if event["samples"]]
     moments = _choose(recorded)
     tables = [dict(_keyed(event["samples"])) for event in moments]
+    # Free text matches no reference exactly: answers are compared where that is the metric.
+    compares = [METRIC in mapping(event.get("metrics")) for event in moments]
     keys = list(dict.fromkeys(key for table in tables for key in table))
-    rows = [_row(key, tables) for key in keys]
+    rows = [_row(key, tables, compares) for key in keys]
     columns = []
     for index, event in enumerate(moments):
         marks = Counter(row.answers[index].mark for row in rows)
@@ -97,14 +100,14 @@ def _title(event: Mapping[str, Any], run: RunFiles) -> str:
     return when if when in ("before", "after") else f"step {evaluation_step(event, run):,.0f}"
 
 
-def _row(key: Key, tables: Sequence[Mapping[Key, Mapping[str, Any]]]) -> SampleRow:
+def _row(key: Key, tables: Sequence[Mapping[Key, Mapping[str, Any]]], compares: Sequence[bool]) -> SampleRow:
     reference = next(
         (str(table[key]["reference"]) for table in tables if table.get(key, {}).get("reference")), ""
     )
     answers = []
-    for table in tables:
+    for table, compared in zip(tables, compares, strict=True):
         answer = str(table[key].get("answer", "")) if key in table else None
-        answers.append(_answer(answer, reference))
+        answers.append(_answer(answer, reference if compared else ""))
     return SampleRow(prompt=_cut(key[0]), reference=_cut(reference), answers=answers)
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from crosstune.config.load import load_config, make_config
 from crosstune.core.events import Observer
 from crosstune.core.protocols import Generates
+from crosstune.core.sampling import GREEDY, Sampling
 from crosstune.data.chat import Message, encode_prompt
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.machines.probe import probe_machine
+from crosstune.models.adapter_files import tokenizer_folder
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.planner.gather import make_plan, plan_over_quantized
 from crosstune.results.trained_folder import Trained, find_trained
@@ -30,8 +32,7 @@ class ChatModel:
         messages: Sequence[Message],
         *,
         max_new_tokens: int,
-        temperature: float = 0.0,
-        seed: int = 0,
+        sampling: Sampling = GREEDY,
         on_text: Callable[[str], None] | None = None,
     ) -> str:
         """Return the model's next turn. `on_text` receives it as it is generated."""
@@ -40,11 +41,26 @@ class ChatModel:
             [encode_prompt(messages, self.tokenizer)],
             max_new_tokens=max_new_tokens,
             stop_ids=sorted(self.tokenizer.stop_ids),
-            temperature=temperature,
-            seed=seed,
+            sampling=sampling,
             on_token=stream.on_token if stream else None,
         )
         return self.tokenizer.decode(tokens).strip()
+
+    def answers(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling = GREEDY,
+    ) -> list[str]:
+        """Return the model's next turn in each of several conversations, generated together."""
+        generated = self.session.generate(
+            [encode_prompt(messages, self.tokenizer) for messages in conversations],
+            max_new_tokens=max_new_tokens,
+            stop_ids=sorted(self.tokenizer.stop_ids),
+            sampling=sampling,
+        )
+        return [self.tokenizer.decode(tokens).strip() for tokens in generated]
 
 
 class _TextStream:
@@ -87,7 +103,8 @@ def open_chat_model(
         plan = plan_over_quantized(plan, held.spec, folder=model.path)
     session = open_session(plan, model, trained=False)
     assert isinstance(session, Generates), "a causal language model generates"
-    return ChatModel(session=session, tokenizer=Tokenizer.from_folder(model.path))
+    folder = tokenizer_folder(trained.adapter, model.path)
+    return ChatModel(session=session, tokenizer=Tokenizer.from_folder(folder))
 
 
 def _needs_mlx(trained: Trained) -> bool:

@@ -14,6 +14,7 @@ from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import Logits, measure_agreement
 from crosstune.core.model_folders import PLAIN_BITS, Rewrite, WeightForm
 from crosstune.models.folder_record import RECORD
+from crosstune.models.identity import source_record
 from crosstune.models.locate import ModelFolder
 from crosstune.models.number_format import stored_format
 from crosstune.models.quantized_folder import FolderQuantization, read_quantization
@@ -38,7 +39,6 @@ from crosstune.results.original_model import (
 )
 from crosstune.results.trained_folder import Trained
 from crosstune.results.verify import judge, refuse_unverified
-from crosstune.runs.open_parts import weights_identity
 
 _PLAIN = ("none", "hf")
 
@@ -142,7 +142,7 @@ def _rewrite(request: ConvertRequest, source: _Source, out: Path, observer: Obse
         else:
             report |= _judge_result(opened, form, expected, stage.result) | {"warnings": written.warnings}
             report |= _report_before(errors, expected, before)
-        report |= {"source_identity": weights_identity(source.start), "original": record}
+        report |= source_record(source.start) | {"original": record}
         write_json(stage.result / RECORD, {"converted": report})
         if "verified" in report:
             refuse_unverified(report, out)

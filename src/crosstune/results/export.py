@@ -12,7 +12,9 @@ from crosstune.core.events import Observer
 from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.model_folders import PLAIN_BITS, DenseWeights, Rewrite, WeightForm
+from crosstune.models.adapter_files import tokenizer_folder
 from crosstune.models.folder_record import RECORD
+from crosstune.models.identity import source_record
 from crosstune.models.number_format import dense_bytes, stored_format
 from crosstune.models.quantized_folder import RECORD as QUANTIZATION_RECORD
 from crosstune.models.quantized_folder import read_quantization
@@ -28,7 +30,6 @@ from crosstune.results.opened import (
 )
 from crosstune.results.original_model import original_record
 from crosstune.results.verify import chat_problems, judge, refuse_unverified
-from crosstune.runs.open_parts import weights_identity
 
 _VERDICT = ("agreement", "bound", "verified")
 
@@ -67,7 +68,7 @@ def export(
         source = _make_dense(stage, opened, request, observer)
         report = source.report | write(stage, source, opened, form, observer)
         if opened.trained.adapter is None:
-            report["source_identity"] = weights_identity(opened.model.path)
+            report |= source_record(opened.model.path)
         if form.to == "mlx" and opened.trained.adapter is None and opened.trained.quantization is None:
             held = read_quantization(opened.model.path)
             report["original"] = original_record(opened.model, held, None)
@@ -75,7 +76,10 @@ def export(
         report |= {"to": form.to, "warnings": warnings, **(facts or {})}
         problems = [
             *report.pop("problems", ()),
-            *chat_problems(opened.model.path, report.pop("reread", stage.result)),
+            *chat_problems(
+                tokenizer_folder(opened.trained.adapter, opened.model.path),
+                report.pop("reread", stage.result),
+            ),
         ]
         write_json(stage.result / RECORD, {"exported": report})
         refuse_unverified(report | {"problems": problems}, out)

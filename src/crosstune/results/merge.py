@@ -13,7 +13,7 @@ from crosstune.core.events import Observer
 from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import Logits, measure_agreement
 from crosstune.core.model_folders import AdapterFolder, DenseWeights
-from crosstune.models.adapter_files import copy_template
+from crosstune.models.adapter_files import copy_template, tokenizer_folder
 from crosstune.models.folder_record import RECORD
 from crosstune.models.number_format import dense_bytes, stored_format
 from crosstune.models.quantized_folder import read_quantization
@@ -49,7 +49,8 @@ def merge(request: Request, *, observer: Observer) -> dict[str, Any]:
         report = merge_into(stage.result, opened, request, observer).report
         report["warnings"] = [*warnings, *report.get("warnings", ())]
         write_json(stage.result / RECORD, {"merged": report})
-        problems = chat_problems(opened.model.path, stage.result)
+        trained = tokenizer_folder(opened.trained.adapter, opened.model.path)
+        problems = chat_problems(trained, stage.result)
         refuse_unverified(report | {"problems": problems}, out)
     return report | {"path": str(out)}
 

@@ -17,7 +17,8 @@ from crosstune.core.events import ModelProgress, Observer
 from crosstune.core.logit_distance import Logits
 from crosstune.core.model_folders import ModelFolders
 from crosstune.core.quantization import QuantSpec
-from crosstune.models.locate import ModelFolder, identity
+from crosstune.models.identity import identity
+from crosstune.models.locate import ModelFolder
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.planner.gather import make_plan, plan_like, plan_over_quantized
 from crosstune.results.trained_folder import Trained, find_trained

@@ -8,9 +8,9 @@ from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.models.folder import check_folder
-from crosstune.models.locate import ModelFolder, identity
+from crosstune.models.identity import identity, source_identity
+from crosstune.models.locate import ModelFolder
 from crosstune.models.quantized_folder import FolderQuantization, dense_shapes
-from crosstune.runs.open_parts import weights_identity
 
 NO_ORIGINAL = "none"
 NOT_THE_ORIGINAL = 1.0
@@ -77,8 +77,9 @@ def _other_shapes(ours: Path, folder: Path, held: FolderQuantization) -> str:
 def _other_weights(model: ModelFolder, folder: Path, held: FolderQuantization) -> str:
     """Describe how the recorded identity differs from the folder's; empty when it matches."""
     known, found = (held.original or {}).get("identity"), identity(folder)["sha256"]
-    if known is None and weights_identity(model.path) != identity(model.path)["weights_sha256"]:
-        known, found = weights_identity(model.path), weights_identity(folder)
+    source = source_identity(model.path)["weights"]
+    if known is None and source != identity(model.path)["weights_sha256"]:
+        known, found = source, source_identity(folder)["weights"]
     if known in (None, found):
         return ""
     return f"the record names weights with the identity {known[:12]}, these have {found[:12]}."

@@ -21,12 +21,17 @@ from crosstune.core.events import Observers
 from crosstune.core.machine import Machine
 from crosstune.core.names import load_plugin
 from crosstune.core.record import check_free
+from crosstune.data.chat_templates import read_template
 from crosstune.data.check_rows import is_here
+from crosstune.data.columns import parse_columns
+from crosstune.data.dataset_list import parse_dataset
 from crosstune.data.sources import check_name
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_fields import read_settings
 from crosstune.models.adapter_files import check_settings
-from crosstune.models.locate import ModelFolder, find_local, identity
+from crosstune.models.checksums import check_checksums
+from crosstune.models.identity import identity
+from crosstune.models.locate import ModelFolder, find_local
 from crosstune.planner.gather import gather, needs_base_model
 from crosstune.runs import resume
 from crosstune.runs.folder import run_folder
@@ -42,6 +47,8 @@ class Checked:
 
     problems: list[UserError] = field(default_factory=list)
     not_checked: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    """Sentences about the model that change nothing, such as which of its weights get no adapter."""
     model: ModelFolder | None = None
     """The model, if it is on this machine and was checked."""
 
@@ -52,11 +59,15 @@ class Checked:
         raise_all(self.problems)
 
     @contextlib.contextmanager
-    def collecting(self) -> Iterator[None]:
+    def collecting(self, option: str = "") -> Iterator[None]:
+        """Add an error to the problems, with the option that it is about."""
         try:
             yield
         except UserError as error:
-            self.problems.append(error)
+            if option and option not in error.asked:
+                error.asked = f"{error.asked.rstrip('.')} (--{option})."
+            if all(error.lines() != other.lines() for other in self.problems):
+                self.problems.append(error)
 
 
 def check_request(
@@ -68,9 +79,14 @@ def check_request(
     where a path missing here may exist.
     """
     config, checked = plan.config, Checked(problems=unbuilt_parts(plan))
-    for name in filter(None, (config.dataset, config.eval_dataset)):
-        with checked.collecting():
-            _check_data_name(name, checked, elsewhere=elsewhere)
+    for option, name in (("dataset", config.dataset), ("eval_dataset", config.eval_dataset)):
+        if name is None:
+            continue
+        with checked.collecting(option):
+            for entry in parse_dataset(name):
+                _check_data_name(entry.name, checked, elsewhere=elsewhere)
+    with checked.collecting():
+        _check_reading(config, checked, elsewhere=elsewhere)
     if elsewhere:
         checked.not_checked.append("whether the run's name is taken there")
     elif folder is not None and not config.overwrite and not _continues(folder, checkpoint):
@@ -79,9 +95,9 @@ def check_request(
     if not needs_base_model(config):
         _check_own_model(plan, checked)
         return checked
-    with checked.collecting():
+    with checked.collecting("base_adapter"):
         _check_base_adapter(plan, checked, elsewhere=elsewhere)
-    with checked.collecting():
+    with checked.collecting("llama_pro_path" if config.model_name == config.llama_pro_path else "model_name"):
         _check_local_model(plan, checkpoint, checked, elsewhere=elsewhere)
     return checked
 
@@ -106,16 +122,14 @@ def check_plan(config: Config, *, machine: Machine | None = None) -> tuple[Plan,
     The data is read but not tokenized.
     """
     elsewhere, left = machine is not None, list[str]()
-    checkpoint = None
+    request = resume.Request(config=config)
     if resume.names_path(config) and _is_packed_or_elsewhere(config, elsewhere=elsewhere):
         left.append(f"the run of --resume {config.resume}, which is packed or not on this machine")
     else:
-        config = resume.complete_config(config)
+        request = resume.read_request(config, observer=Observers())
+    config, checkpoint = request.config, request.checkpoint
     folder = run_folder(config)
-    if not left and resume.wants_checkpoint(config):
-        checkpoint = resume.find_checkpoint(config, folder, Observers())
     if checkpoint is not None:
-        config = resume.without_start_adapter(config, checkpoint)
         left.append("whether data and model are those of the checkpoint")
     plan = resolve(config, gather(config, machine=machine))
     checked = check_request(plan, folder=folder, checkpoint=checkpoint, elsewhere=elsewhere)
@@ -125,15 +139,16 @@ def check_plan(config: Config, *, machine: Machine | None = None) -> tuple[Plan,
     return plan, checked
 
 
-def check_model(plan: Plan, model: ModelFolder) -> str | None:
-    """Raise if the engine would refuse the model; return why it could not be checked here, or None if it was."""
+def check_model(plan: Plan, model: ModelFolder, checked: Checked) -> None:
+    """Raise if the engine would refuse the model; add its warnings, or why it could not be checked here."""
     missing = [name for name in _READS_MODELS[plan.engine] if importlib.util.find_spec(name) is None]
     if missing:
-        return (
+        checked.not_checked.append(
             f"what kind of model {model.name} is and which layers it has: {missing[0]} is not installed here"
         )
-    importlib.import_module(f"crosstune.{plan.engine}_engine.check_model").check_model(model.path, plan=plan)
-    return None
+        return
+    engine = importlib.import_module(f"crosstune.{plan.engine}_engine.check_model")
+    checked.warnings += engine.check_model(model.path, plan=plan)
 
 
 def check_base_adapter(plan: Plan, model: ModelFolder) -> list[str]:
@@ -155,6 +170,18 @@ def _check_data_name(name: str, checked: Checked, *, elsewhere: bool) -> None:
         checked.not_checked.append(f"the data set {name}, which is fetched from the hub when training starts")
 
 
+def _check_reading(config: Config, checked: Checked, *, elsewhere: bool) -> None:
+    """Check --columns and --chat_template as far as that needs no data."""
+    parse_columns(config.columns)
+    template = config.chat_template
+    if template is None:
+        return
+    if elsewhere and _looks_like_path(template) and not Path(template).expanduser().exists():
+        checked.not_checked.append(f"the chat template {template}, which is not on this machine")
+        return
+    read_template(template)
+
+
 def _check_data(config: Config, checked: Checked) -> None:
     """Check the rows of local data with the recipe's `check_data`, if it has one."""
     recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
@@ -174,6 +201,7 @@ def _check_base_adapter(plan: Plan, checked: Checked, *, elsewhere: bool) -> Non
         checked.not_checked.append(f"the adapter {adapter}, which is not on this machine")
         return
     folder = Path(adapter).expanduser()
+    check_checksums(folder)
     read_settings(folder)
     if plan.method in ADAPTER_METHODS:
         check_settings(folder, AdapterSettings.from_config(plan.config, method=plan.method))
@@ -195,9 +223,7 @@ def _check_local_model(
     if model is None:
         checked.not_checked.append(f"the model {name}, which is fetched or converted when training starts")
         return
-    left = check_model(plan, model)
-    if left is not None:
-        checked.not_checked.append(left)
+    check_model(plan, model, checked)
     checked.model = model
     check_base_adapter(plan, model)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
 
 from crosstune.checkpoint.folders import FOLDER as CHECKPOINTS
 from crosstune.checkpoint.folders import clear_leftovers
@@ -20,22 +19,25 @@ from crosstune.checkpoint.rotate import Keep
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.config.options.run import mismatches
 from crosstune.config.plan import Plan
-from crosstune.core import atomic_files
-from crosstune.core.errors import NonFiniteError, OutOfMemory, PeerLost, UserError
+from crosstune.core.errors import NonFiniteError, PeerLost, UserError
 from crosstune.core.events import (
     CheckpointSetAside,
+    Event,
     Failed,
     Interrupted,
     Loaded,
     Loading,
     Moved,
     Observer,
+    Observers,
     ResultSaved,
     Resumed,
+    StepMetrics,
     Stopped,
     Warned,
 )
 from crosstune.core.measured import Measured
+from crosstune.core.out_of_memory import OutOfMemory, memory_errors
 from crosstune.core.protocols import Generates, Recipe, Session, SessionState
 from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import Record, RecordFailed
@@ -45,10 +47,10 @@ from crosstune.loop.progress import Progress
 from crosstune.loop.save import Checkpoints, SavePolicy
 from crosstune.loop.stop import StopRequested, StopSignal
 from crosstune.loop.train import Deadline, Training
-from crosstune.models.folder_record import read_record
 from crosstune.runs import resume, same_training
-
-_RESULT = "result"
+from crosstune.runs.best_weights import best_weights
+from crosstune.runs.save_result import clear_leftovers as clear_results
+from crosstune.runs.save_result import cost_of_saving, save_result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +113,8 @@ class Execution:
         stop = StopSignal(shared=self.ranks.size > 1)
         extra: dict[str, Any] = {"name": record.folder.name, "backend": plan.backend.name}
         extra |= {"engine": plan.engine, "checkpoint": None, "result": None}
+        if warnings := self.described.get("warnings"):
+            extra["warnings"] = warnings
         with stop.listening():
             self._execute(stop, extra)
         return self.progress.summary() | extra
@@ -142,13 +146,8 @@ class Execution:
                 extra["error"] = str(self.failure)
                 observer.on_event(Failed(error=str(self.failure), step=self.progress.steps))
             extra["checkpoint"] = self._newest()
-            save = plan.config.save_model and self.progress.steps
-            if save and self._is_good(session) and (result := self._save_result(session)):
-                extra["result"] = str(result)
-                costs = _cost_of_saving(result)
-                observer.on_event(
-                    ResultSaved(path=extra["result"], step=self.progress.steps, against_trained=costs)
-                )
+            if plan.config.save_model and self.progress.steps:
+                self._write_result(session, extra)
         except StopRequested:
             self.progress.status = "stopped"
             observer.on_event(
@@ -167,9 +166,46 @@ class Execution:
             extra["seconds"] = self.progress.wall_s = time.perf_counter() - self._started
             record.finish(self.progress.summary() | extra)
 
+    def _write_result(self, session: Session, extra: dict[str, Any]) -> None:
+        """Write the best or the last weights as the result, and record which."""
+        chosen, best = best_weights(self.plan.config, self.progress, self.record.folder, self.observer)
+        extra["best"], extra["last"] = (self._evaluation(step) for step in (best, self.progress.steps))
+        if self.group.any(chosen is not None):
+            self._keep_last(session)
+        elif not self._is_good(session):
+            return
+        if chosen is not None:
+            session.import_weights(chosen.load().weights)
+        step = chosen.step if chosen is not None else self.progress.steps
+        if (result := self._save_result(session)) is not None:
+            extra["result"], extra["result_step"] = str(result), step
+            costs = cost_of_saving(result)
+            self.observer.on_event(ResultSaved(path=str(result), step=step, against_trained=costs))
+
+    def _evaluation(self, step: int | None) -> dict[str, Any] | None:
+        found = self.progress.eval_metrics.get(step) if step is not None else None
+        return {"step": step, "metrics": found} if found is not None else None
+
+    def _keep_last(self, session: Session) -> None:
+        """Save the last weights in a checkpoint, if they are replaced for the result: the run may be continued."""
+        assert self.checkpoints is not None
+        if self.progress.steps > self.checkpoints.last_step and self._is_good(session):
+            with contextlib.suppress(SaveFailed):  # already reported as an event
+                self._save_checkpoint(session)
+
+    def _save_checkpoint(self, session: Session) -> None:
+        assert self.checkpoints is not None
+        self.checkpoints.save(
+            session,
+            self.progress.steps,
+            evaluations=self.progress.evaluations,
+            facts={"loss_scale": self.scale.to_json()},
+            wait=True,
+        )
+
     def _load(self, stop: StopSignal) -> Session:
         self.observer.on_event(Loading(model=self.described["model"]["name"]))
-        with stop.droppable():
+        with stop.droppable(), memory_errors(doing="loading the model"):
             return self.open_model()
 
     def _train(self, session: Session, stop: StopSignal) -> UserError | None:
@@ -179,7 +215,7 @@ class Execution:
             session=session,
             recipe=self.recipe,
             config=self.plan.config,
-            observer=self.observer,
+            observer=Observers([_FirstStep(self._set_later_aside), self.observer]),
             stop=stop,
             progress=self.progress,
             checkpoints=self.checkpoints,
@@ -252,7 +288,11 @@ class Execution:
                 every_steps=config.save_steps,
                 every_s=60 * config.save_minutes,
                 at_end=config.save_steps > 0 or config.resume != "none" or self._is_small(),
-                keep=Keep(last_n=config.keep_last_n, best=config.keep_best, every=config.keep_every),
+                keep=Keep(
+                    last_n=config.keep_last_n,
+                    best=config.keep_best or config.result != "last",
+                    every=config.keep_every,
+                ),
                 stop_on_error=config.on_save_error == "stop",
             ),
             fields=self._fields,
@@ -267,9 +307,14 @@ class Execution:
         return self.plan.method in ("lora", "dora") and self.plan.config.save_minutes > 0
 
     def _clean_up(self, root: Path) -> None:
-        """Remove leftovers of killed processes and set aside checkpoints after the one to continue from."""
+        """Remove leftovers of killed processes."""
         clear_leftovers(root)
-        atomic_files.clear_leftovers(self.record.folder, of=_RESULT.__eq__)
+        clear_results(self.record.folder)
+
+    def _set_later_aside(self) -> None:
+        """Set aside the checkpoints after the one to continue from, whose steps are trained again."""
+        if not self.ranks.first:
+            return
         if self.start is not None and resume.continues_in_place(self.record.folder, self.start.checkpoint):
             for path in resume.settle_folder(self.record.folder, self.start.checkpoint):
                 self.observer.on_event(CheckpointSetAside(path=str(path), step=self.start.step))
@@ -321,37 +366,30 @@ class Execution:
         return bad is None
 
     def _save_result(self, session: Session) -> Path | None:
-        """Write the result to a staging folder and move it into place, so that an older one is replaced atomically.
-
-        Every process takes part, since gathering the weights may need all of them; the first one writes.
-        """
-        folder = self.record.folder
-        if not self.ranks.first:
-            session.save_result(None)
-            return None
+        """Write the result. If that fails, make sure that the weights are in a checkpoint, from which it can be made."""
         try:
-            with atomic_files.staging_folder(folder / _RESULT) as staging:
-                written = session.save_result(staging)
-                assert written is not None
-                self.recipe.complete_result(written)
-                target = folder / written.name
-                atomic_files.put_in_place(written, target, aside=staging / "old")
-        except (OSError, SafetensorError) as error:
-            reason = error.strerror if isinstance(error, OSError) else None
-            raise SaveFailed(
-                f"The result could not be written to {folder}.",
-                why=f"the system reported: {reason or error}.",
-                do=_retry_advice(self._newest()),
-            ) from error
-        return target
+            return save_result(session, self.recipe, self.record.folder, writes=self.ranks.first)
+        except SaveFailed as error:
+            assert self.checkpoints is not None
+            if self.progress.steps > self.checkpoints.last_step and self.ranks.size == 1:
+                with contextlib.suppress(SaveFailed):  # already reported as an event
+                    self._save_checkpoint(session)
+            if (newest := self._newest()) is None:
+                raise
+            kept = f"{error.do}; the newest checkpoint is {newest}, and --resume auto continues from it"
+            raise SaveFailed(error.asked, why=error.why, do=kept) from error
 
 
-def _cost_of_saving(result: Path) -> dict[str, Any] | None:
-    """Return the distance of the saved model from the trained one, if they differ."""
-    return read_record(result).get("against_trained") or None
+class _FirstStep:
+    """Call a function at the first completed step: a start that fails before it must change nothing."""
 
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act: Callable[[], None] | None = act
 
-def _retry_advice(newest: str | None) -> str:
-    if newest is None:
-        return "free space or repair the disk, and run it again"
-    return f"free space or repair the disk; the newest checkpoint is {newest}, and --resume auto continues from it"
+    def on_step(self, metrics: StepMetrics) -> None:
+        act, self._act = self._act, None
+        if act is not None:
+            act()
+
+    def on_event(self, event: Event) -> None:
+        return None

@@ -17,9 +17,10 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
 from crosstune.core.protocols import Array, SessionState
+from crosstune.models.identity import source_identity
 from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import make_plan
-from crosstune.runs.open_parts import find_model, open_session, weights_identity
+from crosstune.runs.open_parts import find_model, open_session
 from crosstune.runs.same_training import quantization_name, settings_of
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def _fields(plan: Plan, model: ModelFolder, state: SessionState, found: Foreign,
         "identity": {
             "model": {
                 "name": plan.config.model_name,
-                "identity": weights_identity(model.path),
+                "identity": source_identity(model.path)["weights"],
             },
             "trainable": settings_of(plan),
             "optimizer": "adamw",

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from crosstune.checkpoint.archive import DATA_OPTIONS, SUFFIX, write_archive
+from crosstune.checkpoint.archive import SUFFIX, write_archive
 from crosstune.checkpoint.folders import FOLDER
 from crosstune.checkpoint.manifest import MANIFEST, SEAL
 from crosstune.checkpoint.read import Checkpoint, find_run
 from crosstune.config.plan import Plan
-from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
 from crosstune.core.events import LossCompared, LossMeasured, Observer, Warned
@@ -26,12 +25,12 @@ from crosstune.machines.probe import load_machine, probe_machine, profile_names
 from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import find_base, open_recipe, open_session
+from crosstune.runs.packed_files import pack_files
 from crosstune.runs.prepare import identity_now
 from crosstune.runs.restore import check_model, pick_checkpoint, restored_config
 from crosstune.runs.same_training import check_same, compare, quantization_name
 
 _LOGS = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl")
-DATA_LIMIT = 1_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +69,7 @@ def move(
     compared = _compare_here(checkpoint, measured, to, observer, model_name)
     if compared is not None:
         move_check.check(compared, allowed=force)
-    options = DATA_OPTIONS if with_data else ("mlx_config",)
-    data = _data_files(here.plan.config, options)
+    packed = pack_files(here.plan.config, with_data=with_data)
     note = {
         "version": 1,
         "run": home.name,
@@ -79,12 +77,12 @@ def move(
         "to": to,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "model": checkpoint.manifest["identity"].get("model"),
-        "options": {option: f"data/{Path(next(iter(files))).parts[0]}" for option, files in data.items()},
+        "options": packed.options,
         "measured": measured.to_json(),
         "compared": compared.to_json() if compared is not None else None,
     }
     out = out or home.with_name(f"{home.name}-step{checkpoint.step}-{to}{SUFFIX}")
-    num_bytes = write_archive(out, _members(checkpoint, home, data), note)
+    num_bytes = write_archive(out, _members(checkpoint, home, packed.files), note)
     return {
         "path": str(out),
         "bytes": num_bytes,
@@ -97,7 +95,7 @@ def move(
         "compared": compared.to_json() if compared is not None else None,
         "changes": [a.sentence() for a in there.adjustments if a.kind == "change"],
         "model": note["model"] if here.model is not None else None,
-        "data": sorted(data),
+        "data": sorted(packed.options),
     }
 
 
@@ -176,28 +174,8 @@ def _compare_here(
     return found
 
 
-def _members(checkpoint: Checkpoint, home: Path, data: Mapping[str, Mapping[str, Path]]) -> dict[str, Path]:
+def _members(checkpoint: Checkpoint, home: Path, files: Mapping[str, Path]) -> dict[str, Path]:
     members = {name: home / name for name in _LOGS if (home / name).is_file()}
     for name in sorted([MANIFEST, SEAL, *checkpoint.manifest["files"]]):
         members[f"{FOLDER}/{checkpoint.folder.name}/{name}"] = checkpoint.folder / name
-    for files in data.values():
-        members |= {f"data/{name}": path for name, path in files.items()}
-    return members
-
-
-def _data_files(config: Config, options: Sequence[str]) -> dict[str, dict[str, Path]]:
-    """Return the local files of each option by their name in the archive; hub and bundled data are not included."""
-    found: dict[str, dict[str, Path]] = {}
-    for option in options:
-        path = Path(getattr(config, option) or "").expanduser()
-        if not getattr(config, option) or not path.exists():
-            continue
-        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-        total = sum(file.stat().st_size for file in files)
-        if total > DATA_LIMIT:
-            raise UserError(
-                f"The data in {path} is too large for the archive ({total / 1e9:.1f} GB).",
-                do="pass --without_data, and give its path there with --dataset",
-            )
-        found[option] = {f"{option}-{file.relative_to(path.parent).as_posix()}": file for file in files}
-    return found
+    return members | {f"data/{name}": path for name, path in files.items()}

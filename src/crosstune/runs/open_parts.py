@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 
 from crosstune.checkpoint.read import Checkpoint
 from crosstune.config.load import add_environment, cache_override
@@ -15,8 +14,8 @@ from crosstune.core.events import ModelProgress, Observer
 from crosstune.core.names import load_plugin
 from crosstune.core.protocols import Recipe, Session, Task
 from crosstune.core.ranks import Group
-from crosstune.models.folder_record import read_record
-from crosstune.models.locate import ModelFolder, identity, locate
+from crosstune.models.identity import identity
+from crosstune.models.locate import ModelFolder, locate
 from crosstune.planner.gather import needs_base_model
 
 
@@ -26,7 +25,9 @@ def find_model(config: Config, observer: Observer) -> ModelFolder:
     def show(stage: str, done: int, total: int | None) -> None:
         observer.on_event(ModelProgress(stage=stage, done=done, total=total, model=config.model_name))
 
-    return locate(config.model_name, cache=cache_override(), progress=show)
+    model = locate(config.model_name, cache=cache_override(), progress=show)
+    identity(model.path, progress=show)  # hashed here, where it can be watched; later calls find the hashes
+    return model
 
 
 def find_base(config: Config, checkpoint: Checkpoint | None, observer: Observer) -> ModelFolder | None:
@@ -75,10 +76,3 @@ def open_session(
         group=group,
     )
     return session
-
-
-def weights_identity(folder: Path) -> str:
-    """Return the hash of the weights; for a folder converted by crosstune, that of its source."""
-    record = read_record(folder)
-    conversion = record.get("converted") or record.get("exported") or {}
-    return str(conversion.get("source_identity") or identity(folder)["weights_sha256"])

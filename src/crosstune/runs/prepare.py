@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,11 +16,14 @@ from crosstune.config.plan import Plan
 from crosstune.config.resolve import resolve
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
-from crosstune.core.events import Event, Observer, RunMovedAside, StepMetrics, Warned
+from crosstune.core.events import Event, Observer, RunMovedAside, StepMetrics
 from crosstune.core.json_files import read_json
-from crosstune.core.protocols import Recipe
+from crosstune.core.plain_files import read_plain_text
+from crosstune.core.protocols import HasEvaluationData, Recipe
 from crosstune.core.ranks import Group
 from crosstune.core.record import Record, RunRecord, holds_run, move_aside
+from crosstune.core.secrets import redact, redact_command
+from crosstune.data.tokenizer import TEMPLATE_LIMIT
 from crosstune.distributed.group import (
     check_same_everywhere,
     check_started,
@@ -28,13 +31,13 @@ from crosstune.distributed.group import (
     share_machine,
     with_world,
 )
-from crosstune.models.locate import ModelFolder, identity
+from crosstune.models.identity import identity, source_identity
+from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import gather, model_facts, probe_for
 from crosstune.runs import resume, same_training
 from crosstune.runs.check_request import check_base_adapter, check_model, check_request
 from crosstune.runs.execute import Start
-from crosstune.runs.folder import run_folder
-from crosstune.runs.open_parts import find_base, open_recipe, weights_identity
+from crosstune.runs.open_parts import find_base, open_recipe
 
 
 @dataclass
@@ -70,16 +73,14 @@ class Ready:
     early: EarlyEvents
 
 
-def prepare(request: Config, group: Group, screen: Observer) -> Ready:
-    """Find the machine, the checkpoint, the model and the data, and raise any problem with them."""
-    ranks = group.ranks
-    config = with_world(resume.complete_config(request), ranks)
-    folder, early = run_folder(config), EarlyEvents(screen)
-    checkpoint = resume.find_checkpoint(config, folder, early)
-    if checkpoint is not None:
-        if message := resume.warn_of_older_archive(request, checkpoint):
-            early.on_event(Warned(message=message))
-        config = resume.without_start_adapter(config, checkpoint)
+def prepare(asked: Config, folder: Path, group: Group, screen: Observer) -> Ready:
+    """Find the machine, the checkpoint, the model and the data, and raise any problem with them.
+
+    The lock of `folder` is held, so what is found there stays as it is.
+    """
+    ranks, early = group.ranks, EarlyEvents(screen)
+    request = resume.read_request(asked, observer=early)
+    config, checkpoint = with_world(request.config, ranks), request.checkpoint
     machine = share_machine(group, lambda: probe_for(config))
     facts = gather(config, machine=machine, ranks=ranks)
     plan = resolve(config, facts)
@@ -92,9 +93,10 @@ def prepare(request: Config, group: Group, screen: Observer) -> Ready:
         if known != facts:  # the model was fetched just now
             facts, plan = known, resolve(config, known)
         if checked.model is None and model is not None:
-            check_model(plan, model)
-        warnings = check_base_adapter(plan, model) if model is not None else []
-        recipe = open_recipe(plan.config, model, screen)
+            check_model(plan, model, checked)
+        warnings = [*checked.warnings, *(check_base_adapter(plan, model) if model is not None else [])]
+        with _showing_changes(plan, screen):
+            recipe = open_recipe(plan.config, model, screen)
     plan = resolve(config, dataclasses.replace(facts, longest_row=recipe.longest_row()))
     recipe.configure(plan.config)
     for adjustment in plan.adjustments:
@@ -123,12 +125,25 @@ def prepare(request: Config, group: Group, screen: Observer) -> Ready:
     )
 
 
+@contextlib.contextmanager
+def _showing_changes(plan: Plan, screen: Observer) -> Iterator[None]:
+    """Show what was changed in the request before an error that may come from it."""
+    try:
+        yield
+    except UserError:
+        for adjustment in plan.adjustments:
+            if adjustment.kind == "change":
+                screen.on_event(adjustment.to_event())
+        raise
+
+
 def describe(ready: Ready, *, command: Sequence[str] | None) -> dict[str, Any]:
     described = describe_run(
         ready.plan, folder=ready.folder, model=ready.model, recipe=ready.recipe, command=command
     )
     start = ready.start
     described |= {"identity": ready.identified, "resumed_from": start.facts() if start else None}
+    described["warnings"] = list(ready.warnings)
     if ready.in_place:  # keep the time of the first process
         described["created"] = read_json(ready.folder / "plan.json").get("created", described["created"])
     return described
@@ -140,7 +155,7 @@ def begin(ready: Ready, described: Mapping[str, Any], screen: Observer) -> Recor
     if not ready.in_place and holds_run(folder):
         screen.on_event(RunMovedAside(path=str(move_aside(folder))))
     record = _open_record(folder, described, ready.start, config=ready.config, in_place=ready.in_place)
-    _keep_mlx_config(folder, ready.plan.config)
+    _keep_files(folder, ready.plan.config)
     for adjustment in ready.plan.adjustments:
         record.on_event(adjustment.to_event())
     return record
@@ -159,12 +174,13 @@ def _open_record(
     return record
 
 
-def _keep_mlx_config(folder: Path, config: Config) -> None:
-    """Copy the file of --mlx_config into the run, so that the run can continue if the file is moved."""
-    copy = folder / resume.MLX_CONFIG_COPY
-    source = Path(config.mlx_config).expanduser() if config.mlx_config else copy
-    if source.resolve() != copy.resolve():
-        shutil.copyfile(source, copy)
+def _keep_files(folder: Path, config: Config) -> None:
+    """Copy the files that options name into the run, so that it can continue if they are moved."""
+    for option, name in resume.KEPT_FILES.items():
+        source, copy = Path(getattr(config, option) or "").expanduser(), folder / name
+        if source.is_file() and source.resolve() != copy.resolve():
+            text = read_plain_text(source, limit=TEMPLATE_LIMIT)
+            copy.write_text(redact(text) if option == "mlx_config" else text, encoding="utf-8")
 
 
 def _start(plan: Plan, checkpoint: Checkpoint | None, identified: Mapping[str, Any]) -> Start | None:
@@ -204,11 +220,17 @@ def identity_now(plan: Plan, model: ModelFolder | None, recipe: Recipe) -> dict[
     """Return the identity of the training. A recipe that brings its own model is identified by its name."""
     base = {"name": plan.config.recipe, "identity": "the recipe's own"}
     if model is not None:
-        base = {"name": plan.config.model_name, "identity": weights_identity(model.path)}
+        source = source_identity(model.path)
+        base = {
+            "name": plan.config.model_name,
+            "identity": source["weights"],
+            "config": source["config"],
+        }
     return same_training.identity_of(
         plan,
         model=base,
         data=recipe.identity(),
+        eval_data=recipe.eval_identity() if isinstance(recipe, HasEvaluationData) else None,
         order=recipe.order(),
     )
 
@@ -223,7 +245,7 @@ def describe_run(
     return plan.to_json() | {
         "name": folder.name,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": list(command) if command is not None else None,
+        "command": redact_command(list(command)) if command is not None else None,
         "num_steps": recipe.num_steps(),
         "model": described,
         "data": recipe.describe(),

@@ -13,11 +13,12 @@ from crosstune.config.schema import Config, options_on_resume
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
 from crosstune.core.protocols import Session
-from crosstune.core.record import holds_run
+from crosstune.core.record import holds_record
+from crosstune.models.identity import source_identity
 from crosstune.models.locate import ModelFolder
 from crosstune.models.staged import check_out, staged
 from crosstune.planner.gather import make_plan
-from crosstune.runs.open_parts import find_base, open_recipe, open_session, weights_identity
+from crosstune.runs.open_parts import find_base, open_recipe, open_session
 from crosstune.runs.resume import kept_options, skip_warning
 
 _SPARE_BYTES = 50_000_000
@@ -26,7 +27,7 @@ _SPARE_BYTES = 50_000_000
 def pick_checkpoint(path: Path, observer: Observer) -> Checkpoint:
     """Return the checkpoint at `path`, or the newest valid one of a run; warn about damaged ones that are skipped."""
     root = path / FOLDER
-    if not root.is_dir() and not holds_run(path):
+    if not root.is_dir() and not holds_record(path):
         return open_checkpoint(path.resolve())
     if not root.is_dir():
         adapter_option = f" --base_adapter {path / 'adapter'}" if (path / "adapter").is_dir() else ""
@@ -64,7 +65,7 @@ def check_model(checkpoint: Checkpoint, model: ModelFolder | None) -> None:
     if model is None:  # the recipe brings its own
         return
     recorded = checkpoint.manifest["identity"].get("model", {})
-    if recorded.get("identity") not in (None, weights_identity(model.path)):
+    if recorded.get("identity") not in (None, source_identity(model.path)["weights"]):
         raise UserError(
             f"{model.name} is not the model that {checkpoint.folder} was trained from.",
             why=f"its weights differ from those of {recorded.get('name')}, which the checkpoint names.",

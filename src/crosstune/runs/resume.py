@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ from crosstune.config.option import OnResume
 from crosstune.config.schema import Config, options_on_resume
 from crosstune.core.atomic_files import set_aside
 from crosstune.core.errors import UserError
-from crosstune.core.events import Observer, Warned
+from crosstune.core.events import Observer, Observers, Warned
 from crosstune.core.measured import Measured
 from crosstune.core.protocols import Array, SessionState
-from crosstune.core.record import holds_run
+from crosstune.core.record import holds_record
+from crosstune.data.dataset_list import DatasetEntry, join_entries
+from crosstune.runs.folder import run_folder
 
-MLX_CONFIG_COPY = "mlx_config.yaml"
+KEPT_FILES = {"mlx_config": "mlx_config.yaml", "chat_template": "chat_template.jinja"}
+"""Option that may name a file -> the run's copy of it."""
 
 
 def wants_checkpoint(config: Config) -> bool:
@@ -33,51 +37,94 @@ def names_path(config: Config) -> bool:
     return config.resume not in ("none", "auto")
 
 
-def complete_config(config: Config) -> Config:
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A request, completed with the run that it continues."""
+
+    config: Config
+    checkpoint: Checkpoint | None = None
+    """The checkpoint to continue from; None for a new run."""
+
+
+def read_request(request: Config, *, observer: Observer, hashes: bool = True) -> Request:
+    """Open the checkpoint that a request continues from, and complete the request with the options of its run.
+
+    Damaged checkpoints are skipped with a warning. Without `hashes` the weights are not checked, which is enough to read
+    options. To train, hold the lock of the run before: another process may be continuing it.
+    """
+    if request.resume == "none":
+        return Request(config=request)
+    if request.resume == "auto":
+        _check_named(request)
+        checkpoint = _newest(run_folder(request) / FOLDER, observer, hashes=hashes)
+        config = request if checkpoint is None else _continue_named(request, checkpoint)
+        return Request(config=config, checkpoint=checkpoint)
+    path, packed = _unpacked(request)
+    checkpoint = _checkpoint_at(path, observer, hashes=hashes)
+    if message := _warn_of_older_archive(request, checkpoint):
+        observer.on_event(Warned(message=message))
+    return Request(config=_continue_path(request, path, packed, checkpoint), checkpoint=checkpoint)
+
+
+def _check_named(request: Config) -> None:
+    if request.resume == "auto" and request.name is None:
+        raise UserError(
+            "--resume auto needs --name.",
+            why="without it every run gets a new folder, and there is nothing to continue in.",
+            do="name the run, or give --resume the path of one",
+        )
+
+
+def folder_of(request: Config, *, taken: Collection[Path] = ()) -> Path:
+    """Return the folder of the run that a request starts or continues; a new name is none of those `taken`."""
+    if not names_path(request):
+        return run_folder(request, taken=taken)
+    return run_folder(read_request(request, observer=Observers(), hashes=False).config)
+
+
+def _continue_path(request: Config, path: Path, packed: Mapping[str, Any], checkpoint: Checkpoint) -> Config:
     """With --resume PATH, return the options of that run, overridden by those of this request."""
-    if not names_path(config):
-        return config
-    path, packed = _unpacked(config)
-    checkpoint = _checkpoint_at(path)
     run = path if (path / FOLDER).is_dir() else find_run(path)
     asked = checkpoint.manifest.get("asked") or {}
-    known = set(config.options()) - options_on_resume(OnResume.ONE_START)
-    stored = {name: value for name, value in asked.items() if name in known} | packed
-    backend = str((stored | config.options_asked()).get("backend", "auto"))
-    stored |= kept_options(checkpoint, stored, backend=backend) | _same_rows(checkpoint, config)
-    values = stored | config.options_asked() | {"resume": str(path)}
+    known = set(request.options()) - options_on_resume(OnResume.ONE_START)
+    stored = {name: value for name, value in asked.items() if name in known} | dict(packed)
+    backend = str((stored | request.options_asked()).get("backend", "auto"))
+    stored |= kept_options(checkpoint, stored, backend=backend) | _same_rows(checkpoint, request)
+    values = stored | request.options_asked() | {"resume": str(path)}
     values.pop("base_adapter", None)  # its weights are in the checkpoint
-    if "name" not in config.asked and "output_dir" not in config.asked:
-        values |= {"name": run.name, "output_dir": str(run.parent)}
-    complete = make_config(**values)
-    sources = {name: config.asked.get(name, f"the run {run.name}") for name in complete.asked}
-    return dataclasses.replace(complete, asked=sources)
+    here = {"name": run.name, "output_dir": str(run.parent)}
+    values |= {name: value for name, value in here.items() if name not in request.asked}
+    return _made(values, request, other=f"the run {run.name}")
 
 
-def without_start_adapter(config: Config, checkpoint: Checkpoint) -> Config:
-    """Return the configuration without --base_adapter, whose weights are in the checkpoint."""
-    values = config.options_asked()
-    values.pop("base_adapter", None)
-    if config.resume == "auto":  # --resume PATH already has the options of the run
-        values = kept_options(checkpoint, values, backend=config.backend) | values
-    found = make_config(**values)
-    sources = {name: config.asked.get(name, "the checkpoint") for name in found.asked}
-    return dataclasses.replace(found, asked=sources)
+def _continue_named(request: Config, checkpoint: Checkpoint) -> Config:
+    """With --resume auto, return the options of this request and those to keep from the checkpoint."""
+    values = request.options_asked()
+    values.pop("base_adapter", None)  # its weights are in the checkpoint
+    values = kept_options(checkpoint, values, backend=request.backend) | values
+    return _made(values, request, other="the checkpoint")
+
+
+def _made(values: Mapping[str, Any], request: Config, *, other: str) -> Config:
+    """Make a configuration, whose values come from the request or from `other`."""
+    config = make_config(**values)
+    sources = {name: request.asked.get(name, other) for name in config.asked}
+    return dataclasses.replace(config, asked=sources, renamed=request.renamed)
 
 
 def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: str) -> dict[str, Any]:
     """Return options to keep from the earlier part of a run: the precision it chose on this backend, the optimizer its
-    moments belong to, and the run's copy of a missing --mlx_config file."""
+    moments belong to, and the run's copies of missing files."""
     manifest, kept = checkpoint.manifest, dict[str, Any]()
     if backend in ("auto", manifest["backend"]) and asked.get("precision", "auto") == "auto":
         kept["precision"] = manifest["precision"]
     used = manifest["identity"].get("optimizer")
     if used and asked.get("optimizer", used) != used:
         kept["optimizer"] = used
-    file = asked.get("mlx_config")
-    copy = find_run(checkpoint.folder) / MLX_CONFIG_COPY
-    if file and not Path(file).expanduser().is_file() and copy.is_file():
-        kept["mlx_config"] = str(copy)
+    for option, name in KEPT_FILES.items():
+        file, copy = asked.get(option), find_run(checkpoint.folder) / name
+        if file and not Path(file).expanduser().is_file() and copy.is_file():
+            kept[option] = str(copy)
     return kept
 
 
@@ -108,14 +155,28 @@ def _unpacked(config: Config) -> tuple[Path, dict[str, Any]]:
             )
         path, target = folder, {"backend": note["to"]}
     note = read_unpacked_note(path) if path.is_dir() else {}
-    files = {option: str(path / place) for option, place in (note.get("options") or {}).items()}
+    files = {option: _unpacked_value(path, place) for option, place in (note.get("options") or {}).items()}
     return path, files | target
 
 
-def warn_of_older_archive(request: Config, checkpoint: Checkpoint) -> str | None:
+def _unpacked_value(run: Path, place: Any) -> str:
+    """Return the value of an option whose file is in the archive; for several data sources, their list."""
+    if isinstance(place, str):
+        return str(run / place)
+    return join_entries(
+        [
+            DatasetEntry(
+                name=str(run / one["file"]) if "file" in one else one["name"], weight=one.get("weight")
+            )
+            for one in place
+        ]
+    )
+
+
+def _warn_of_older_archive(request: Config, checkpoint: Checkpoint) -> str | None:
     """Return a warning if --resume names an archive whose unpacked run has continued since."""
     path = Path(request.resume).expanduser()
-    if not names_path(request) or not path.is_file():
+    if not path.is_file():
         return None
     step: int = read_note(path)["step"]
     if step == checkpoint.step:
@@ -131,26 +192,6 @@ def for_record(config: Config) -> Config:
     once = options_on_resume(OnResume.ONE_START)
     asked = {name: source for name, source in config.asked.items() if name not in once}
     return dataclasses.replace(config, asked=asked)
-
-
-def find_checkpoint(config: Config, folder: Path, observer: Observer) -> Checkpoint | None:
-    """Return the checkpoint to continue from, or None if `auto` finds none. Damaged ones are skipped with a warning."""
-    if config.resume == "none":
-        return None
-    if config.resume == "auto":
-        if config.name is None:
-            raise UserError(
-                "--resume auto needs --name.",
-                why="without it every run gets a new folder, and there is nothing to continue in.",
-                do="name the run, or give --resume the path of one",
-            )
-        root = folder / FOLDER
-    else:
-        path = Path(config.resume).expanduser()
-        if not (path / FOLDER).is_dir():
-            return _checkpoint_at(path)
-        root = path / FOLDER
-    return _newest(root, observer)
 
 
 def settle_folder(folder: Path, checkpoint: Checkpoint) -> list[Path]:
@@ -200,9 +241,9 @@ def skip_warning(error: DamagedCheckpoint) -> Warned:
     return Warned(message=f"skipped: {error.asked} {error.why}")
 
 
-def _newest(root: Path, observer: Observer) -> Checkpoint | None:
+def _newest(root: Path, observer: Observer, *, hashes: bool) -> Checkpoint | None:
     damaged: list[DamagedCheckpoint] = []
-    found = newest_valid(root, on_damaged=damaged.append)
+    found = newest_valid(root, on_damaged=damaged.append, hashes=hashes)
     for error in damaged:
         observer.on_event(skip_warning(error))
     not_folders = [path for path in root.iterdir() if step_of(path) is not None] if root.is_dir() else []
@@ -221,10 +262,11 @@ def _newest(root: Path, observer: Observer) -> Checkpoint | None:
     return found
 
 
-def _checkpoint_at(path: Path) -> Checkpoint:
-    if not (path / FOLDER).is_dir() and not holds_run(path):
-        return open_checkpoint(path.resolve())
-    found = newest_valid(path / FOLDER)
+def _checkpoint_at(path: Path, observer: Observer, *, hashes: bool) -> Checkpoint:
+    """Return the checkpoint at `path`, or the newest valid one of the run at `path`."""
+    if not (path / FOLDER).is_dir() and not holds_record(path):
+        return open_checkpoint(path.resolve(), hashes=hashes)
+    found = _newest(path / FOLDER, observer, hashes=hashes)
     if found is None:
         raise UserError(
             f"{path} has no checkpoint to continue from.",

@@ -20,7 +20,7 @@ from crosstune.models.folder_record import read_record
 _FAMILIES = {"fused_adamw": "adamw", "fused_adam": "adam", "paged_adamw_8bit": "adamw_8bit"}
 _SETTINGS = {"lora": OnResume.ADAPTER, "dora": OnResume.ADAPTER, "llama_pro": OnResume.NEW_BLOCKS}
 """Method -> declaration of the options that determine the meaning of its weights."""
-_TITLES = {"data": "training data"}
+_TITLES = {"data": "training data", "eval_data": "evaluation data"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +35,13 @@ class Difference:
 
 
 def identity_of(
-    plan: Plan, *, model: Mapping[str, Any], data: str, order: Mapping[str, Any]
+    plan: Plan, *, model: Mapping[str, Any], data: str, eval_data: str | None, order: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the identity of a training, compared part by part when a run is resumed."""
     return {
         "model": dict(model),
         "data": data,
+        "eval_data": eval_data,
         "order": dict(order),
         "quantization": plan.quant_spec.to_json() if plan.quant_spec is not None else None,
         "trainable": settings_of(plan),
@@ -66,22 +67,33 @@ def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     found: list[Difference] = []
     for kind in was.keys() & now.keys():
         before, after = was[kind], now[kind]
+        if kind == "eval_data" and None in (before, after):
+            continue  # without evaluations on one side there is nothing to compare
         if kind in ("order", "trainable"):
             found += [
                 _difference(kind, key, before.get(key), after.get(key))
                 for key in sorted({*before, *after})
                 if before.get(key) != after.get(key)
             ]
+        elif kind == "model":
+            found += _compare_models(before, after)
         elif _comparable(kind, before) != _comparable(kind, after):
             found.append(_difference(kind, _TITLES.get(kind, kind), before, after))
     return sorted(found, key=lambda difference: MISMATCHES.index(difference.kind))
 
 
+def _compare_models(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+    """Compare weights and configuration of two models, but not their names."""
+    if was["identity"] != now["identity"]:
+        return [_difference("model", "model", was, now)]
+    before, after = was.get("config"), now.get("config")
+    if before is None or after is None or before == after:
+        return []
+    return [_difference("model", "config.json of the model", before, after)]
+
+
 def _comparable(kind: str, value: Any) -> Any:
-    """Return the value to compare: a model's weights without its name, an optimizer's family, and the fields of a
-    quantization that change values."""
-    if kind == "model":
-        return value["identity"]
+    """Return the value to compare: an optimizer's family, and the fields of a quantization that change values."""
     if kind == "quantization":
         spec = read_spec(value)
         return spec.meaning() if spec is not None else None

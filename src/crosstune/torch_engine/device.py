@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,12 +14,9 @@ import psutil
 import torch
 from torch import nn
 
-from crosstune.core.errors import OutOfMemory
+from crosstune.core import out_of_memory
 from crosstune.core.machine import BackendReport
 from crosstune.core.protocols import Memory
-
-# The CPU and MPS allocators raise a plain RuntimeError, recognized only by its message.
-_OUT_OF_MEMORY = re.compile(r"DefaultCPUAllocator|out of memory|can't allocate memory", re.IGNORECASE)
 
 
 def open_device(report: BackendReport) -> torch.device:
@@ -42,16 +38,9 @@ def read_memory(device: torch.device) -> Memory:
     return Memory(used_bytes=psutil.Process().memory_info().rss, peak_bytes=_peak_resident_bytes())
 
 
-@contextlib.contextmanager
-def memory_errors(device: torch.device) -> Iterator[None]:
+def memory_errors(device: torch.device, *, doing: str = "a step") -> contextlib.AbstractContextManager[None]:
     """Convert every out-of-memory error to OutOfMemory, after releasing cached memory."""
-    try:
-        yield
-    except RuntimeError as error:  # torch.OutOfMemoryError is one
-        if not isinstance(error, torch.OutOfMemoryError) and not _OUT_OF_MEMORY.search(str(error)):
-            raise
-        clear_cache(device)
-        raise OutOfMemory(str(error).partition(". ")[0].splitlines()[0]) from error
+    return out_of_memory.memory_errors(doing=doing, release=lambda: clear_cache(device))
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from crosstune.core.errors import UserError, nothing_to_train
 from crosstune.core.ranks import Group
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.torch_engine import export
-from crosstune.torch_engine.adapters import AdaptedLinear, add_adapters
+from crosstune.torch_engine.adapters import Adapted, add_adapters
 from crosstune.torch_engine.device import CacheClearing, memory_errors, open_device
 from crosstune.torch_engine.load import shrink_frozen
 from crosstune.torch_engine.optimizer import Masters, make_optimizer
@@ -44,7 +44,7 @@ def open_session(
     device, precision = open_device(plan.backend), PRECISIONS[plan.precision]
     torch.manual_seed(plan.config.seed)
     opening = Opening(plan=plan, device=device, precision=precision, folder=model_folder, base_name=base_name)
-    with memory_errors(device):
+    with memory_errors(device, doing="loading the model"):
         model = task.build(opening)
         adapters = adapt(model, plan, precision=precision)
         recompute_activations(model, plan)
@@ -70,7 +70,7 @@ def open_session(
     return TextSession(parts) if isinstance(task, CausalLM) else TorchSession(parts)
 
 
-def adapt(model: nn.Module, plan: Plan, *, precision: Precision) -> dict[str, AdaptedLinear]:
+def adapt(model: nn.Module, plan: Plan, *, precision: Precision) -> dict[str, Adapted]:
     """Add LoRA or DoRA adapters if the method uses them, and load the weights of --base_adapter."""
     config = plan.config
     if plan.method not in ("lora", "dora"):
@@ -119,9 +119,7 @@ def check_no_running_statistics(model: nn.Module) -> None:
             )
 
 
-def trained_parameters(
-    model: nn.Module, adapters: Mapping[str, AdaptedLinear]
-) -> dict[str, torch.nn.Parameter]:
+def trained_parameters(model: nn.Module, adapters: Mapping[str, Adapted]) -> dict[str, torch.nn.Parameter]:
     """Return the trained parameters by canonical name: the adapters, or all parameters that require gradients."""
     if adapters:
         return export.adapter_weights(adapters)

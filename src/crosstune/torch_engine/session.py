@@ -27,7 +27,7 @@ from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import save_adapter
 from crosstune.torch_engine import export
 from crosstune.torch_engine import state as states
-from crosstune.torch_engine.adapters import AdaptedLinear, name_targets
+from crosstune.torch_engine.adapters import Adapted, name_targets
 from crosstune.torch_engine.device import CacheClearing, evaluating, memory_errors, read_memory
 from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, watch_outputs
 from crosstune.torch_engine.optimizer import Masters, set_learning_rate
@@ -42,7 +42,7 @@ class Parts:
     opening: Opening
     task: TorchTask
     model: nn.Module
-    adapters: dict[str, AdaptedLinear]
+    adapters: dict[str, Adapted]
     masters: Masters
     optimizer: torch.optim.Optimizer | None
     """None if the model is only evaluated."""
@@ -91,7 +91,7 @@ class TorchSession:
         total, weight, metrics = 0.0, 0, MetricTotals(self.task.metric_names)
         with (
             evaluating(self.model),
-            memory_errors(self.device),
+            memory_errors(self.device, doing="an evaluation"),
             states.separate_random(self.device),
             torch.inference_mode(),
             self.precision.context(self.device),
@@ -110,7 +110,7 @@ class TorchSession:
         if broken := bad_weights(self.masters.masters):
             return f"the weight {broken[0]} was not finite before the step"
         before = states.export_random(self.device)
-        with watch_outputs(self.model) as layers:
+        with watch_outputs(self.model) as layers, memory_errors(self.device):
             self._backward(window)
         gradients = bad_gradients(self.masters.masters)
         self.masters.clear_gradients()
@@ -134,11 +134,12 @@ class TorchSession:
 
     def export_state(self, *, copy: bool = True) -> SessionState:
         masters = self.masters.masters
-        return SessionState(
-            weights={name: states.to_host(master, copy=copy) for name, master in masters.items()},
-            moments=states.export_moments(self._trained_optimizer(), masters, copy=copy),
-            random=states.export_random(self.device),
-        )
+        with memory_errors(self.device, doing="a copy of the training state"):
+            return SessionState(
+                weights={name: states.to_host(master, copy=copy) for name, master in masters.items()},
+                moments=states.export_moments(self._trained_optimizer(), masters, copy=copy),
+                random=states.export_random(self.device),
+            )
 
     def import_state(self, state: SessionState) -> None:
         self.import_weights(state.weights)
@@ -152,6 +153,10 @@ class TorchSession:
     def save_result(self, folder: Path | None) -> Path | None:
         if folder is None:  # every rank has the whole model, so only the writing rank has work to do
             return None
+        with memory_errors(self.device, doing="writing the result"):
+            return self._write_result(folder)
+
+    def _write_result(self, folder: Path) -> Path:
         if self.adapters:
             return self._save_adapter(folder / "adapter")
         target = folder / "model"

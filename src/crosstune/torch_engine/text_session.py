@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from crosstune.core.logit_distance import Logits, Prompts
-from crosstune.torch_engine.device import evaluating
+from crosstune.core.sampling import GREEDY, Sampling
+from crosstune.torch_engine.device import evaluating, memory_errors
 from crosstune.torch_engine.generate import OnToken, generate
 from crosstune.torch_engine.session import TorchSession
 from crosstune.torch_engine.verify import model_logits
@@ -14,7 +15,7 @@ from crosstune.torch_engine.verify import model_logits
 class TextSession(TorchSession):
     def logits(self, prompts: Prompts) -> Logits:
         """Return the logits in eval mode, in the precision of training."""
-        with evaluating(self.model):
+        with evaluating(self.model), memory_errors(self.device, doing="an evaluation"):
             return model_logits(self.model, prompts, precision=self.precision, device=self.device)
 
     def generate(
@@ -23,18 +24,17 @@ class TextSession(TorchSession):
         *,
         max_new_tokens: int,
         stop_ids: Sequence[int] = (),
-        temperature: float = 0.0,
-        seed: int = 0,
+        sampling: Sampling = GREEDY,
         on_token: OnToken | None = None,
     ) -> list[list[int]]:
-        with evaluating(self.model), self.precision.context(self.device):
+        limit = memory_errors(self.device, doing="generating text")
+        with evaluating(self.model), limit, self.precision.context(self.device):
             return generate(
                 self.model,
                 prompts,
                 device=self.device,
                 max_new_tokens=max_new_tokens,
                 stop_ids=stop_ids,
-                temperature=temperature,
-                seed=seed,
+                sampling=sampling,
                 on_token=on_token,
             )

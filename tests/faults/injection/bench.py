@@ -105,7 +105,7 @@ class Bench:
         """A run that was killed right after the checkpoint of step 2; to be copied."""
         folder = self.home / f"halfway-{method}"
         if not folder.exists():
-            ended = self.start(method, folder, before=partial(_die_after, SAVE_STEPS)).wait()
+            ended = self.start(method, folder, before=partial(die_after, SAVE_STEPS)).wait()
             assert ended.signal == 9, ended.said
             assert [step for step, _ in checkpoint_folders(folder / "checkpoints")] == [SAVE_STEPS]
         return folder
@@ -206,7 +206,7 @@ def _command(words: list[str], before: Any) -> int:
     return main(words)
 
 
-def _die_after(step: int) -> None:
+def die_after(step: int) -> None:
     """End this process with SIGKILL once the checkpoint of a step is acknowledged."""
     plain = RunRecord.on_event
 

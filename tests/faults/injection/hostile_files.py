@@ -22,7 +22,7 @@ import numpy as np
 from crosstune.checkpoint.archive import NOTE
 from crosstune.checkpoint.manifest import MANIFEST, SEAL, seal
 from crosstune.cli.main import main
-from crosstune.models.adapter_choice import AdapterSettings
+from crosstune.models.adapter_choice import AdapterSettings, Targets
 from crosstune.models.adapter_files import PEFT_WEIGHTS, save_adapter
 from crosstune.models.tiny import tiny_model
 from injection.mutations import (
@@ -147,7 +147,7 @@ class Workshop:
             self.good / "adapter",
             tensors,
             settings=settings,
-            targets=["q_proj", "v_proj"],
+            targets=Targets(modules=["q_proj", "v_proj"]),
             base=base,
             record=record,
         )

@@ -290,11 +290,11 @@ def _find(run: Path) -> int:
     from crosstune.config.load import make_config
     from crosstune.core.errors import UserError
     from crosstune.core.events import Observers
-    from crosstune.runs.resume import find_checkpoint
+    from crosstune.runs.resume import read_request
 
     config = make_config(resume="auto", name=run.name, output_dir=str(run.parent))
     try:
-        return 0 if find_checkpoint(config, run, Observers()) else 2
+        return 0 if read_request(config, observer=Observers()).checkpoint else 2
     except UserError as error:
         print(error)
         return error.exit_code

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from crosstune.config.conditions import RECOMPUTATION, SEVERAL_DEVICES, SHARDED_MODEL, TORCH_ENGINE
-from crosstune.config.option import OnResume, option
+from crosstune.config.option import OnResume, not_zero, option
 from crosstune.config.unbuilt import ACTIVATION_OFFLOAD, SEVERAL_TORCH_DEVICES
 from crosstune.core.backend import BACKENDS_PACKAGE
 from crosstune.core.names import plugin_names
@@ -59,8 +59,10 @@ class HardwareOptions:
         -1,
         "Number of devices; -1 for all. On MLX the number of processes; -1 for one",
         low=-1,
+        high=2**16,
         on_resume=OnResume.FREE,
         unbuilt=SEVERAL_TORCH_DEVICES,
+        check=not_zero,
     )
     sharding_strategy: str = option(
         "full_shard",
@@ -100,6 +102,7 @@ class HardwareOptions:
         12355,
         "Port of the first process",
         low=1,
+        high=65535,
         needs=(SEVERAL_DEVICES, SHARDED_MODEL),
         unbuilt=SEVERAL_TORCH_DEVICES,
     )

@@ -39,17 +39,27 @@ class MethodOptions:
         choices=tuple(TRAIN_TYPE_PARTS),
         unbuilt=LLAMA_PRO_ON_MLX,
     )
-    lora_rank: int = option(16, "Rank of the adapters", low=1, needs=(ADAPTERS,), on_resume=OnResume.ADAPTER)
-    lora_alpha: float = option(
-        32, "Scale of the adapters: alpha / rank", low=0, needs=(ADAPTERS,), on_resume=OnResume.ADAPTER
+    lora_rank: int = option(
+        16, "Rank of the adapters", low=1, high=2**16, needs=(ADAPTERS,), on_resume=OnResume.ADAPTER
     )
-    lora_dropout: float = option(0.0, "Dropout on the input of the adapters", low=0, needs=(ADAPTERS,))
-    lora_target_modules: str = option(
-        "all",
-        "Linear layers that get an adapter: all, default (query and value), a comma-separated list of names, or a regex "
-        "that matches full names",
+    lora_alpha: float = option(
+        32,
+        "Scale of the adapters: alpha / rank",
+        low=0,
+        high=1e6,
         needs=(ADAPTERS,),
         on_resume=OnResume.ADAPTER,
+    )
+    lora_dropout: float = option(
+        0.0, "Dropout on the input of the adapters", low=0, high=1, needs=(ADAPTERS,)
+    )
+    lora_target_modules: str = option(
+        "all",
+        "Layers that get an adapter: all (linear layers and experts), attention, default (query and value), a "
+        "comma-separated list of names, or a regex that matches full names",
+        needs=(ADAPTERS,),
+        on_resume=OnResume.ADAPTER,
+        joins_items="",
     )
     use_rslora: bool = option(
         False,
@@ -58,24 +68,26 @@ class MethodOptions:
         on_resume=OnResume.ADAPTER,
     )
     loraplus_lr_ratio: float = option(
-        1, "Ratio of the learning rate of B to that of A (LoRA+)", low=0, needs=(ADAPTERS,)
+        1, "Ratio of the learning rate of B to that of A (LoRA+)", low=0, high=1e6, needs=(ADAPTERS,)
     )
     num_new_blocks: int = option(
         1,
         "Number of blocks that llama_pro adds, spread evenly",
         low=1,
+        high=1000,
         needs=(LLAMA_PRO, BLOCKS_TO_ADD),
         on_resume=OnResume.NEW_BLOCKS,
     )
     quantization_backend: str = option(
         "auto", "Quantization library for the frozen base", choices=_quantizer_names
     )
-    n_bits: int = option(4, "Bits per weight of the quantized base", low=1, needs=(QUANTIZED_BASE,))
+    n_bits: int = option(4, "Bits per weight of the quantized base", low=1, high=32, needs=(QUANTIZED_BASE,))
     group_size: int = option(
         64,
         "Number of weights that share a scale in the quantized base",
         aliases=("hqq_group_size",),
         low=1,
+        high=2**20,
         needs=(QUANTIZED_BASE, SCALES_BY_GROUP),
     )
     quant_type: str = option(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from crosstune.config.conditions import ADAPTERS, LLAMA_PRO, MLX_ENGINE
-from crosstune.config.option import option
+from crosstune.config.option import Holds, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,13 +14,17 @@ class ModelOptions:
         "smollm2-135m",
         "Model to train: a bundled name, a folder, a .gguf file, or a hub id",
         aliases=("model",),
+        holds=Holds.PATH,
     )
-    base_adapter: str | None = option(None, "Adapter folder to start from", needs=(ADAPTERS,))
+    base_adapter: str | None = option(
+        None, "Adapter folder to start from", needs=(ADAPTERS,), holds=Holds.PATH
+    )
     llama_pro_path: str | None = option(
         None,
         "Folder of a block-expanded model for llama_pro, named ..._blk_exp-OLD-NEW; used instead of model_name",
         needs=(LLAMA_PRO,),
+        holds=Holds.PATH,
     )
     mlx_config: str | None = option(
-        None, "JSON or YAML file with settings for the MLX engine", needs=(MLX_ENGINE,)
+        None, "JSON or YAML file with settings for the MLX engine", needs=(MLX_ENGINE,), holds=Holds.PATH
     )

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crosstune.config.conditions import EVALUATION, RESUMING, SAVING, WANDB
-from crosstune.config.option import OnResume, option
+from crosstune.config.conditions import EVALUATION, EVALUATIONS, RESUMING, SAVING, WANDB
+from crosstune.config.option import Holds, OnResume, option
 from crosstune.config.unbuilt import WANDB_LOG
+from crosstune.core.durations import parse_duration
 
-MISMATCHES = ("model", "data", "order", "quantization", "trainable", "optimizer", "loss")
+MISMATCHES = ("model", "data", "eval_data", "order", "quantization", "trainable", "optimizer", "loss")
 """The values of `allow_mismatch`."""
+
+
+LONGEST_NAME_BYTES = 200
+"""A file system takes 255, and crosstune appends to the name: `~1`, a suffix of an archive or of a temporary folder."""
 
 
 def mismatches(value: str) -> list[str]:
@@ -17,11 +22,35 @@ def mismatches(value: str) -> list[str]:
     return [part.strip() for part in value.split(",") if part.strip()]
 
 
+def _check_mismatches(value: str) -> str | None:
+    unknown = set(mismatches(value)) - set(MISMATCHES)
+    return f"one or more of {', '.join(MISMATCHES)}, with commas between them" if unknown else None
+
+
+def _check_duration(value: str) -> str | None:
+    try:
+        parse_duration(value)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _check_name(value: str) -> str | None:
+    wrong = value.startswith("-") or value in (".", "..") or "/" in value or "\\" in value
+    if wrong or value != value.strip() or len(value.encode()) > LONGEST_NAME_BYTES:
+        return f"a plain folder name of at most {LONGEST_NAME_BYTES} bytes; --output_dir sets its parent"
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    output_dir: str = option("runs", "Folder for run folders", on_resume=OnResume.FREE)
+    output_dir: str = option("runs", "Folder for run folders", on_resume=OnResume.FREE, holds=Holds.PATH)
     name: str | None = option(
-        None, "Name of the run folder; unset: made from the time and the model", on_resume=OnResume.FREE
+        None,
+        "Name of the run folder; unset: made from the time and the model",
+        on_resume=OnResume.FREE,
+        holds=Holds.FOLDER_NAME,
+        check=_check_name,
     )
     overwrite: bool = option(
         False,
@@ -30,13 +59,13 @@ class RunOptions:
     )
     save_model: bool = option(True, "Save the trained adapter or model at the end", on_resume=OnResume.FREE)
     save_steps: int = option(
-        0, "Save a checkpoint every N steps; 0 for never", low=0, on_resume=OnResume.FREE
+        0, "Save a checkpoint every N steps; 0 for never", low=0, high=10**12, on_resume=OnResume.FREE
     )
     save_minutes: float = option(
-        10, "Save a checkpoint every N minutes; 0 for never", low=0, on_resume=OnResume.FREE
+        10, "Save a checkpoint every N minutes; 0 for never", low=0, high=1e6, on_resume=OnResume.FREE
     )
     keep_last_n: int = option(
-        3, "Number of newest checkpoints to keep", low=1, needs=(SAVING,), on_resume=OnResume.FREE
+        3, "Number of newest checkpoints to keep", low=1, high=10**6, needs=(SAVING,), on_resume=OnResume.FREE
     )
     keep_best: bool = option(
         True,
@@ -48,6 +77,7 @@ class RunOptions:
         0,
         "Also keep every checkpoint whose step is a multiple of this; 0 for none",
         low=0,
+        high=10**12,
         needs=(SAVING,),
         on_resume=OnResume.FREE,
     )
@@ -63,26 +93,44 @@ class RunOptions:
         "checkpoint, or an archive made by `crosstune move`",
         aliases=("resume_from_checkpoint",),
         on_resume=OnResume.ONE_START,
+        holds=Holds.PATH,
     )
     allow_mismatch: str = option(
         "",
         f"What may differ from the checkpoint when resuming, as a comma-separated list: {', '.join(MISMATCHES)}",
         needs=(RESUMING,),
         on_resume=OnResume.ONE_START,
+        check=_check_mismatches,
     )
     skip_nonfinite: int = option(
-        0, "Number of steps with a non-finite loss or gradient to skip before stopping", low=0
+        0, "Number of steps with a non-finite loss or gradient to skip before stopping", low=0, high=10**9
     )
     time_limit: str | None = option(
         None,
         "Save a checkpoint and stop before this much time has passed, such as 3h30m",
         on_resume=OnResume.ONE_START,
+        check=_check_duration,
     )
     eval_steps: int = option(
         0,
         "Evaluate every N steps; 0 for before and after training only",
         low=0,
+        high=10**12,
         needs=(EVALUATION,),
+        on_resume=OnResume.FREE,
+    )
+    early_stopping: int = option(
+        0,
+        "Stop after N evaluations in a row without a lower loss; 0 for never",
+        low=0,
+        needs=(EVALUATION, EVALUATIONS),
+        on_resume=OnResume.FREE,
+    )
+    result: str = option(
+        "auto",
+        "The weights to write as the result: those with the lowest evaluation loss (best), or those of the last step "
+        "(last); auto is best if there was more than one evaluation",
+        choices=("auto", "best", "last"),
         on_resume=OnResume.FREE,
     )
     skip_eval: bool = option(False, "Do not evaluate", on_resume=OnResume.FREE | OnResume.DIVIDES_DATA)
@@ -90,6 +138,7 @@ class RunOptions:
         3,
         "Number of held-out prompts whose answers are recorded at each evaluation",
         low=0,
+        high=10**4,
         needs=(EVALUATION,),
         on_resume=OnResume.FREE,
     )
@@ -97,6 +146,7 @@ class RunOptions:
         64,
         "Maximum number of tokens generated per answer in an evaluation",
         low=1,
+        high=2**20,
         needs=(EVALUATION,),
         on_resume=OnResume.FREE,
     )
@@ -111,6 +161,7 @@ class RunOptions:
         1,
         "Print a line every N steps; with the progress bar only when this option is set",
         low=1,
+        high=10**12,
         on_resume=OnResume.FREE,
     )
     verbose: bool = option(False, "Print more", on_resume=OnResume.FREE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from crosstune.config.conditions import CLIPPING, SCHEDULE_WITH_FLOOR
-from crosstune.config.option import OnResume, option
+from crosstune.config.option import OnResume, not_zero, option
 from crosstune.core.schedule import SCHEDULES
 
 OPTIMIZERS = (
@@ -23,30 +23,39 @@ OPTIMIZERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    num_epochs: float = option(1, "Number of passes over the data", aliases=("epochs",), low=0)
-    max_steps: int = option(-1, "Stop after this many optimizer steps; -1 for no limit", low=-1)
-    batch_size: int = option(8, "Rows per micro-batch and device", low=1)
+    num_epochs: float = option(1, "Number of passes over the data", aliases=("epochs",), low=0, high=1e6)
+    max_steps: int = option(
+        -1, "Stop after this many optimizer steps; -1 for no limit", low=-1, high=10**12, check=not_zero
+    )
+    batch_size: int = option(8, "Rows per micro-batch and device", low=1, high=2**20)
     gradient_accumulation_steps: int = option(
-        1, "Micro-batches per optimizer step", aliases=("gradient_accumulation",), low=1
+        1, "Micro-batches per optimizer step", aliases=("gradient_accumulation",), low=1, high=2**20
     )
     optimizer: str = option("adamw", "Optimizer", choices=OPTIMIZERS)
-    lr: float = option(0.0002, "Peak learning rate", aliases=("learning_rate",), low=0)
+    lr: float = option(0.0002, "Peak learning rate", aliases=("learning_rate",), low=0, high=1000)
     wd: float = option(
         0.01,
         "Weight decay of matrices: decoupled (adamw, adafactor), or added to the gradient (adam, sgd, adadelta)",
         aliases=("weight_decay",),
         low=0,
+        high=1000,
     )
     lr_scheduler: str = option("cosine", "Learning-rate schedule", choices=SCHEDULES)
-    warmup_steps: int | None = option(None, "Number of linear warm-up steps", low=0)
+    warmup_steps: int | None = option(
+        None,
+        "Number of linear warm-up steps w: the learning rate of step s, from 0, is (s + 1) / w of --lr, so the first "
+        "step is not at 0 as in transformers (s / w)",
+        low=0,
+        high=10**12,
+    )
     warmup_ratio: float | None = option(
-        None, "Warm-up as a fraction of all steps; unset: 0.1 for schedules that decay", low=0
+        None, "Warm-up as a fraction of all steps; unset: 0.1 for schedules that decay", low=0, high=1
     )
     cosine_min_lr_ratio: float = option(
-        0.1, "Final learning rate as a fraction of the peak", low=0, needs=(SCHEDULE_WITH_FLOOR,)
+        0.1, "Final learning rate as a fraction of the peak", low=0, high=1, needs=(SCHEDULE_WITH_FLOOR,)
     )
     apply_gradient_clipping: bool = option(True, "Clip the norm of the gradient")
-    grad_norm: float = option(1.0, "Maximum norm of the gradient", low=0, needs=(CLIPPING,))
+    grad_norm: float = option(1.0, "Maximum norm of the gradient", low=0, high=1e9, needs=(CLIPPING,))
     seed: int = option(
         42,
         "Seed for data order, initial adapters and dropout",

@@ -16,7 +16,7 @@ from crosstune.mlx_engine.causal_loss import CausalLoss
 from crosstune.mlx_engine.load import check_stored, load_model
 from crosstune.mlx_engine.save_model import save_model
 from crosstune.mlx_engine.task import Arrays, MetricSums, Opening
-from crosstune.models.locate import identity
+from crosstune.models.identity import identity
 
 SMALLEST_MULTIPLE = 32
 

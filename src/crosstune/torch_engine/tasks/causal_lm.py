@@ -17,7 +17,7 @@ from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.protocols import Array
 from crosstune.data.token_batch import IGNORED, TokenBatch
 from crosstune.models.folder_record import RECORD
-from crosstune.models.locate import identity
+from crosstune.models.identity import identity
 from crosstune.torch_engine import export
 from crosstune.torch_engine.blocks import Expansion
 from crosstune.torch_engine.cross_entropy import cross_entropy_sum

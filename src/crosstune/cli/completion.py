@@ -1,0 +1,85 @@
+"""`crosstune completion`: print a script that completes commands, options and their values in a shell."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+
+from crosstune.cli.arguments import Parser, read_path, read_path_or_name
+from crosstune.config.option import Holds, Option
+from crosstune.config.schema import option_list
+from crosstune.core.errors import EXIT_DONE
+
+SHELLS = ("bash", "zsh", "tcsh")
+TAKE_OPTIONS = ("train", "plan", "data")
+"""Commands that take the options of a run besides their own."""
+INSTALL = """to install it:
+  bash   crosstune completion bash > ~/.local/share/bash-completion/completions/crosstune
+  zsh    crosstune completion zsh > ~/.zfunc/_crosstune, with `fpath+=~/.zfunc; autoload -Uz compinit; compinit` in ~/.zshrc
+  tcsh   crosstune completion tcsh > ~/.crosstune.tcsh, with `source ~/.crosstune.tcsh` in ~/.tcshrc
+
+Make the folder first where there is none, and open a new shell afterwards. To try it at once in bash:
+  eval "$(crosstune completion bash)" """
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        "completion",
+        description="Print a script that completes commands, options, their values and file names in a shell.",
+        epilog=INSTALL,
+    )
+    parser.add_argument("shell", choices=SHELLS)
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    own = make_parser().parse_args(list(words))
+
+    import shtab
+
+    print(shtab.complete(whole_parser(), shell=own.shell))
+    return EXIT_DONE
+
+
+def whole_parser() -> argparse.ArgumentParser:
+    """Return one parser with all commands, which exist as parsers of their own."""
+    from crosstune.cli.main import COMMANDS
+
+    whole = argparse.ArgumentParser(prog="crosstune")
+    whole.add_argument("--version", action="store_true", help="print the version")
+    commands = whole.add_subparsers(parser_class=argparse.ArgumentParser)
+    for name, text in COMMANDS.items():
+        made = importlib.import_module(f"crosstune.cli.{name}").make_parser()
+        command = commands.add_parser(name, help=text, parents=[made], add_help=False)
+        if name in TAKE_OPTIONS:
+            _add_options(command)
+        for action in command._actions:
+            _complete(action, command=name)
+    return whole
+
+
+def _add_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config", type=read_path, help="YAML file with options")
+    for option in option_list():
+        command.add_argument(
+            *(f"--{name}" for name in (option.name, *option.aliases)),
+            choices=("true", "false") if option.type is bool else option.choices,
+            nargs="?" if option.type is bool else None,
+            type=read_path if option.holds is Holds.PATH else str,
+            help=_one_line(option),
+        )
+
+
+def _one_line(option: Option) -> str:
+    return option.text.split("; ")[0].replace("%", "%%")
+
+
+def _complete(action: argparse.Action, *, command: str) -> None:
+    """Complete file names where an argument takes one, and the names of options for `crosstune options`."""
+    import shtab
+
+    if action.type in (read_path, read_path_or_name):
+        action.complete = shtab.FILE  # type: ignore[attr-defined]
+    elif command == "options" and action.dest == "name":
+        action.choices = [option.name for option in option_list()]

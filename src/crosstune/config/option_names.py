@@ -1,0 +1,116 @@
+"""Find the option behind a name: its own, an alias, or that of another trainer; suggest near names for an unknown one."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+from crosstune.config.option import Option
+from crosstune.config.peer_names import (
+    DIFFERENT,
+    OFF_BY_DEFAULT,
+    SAME,
+    SAME_FOR_VALUES,
+    SAME_VALUES,
+    SECTIONS,
+)
+from crosstune.config.schema import options_by_name
+from crosstune.core.errors import UserError, shown
+
+_NEGATIONS = {"no", "not", "skip", "without", "disable", "un"}
+
+
+@dataclass(frozen=True)
+class Named:
+    """An option found by a name."""
+
+    option: Option
+    name: str
+    """The name that was used."""
+    is_peers: bool = False
+    """Whether it is another trainer's name."""
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether a flag of this name may stand without a value."""
+        if self.name in SAME_FOR_VALUES:
+            return "true" in SAME_FOR_VALUES[self.name][1]
+        return self.option.type is bool
+
+    def value(self, raw: Any, source: str) -> Any:
+        """Return the raw value under this name as a value of the option."""
+        text = str(raw).lower() if isinstance(raw, (str, bool)) else ""
+        if self.name in SAME_FOR_VALUES:
+            _, values, instead = SAME_FOR_VALUES[self.name]
+            if text not in values:
+                raise UserError(
+                    f"{self.name} {shown(raw)} is not an option of crosstune ({source}).", do=f"use {instead}"
+                )
+            return values[text]
+        return SAME_VALUES.get(self.option.name, {}).get(text, raw)
+
+
+def find_option(key: str, where: str, *, section: str = "", raw: Any = None) -> Named | None:
+    """Return the option of a name; None for another trainer's switch that is off. Raise a UserError for other names.
+
+    `section` is the section of a file that the name is in, and `raw` the value it has there.
+    """
+    name = key.replace("-", "_")
+    options = options_by_name()
+    if name in (inside := SECTIONS.get(section, {})):
+        return Named(options[inside[name]], key)
+    if name in options:
+        return Named(options[name], key)
+    if name.lower() in options:
+        return Named(options[name.lower()], key)
+    peers = SAME.get(name) or SAME_FOR_VALUES.get(name, ("",))[0]
+    if peers:
+        return Named(options[peers], name, is_peers=True)
+    if name in DIFFERENT:
+        if _is_off(raw) and (raw is None or name in OFF_BY_DEFAULT):
+            return None
+        raise UserError(
+            f"{shown(key)[1:-1]} is not an option of crosstune ({where}).", do=f"instead: {DIFFERENT[name]}"
+        )
+    raise unknown_option(key, where)
+
+
+def unknown_option(key: str, where: str) -> UserError:
+    close = suggestions(key)
+    do = f"did you mean {' or '.join(close)}?" if close else "see: crosstune train --help"
+    return UserError(f"Unknown option: {where}.", do=do)
+
+
+def suggestions(key: str) -> list[str]:
+    """Return up to three options whose names are near; never one with the opposite meaning."""
+    name = key.replace("-", "_").lower()[:100]
+    options = options_by_name()
+    known = {**dict.fromkeys(options, ""), **SAME}
+    found: list[str] = []
+    for match in difflib.get_close_matches(name, known, n=6, cutoff=0.74):
+        option = options[known[match] or match].name
+        if option not in found and _negated(name) == _negated(match):
+            found.append(option)
+    words = set(name.split("_"))
+    if not found and len(words) > 1:  # the same words in another order
+        found = [o for o in options if set(o.split("_")) == words]
+    return found[:3]
+
+
+def names_of(option: Option) -> list[str]:
+    """Return the names that other trainers have for an option."""
+    exact = [name for name, other in SAME.items() if other == option.name]
+    return exact + [name for name, (other, _, _) in SAME_FOR_VALUES.items() if other == option.name]
+
+
+def _negated(name: str) -> bool:
+    return bool(_NEGATIONS & set(name.split("_")))
+
+
+def _is_off(raw: Any) -> bool:
+    return (
+        raw in (None, False, 0, "")
+        or raw == []
+        or (isinstance(raw, str) and raw.lower() in ("false", "none", "no"))
+    )

@@ -1,0 +1,176 @@
+"""Convert a value from a flag, a file, the environment or Python to the type of its option."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from crosstune.config.option import Holds, Option
+from crosstune.core.errors import UserError, shown
+from crosstune.core.names import nearest
+from crosstune.core.secrets import holds_secret
+
+_TRUE = {"true", "yes", "on", "1", "y", "t"}
+_FALSE = {"false", "no", "off", "0", "n", "f"}
+_INTEGER = re.compile(r"[+-]?[0-9]{1,30}(_[0-9]{1,30})*")
+LONGEST_STRING = 4096
+"""Characters; also the longest path that Linux takes."""
+LONGEST_PART_BYTES = 255
+"""The longest name of a file or folder that file systems take."""
+
+
+def convert_value(option: Option, raw: Any, source: str) -> Any:
+    """Return the value in the option's type; raise a UserError that names the option when it does not take it."""
+    if raw is None or (option.optional and isinstance(raw, str) and raw.lower() in ("none", "null")):
+        if option.optional:
+            return None
+        raise _refused(option, raw, source)
+    value = _convert(option, raw, source)
+    choices = option.choices
+    if choices is not None and value not in choices:
+        close = nearest(str(value), choices)
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        raise _refused(option, value, source, do=f"{hint}It is one of: {', '.join(choices)}.")
+    if (option.low is not None and value < option.low) or (option.high is not None and value > option.high):
+        raise _refused(option, value, source)
+    if option.check is not None and (takes := option.check(value)) is not None:
+        raise _refused(option, value, source, do=f"it takes {takes}")
+    return value
+
+
+def expectation(option: Option) -> str:
+    """Return what an option takes, for an error or for its description."""
+    expected = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[option.type]
+    if option.choices:
+        expected = f"one of {', '.join(option.choices)}"
+    if option.low is not None:
+        expected += f", {option.low:g} or more"
+    if option.high is not None:
+        expected += f", at most {_number(option.high)}"
+    return f"it takes {expected}"
+
+
+def _convert(option: Option, raw: Any, source: str) -> Any:
+    if option.type is bool:
+        return _to_bool(option, raw, source)
+    if option.type is str:
+        return _to_string(option, raw, source)
+    if isinstance(raw, bool) or not isinstance(raw, (int, float, str)):
+        raise _refused(option, raw, source)
+    try:
+        return _exact_int(raw) if option.type is int else _finite_float(raw)
+    except (ValueError, OverflowError):
+        raise _refused(option, raw, source) from None
+
+
+def _to_bool(option: Option, raw: Any, source: str) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    text = raw.strip().lower() if isinstance(raw, str) else str(raw) if raw in (0, 1) else ""
+    if text not in _TRUE | _FALSE:
+        raise _refused(option, raw, source)
+    return text in _TRUE
+
+
+def _to_string(option: Option, raw: Any, source: str) -> str:
+    if option.joins_items is not None and isinstance(raw, (dict, list, tuple)):
+        raw = _join(option, raw, source)
+    if isinstance(raw, bool):
+        word = "true, yes or on" if raw else "false, no or off"
+        raise _refused(option, raw, source, do=f"put quotes around the word: YAML reads {word} as a boolean")
+    if isinstance(raw, int) and raw.bit_length() > 64:
+        raise _refused(option, raw, source)
+    if not isinstance(raw, (str, int, float, datetime.date, os.PathLike)):
+        raise _refused(option, raw, source)
+    text = str(raw)
+    if (wrong := _wrong_text(option, text)) is not None:
+        raise _refused(option, text, source, do=wrong)
+    return text
+
+
+def _join(option: Option, raw: Mapping[Any, Any] | Sequence[Any], source: str) -> str:
+    """Write a list as `a,b`, and a mapping or a list of mappings of one item as `a:1,b:2`, as a flag would."""
+    pieces = []
+    for item in raw.items() if isinstance(raw, Mapping) else raw:
+        pair = next(iter(item.items())) if isinstance(item, Mapping) and len(item) == 1 else item
+        if isinstance(pair, tuple) and len(pair) == 2 and option.joins_items and _is_plain(*pair):
+            pieces.append(f"{pair[0]}{option.joins_items}{pair[1]}")
+        elif _is_plain(pair):
+            pieces.append(str(pair))
+        else:
+            raise _refused(option, raw, source)
+    if not pieces:
+        raise _refused(option, raw, source)
+    return ",".join(pieces)
+
+
+def _is_plain(*items: Any) -> bool:
+    return all(
+        isinstance(item, (str, float))
+        or (isinstance(item, int) and not isinstance(item, bool) and item.bit_length() <= 64)
+        for item in items
+    )
+
+
+def _wrong_text(option: Option, text: str) -> str | None:
+    """Return what to do about a string that no option of this kind can take."""
+    if not text.strip() and option.default != "":
+        return "give it a value, or leave it out"
+    if len(text) > LONGEST_STRING:
+        return f"it takes at most {LONGEST_STRING:,} characters"
+    if any(0xD800 <= ord(char) <= 0xDFFF for char in text):
+        return "it takes text in UTF-8; rename a file whose name is not"
+    if not text.isprintable() and any(ord(char) < 32 or ord(char) == 127 for char in text):
+        return "it takes text without control characters"
+    if holds_secret(text):
+        return (
+            "leave out the password or token, which a run would write to its files; log in instead, with "
+            "`hf auth login`, or set HF_TOKEN in the environment"
+        )
+    return wrong_path(text) if option.holds is Holds.PATH else None
+
+
+def wrong_path(text: str) -> str | None:
+    """Return what to do about a text that cannot be a path on any machine."""
+    if any(len(part.encode()) > LONGEST_PART_BYTES for part in text.split("/")):
+        return f"each name in a path has at most {LONGEST_PART_BYTES} bytes"
+    if text.startswith("~"):
+        try:
+            Path(text).expanduser()
+        except RuntimeError:  # no such account, or no HOME
+            return "write the whole path: the home folder of ~ is not known"
+    return None
+
+
+def _exact_int(raw: int | float | str) -> int:
+    """Parse an integer, also one written as 1e3, without rounding large ones through a float."""
+    if isinstance(raw, int):
+        return raw
+    if isinstance(raw, str) and _INTEGER.fullmatch(raw.strip()):
+        return int(raw)
+    number = _finite_float(raw)
+    if number != int(number):
+        raise ValueError("not whole")
+    return int(number)
+
+
+def _finite_float(raw: int | float | str) -> float:
+    if isinstance(raw, str) and not raw.isascii():
+        raise ValueError("digits of another script")
+    number = float(raw)
+    if not math.isfinite(number):
+        raise ValueError("not finite")
+    return number
+
+
+def _refused(option: Option, raw: Any, source: str, *, do: str = "") -> UserError:
+    return UserError(f"{option.name} cannot be {shown(raw)} ({source}).", do=do or expectation(option))
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"

@@ -1,0 +1,52 @@
+"""Recognize out-of-memory errors of every library, and turn them into one error with advice."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+from collections.abc import Callable, Iterator
+
+from crosstune.core.errors import UserError
+
+# Only CUDA's allocator has an exception of its own; the others raise a RuntimeError, recognized by its message:
+# torch's CPU allocator, MPS, cuBLAS, XPU, MLX on Metal and CUDA.
+_MESSAGE = re.compile(
+    r"DefaultCPUAllocator|out ?of ?memory|attempting to allocate|cannot allocate memory|can't allocate memory|unable to allocate|failed to allocate"
+    r"|out_of_(device|host)_memory|insufficient memory|_STATUS_ALLOC_FAILED|std::bad_alloc|malloc or resource limit",
+    re.IGNORECASE,
+)
+
+
+class OutOfMemory(UserError):
+    """Something does not fit into memory. In a step, it is raised before the optimizer update."""
+
+    def __init__(self, why: str, *, doing: str = "a step") -> None:
+        super().__init__(
+            f"There is not enough memory for {doing}.",
+            why=f"{why}; no step that was completed is lost.",
+            do="continue with a smaller --batch_size and more --gradient_accumulation_steps, --use_gradient_checkpointing, "
+            "a shorter --context_length, or --train_type qlora",
+        )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, (RuntimeError, ValueError)) and _MESSAGE.search(str(error)) is not None
+
+
+@contextlib.contextmanager
+def memory_errors(*, doing: str, release: Callable[[], None] | None = None) -> Iterator[None]:
+    """Convert every out-of-memory error in the block to OutOfMemory; call `release` first, to free cached memory."""
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError, ValueError) as error:
+        if not is_out_of_memory(error):
+            raise
+        if release is not None:
+            release()
+        first = str(error).strip().partition(". ")[0].splitlines()
+        raise OutOfMemory(first[0] if first else "an allocation failed", doing=doing) from error

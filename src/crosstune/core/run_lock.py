@@ -1,0 +1,71 @@
+"""Lock a run folder, so that one process at a time chooses its checkpoint and writes to it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from crosstune.core.errors import UserError
+
+LOCKS = ".locks"
+"""Folder of the lock files, next to the run folders: a lock stays in place when its run is moved aside."""
+
+
+class InUse(UserError):
+    """Another process holds the lock of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(
+            f"{folder} is in use.",
+            why="another process is training there.",
+            do="wait for it or stop it, or choose another --name",
+        )
+
+
+@contextlib.contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run folder, which need not exist yet; raise InUse when another process holds it.
+
+    The system releases the lock when the process ends, however it ends. If no run folder was made, no trace is left.
+    """
+    run = folder.resolve()
+    locks = run.parent / LOCKS
+    made = [path for path in (locks, *locks.parents) if not path.exists()]
+    lock = FileLock(locks / f"{run.name}.lock")
+    try:
+        _acquire(lock, locks)
+    except Timeout:
+        raise InUse(folder) from None
+    except OSError as error:
+        raise UserError(
+            f"Cannot write the run folder {folder}.", why=str(error), do="choose another --output_dir"
+        ) from error
+    try:
+        yield
+    finally:
+        if not run.exists():
+            _remove(Path(lock.lock_file), made)
+        lock.release()
+
+
+def _acquire(lock: FileLock, locks: Path) -> None:
+    for attempt in range(3):
+        try:
+            locks.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=0)
+            return
+        except FileNotFoundError:  # a process that made no run removed the folder just now
+            if attempt == 2:
+                raise
+
+
+def _remove(lock: Path, folders: Sequence[Path]) -> None:
+    """Remove the lock file and the folders that were made for it, as far as they are empty. Whoever opened the file
+    meanwhile notices, as filelock compares the file with its path."""
+    with contextlib.suppress(OSError):  # others use them
+        lock.unlink()
+        for folder in folders:
+            folder.rmdir()

@@ -1,0 +1,68 @@
+"""Find and replace secrets in text: access tokens, and credentials inside URLs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "[secret]"
+
+_URL_LOGIN = re.compile(
+    r"(?P<keep>\b[a-z][a-z0-9+.-]*://)[^\s/?#@:]*:[^\s/?#]*(?=@)"  # user:password@
+    r"|(?P<keep_web>\bhttps?://)[^\s/?#@]+(?=@)",  # token@
+    re.I,
+)
+_NAMED_VALUE = re.compile(
+    r"(?P<keep>(?:^|[?&;#\s,'\"({]|--)"
+    r"(?:(?:[a-z0-9]+[_-])*(?:password|passwd|secret|api[_-]?key|access[_-]?key|signature|credentials?)"
+    r"|(?:(?:access|auth|api|hub|hf|bearer|refresh|session|private|wandb)[_-])?token|sig|pwd)=)"
+    r"[^\s&#;,'\"]{4,}",
+    re.I,
+)
+_TOKENS = re.compile(
+    r"(?<![A-Za-z0-9])(?:"
+    # A folder may be called hf_checkpoints2024, so a short one needs capitals and digits.
+    r"(?:hf|api_org)_(?:[A-Za-z0-9]{20,}|(?=[a-z0-9]*[A-Z])(?=[A-Za-z]*[0-9])[A-Za-z0-9]{14,})"  # Hugging Face
+    r"|(?:gh[pousr]_|github_pat_)[A-Za-z0-9_]{16,}"  # GitHub
+    r"|glpat-[A-Za-z0-9_-]{16,}"  # GitLab
+    r"|xox[abprs]-[A-Za-z0-9-]{10,}"  # Slack
+    r"|AKIA[0-9A-Z]{16}"  # AWS
+    r"|AIza[A-Za-z0-9_-]{30,}"  # Google
+    r"|eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}"  # JSON web tokens
+    r"|wandb_v1_[A-Za-z0-9_]{16,}"
+    r"|sk-(?=[A-Za-z0-9_-]*[0-9])(?=[A-Za-z0-9_-]*[A-Za-z0-9]{10})[A-Za-z0-9_-]{16,}"  # OpenAI, Anthropic, ...
+    r"|sk-[A-Za-z0-9_-]{32,}"
+    r")"
+)
+
+
+def redact(text: str) -> str:
+    """Return the text with every secret in it replaced."""
+    text = _URL_LOGIN.sub(lambda found: f"{found['keep'] or found['keep_web']}{HIDDEN}", text)
+    text = _NAMED_VALUE.sub(rf"\g<keep>{HIDDEN}", text)
+    return _TOKENS.sub(HIDDEN, text)
+
+
+def holds_secret(text: str) -> bool:
+    return redact(text) != text
+
+
+def redact_values(value: Any) -> Any:
+    """Return plain data with the secrets in all of its strings replaced."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, Mapping):
+        return {redact_values(key): redact_values(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redact_values(item) for item in value]
+    return value
+
+
+def redact_command(words: list[str]) -> list[str]:
+    """Return the words of a command line with secrets replaced, also one that is a word after `--token`."""
+    hidden = [redact(word) for word in words]
+    for place, word in enumerate(words[:-1]):
+        if word.startswith("--") and "=" not in word and holds_secret(f"{word}={words[place + 1]}"):
+            hidden[place + 1] = HIDDEN if hidden[place + 1] == words[place + 1] else hidden[place + 1]
+    return hidden

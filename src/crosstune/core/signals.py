@@ -1,0 +1,19 @@
+"""Name the signals that stop a run after its current step, with a checkpoint."""
+
+from __future__ import annotations
+
+import signal
+
+# SIGTERM: kill, schedulers. SIGHUP: a closed terminal or dropped connection. SIGUSR1: SLURM's `--signal=USR1@120` before a
+# preemption or time limit. Windows has only the first two.
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1")
+
+
+def stop_signals() -> list[signal.Signals]:
+    return [signal.Signals[name] for name in _NAMES if hasattr(signal, name)]
+
+
+def taken_signals() -> list[signal.Signals]:
+    """Return the stop signals that this process does not ignore: `nohup` ignores SIGHUP, a shell's `&` SIGINT and
+    SIGQUIT, and both mean it."""
+    return [number for number in stop_signals() if signal.getsignal(number) is not signal.SIG_IGN]

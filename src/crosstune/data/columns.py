@@ -1,0 +1,191 @@
+"""Decide which columns of a dataset are read as which: from --columns, or by names that many datasets use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from crosstune.core.errors import UserError
+from crosstune.core.names import nearest
+from crosstune.data.files import Found
+from crosstune.data.formats import COLUMNS, OPTIONAL_COLUMNS, Row, fitting_formats, recognise
+
+if TYPE_CHECKING:
+    from crosstune.data.sources import Part
+
+TARGETS = tuple(dict.fromkeys([*(name for names in COLUMNS.values() for name in names), *OPTIONAL_COLUMNS]))
+"""The columns that a format reads."""
+
+# Other names of the question and of the answer. They are used only if a row has exactly one of each.
+_QUESTIONS = ("prompt", "question", "instruction", "input", "query", "problem")
+_ANSWERS = ("completion", "answer", "output", "response", "reply", "solution")
+_CONVERSATIONS = ("conversation", "dialogue", "dialog", "chat")
+_ROWS_LOOKED_AT = 64
+
+Columns = Mapping[str, str]
+"""Column of the dataset -> column that the format reads."""
+
+
+def parse_columns(text: str | None) -> dict[str, str]:
+    """Read `query=prompt,reply=completion`. The name of a column may have commas and equals signs in it."""
+    found: dict[str, str] = {}
+    held = ""
+    for piece in (text or "").split(",") if text else ():
+        source, equals, target = f"{held}{piece}".rpartition("=")
+        if not equals:
+            held += f"{piece},"
+            continue
+        held, source, target = "", source.strip(), target.strip()
+        if target not in TARGETS:
+            raise UserError(
+                f"--columns cannot map {source} to '{target}'.",
+                why="no format reads such a column.",
+                do=f"{_hint(target, TARGETS)}map it to one of: {', '.join(TARGETS)}",
+            )
+        if not source or source in found or target in found.values():
+            raise UserError(
+                f"--columns cannot be '{text}'.",
+                why=f"{source or 'a column without a name'} or {target} occurs twice."
+                if source
+                else "a column has no name.",
+                do="name each column once, as in --columns query=prompt,reply=completion",
+            )
+        found[source] = target
+    if held:
+        raise UserError(
+            f"--columns cannot be '{text}'.",
+            why=f"'{held.rstrip(',')}' does not say what it is read as.",
+            do="write --columns query=prompt,reply=completion",
+        )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenamedPart:
+    """A part whose rows have some of their columns renamed."""
+
+    part: Part
+    columns: tuple[tuple[str, str], ...]
+
+    @property
+    def name(self) -> str:
+        return self.part.name
+
+    @property
+    def form(self) -> str:
+        return self.part.form
+
+    @property
+    def size_bytes(self) -> int:
+        return self.part.size_bytes
+
+    def place(self, number: int) -> str:
+        return self.part.place(number)
+
+    def digest(self) -> str:
+        return f"{self.part.digest()} {self.columns}"
+
+    def rows(self) -> Iterator[Found]:
+        columns = dict(self.columns)
+        for found in self.part.rows():
+            yield found._replace(row=rename(found.row, columns))
+
+
+def rename(row: Row, columns: Columns) -> dict[str, Any]:
+    """Return a row with its columns renamed. A column of the row that already has the new name is kept aside, so that
+    the report lists it as one that is not read."""
+    used = {source: target for source, target in columns.items() if source in row}
+    taken = set(used.values()) - used.keys()
+    kept = {
+        (f"{name} (replaced)" if name in taken else name): value
+        for name, value in row.items()
+        if name not in used
+    }
+    return kept | {target: row[source] for source, target in used.items()}
+
+
+def read_part(part: Part, *, asked: str, columns: Columns, source: str) -> tuple[str, Columns] | None:
+    """Return the format of a part and the columns to rename; None for a part without rows."""
+    # The first row decides, but it may lack an optional column that --columns names.
+    rows = [found.row for found in islice(part.rows(), _ROWS_LOOKED_AT if columns else 1)]
+    if not rows:
+        return None
+    present = {name for row in rows for name in row}
+    used = {name: target for name, target in columns.items() if name in present}
+    first = rename(rows[0], used)
+    if asked == "auto" and part.form != "auto" and not used:
+        return recognise(first, asked=part.form, source=source), used
+    if asked != "auto":
+        return recognise(first, asked=asked, source=source), used
+    if used:
+        return _format_of_targets(first, used, source=source), used
+    if not fitting_formats(first) and (aliases := _well_known(first)):
+        return recognise(rename(first, aliases), asked="auto", source=source), aliases
+    return recognise(first, asked="auto", source=source), used
+
+
+def check_columns(parts: list[Part], columns: Columns, *, source: str) -> None:
+    """Raise a UserError for a column of --columns that is in none of the parts."""
+    present: dict[str, None] = {}
+    for part in parts:
+        for found in islice(part.rows(), _ROWS_LOOKED_AT):
+            present |= dict.fromkeys(map(str, found.row))
+    for name in columns:
+        if name not in present:
+            raise UserError(
+                f"{source} has no column '{name}', which --columns maps to {columns[name]}.",
+                do=f"{_hint(name, present)}its columns are: {', '.join(present)}",
+            )
+
+
+def describe_columns(columns: Columns) -> str:
+    return ", ".join(f"{source} as {target}" for source, target in columns.items())
+
+
+def _format_of_targets(first: Row, used: Columns, *, source: str) -> str:
+    """Return the format that reads a column of --columns, which wins over others that the row would fit."""
+    fitting = fitting_formats(first)
+    for form in fitting:
+        if any(target in COLUMNS[form] for target in used.values()):
+            return recognise(first, asked=form, source=source)
+    if fitting and all(target in OPTIONAL_COLUMNS for target in used.values()):
+        return recognise(first, asked="auto", source=source)
+    needs = [
+        f"{form} needs {' and '.join(column for column in names if column not in first)} too"
+        for form, names in COLUMNS.items()
+        if any(target in names for target in used.values())
+    ]
+    raise UserError(
+        f"--columns does not give all columns of a format: {describe_columns(used)}.",
+        why=f"{'; '.join(needs) or 'no format can be recognised'}. The columns of {source} are then: "
+        f"{', '.join(map(str, first))}.",
+        do="map the missing column too",
+    )
+
+
+def _well_known(row: Row) -> Columns:
+    """Return how to rename the columns of a row that names its question and answer in another usual way."""
+    lists = [name for name in _CONVERSATIONS if isinstance(row.get(name), list)]
+    if len(lists) == 1:
+        return {lists[0]: "messages"}
+    questions = [name for name in _QUESTIONS if name in row]
+    answers = [name for name in _ANSWERS if name in row]
+    if len(answers) != 1:
+        return {}
+    if questions == ["instruction", "input"]:
+        return {answers[0]: "output"}
+    if len(questions) != 1:
+        return {}
+    targets = ("question", "answer") if "context" in row else ("prompt", "completion")
+    return {
+        source: target
+        for source, target in zip((questions[0], answers[0]), targets, strict=True)
+        if source != target
+    }
+
+
+def _hint(name: str, names: Any) -> str:
+    close = nearest(name, list(names))
+    return f"did you mean {' or '.join(close)}? " if close else ""

@@ -1,0 +1,237 @@
+"""Open the data of a run: the examples to train on, those held out from training, and the weights of several sources."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from crosstune.config.schema import Config
+from crosstune.core.errors import UserError
+from crosstune.core.events import Observer, Tokenizing
+from crosstune.data.columns import parse_columns
+from crosstune.data.corpus import Corpus, join_corpora, open_corpus
+from crosstune.data.dataset_list import parse_dataset, unweighted
+from crosstune.data.dummy import dummy_corpus
+from crosstune.data.files import Row
+from crosstune.data.mixture import Mixture
+from crosstune.data.named_datasets import DUMMY
+from crosstune.data.preflight import leave_out_unsupervised
+from crosstune.data.sources import Source, open_source
+from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.uniform import check_mapped, pick_rows, renamed_columns, uniform_sources
+
+HELD_OUT_SHARE = 0.1
+# Separates the random stream of held-out rows from those of the epochs, which use the same seed.
+_HELD_OUT_KEY = 2**32
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """The examples of a run."""
+
+    train: Corpus
+    without_answer: int
+    """Rows left out because they have no token with loss."""
+    held_out: Corpus | None = None
+    held_out_rows: Sequence[tuple[Row, str]] = ()
+    """The rows of the held-out examples, and their formats."""
+    mixture: Mixture | None = None
+    sources: Sequence[dict[str, Any]] = ()
+    """What each of several sources gives to an epoch."""
+    notes: Sequence[str] = ()
+    """How the data was read, where that is not obvious."""
+
+    def identity(self) -> str:
+        """Return the hash of everything that decides the examples, and their weights."""
+        if self.mixture is None:
+            return self.train.identity
+        return hashlib.sha256(f"{self.train.identity} {self.mixture.identity()}".encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opened:
+    """The examples of one source."""
+
+    train: Corpus
+    without_answer: int
+    held_out: Corpus | None = None
+    held_out_rows: Sequence[tuple[Row, str]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOpener:
+    """Tokenize the sources of a configuration."""
+
+    config: Config
+    tokenizer: Tokenizer
+    cache: Path | None
+    observer: Observer
+    model_limit: int | None
+    """The longest context of the model."""
+
+    def open(self) -> RunData:
+        config = self.config
+        entries = parse_dataset(config.dataset)
+        sources = [open_source(entry.name) for entry in entries]
+        if any(source.form == DUMMY for source in sources):
+            return self._open_dummy(sources)
+        columns = parse_columns(config.columns)
+        check_mapped(sources, columns)
+        most = 0 if config.skip_eval or config.eval_dataset else config.eval_samples
+        opened = [
+            self._open_source(source, number=number, most=share)
+            for number, (source, share) in enumerate(zip(sources, _divide(most, len(sources)), strict=True))
+        ]
+        held_out = [(one.held_out, one.held_out_rows) for one in opened if one.held_out is not None]
+        if config.eval_dataset and config.eval_samples and not config.skip_eval:
+            held_out = self._open_evaluation(config.eval_dataset)
+        mixture = None
+        if len(entries) > 1 and all(entry.weight is not None for entry in entries):
+            mixture = Mixture(
+                sizes=tuple(len(one.train) for one in opened),
+                weights=tuple(entry.weight for entry in entries if entry.weight is not None),
+            )
+        described = _describe_sources(sources, opened, mixture) if len(sources) > 1 else []
+        return RunData(
+            train=join_corpora([one.train for one in opened]),
+            without_answer=sum(one.without_answer for one in opened),
+            held_out=join_corpora([corpus for corpus, _ in held_out]) if held_out else None,
+            held_out_rows=[row for _, rows in held_out for row in rows],
+            mixture=mixture,
+            sources=described,
+            notes=[*self._notes(sources, opened), *(_shares(described) if mixture is not None else ())],
+        )
+
+    def _open_dummy(self, sources: Sequence[Source]) -> RunData:
+        config = self.config
+        if len(sources) > 1:
+            raise UserError(f"The dataset {DUMMY} cannot be combined with others.", do=f"use {DUMMY} alone")
+        corpus = dummy_corpus(self.tokenizer, config.dataset_samples, context_length=config.context_length)
+        return RunData(train=corpus, without_answer=0)
+
+    def _open_source(self, source: Source, *, number: int, most: int) -> _Opened:
+        """Return the training examples of a source, and at most `most` held-out ones. A source without a held-out split
+        gives up a tenth of its rows."""
+        samples = source.samples if self.config.dataset_samples == -1 else self.config.dataset_samples
+        if not most or source.held_out:
+            corpus, without_answer = self._corpus(source, limit=samples)
+            corpus = corpus.part(_first(samples))
+            if not most:
+                return _Opened(train=corpus, without_answer=without_answer)
+            held_out, rows = self._evaluated(source.own_held_out(), most=most)
+            return _Opened(train=corpus, without_answer=without_answer, held_out=held_out, held_out_rows=rows)
+        corpus, without_answer = self._corpus(source, limit=samples + most if samples != -1 else -1)
+        num_held_out = min(most, int(len(corpus) * HELD_OUT_SHARE))
+        if not num_held_out:
+            return _Opened(train=corpus.part(_first(samples)), without_answer=without_answer)
+        key = (self.config.seed, _HELD_OUT_KEY + number)
+        draw = np.random.Generator(np.random.Philox(key=key))
+        chosen = np.sort(draw.choice(len(corpus), size=num_held_out, replace=False))
+        remaining = np.setdiff1d(np.arange(len(corpus)), chosen, assume_unique=True)
+        held_out = corpus.part(chosen)
+        return _Opened(
+            train=corpus.part(remaining[_first(samples)]),
+            without_answer=without_answer,
+            held_out=held_out,
+            held_out_rows=self._rows(source, held_out),
+        )
+
+    def _open_evaluation(self, names: str) -> list[tuple[Corpus, Sequence[tuple[Row, str]]]]:
+        """Open the sources of --eval_dataset; their own held-out split if they have one."""
+        entries = unweighted(names, option="eval_dataset")
+        opened = []
+        for entry, most in zip(entries, _divide(self.config.eval_samples, len(entries)), strict=True):
+            source = open_source(entry.name, needs_training=False)
+            source = source.own_held_out() if source.held_out else source
+            if most:
+                opened.append(self._evaluated(source, most=most))
+        return opened
+
+    def _evaluated(self, source: Source, *, most: int) -> tuple[Corpus, Sequence[tuple[Row, str]]]:
+        corpus = self._corpus(source, limit=most)[0].part(_first(most))
+        return corpus, self._rows(source, corpus)
+
+    def _rows(self, source: Source, corpus: Corpus) -> list[tuple[Row, str]]:
+        return pick_rows(self._uniform(source), corpus.rows().tolist())
+
+    def _uniform(self, source: Source) -> list[Source]:
+        config = self.config
+        return uniform_sources(source, asked=config.dataset_format, columns=parse_columns(config.columns))
+
+    def _corpus(self, source: Source, *, limit: int) -> tuple[Corpus, int]:
+        """Return the examples of a source with supervised tokens, and the number of those without."""
+        config = self.config
+
+        def show(done_bytes: int, total_bytes: int, examples: int) -> None:
+            self.observer.on_event(
+                Tokenizing(
+                    source=source.name, done_bytes=done_bytes, total_bytes=total_bytes, examples=examples
+                )
+            )
+
+        corpus = open_corpus(
+            source,
+            self.tokenizer,
+            asked_format=config.dataset_format,
+            whole=config.train_on_prompt,
+            context_length=config.context_length,
+            truncation=config.truncation,
+            limit=limit,
+            columns=parse_columns(config.columns),
+            model_limit=self.model_limit,
+            cache=self.cache,
+            progress=show,
+        )
+        return leave_out_unsupervised(corpus, source=source.name)
+
+    def _notes(self, sources: Sequence[Source], opened: Sequence[_Opened]) -> list[str]:
+        uniform = [one for source in sources for one in self._uniform(source)]
+        notes = renamed_columns(uniform, parse_columns(self.config.columns))
+        for source, one in zip(sources, opened, strict=True):
+            if source.unused:
+                notes.append(f"{source.name}: held out by name and not read: {', '.join(source.unused)}")
+            if one.train.pieces is not None and (num_pieces := int((one.train.pieces >= 0).sum())):
+                notes.append(
+                    f"{source.name}: long texts are split into {num_pieces:,} pieces of at most {one.train.limit:,} tokens"
+                )
+        return notes
+
+
+def _describe_sources(
+    sources: Sequence[Source], opened: Sequence[_Opened], mixture: Mixture | None
+) -> list[dict[str, Any]]:
+    """Return what each source gives to an epoch: all of its rows, or as many as its weight says."""
+    sizes = [len(one.train) for one in opened]
+    counts = mixture.counts() if mixture is not None else sizes
+    return [
+        {
+            "name": source.name,
+            "examples": size,
+            "rows_per_epoch": count,
+            "share": count / sum(counts),
+            "passes_per_epoch": count / size,
+        }
+        for source, size, count in zip(sources, sizes, counts, strict=True)
+    ]
+
+
+def _shares(described: Sequence[dict[str, Any]]) -> list[str]:
+    return [
+        f"{source['name']}: {source['share']:.1%} of an epoch, {source['rows_per_epoch']:,} rows, "
+        f"which is {source['passes_per_epoch']:.2f} times its {source['examples']:,} examples"
+        for source in described
+    ]
+
+
+def _divide(total: int, num_parts: int) -> list[int]:
+    """Divide a number into parts that differ by at most one."""
+    return [total // num_parts + (place < total % num_parts) for place in range(num_parts)]
+
+
+def _first(samples: int) -> slice:
+    return slice(0, samples if samples != -1 else None)

@@ -1,0 +1,52 @@
+"""Judge the evaluations of a run: the best step, whether to stop early, and whether the model overfits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+WORSE = 1.02
+"""An evaluation loss above this multiple of the best one counts as worse, not as noise."""
+
+Losses = Mapping[int, float]
+"""Step -> evaluation loss."""
+
+
+def trained_losses(evaluations: Losses) -> dict[int, float]:
+    """Return the finite evaluation losses after at least one step, in the order of steps."""
+    return {
+        step: evaluations[step] for step in sorted(evaluations) if step and math.isfinite(evaluations[step])
+    }
+
+
+def best_step(evaluations: Losses) -> int | None:
+    """Return the step with the lowest evaluation loss, the earliest of equal ones; None without an evaluation."""
+    losses = trained_losses(evaluations)
+    return min(losses, key=lambda step: (losses[step], step)) if losses else None
+
+
+def stops_early(evaluations: Losses, *, patience: int) -> bool:
+    """Return whether the last `patience` evaluations brought no improvement; never if `patience` is 0."""
+    best = best_step(evaluations)
+    if not patience or best is None:
+        return False
+    return sum(step > best for step in evaluations) >= patience
+
+
+def overfits(evaluations: Losses) -> bool:
+    """Return whether the evaluation loss has risen clearly above its best and not come back."""
+    losses, best = trained_losses(evaluations), best_step(evaluations)
+    if best is None:
+        return False
+    last = losses[max(losses)]
+    return last > WORSE * losses[best] if losses[best] > 0 else last > losses[best]
+
+
+def overfitting_warning(evaluations: Losses) -> str:
+    losses, best = trained_losses(evaluations), best_step(evaluations)
+    assert best is not None
+    last = max(losses)
+    return (
+        f"overfitting: the evaluation loss was {losses[best]:.4f} at step {best} and is {losses[last]:.4f} at step {last}; "
+        "train fewer steps (--early_stopping stops by itself), lower --lr, or add data"
+    )

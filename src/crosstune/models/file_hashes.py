@@ -1,0 +1,98 @@
+"""Hash whole files once: a hash is kept until size, times or inode of its file change."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from crosstune.config.load import cache_override
+from crosstune.core.errors import UserError
+from crosstune.core.json_files import read_json, write_json
+from crosstune.core.plain_files import open_plain
+from crosstune.core.user_paths import cache_base
+
+NUM_THREADS = 4
+_BLOCK_BYTES = 4 * 2**20
+_SETTLED_S = 2.0
+"""A file changed this recently is hashed again: a later change may fall into the same tick of the file system's clock."""
+
+_known: dict[str, Mapping[str, Any]] = {}
+"""Hashes of this process, by path, each with the stamp of its file."""
+
+
+def sha256_of(path: Path, *, on_bytes: Callable[[int], None] | None = None) -> str:
+    """Return the sha256 of all bytes of a file, from the cache if the file has not changed since it was hashed.
+
+    `on_bytes` is called with the number of bytes read since its last call.
+    """
+    key = str(path.resolve())
+    stamp = _stamp(path)
+    for known in (_known.get(key), _read_cached(key)):
+        if known and known.get("stamp") == stamp and isinstance(known.get("sha256"), str):
+            _known[key] = known
+            return str(known["sha256"])
+    digest = _hash(path, on_bytes)
+    settled = time.time() - max(stamp["mtime_ns"], stamp["ctime_ns"]) / 1e9 > _SETTLED_S
+    if settled and _stamp(path) == stamp:
+        _known[key] = {"path": key, "stamp": stamp, "sha256": digest}
+        with contextlib.suppress(
+            OSError, UserError
+        ):  # without a place for the cache, the next process hashes again
+            _cache_file(key).parent.mkdir(parents=True, exist_ok=True)
+            write_json(_cache_file(key), _known[key])
+    return digest
+
+
+def sha256_of_all(
+    paths: Sequence[Path], *, progress: Callable[[int, int], None] | None = None
+) -> dict[Path, str]:
+    """Return the sha256 of each file, several at a time; `progress` is called with the bytes read and their total."""
+    total, done = sum(path.stat().st_size for path in paths), 0
+
+    def add(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    with ThreadPoolExecutor(max_workers=min(NUM_THREADS, len(paths)) or 1) as pool:
+        return dict(zip(paths, pool.map(lambda path: sha256_of(path, on_bytes=add), paths), strict=True))
+
+
+def _hash(path: Path, on_bytes: Callable[[int], None] | None) -> str:
+    digest = hashlib.sha256()
+    with open_plain(path) as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+            if on_bytes is not None:
+                on_bytes(len(block))
+    return digest.hexdigest()
+
+
+def _stamp(path: Path) -> dict[str, int]:
+    """Return what changes when a file does. Its change time cannot be set back, unlike its modification time."""
+    found = path.stat()
+    return {
+        "size": found.st_size,
+        "mtime_ns": found.st_mtime_ns,
+        "ctime_ns": found.st_ctime_ns,
+        "inode": found.st_ino,
+        "device": found.st_dev,
+    }
+
+
+def _read_cached(key: str) -> Mapping[str, Any]:
+    try:
+        return read_json(_cache_file(key))
+    except (UserError, OSError):  # a damaged or unreadable entry is made again
+        return {}
+
+
+def _cache_file(key: str) -> Path:
+    name = f"{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:32]}.json"
+    return cache_base(cache_override()) / "hashes" / name

@@ -1,0 +1,82 @@
+"""Identify a model by every byte of its weights and by the parts of its configuration that change its numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from crosstune.models.file_hashes import sha256_of_all
+from crosstune.models.folder import read_config_json, weight_files
+from crosstune.models.folder_record import read_record
+from crosstune.models.progress import Progress, silent
+
+# Keys of config.json that do not change what the model computes from its weights: names, versions, defaults of
+# generation, and the storage of the weights, which is compared apart.
+_NOT_NUMBERS = frozenset(
+    {
+        "_attn_implementation",
+        "_commit_hash",
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "label2id",
+        "pad_token_id",
+        "quantization",
+        "quantization_config",
+        "task_specific_params",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+
+
+def identity(folder: Path, *, progress: Progress = silent) -> dict[str, Any]:
+    """Return the identity of a model folder.
+
+    `weights_sha256` covers name and every byte of each safetensors file, `config_sha256` the configuration, and `sha256`
+    both. Files are hashed once, as long as they do not change.
+    """
+    paths = weight_files(folder)
+    hashes = sha256_of_all(paths, progress=lambda done, total: progress("hash", done, total))
+    weights = hashlib.sha256()
+    for path in paths:
+        weights.update(f"{path.name}\0{hashes[path]}\0".encode(errors="surrogateescape"))
+    config = config_identity(read_config_json(folder))
+    both = hashlib.sha256(f"{config}\0{weights.hexdigest()}".encode()).hexdigest()
+    files = {path.name: path.stat().st_size for path in paths}
+    return {"sha256": both, "config_sha256": config, "weights_sha256": weights.hexdigest(), "files": files}
+
+
+def config_identity(config: dict[str, Any]) -> str:
+    """Return a hash of the configuration without the keys that change no number."""
+    return hashlib.sha256(json.dumps(_numbers(config), sort_keys=True).encode()).hexdigest()
+
+
+def source_identity(folder: Path) -> dict[str, str]:
+    """Return the identities of weights and configuration; for a folder converted by crosstune, those of its source."""
+    record = read_record(folder)
+    conversion = record.get("converted") or record.get("exported") or {}
+    found = identity(folder)
+    return {
+        "weights": str(conversion.get("source_identity") or found["weights_sha256"]),
+        "config": str(conversion.get("source_config") or found["config_sha256"]),
+    }
+
+
+def source_record(folder: Path) -> dict[str, str]:
+    """Return what the record of a conversion says about the model it is made from."""
+    found = source_identity(folder)
+    return {"source_identity": found["weights"], "source_config": found["config"]}
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items() if key not in _NOT_NUMBERS}
+    return value

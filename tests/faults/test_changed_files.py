@@ -1,0 +1,100 @@
+"""Files that changed between two commands: a base, an adapter, evaluation data. Each is found before it is used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from injection.bench import Bench, make_model, write_chats
+
+from crosstune.cli.main import main
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("changed"))
+
+
+def flip_every(path: Path, every: int) -> None:
+    raw = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(raw[:8], "little")
+    for place in range(start, len(raw), every):
+        raw[place] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.fixture(scope="module")
+def trained(bench: Bench) -> Path:
+    folder = bench.home / "trained"
+    assert bench.start("lora", folder).wait().code == 0
+    return folder
+
+
+@pytest.mark.parametrize("command", ["generate", "merge", "export", "train"])
+@pytest.mark.parametrize("every", [7, 10**6])
+def test_a_damaged_adapter_is_not_used(
+    bench: Bench, trained: Path, tmp_path: Path, capsys: Captured, command: str, every: int
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    flip_every(run / "adapter" / "adapter_model.safetensors", every)
+    words = {
+        "generate": ["generate", str(run), "--prompt", "count 3"],
+        "merge": ["merge", str(run), "--out", str(tmp_path / "merged")],
+        "export": ["export", str(run), "--to", "hf", "--out", str(tmp_path / "out")],
+        "train": bench.words("lora", tmp_path / "next", base_adapter=str(run / "adapter")),
+    }[command]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "adapter_model.safetensors has changed" in said and "Traceback" not in said
+    assert not (tmp_path / "merged").exists() and not (tmp_path / "out").exists()
+
+
+def change_weights(model: Path, data: Path) -> None:
+    flip_every(model / "model.safetensors", 10**6)
+
+
+def change_config(model: Path, data: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-2}))
+
+
+def change_evaluation(model: Path, data: Path) -> None:
+    write_chats(data, num=8, word="recite")
+
+
+@pytest.mark.parametrize(
+    ("change", "named", "allowed"),
+    [
+        (change_weights, "model:", "model"),
+        (change_config, "config.json of the model", "model"),
+        (change_evaluation, "evaluation data", "eval_data"),
+    ],
+)
+def test_a_run_is_not_resumed_over_changed_files(
+    bench: Bench, tmp_path: Path, capsys: Captured, change: Any, named: str, allowed: str
+) -> None:
+    model, data = make_model(tmp_path / "model"), write_chats(tmp_path / "val.jsonl", num=8)
+    options = {"model_name": model, "eval_dataset": data, "skip_eval": False, "resume": "auto"}
+    assert bench.start("lora", tmp_path / "run", **options).wait().code == 0
+    change(model, data)
+    words = bench.words("lora", tmp_path / "run", **options, max_steps=6)
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "from another training" in said and named in said
+    assert main([*words, "--allow_mismatch", allowed]) == 0
+
+
+def test_a_changed_model_that_crosstune_wrote_is_not_used(
+    bench: Bench, trained: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    merged = tmp_path / "merged"
+    assert main(["merge", str(trained), "--out", str(merged)]) == 0
+    flip_every(merged / "model.safetensors", 10**6)
+    assert main(bench.words("lora", tmp_path / "next", model_name=merged)) == 2
+    assert "model.safetensors has changed" in capsys.readouterr().err

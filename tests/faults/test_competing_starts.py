@@ -1,0 +1,33 @@
+"""Two processes that start the same run: the short version of `make faults`."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from injection import competing, signals
+from injection.bench import Bench
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("competing"))
+
+
+@pytest.mark.parametrize("resume", ["none", "auto"])
+@pytest.mark.parametrize("moment", competing.MOMENTS)
+def test_a_late_start_takes_nothing_from_a_run_that_another_process_finished(
+    bench: Bench, moment: str, resume: str
+) -> None:
+    assert competing.late_start(bench, "lora", moment, resume=resume).problems == []
+
+
+def test_kills_and_signals_over_two_processes_lose_nothing(bench: Bench) -> None:
+    assert competing.kills_and_signals(bench, "lora", 1, num=6).problems == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1])
+def test_signals_of_terminals_and_schedulers_stop_with_a_checkpoint(
+    bench: Bench, number: signal.Signals
+) -> None:
+    assert signals.stop_by_signal(bench, "lora", number, 3).problems == []

@@ -1,0 +1,123 @@
+"""Allocations that fail for real, in each part of a run: exit code 2, advice, and nothing lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from injection.bench import Bench, differences, read_bits
+
+from crosstune.checkpoint.read import newest_valid
+from crosstune.core.json_files import read_json, read_jsonl
+
+TOO_MUCH = 1 << 60
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("memory"))
+
+
+def torch_allocation() -> None:
+    import torch
+
+    torch.empty(TOO_MUCH, dtype=torch.uint8)
+
+
+def numpy_allocation() -> None:
+    import numpy as np
+
+    np.empty(TOO_MUCH, np.uint8)
+
+
+def fail(where: str, name: str, allocate: Callable[[], None], *, call: int) -> None:
+    """Make one call of a function or method allocate more than there is, at its beginning."""
+    import pkgutil
+
+    home: Any = pkgutil.resolve_name(where)
+    plain, calls = getattr(home, name), []
+
+    def failing(*args: Any, **options: Any) -> Any:
+        calls.append(name)
+        if len(calls) == call:
+            allocate()
+        return plain(*args, **options)
+
+    setattr(home, name, failing)
+
+
+SESSION = "crosstune.torch_engine.session.TorchSession"
+
+
+@pytest.mark.parametrize("allocate", [torch_allocation, numpy_allocation])
+@pytest.mark.parametrize(
+    ("where", "name", "call", "steps"),
+    [
+        (SESSION, "_backward", 4, 3),
+        ("crosstune.recipes.sft.SftRecipe", "window", 4, 3),
+        ("crosstune.torch_engine.tasks.causal_lm.CausalLM", "build", 1, 0),
+    ],
+)
+def test_a_step_or_a_load_that_does_not_fit(
+    bench: Bench, allocate: Callable[[], None], where: str, name: str, call: int, steps: int
+) -> None:
+    folder = bench.home / f"{name}-{allocate.__name__}"
+    ended = bench.start("lora", folder, before=partial(fail, where, name, allocate, call=call)).wait()
+    assert ended.code == 2 and "Traceback" not in ended.said, ended
+    assert "not enough memory" in ended.said and "--batch_size" in ended.said
+    newest = newest_valid(folder / "checkpoints")
+    assert (newest.step if newest else 0) == steps
+    again = bench.start("lora", folder, resume="auto").wait()
+    assert again.code == 0, again
+    assert differences(read_bits(folder), bench.reference("lora")) == []
+
+
+def test_a_start_that_fails_before_its_first_step_leaves_its_name_free(bench: Bench) -> None:
+    folder = bench.home / "free"
+    failing = partial(
+        fail, "crosstune.torch_engine.tasks.causal_lm.CausalLM", "build", torch_allocation, call=1
+    )
+    assert bench.start("lora", folder, before=failing).wait().code == 2
+    assert bench.start("lora", folder).wait().code == 0
+    assert list(folder.parent.glob("free~*")) == []
+    assert differences(read_bits(folder), bench.reference("lora")) == []
+    refused = bench.start("lora", folder).wait()
+    assert refused.code == 2 and "already holds a run" in refused.said
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_last_evaluation_that_does_not_fit_costs_neither_checkpoint_nor_result(
+    bench: Bench, method: str
+) -> None:
+    folder = bench.home / f"evaluation-{method}"
+    failing = partial(fail, "crosstune.torch_engine.state", "separate_random", torch_allocation, call=2)
+    options = {"skip_eval": False, "eval_samples": 4, "save_steps": 0}
+    ended = bench.start(method, folder, before=failing, **options).wait()
+    assert ended.code == 2 and "Traceback" not in ended.said, ended
+    assert "not enough memory for an evaluation" in ended.said
+    assert read_json(folder / "summary.json")["status"] == "finished"
+    assert len(read_jsonl(folder / "metrics.jsonl")) == 4
+    assert list(folder.glob("*/*.safetensors")), "the result is there"
+    newest = newest_valid(folder / "checkpoints")
+    assert newest is not None and newest.step == 4
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_copy_that_does_not_fit_is_written_without_one(bench: Bench, call: int) -> None:
+    folder = bench.home / f"copy-{call}"
+    failing = partial(fail, SESSION, "export_state", numpy_allocation, call=call)
+    ended = bench.start("lora", folder, before=failing).wait()
+    assert ended.code == 0, ended
+    assert differences(read_bits(folder), bench.reference("lora")) == []
+
+
+def test_a_result_that_does_not_fit_leaves_a_checkpoint_to_make_it_from(bench: Bench) -> None:
+    folder = bench.home / "result"
+    failing = partial(fail, SESSION, "_write_result", torch_allocation, call=1)
+    ended = bench.start("full", folder, before=failing, save_steps=0).wait()
+    assert ended.code == 2 and "Traceback" not in ended.said, ended
+    assert "not enough memory for writing the result" in ended.said
+    newest = newest_valid(folder / "checkpoints")
+    assert newest is not None and newest.step == 4

@@ -1,0 +1,51 @@
+"""The judgement of evaluations: the best step, early stopping, overfitting."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from crosstune.loop.best import best_step, overfits, overfitting_warning, stops_early
+
+Losses = dict[int, float]
+
+
+@pytest.mark.parametrize(
+    ("losses", "step"),
+    [
+        ({}, None),
+        ({0: 1.0}, None),
+        ({0: 1.0, 10: 2.0, 20: 3.0}, 10),
+        ({10: 2.0, 20: 2.0}, 10),
+        ({10: math.nan, 20: 5.0}, 20),
+        ({30: 1.0, 10: 2.0, 20: 0.5}, 20),
+    ],
+)
+def test_the_best_step_is_one_that_was_trained(losses: Losses, step: int | None) -> None:
+    assert best_step(losses) == step
+
+
+@pytest.mark.parametrize(
+    ("losses", "patience", "stops"),
+    [
+        ({10: 1.0, 20: 2.0, 30: 2.0}, 0, False),
+        ({10: 1.0, 20: 2.0}, 2, False),
+        ({10: 1.0, 20: 2.0, 30: 2.0}, 2, True),
+        ({10: 1.0, 20: 1.0, 30: 1.0}, 2, True),
+        ({10: 1.0, 20: 2.0, 30: 0.9}, 1, False),
+        ({0: 0.1, 10: 1.0}, 1, False),
+        ({10: 1.0, 20: math.nan}, 1, True),
+    ],
+)
+def test_early_stopping_counts_evaluations_without_improvement(
+    losses: Losses, patience: int, stops: bool
+) -> None:
+    assert stops_early(losses, patience=patience) is stops
+
+
+def test_overfitting_is_a_clear_rise_and_noise_is_not() -> None:
+    assert not overfits({}) and not overfits({10: 1.0, 20: 1.015})
+    assert overfits({0: 9.0, 10: 2.0, 20: 2.5})
+    assert not overfits({10: 2.0, 20: 2.5, 30: 1.9})
+    assert "2.0000 at step 10 and is 2.5000 at step 20" in overfitting_warning({10: 2.0, 20: 2.5})

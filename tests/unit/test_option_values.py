@@ -1,0 +1,174 @@
+"""Values that an option cannot take: refused by name, with a short text, wherever they come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crosstune.config.fit_memory import _smaller_batches
+from crosstune.config.load import cache_override, load_config, make_config
+from crosstune.config.schema import Config, option_list
+from crosstune.core.errors import MOST_PROBLEMS, ConfigError, UserError, shown
+from crosstune.distributed.environment import ranks_in
+
+
+def refusal(*flags: str, file: Path | None = None, **environment: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(flags, file=file, environment=environment)
+    return "\n".join(caught.value.lines())
+
+
+def test_every_number_has_limits() -> None:
+    numbers = [option for option in option_list() if option.type in (int, float)]
+    assert [o.name for o in numbers if o.low is None or o.high is None] == []
+    for option in numbers:
+        assert option.default is None or option.low <= option.default <= option.high  # type: ignore[operator]
+        assert f"{option.name} cannot be" in refusal(f"--{option.name}={option.high * 2 + 1:.0f}")  # type: ignore[operator]
+
+
+NO_NUMBERS = [
+    "9" * 400,
+    "9" * 5000,
+    "-" + "9" * 400,
+    "1e400",
+    "nan",
+    "-inf",
+    "0b_",
+    "2024-13-45",
+    "٣",
+    "½",
+    "1e",
+    "",
+    "1 2",
+]
+NOT_NUMBERS = [10**400, 10**5000, -(10**400), float("inf"), [1], {"a": 1}, b"1", True, None, object()]
+NO_PATHS = ["", "  ", "a\0b", "a\x1b[2Jb", "\udcff", "x" * 5000, "y" * 256, "~nobody-here/x"]
+
+
+@pytest.mark.parametrize("option", ["batch_size", "lr", "seed", "warmup_steps"])
+def test_a_number_is_a_number_within_its_limits(option: str) -> None:
+    for value in NO_NUMBERS:
+        text = refusal(f"--{option}={value}")
+        assert f"{option} cannot be" in text and f"--{option}" in text
+        assert len(text) < 400
+
+
+@pytest.mark.parametrize("option", ["batch_size", "lr"])
+def test_values_of_other_types_are_refused(option: str) -> None:
+    for value in NOT_NUMBERS:
+        with pytest.raises(ConfigError) as caught:
+            make_config(**{option: value})
+        assert f"{option} cannot be" in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("option", ["dataset", "output_dir", "model_name", "eval_dataset"])
+def test_a_path_is_text_that_can_be_one(option: str) -> None:
+    for value in NO_PATHS:
+        text = refusal(f"--{option}={value}")
+        assert f"{option} cannot be" in text and len(text) < 400
+        assert all(char.isprintable() or char == "\n" for char in text)
+
+
+def test_a_run_name_is_a_plain_folder_name() -> None:
+    for value in ("x" * 300, "é" * 150, "a/b", "..", ".", "-x", "a\nb", " a", "a\\b", ""):
+        assert "name cannot be" in refusal(f"--name={value}")
+
+
+def test_a_time_limit_names_its_key() -> None:
+    for value in ("3x", "0s", "", "9" * 400, "1h1h1", "99999999d", "-3h", "3 h"):
+        assert "time_limit cannot be" in refusal(f"--time_limit={value}")
+
+
+def test_booleans_have_a_few_spellings() -> None:
+    assert [load_config([f"--packing={v}"]).packing for v in ("TRUE", "y", "On", "1", "n", "f", "0")] == [
+        *[True] * 4,
+        *[False] * 3,
+    ]
+    for value in ("maybe", "2", "", "truee"):
+        assert "packing cannot be" in refusal("--packing", value)
+
+
+def test_yaml_words_that_are_booleans_are_not_strings(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("name: no\n")
+    assert "quotes" in refusal(file=file)
+
+
+def test_an_endless_value_is_shown_in_short() -> None:
+    bomb: list[Any] = ["x"]
+    for _ in range(60):
+        bomb = [bomb] * 9
+    assert len(shown(bomb)) <= 80
+    assert shown(10**5000) == "an integer of 5,001 digits"
+    with pytest.raises(ConfigError) as caught:
+        make_config(lr=bomb, lora_target_modules=bomb)
+    assert len(str(caught.value)) < 500
+
+
+def test_many_problems_are_cut(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("".join(f"wrong{number}: 1\n" for number in range(5000)))
+    text = refusal(file=file)
+    assert f"{5000 - MOST_PROBLEMS:,} more problems" in text and len(text) < 10_000
+
+
+def test_errors_escape_what_a_terminal_would_obey() -> None:
+    error = UserError("a\x1b]52;c;aGk=\x07", why="\u202eb\udcff", do="c" * 10_000)
+    text = "\n".join(error.lines())
+    assert all(char.isprintable() or char == "\n" for char in text) and len(text) < 2500
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"RANK": "x", "WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "many"},
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "9" * 5000},
+        {"MLX_RANK": "9" * 5000, "MLX_HOSTFILE": "{hosts}"},
+        {"MLX_RANK": "0", "MLX_HOSTFILE": "{hosts}", "CROSSTUNE_LAUNCHER": "x"},
+        {"MLX_RANK": "0", "MLX_HOSTFILE": "/nowhere"},
+    ],
+)
+def test_a_bad_variable_is_named(tmp_path: Path, environment: dict[str, str]) -> None:
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text('[["10.0.0.1:5000"], ["10.0.0.2:5000"]]')
+    given = {name: value.replace("{hosts}", str(hosts)) for name, value in environment.items()}
+    with pytest.raises(UserError) as caught:
+        ranks_in(given)
+    assert any(name in str(caught.value) for name in environment) and len(str(caught.value)) < 500
+    assert "FSDP_BACKEND" in refusal(FSDP_BACKEND="9" * 5000)
+
+
+def test_the_cache_variable_is_named() -> None:
+    for value in ("~nobody-here/x", "y" * 300, "\udcff"):
+        with pytest.raises(UserError, match="CROSSTUNE_CACHE"):
+            cache_override({"CROSSTUNE_CACHE": value})
+
+
+def test_numbers_in_a_backends_variables_are_checked() -> None:
+    from crosstune.core.backend import backend_specs
+
+    spec = backend_specs()["mps"]
+    for value in ("abc", "nan", "-1", ""):
+        with pytest.raises(UserError, match="PYTORCH_MPS_HIGH_WATERMARK_RATIO"):
+            spec.check_environment({"PYTORCH_MPS_HIGH_WATERMARK_RATIO": value})
+    spec.check_environment({"PYTORCH_MPS_HIGH_WATERMARK_RATIO": "0.0"})
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7, 12, 60, 97, 128])
+@pytest.mark.parametrize("accumulation", [1, 3, 8, 30])
+def test_smaller_batches_divide_the_rows_of_a_step(batch: int, accumulation: int) -> None:
+    wanted = [size for size in range(batch - 1, 0, -1) if (batch * accumulation) % size == 0]
+    assert _smaller_batches(batch, accumulation) == wanted
+
+
+def test_the_largest_batches_take_no_time() -> None:
+    assert len(_smaller_batches(2**20, 2**20)) == 20
+    assert _smaller_batches(1_048_573, 1_048_571) == [1_048_571, 1]  # two primes
+
+
+def test_a_request_without_options_is_the_default() -> None:
+    assert load_config(environment={}) == Config()

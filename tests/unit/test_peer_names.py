@@ -1,0 +1,155 @@
+"""Options under the names of other trainers: read where they mean the same, explained where they do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crosstune.config.load import load_config, make_config
+from crosstune.config.option_names import suggestions
+from crosstune.config.peer_names import (
+    DIFFERENT,
+    OFF_BY_DEFAULT,
+    SAME,
+    SAME_FOR_VALUES,
+    SAME_VALUES,
+    SECTIONS,
+)
+from crosstune.config.schema import Config, option_list, options_by_name
+from crosstune.config.values import convert_value
+from crosstune.core.errors import ConfigError
+
+
+def load(*flags: str, file: Path | None = None) -> Config:
+    return load_config(flags, file=file, environment={})
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_the_tables_lead_to_options_and_do_not_overlap() -> None:
+    targets = {*SAME.values(), *(option for option, _, _ in SAME_FOR_VALUES.values()), *SAME_VALUES}
+    targets |= {option for names in SECTIONS.values() for option in names.values()}
+    assert targets <= {option.name for option in option_list()}
+    assert not set(SAME) & set(DIFFERENT) and not set(SAME_FOR_VALUES) & {*SAME, *DIFFERENT}
+    assert set(DIFFERENT) >= OFF_BY_DEFAULT
+    for option, values, _ in SAME_FOR_VALUES.values():
+        for value in values.values():
+            convert_value(options_by_name()[option], value, "table")
+
+
+@pytest.mark.parametrize("name", sorted(SAME))
+def test_a_name_that_means_the_same_is_the_option(tmp_path: Path, name: str) -> None:
+    option = options_by_name()[SAME[name]]
+    value: Any = {bool: "true", int: 3, float: 0.5, str: "word"}[option.type]
+    value = option.choices[0] if option.choices else value
+    wanted = convert_value(option, value, "here")
+    found = [
+        load(f"--{name}", str(value)),
+        load(f"--{name.replace('_', '-')}={value}"),
+        load(file=write(tmp_path, f"{name}: {value}\n")),
+        make_config(**{name: value}),
+    ]
+    for config in found:
+        assert getattr(config, option.name) == wanted
+        assert list(config.asked) == [option.name] and config.renamed == {option.name: name}
+
+
+@pytest.mark.parametrize("name", sorted(DIFFERENT))
+def test_any_other_name_is_explained(tmp_path: Path, name: str) -> None:
+    for make in (
+        lambda: load(f"--{name}", "8"),
+        lambda: load(f"--{name.replace('_', '-')}"),
+        lambda: load(file=write(tmp_path, f"{name}: 8\n")),
+    ):
+        with pytest.raises(ConfigError, match="instead: ") as caught:
+            make()
+        assert name in str(caught.value).replace("-", "_")
+
+
+def test_a_switch_that_is_off_says_nothing(tmp_path: Path) -> None:
+    file = write(tmp_path, "load_in_8bit: false\nload_in_4bit: false\ndeepspeed:\nval_set_size:\nlr: 0.1\n")
+    assert set(load(file=file).asked) == {"lr"}
+    with pytest.raises(ConfigError, match="load_in_4bit"):
+        load(file=write(tmp_path, "load_in_4bit: true\n"))
+    with pytest.raises(ConfigError, match="shuffle"):
+        load(file=write(tmp_path, "shuffle: false\n"))
+
+
+def test_values_are_translated_too(tmp_path: Path) -> None:
+    assert load("--mask-prompt").train_on_prompt is False
+    assert load("--mask_prompt=false").train_on_prompt is True
+    assert load("--optim", "adamw_torch_fused").optimizer == "fused_adamw"
+    assert load("--optimizer", "adamw_bnb_8bit").optimizer == "adamw_8bit"
+    assert load("--lora_target_linear").lora_target_modules == "all"
+    assert load("--target_modules", "all-linear").lora_target_modules == "all"
+    assert load("--adapter", "qlora").train_type == "qlora"
+    assert (
+        load(file=write(tmp_path, "lora_target_modules: [q_proj, v_proj]")).lora_target_modules
+        == "q_proj,v_proj"
+    )
+    with pytest.raises(ConfigError, match="lora_target_linear"):
+        load("--lora_target_linear", "false")
+
+
+def test_micro_batches_are_not_steps() -> None:
+    assert load("--iters", "5").max_steps == 5
+    with pytest.raises(ConfigError, match="iters"):
+        load("--iters", "5", "--grad_accumulation_steps", "2")
+
+
+@pytest.mark.parametrize(
+    ("key", "never"),
+    [("load_in_4bits", "no_4bit"), ("chat_templat", "emulate"), ("4bit", "no_4bit"), ("eval", "skip_eval")],
+)
+def test_no_suggestion_misleads(key: str, never: str) -> None:
+    assert never not in suggestions(key)
+
+
+def test_suggestions_are_options() -> None:
+    assert suggestions("learning_rat") == ["lr"]
+    assert suggestions("lora-rnk") == ["lora_rank"]
+    assert suggestions("per_device_train_batchsize") == ["batch_size"]
+    assert suggestions("length_context") == ["context_length"]
+    assert suggestions("qqqqqqq") == []
+
+
+def test_known_sections_are_flattened(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "model:\n  name: m\n  use_gradient_checkpointing: true\nlora:\n  r: 4\n  alpha: 8\n"
+        "optimizer:\n  name: sgd\n  lr: 0.1\ntraining:\n  epochs: 2\n  per_device_train_batch_size: 3\n",
+    )
+    config = load(file=file)
+    assert (config.model_name, config.use_gradient_checkpointing) == ("m", True)
+    assert (config.lora_rank, config.lora_alpha, config.optimizer, config.lr) == (4, 8, "sgd", 0.1)
+    assert (config.num_epochs, config.batch_size) == (2, 3)
+    assert load("--model.lora_rank=7", "--optimizer.name", "adam").lora_rank == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("lr: 1\noptimizer:\n  lr: 2\n", "lr is given twice"),
+        ("lr: 1\nlearning_rate: 2\n", "lr is given twice"),
+        ("nowhere:\n  lr: 2\n", "'nowhere' in "),
+        ("model:\n  hidden_size: 2\n", "model.hidden_size"),
+        ("model:\n  lora:\n    r: 2\n", "model.lora"),
+        ("batch_size:\n  train: 2\n", "'batch_size' in "),
+    ],
+)
+def test_what_is_ambiguous_or_unknown_is_said(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(file=write(tmp_path, text))
+    assert words in str(caught.value)
+
+
+def test_one_option_under_two_names_is_refused() -> None:
+    with pytest.raises(ConfigError, match="given twice"):
+        load("--lora_r", "4", "--lora_rank", "8")
+    assert load("--lr", "1", "--lr", "2").lr == 2

@@ -1,0 +1,84 @@
+"""Secrets in text: found, replaced, and ordinary names left alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from crosstune.config.load import load_config, make_config
+from crosstune.core.errors import ConfigError, UserError
+from crosstune.core.secrets import HIDDEN, redact, redact_command, redact_values
+
+TOKEN = "hf_" + "aB3dE" * 7
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        (TOKEN, TOKEN),
+        ("sk-proj-" + "a1B2" * 8, "a1B2"),
+        ("https://user:hunter2@host/data.jsonl", "hunter2"),
+        ("https://hunter2@host/x", "hunter2"),
+        ("https://u:hun@ter2@host/x", "ter2"),
+        ("s3://key:hunter2@bucket/x", "hunter2"),
+        ("https://host/x?a=1&token=hunter2&b=2", "hunter2"),
+        ("https://host/x?X-Amz-Signature=hunter2", "hunter2"),
+        ("--wandb_api_key=hunter2", "hunter2"),
+        ("ghp_" + "a1B2" * 9, "a1B2"),
+        ("AKIA" + "A1B2" * 4, "A1B2"),
+    ],
+)
+def test_a_secret_is_replaced_once(text: str, secret: str) -> None:
+    assert secret not in redact(f"before {text} after")
+    assert redact(f"before {text} after").startswith("before ") and HIDDEN in redact(text)
+    assert redact(redact(text)) == redact(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "runs/demo",
+            "hf_checkpoints2024",
+            "data/sk-ParliamentaryDebates.jsonl",
+            "org/model@main",
+            "me@host",
+        ),
+        *(
+            "--max_new_tokens=6400",
+            "eos_token=<|end|>",
+            "https://host:8080/x",
+            "ssh://git@host/x",
+            "sk-learn-examples",
+        ),
+        *("C:\\Users\\me", "a:b@c", "tokens=[1, 2, 3]"),
+    ],
+)
+def test_ordinary_names_stay(text: str) -> None:
+    assert redact(text) == text
+
+
+def test_plain_data_and_command_lines() -> None:
+    assert redact_values({"a": [TOKEN, 1], TOKEN: (None,)}) == {"a": [HIDDEN, 1], HIDDEN: [None]}
+    assert redact_command(["train", "--token", "hunter2", "--lr", "1"]) == [
+        "train",
+        "--token",
+        HIDDEN,
+        "--lr",
+        "1",
+    ]
+
+
+@pytest.mark.parametrize(
+    "option", ["dataset", "model_name", "name", "project_name", "resume", "lora_target_modules"]
+)
+def test_no_option_takes_one_and_no_error_shows_it(option: str) -> None:
+    for value in (TOKEN, f"https://u:{TOKEN}@host/x", f"x?token={TOKEN}"):
+        with pytest.raises(ConfigError) as caught:
+            load_config([f"--{option}={value}"], environment={})
+        assert TOKEN not in str(caught.value) and f"{option} cannot be" in str(caught.value)
+        with pytest.raises(ConfigError):
+            make_config(**{option: value})
+
+
+def test_errors_show_none() -> None:
+    assert TOKEN not in str(UserError(f"a {TOKEN}", why=f"https://u:{TOKEN}@h", do=TOKEN))
