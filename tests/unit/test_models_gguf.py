@@ -181,7 +181,7 @@ def test_the_tokenizer_comes_back(tmp_path: Path, original: Path) -> None:
         ({"tokenizer__ggml__model": "llama"}, "its tokenizer is of the kind 'llama'"),
         ({"tokenizer__ggml__pre": "tekken"}, "it splits text as 'tekken'; supported: gpt-2, smollm"),
         ({"tokenizer__ggml__eos_token_id": 10_000}, "its eos token is number 10000 of 512"),
-        ({"llama__rope__scaling__type": "yarn"}, "its RoPE is scaled (yarn)"),
+        ({"llama__rope__scaling__type": "yarn"}, "its RoPE is scaled ('yarn')"),
         ({"llama__rope__dimension_count": 8}, "only a part of each head"),
         ({"llama__block_count": 3}, "the tensor blk.2.attn_norm.weight is not in it"),
         ({"llama__block_count": 1}, "tensors that a plain Llama model does not have: blk.1."),

@@ -7,10 +7,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.core.json_fields import FLAG, TEXT, whole, wrong_field
 from crosstune.core.quantizers import Quantizer, find_quantizer
 
 # Keys in records of older versions, which were named after the options.
 _OLDER_KEYS = {"backend": "quantizer", "type": "kind"}
+_FIELDS = {
+    "quantizer": TEXT,
+    "bits": whole(1, 64),
+    "group_size": whole(0, 2**31),
+    "kind": TEXT,
+    "double": FLAG,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +46,9 @@ class QuantSpec:
                 + (f" and lacks {', '.join(missing)}." if missing else "."),
                 do="use the version of crosstune that wrote it, or a newer one",
             )
+        wrong = wrong_field(fields, _FIELDS)
+        if wrong is not None:
+            raise UserError("The record of a quantization cannot be read.", why=f"{wrong}.")
         return cls(**fields)
 
     def to_json(self) -> dict[str, Any]:

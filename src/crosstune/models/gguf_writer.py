@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
-from crosstune.core.json_files import read_json
+from crosstune.core.json_files import read_json, read_object
+from crosstune.core.plain_files import read_plain_text
 from crosstune.core.safetensors_header import TensorEntry, read_header
 from crosstune.models.folder import read_config_json, weight_files
 from crosstune.models.gguf import ARCHITECTURES, require_gguf
@@ -150,7 +151,7 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path, *, num_rows: int) -> None:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise UserError(f"{folder} has no tokenizer.json.", why="GGUF files are made from fast tokenizers.")
-    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    tokenizer = read_object(path, foreign=True, limit=256 << 20)
     model, added = tokenizer["model"], tokenizer.get("added_tokens", [])
     pre = _pre_tokenizer_name(folder, tokenizer)
     ids = {**model["vocab"], **{token["content"]: token["id"] for token in added}}
@@ -164,7 +165,9 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path, *, num_rows: int) -> None:
     writer.add_token_merges(
         [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     )
-    settings = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
+    settings = read_json(folder / "special_tokens_map.json", foreign=True) | read_json(
+        folder / "tokenizer_config.json", foreign=True
+    )
     for role, key in _ROLES.items():
         token = settings.get(f"{role}_token")
         token = token["content"] if isinstance(token, dict) else token
@@ -204,7 +207,7 @@ def _adds_bos(tokenizer: dict[str, Any], ids: dict[str, int], settings: dict[str
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
-    template = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+    template = read_plain_text(path, limit=4 << 20) if path.is_file() else settings.get("chat_template")
     return template if isinstance(template, str) else None
 
 

@@ -12,6 +12,7 @@ from crosstune.core.events import Observer
 from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.model_folders import PLAIN_BITS, DenseWeights, Rewrite, WeightForm
+from crosstune.models.folder_record import RECORD
 from crosstune.models.identity import source_record
 from crosstune.models.number_format import dense_bytes, stored_format
 from crosstune.models.quantized_folder import RECORD as QUANTIZATION_RECORD
@@ -19,7 +20,6 @@ from crosstune.models.quantized_folder import read_quantization
 from crosstune.models.staged import Stage, check_out, staged
 from crosstune.results.merge import DenseModel, merge_into, write_expanded
 from crosstune.results.opened import (
-    RECORD,
     Opened,
     Request,
     open_engine,

@@ -25,8 +25,6 @@ from crosstune.results.trained_folder import Trained, find_trained
 from crosstune.results.verify import make_prompts
 from crosstune.runs.open_parts import find_model, open_session
 
-RECORD = "crosstune.json"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Request:

@@ -28,7 +28,8 @@ from crosstune.data.dataset_list import parse_dataset
 from crosstune.data.sources import check_name
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.models.adapter_files import check_settings, read_settings
+from crosstune.models.adapter_fields import read_settings
+from crosstune.models.adapter_files import check_settings
 from crosstune.models.checksums import check_checksums
 from crosstune.models.identity import identity
 from crosstune.models.locate import ModelFolder, find_local
