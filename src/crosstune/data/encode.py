@@ -139,6 +139,7 @@ class _Pass:
         batch, encoded = self.pending
         for (row, rendered), encoding in zip(batch, encoded.result(), strict=True):
             tokens = np.asarray(encoding.ids, dtype=np.int32)
+            self.encoder.tokenizer.check_largest(int(tokens.max(initial=0)))
             self.writer.append(tokens, mask_of(encoding, rendered), row=row)
         self.pending = None
 

@@ -46,6 +46,8 @@ class Tokenizer:
     """Whether the tokenizer prepends the BOS token to plain text."""
     digest: str = ""
     """sha256 of tokenizer.json."""
+    num_rows: int | None = None
+    """The number of tokens that the model has embeddings for, if its config.json is beside the tokenizer."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -72,6 +74,7 @@ class Tokenizer:
             special=tuple(t.content for t in rust.get_added_tokens_decoder().values() if t.special),
             adds_bos=bos is not None and starts_with == [rust.token_to_id(bos)],
             digest=hashlib.sha256(written).hexdigest(),
+            num_rows=_num_rows(folder / "config.json"),
         )
 
     @property
@@ -82,12 +85,23 @@ class Tokenizer:
     def encode(self, text: str) -> Encoding:
         """Return token ids with their offsets. Adds no special tokens, since templates write their own."""
         with _readable_panics("The tokenizer of the model"):
-            return self.rust.encode(text, add_special_tokens=False)
+            found = self.rust.encode(text, add_special_tokens=False)
+        self.check_largest(max(found.ids, default=0))
+        return found
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoding]:
-        """Encode several texts on all cores."""
+        """Encode several texts on all cores. The caller checks the largest id."""
         with _readable_panics("The tokenizer of the model"):
             return self.rust.encode_batch(list(texts), add_special_tokens=False)
+
+    def check_largest(self, largest: int) -> None:
+        """Raise a UserError when the model has no embedding for the largest id in a text."""
+        if self.num_rows is not None and largest >= self.num_rows:
+            raise UserError(
+                f"The tokenizer and the model do not fit: token {largest} is {shown(self.rust.id_to_token(largest))}.",
+                why=f"vocab_size in config.json is {self.num_rows}, so the model has no embedding for it.",
+                do="use the tokenizer of this model, or resize the model's embeddings",
+            )
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         with _readable_panics("The tokenizer of the model"):
@@ -163,6 +177,13 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")
     return template
+
+
+def _num_rows(path: Path) -> int | None:
+    config = read_json(path, foreign=True)
+    inner = config.get("text_config")
+    found = (inner if isinstance(inner, dict) else config).get("vocab_size")
+    return found if whole(1).fits(found) else None
 
 
 def _stop_ids(folder: Path, rust: RustTokenizer, eos: str | None) -> frozenset[int]:

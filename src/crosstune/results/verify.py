@@ -17,6 +17,8 @@ _PROMPTS = (
     "Turn on the light in the kitchen at seven, and play some music after that.",
     "Write three short sentences about the sea, one for each of the colours blue, green and grey.",
 )
+_LONGEST_PROMPT = 512
+"""A chat template may add any number of tokens."""
 
 
 def make_prompts(folder: Path) -> list[list[int]]:
@@ -68,4 +70,5 @@ def chat_problems(before: Path, after: Path) -> list[str]:
 
 
 def _encode_prompts(tokenizer: Tokenizer) -> list[list[int]]:
-    return [encode_prompt([{"role": "user", "content": text}], tokenizer) for text in _PROMPTS]
+    prompts = [encode_prompt([{"role": "user", "content": text}], tokenizer) for text in _PROMPTS]
+    return [prompt[:_LONGEST_PROMPT] for prompt in prompts]

@@ -259,7 +259,7 @@ def _model(shop: Workshop, work: Path, chance: random.Random) -> Case:
     return Case(
         f"model {name} {command}",
         commands[command],
-        (str(folder), name, "lora_target_modules", "tokenizer", "template"),
+        (str(folder), name, "lora_target_modules", "tokenizer", "template", "context"),
     )
 
 
