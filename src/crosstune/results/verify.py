@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from crosstune.core.errors import shown
 from crosstune.core.logit_distance import BOUNDS, Agreement
 from crosstune.data.chat import encode_prompt, render
 from crosstune.data.tokenizer import Tokenizer
@@ -65,7 +66,7 @@ def chat_problems(before: Path, after: Path) -> list[str]:
         problems.append("the tokens of a prompt differ")
     for role, ours, theirs in (("bos", old.bos_token, new.bos_token), ("eos", old.eos_token, new.eos_token)):
         if ours != theirs:
-            problems.append(f"the {role} token is {theirs!r} instead of {ours!r}")
+            problems.append(f"the {role} token is {shown(theirs)} instead of {shown(ours)}")
     return problems
 
 
