@@ -15,11 +15,12 @@ import contextlib
 import io
 import json
 import os
+import queue
 import resource
-import select
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -72,7 +73,9 @@ def watch(home: Path, seeds: range) -> list[dict[str, Any]]:
         # The errors of libraries go nowhere; those of commands are part of the answer.
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         done: dict[str, Any] = {}
-        while line := _next_line(child, SECONDS if done else 600.0):
+        lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=_read_lines, args=(child, lines), daemon=True).start()
+        while line := _next_line(lines, SECONDS if done else 600.0):
             done = json.loads(line)
             next_seed = done["seed"] + 1
             if "problem" in done and done["kind"] != "start":
@@ -91,10 +94,19 @@ def watch(home: Path, seeds: range) -> list[dict[str, Any]]:
     return failures
 
 
-def _next_line(child: subprocess.Popen[str], seconds: float) -> str:
+def _read_lines(child: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
     assert child.stdout is not None
-    ready, _, _ = select.select([child.stdout], [], [], seconds)
-    return child.stdout.readline() if ready else ""
+    for line in child.stdout:
+        lines.put(line)
+    lines.put("")
+
+
+def _next_line(lines: queue.Queue[str], seconds: float) -> str:
+    """Return the next line; an empty one at the end, or when there is none in time."""
+    try:
+        return lines.get(timeout=seconds)
+    except queue.Empty:
+        return ""
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ from crosstune.core.json_files import read_jsonl
 from crosstune.data.in_memory import write_in_memory
 from crosstune.data.sources import open_source
 
-ROWS: list[dict[str, Any]] = [{"prompt": f"ä {n} \ud800", "completion": [n, None, 0.5]} for n in range(5)]
+ROWS: list[dict[str, Any]] = [{"prompt": f"ä {n}", "completion": [n, None, 0.5]} for n in range(5)]
 
 
 def write(data: object, cache: Path) -> Path:

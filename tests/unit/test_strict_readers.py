@@ -64,7 +64,7 @@ def test_sizes_and_names(tmp_path: Path) -> None:
     with pytest.raises(UnreadableFile, match="no file can have this name"):
         read_plain(Path("a\0b"), limit=10)
     assert is_file_name("a b.c")
-    assert not any(map(is_file_name, ["", ".", "..", "a/b", "a\\b", "a\0", "\x1b", "é" * 130]))
+    assert not any(map(is_file_name, ["", ".", "..", "a/b", "a\\b", "a\0", "\x1b", "\ud800", "é" * 130]))
 
 
 @pytest.mark.parametrize(
@@ -175,6 +175,7 @@ def test_plain_yaml(tmp_path: Path) -> None:
         "lr: !!python/object/apply:os.system [echo]",
         "lr: " + "[" * 3000,
         'lr: "\\0"',
+        'lr: "\\ud800"',
         'lr: "\\UFFFFFFFF"',
         "lr: &a [*a]",
         "lr: *none",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from crosstune.core.json_fields import NOTHING, OBJECT, TEXT, Rule, map_of, real, whole, wrong_field
+from crosstune.core.quantization import wrong_spec
 
 _COUNT = whole(0) | NOTHING
 _NUMBER = real() | NOTHING
@@ -98,4 +99,4 @@ def _wrong_inner(manifest: Mapping[str, Any]) -> str | None:
         wrong = wrong or wrong_field(
             scale, _LOSS_SCALE, required=tuple(_LOSS_SCALE), place="facts.loss_scale."
         )
-    return wrong
+    return wrong or wrong_spec(identity.get("quantization"))

@@ -102,11 +102,12 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 
 def is_file_name(name: str, *, longest_bytes: int = 255) -> bool:
     """Return whether a text can be the name of one file or folder on every system."""
-    return (
-        0 < len(os.fsencode(name)) <= longest_bytes
-        and name not in (".", "..")
-        and not any(character in "/\\" or ord(character) < 32 for character in name)
-    )
+    try:
+        length = len(name.encode("utf-8", errors="surrogateescape"))
+    except UnicodeEncodeError:
+        return False
+    plain = not any(character in "/\\" or ord(character) < 32 for character in name)
+    return plain and 0 < length <= longest_bytes and name not in (".", "..")
 
 
 def check_regular_files(folder: Path) -> None:

@@ -36,20 +36,14 @@ class QuantSpec:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> QuantSpec:
         """Read a record that this version or an older one wrote."""
-        fields = {_OLDER_KEYS.get(key, key): value for key, value in data.items()}
-        unknown = sorted(fields.keys() - cls.__dataclass_fields__.keys())
-        missing = sorted({"quantizer", "bits", "group_size"} - fields.keys())
-        if unknown or missing:
+        wrong = wrong_spec(data)
+        if wrong is not None:
             raise UserError(
                 "The record of a quantization cannot be read.",
-                why=f"it has the keys {', '.join(data)}"
-                + (f" and lacks {', '.join(missing)}." if missing else "."),
+                why=f"{wrong}.",
                 do="use the version of crosstune that wrote it, or a newer one",
             )
-        wrong = wrong_field(fields, _FIELDS)
-        if wrong is not None:
-            raise UserError("The record of a quantization cannot be read.", why=f"{wrong}.")
-        return cls(**fields)
+        return cls(**{_OLDER_KEYS.get(key, key): value for key, value in data.items()})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -102,6 +96,18 @@ class QuantSpec:
         parts += [f"kind {self.resolved_kind()}"] if declared is None or declared.takes_kind else []
         parts += ["scales quantized too" if self.double else "plain scales"] if self.has_double() else []
         return ", ".join(parts)
+
+
+def wrong_spec(data: Mapping[str, Any] | None) -> str | None:
+    """Return why the record of a quantization cannot be read; None when it can, or when there is none."""
+    if data is None:
+        return None
+    fields = {_OLDER_KEYS.get(key, key): value for key, value in data.items()}
+    missing = sorted({"quantizer", "bits", "group_size"} - fields.keys())
+    if missing or fields.keys() - QuantSpec.__dataclass_fields__.keys():
+        lacks = f" and lacks {', '.join(missing)}" if missing else ""
+        return f"it has the keys {', '.join(data)[:200]}{lacks}"
+    return wrong_field(fields, _FIELDS)
 
 
 def read_spec(data: Mapping[str, Any] | None) -> QuantSpec | None:

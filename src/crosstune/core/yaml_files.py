@@ -112,6 +112,10 @@ def _checked(construct: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 def _plain_text(loader: Any, node: Any) -> str:
     text = str(loader.construct_scalar(node))
+    try:
+        text.encode("utf-8", errors="surrogateescape")  # the names of files may hold any bytes but NUL
+    except UnicodeEncodeError as error:
+        raise _problem(f"{shown(text)} holds half of a character", node.start_mark) from error
     if "\0" in text:
         raise _problem(f"{shown(text)} holds a NUL character", node.start_mark)
     return text

@@ -56,6 +56,8 @@ class Tokenizer:
     """sha256 of tokenizer.json."""
     template_file: str = ""
     """The file that holds the chat template."""
+    num_rows: int | None = None
+    """The number of tokens that the model has embeddings for, if its config.json is beside the tokenizer."""
 
     @classmethod
     def from_folder(cls, folder: Path, *, model: Path | None = None) -> Tokenizer:
@@ -85,6 +87,7 @@ class Tokenizer:
             other_named=tuple((name, text) for name in _NAMES if (text := _token_text(tokens.get(name)))),
             digest=hashlib.sha256(written).hexdigest(),
             template_file=str(_template_file(folder)),
+            num_rows=_num_rows(folder / "config.json"),
         )
 
     def check_fits(self, vocab_size: int, *, source: str) -> None:
@@ -125,10 +128,12 @@ class Tokenizer:
     def encode(self, text: str) -> Encoding:
         """Return token ids with their offsets. Adds no special tokens, since templates write their own."""
         with _readable_panics("The tokenizer of the model"):
-            return self.rust.encode(text, add_special_tokens=False)
+            found = self.rust.encode(text, add_special_tokens=False)
+        self.check_largest(max(found.ids, default=0))
+        return found
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoding]:
-        """Encode several texts on all cores."""
+        """Encode several texts on all cores. The caller checks the largest id."""
         with _readable_panics("The tokenizer of the model"):
             return self.rust.encode_batch(list(texts), add_special_tokens=False)
 
@@ -156,6 +161,15 @@ class Tokenizer:
                 ids.append(eos)
             found.append(ids)
         return found
+
+    def check_largest(self, largest: int) -> None:
+        """Raise a UserError when the model has no embedding for the largest id in a text."""
+        if self.num_rows is not None and largest >= self.num_rows:
+            raise UserError(
+                f"The tokenizer and the model do not fit: token {largest} is {shown(self.rust.id_to_token(largest))}.",
+                why=f"vocab_size in config.json is {self.num_rows}, so the model has no embedding for it.",
+                do="use the tokenizer of this model, or resize the model's embeddings",
+            )
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         with _readable_panics("The tokenizer of the model"):
@@ -240,6 +254,13 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
 
 def _generation_folder(folder: Path, model: Path | None) -> Path:
     return folder if model is None or (folder / GENERATION).exists() else model
+
+
+def _num_rows(path: Path) -> int | None:
+    config = read_json(path, foreign=True)
+    inner = config.get("text_config")
+    found = (inner if isinstance(inner, dict) else config).get("vocab_size")
+    return found if whole(1).fits(found) else None
 
 
 def _stop_ids(folder: Path, rust: RustTokenizer, eos: str | None) -> frozenset[int]:

@@ -7,18 +7,20 @@ import binascii
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from crosstune.core.json_fields import NOTHING, OBJECT, TEXT, list_of, object_with, wrong_field
+from crosstune.core.json_fields import NOTHING, OBJECT, TEXT, list_of, map_of, object_with, whole, wrong_field
 
 VOCABULARY_LIMIT = 4_000_000
 PARTS_LIMIT = 100
 LONGEST_PATTERN = 10_000
-LARGEST_GROWTH = 64.0
-"""How many times longer than the text a normalizer or decoder may make it. Those in use stay below 4."""
+LARGEST_GROWTH = 256.0
+"""How many times longer than the text a normalizer or decoder may make it. Those in use stay far below."""
 _LONGEST_REPLACEMENT = 200
 _STAGES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+_ID = whole(0, 2**31 - 1)
+_IDS = map_of(_ID)
 _FIELDS = {
     "model": OBJECT,
-    "added_tokens": list_of(object_with({"content": TEXT})),
+    "added_tokens": list_of(object_with({"content": TEXT, "id": _ID})),
     **dict.fromkeys(_STAGES, OBJECT | NOTHING),
 }
 
@@ -29,6 +31,8 @@ def wrong_structure(tokenizer: Mapping[str, Any]) -> str | None:
     if wrong is not None:
         return wrong
     vocabulary = tokenizer["model"].get("vocab")
+    if isinstance(vocabulary, dict) and not _IDS.fits(vocabulary):
+        return f"a token has a number that is not {_ID.needs}"
     if isinstance(vocabulary, (dict, list)) and len(vocabulary) > VOCABULARY_LIMIT:
         return f"its vocabulary has more than {VOCABULARY_LIMIT:,} entries"
     for stage in _STAGES:

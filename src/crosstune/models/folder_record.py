@@ -7,6 +7,8 @@ from typing import Any
 
 from crosstune.core.json_fields import NOTHING, OBJECT, TEXT, check_fields, list_of, whole
 from crosstune.core.json_files import read_json
+from crosstune.core.plain_files import UnreadableFile
+from crosstune.core.quantization import wrong_spec
 
 RECORD = "crosstune.json"
 _FIELDS = {
@@ -29,6 +31,9 @@ def read_record(folder: Path) -> dict[str, Any]:
     path = folder / RECORD
     record = read_json(path)
     check_fields(record, _FIELDS, source=path)
+    wrong = wrong_spec(record.get("quantization"))
+    if wrong is not None:
+        raise UnreadableFile(path, f"quantization in it cannot be read: {wrong}")
     base = record.get("base") or {}
     check_fields(base, _BASE, source=path, place="base.")
     check_fields(base.get("identity") or {}, _IDENTITY, source=path, place="base.identity.")

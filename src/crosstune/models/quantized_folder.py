@@ -20,7 +20,7 @@ from crosstune.core.json_fields import (
 )
 from crosstune.core.json_files import parse_json, read_object
 from crosstune.core.plain_files import UnreadableFile, open_plain
-from crosstune.core.quantization import QuantSpec
+from crosstune.core.quantization import QuantSpec, wrong_spec
 from crosstune.core.safetensors_header import read_header
 from crosstune.models.folder import read_config_json, weight_files
 from crosstune.models.folder_record import check_original, read_record
@@ -166,6 +166,9 @@ def _read_own(path: Path) -> FolderQuantization:
         record, _OWN, required=("spec", "dtype", "layers"), source=path, do="convert the model again"
     )
     check_original(record.get("original"), path=path)
+    wrong = wrong_spec(record["spec"])
+    if wrong is not None:
+        raise UnreadableFile(path, f"spec in it cannot be read: {wrong}", do="convert the model again")
     return FolderQuantization(
         spec=QuantSpec.from_json(record["spec"]),
         own=True,

@@ -259,7 +259,7 @@ def _model(shop: Workshop, work: Path, chance: random.Random) -> Case:
     return Case(
         f"model {name} {command}",
         commands[command],
-        (str(folder), name, "lora_target_modules", "tokenizer", "template"),
+        (str(folder), name, "lora_target_modules", "token", "template", "context"),
     )
 
 
@@ -326,6 +326,7 @@ def _adapter(shop: Workshop, work: Path, chance: random.Random) -> Case:
         "lora_target_modules",
         "Unknown model",
         "There is no folder",
+        "too long",
         "precision",
         "pattern",
     )
@@ -370,7 +371,9 @@ def _checkpoint(shop: Workshop, work: Path, chance: random.Random) -> Case:
     ]
     command = chance.choice(commands)
     return Case(
-        f"checkpoint {name} {command[1]}", command, (str(folder), folder.name, str(run), "checkpoint")
+        f"checkpoint {name} {command[1]}",
+        command,
+        (str(folder), folder.name, str(run), "checkpoint", "cannot be"),
     )
 
 
@@ -441,7 +444,7 @@ def _yaml(shop: Workshop, work: Path, chance: random.Random) -> Case:
     option = chance.choice(["--config", "--config", "--mlx_config"])
     words = ["plan", "--machine", "cpu-laptop", "--model_name", str(shop.good / "model"), option, str(path)]
     return Case(
-        f"yaml {option}", words, (str(path), "cannot be", "dataset", "Unknown", "lora_target_modules")
+        f"yaml {option}", words, (str(path), "cannot be", "dataset", "Unknown", "lora_target_modules", "lr")
     )
 
 
