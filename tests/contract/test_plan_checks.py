@@ -225,3 +225,23 @@ def test_experts_without_an_adapter_are_said_by_plan_and_training(
     assert said in json.loads(Path("out/run/summary.json").read_text())["warnings"][0]
     assert main(["plan", *words, "--lora_target_modules", "attention", "--json", "--name", "other"]) == 0
     assert json.loads(capsys.readouterr().out)["warnings"] == [], "nobody asked for all"
+
+
+def test_rows_are_rendered_with_the_given_template_in_every_format(
+    tiny_model: Path, capsys: Captured
+) -> None:
+    Path("rows").mkdir()
+    Path("rows/a.jsonl").write_text(json.dumps({"prompt": "one", "completion": "two"}))
+    Path("rows/b.jsonl").write_text(json.dumps({"query": "bad", "reply": "two"}))
+    Path("mine.jinja").write_text(
+        "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('no bad words') }}{% endif %}"
+        "{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    words = f"--model_name {tiny_model} --dataset rows --chat_template mine.jinja"
+    by_plan, _ = refusals(f"--backend cpu --max_steps 1 --output_dir out {words}", capsys)
+    assert "b.jsonl" in by_plan
+    assert "chat template mine.jinja" in by_plan
+    assert "no bad words" in by_plan
+    Path("mine.jinja").unlink()
+    assert main(["plan", "--machine", "h200", *words.replace("mine", "./there").split()]) == 0
+    assert "the chat template ./there.jinja" in capsys.readouterr().out

@@ -16,7 +16,7 @@ from crosstune.core.protocols import Session, SessionState
 from crosstune.core.sampling import Sampling
 from crosstune.core.scaling import LossScale
 from crosstune.data.batches import pack_rows, pad_rows, split_rows
-from crosstune.data.chat import encode_conversation, encode_prompt
+from crosstune.data.rendering import encode_conversation, encode_prompt
 from crosstune.data.token_batch import IGNORED, TokenBatch
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.locate import ModelFolder

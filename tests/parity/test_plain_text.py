@@ -11,6 +11,9 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
 from crosstune.data.encode import Encoder
+from crosstune.data.formats import to_conversation
+from crosstune.data.render_types import Rendered, RenderRow
+from crosstune.data.rendering import shared_renderer
 from crosstune.data.tokenizer import Tokenizer
 
 BOS, EOS = 1, 2
@@ -38,9 +41,12 @@ def make_tokenizer(folder: Path, *, scheme: str, added: str) -> Path:
 
 def tokens_of(row: dict[str, str], tokenizer: Tokenizer, form: str) -> list[int]:
     encoder = Encoder(tokenizer=tokenizer, form=form, whole=False)
-    rendered = encoder.to_text(row)
-    assert rendered is not None
-    ((tokens, mask),) = encoder.to_tokens([rendered])
+    text = encoder.to_request(to_conversation(row, form), row)
+    if isinstance(text, RenderRow):
+        [found] = shared_renderer().render_rows([text], tokenizer.chat_tokens)
+        assert isinstance(found, Rendered)
+        text = found
+    ((tokens, mask),) = encoder.to_tokens([text])
     assert len(mask) == len(tokens)
     return [int(token) for token in tokens]
 

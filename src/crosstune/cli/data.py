@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from crosstune.cli.arguments import Parser, parse_config, print_json
+from crosstune.cli.escape_controls import printable, raw_stream
 from crosstune.cli.units import count
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, UserError
@@ -71,7 +72,9 @@ def run(words: Sequence[str]) -> int:
     for line in report_lines(report):
         print_line(line, style=WARNING if line.startswith("warning") else None)
     for number, text in enumerate(shown, start=1):
-        print(f"\nexample {number}\n{text}")
+        print(
+            f"\nexample {number}\n{text}", file=raw_stream(sys.stdout)
+        )  # its text is escaped, our colours are not
     return EXIT_DONE
 
 
@@ -127,14 +130,10 @@ def mark_supervised(example: Any, tokenizer: Any, *, colour: bool) -> str:
     marks = example.supervised
     for place in range(1, len(marks) + 1):
         if place == len(marks) or marks[place] != marks[start]:
-            text = _printable(tokenizer.decode(example.tokens[start:place], keep_special=True))
+            text = printable(tokenizer.decode(example.tokens[start:place], keep_special=True))
             pieces.append(f"{begin}{text}{end}" if marks[start] else text)
             start = place
     return "".join(pieces)
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 
 def _with_dataset(words: Sequence[str]) -> list[str]:

@@ -11,6 +11,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
+from crosstune.cli.escape_controls import printable
+
 MIN_BAR, MAX_BAR = 6, 30
 NARROW = 60
 REFRESH_PER_SECOND = 5
@@ -30,8 +32,8 @@ class BarLine:
     def render(self, width: int, *, ascii_only: bool = False) -> Text:
         """Return one line of at most `width` columns, with a whole bar if a title of its length allows one."""
         narrow = bool(self.short_title) and width < NARROW
-        title = _shorten(self.short_title if narrow else self.title, width - MIN_BAR - 1)
-        shown = list(self.figures)
+        title = _shorten(printable(self.short_title if narrow else self.title), width - MIN_BAR - 1)
+        shown = [printable(word) for word in self.figures]
         while shown and cell_len(title) + MIN_BAR + 1 + sum(cell_len(word) + 2 for word in shown) > width:
             shown.pop()
         used = cell_len(title) + 1 + sum(cell_len(word) + 2 for word in shown)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from crosstune.cli.errors import print_error
+from crosstune.cli.escape_controls import escape_output, raw_stream
 from crosstune.cli.fold import fold_help
 from crosstune.cli.interrupts import end_quietly
 from crosstune.cli.streams import lasting_output
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     _print_any_character()
+    escape_output()
     return end_quietly(lambda: _lasting(words), is_process=argv is None)
 
 
@@ -74,7 +76,7 @@ def _main(words: list[str]) -> int:
         print(fold_help(HELP.format(commands=commands)))
         return EXIT_DONE
     if words[0] in ("-V", "--version"):
-        from crosstune import __version__
+        from crosstune.core.version import __version__
 
         print(f"crosstune {__version__}")
         return EXIT_DONE
@@ -102,6 +104,6 @@ def _run(command: str, words: list[str]) -> int:
 
 def _print_any_character() -> None:
     """Escape what the terminal's encoding lacks, and bytes of file names that are not UTF-8, instead of failing."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (raw_stream(sys.stdout), raw_stream(sys.stderr)):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

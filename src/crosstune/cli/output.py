@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
-from rich.console import Console
 from rich.text import Text
 
+from crosstune.cli.console import EscapingConsole
+from crosstune.cli.escape_controls import printable
 from crosstune.cli.fold import fold
 
 WARNING, ERROR, GOOD, QUIET, STRONG = "yellow", "bold red", "green", "dim", "bold"
@@ -18,7 +19,7 @@ class Output:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         # A notebook gets plain text: rich would display an HTML element for every line.
-        self.console = Console(
+        self.console = EscapingConsole(
             file=stream or sys.stderr, highlight=False, soft_wrap=True, force_jupyter=False
         )
 
@@ -29,7 +30,8 @@ class Output:
 
     def line(self, text: str, *, style: str | None = None, label_style: str | None = None) -> None:
         """Print a text line by line. `label_style` is for the first word of each line alone."""
-        for line in text.split("\n"):
+        # Before folding, as an escape is longer than its character; rich would drop some without a trace.
+        for line in printable(text).split("\n"):
             folded = fold(line, self.console.width) if self.console.is_terminal else [line]
             printed = Text("\n".join(folded), style=style or "")
             if label_style is not None:

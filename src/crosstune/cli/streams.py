@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from crosstune.cli.escape_controls import escape_output, raw_stream
 from crosstune.core.errors import UserError
 
 _READER_GONE = (errno.EPIPE, errno.EIO, errno.ECONNRESET, errno.ENXIO)
@@ -65,17 +66,19 @@ def lasting_output() -> Iterator[None]:
     """Replace standard output and standard error with streams that outlive their readers; raise at the end when the
     results on standard output could not be written, such as to a full disk."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (
-        stream if stream is None or isinstance(stream, LastingStream) else LastingStream(stream)
-        for stream in before
-    )
+    sys.stdout, sys.stderr = (None if stream is None else _lasting(raw_stream(stream)) for stream in before)
+    escape_output()  # above the lasting streams: our own styles are written to those
     try:
         yield
     finally:
-        written = sys.stdout
+        written = raw_stream(sys.stdout)
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
         sys.stdout, sys.stderr = before
     if isinstance(written, LastingStream) and written.failure is not None:
         raise UserError("Standard output could not be written.", why=str(written.failure))
+
+
+def _lasting(stream: Any) -> LastingStream:
+    return stream if isinstance(stream, LastingStream) else LastingStream(stream)

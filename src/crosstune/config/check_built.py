@@ -23,7 +23,7 @@ def unbuilt_parts(plan: Plan) -> list[UserError]:
     declared = dict.fromkeys(option.unbuilt for option in option_list() if option.unbuilt is not None)
     return [
         UserError(
-            f"Not built yet: {part.what.format(**decided.values())}{_asked_by(part, plan)}.", do=part.do
+            f"Not built yet: {part.what.format(**decided.values())}.", why=_asked_by(part, plan), do=part.do
         )
         for part in declared
         if part.needed(decided)
@@ -31,6 +31,6 @@ def unbuilt_parts(plan: Plan) -> list[UserError]:
 
 
 def _asked_by(part: Unbuilt, plan: Plan) -> str:
-    """Return the options that were set and ask for it."""
+    """Return which of the options that were set may ask for it."""
     asked = [f"--{o.name}" for o in option_list() if o.unbuilt == part and o.name in plan.config.asked]
-    return f" ({', '.join(asked)})" if asked else ""
+    return f"asked for by {', '.join(asked)}." if asked else ""

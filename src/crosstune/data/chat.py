@@ -1,34 +1,22 @@
-"""Render conversations to text and find the exact character spans of the assistant's answers."""
+"""Render conversations to text and find the exact character spans of the assistant's answers.
+
+This runs in the process of `render_worker`; other modules call `rendering`.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count, takewhile
-from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
-from crosstune.data.formats import NO_LOSS
-from crosstune.data.template import Message, Tools, load_template, render_text
-from crosstune.data.template_marks import Marks, Span
-from crosstune.data.token_batch import Example
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.chat_templates import PLAIN_TEMPLATE
+from crosstune.data.render_types import NO_LOSS, ChatTokens, Message, Rendered, Span, Tools, template_error
+from crosstune.data.template import FAULTS, REASONING_KEYS, ChatTemplate, Refused, load_template
+from crosstune.data.template_limits import OverLimit
+from crosstune.data.template_marks import Marks
 
-if TYPE_CHECKING:
-    from tokenizers import Encoding
-
-# For models without a chat template: each turn on its own line, the end token after each answer.
-PLAIN_TEMPLATE = (
-    "{{ leading_bos }}{% for m in messages %}"
-    "{% if m.role == 'assistant' %}Assistant: {{ m.content }}{{ eos_token }}\n"
-    "{% else %}{{ m.role | capitalize }}: {{ m.content }}\n{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
-)
 # Where a generation prompt opens the reasoning, or skips it. The model is taught both, as in TRL.
 _OPENED_REASONING = re.compile(
     r"(<(?P<tag>[\w:]*(think|thought|reason)[\w:]*)>|\[(?P<name>\w*THINK\w*)\])\s*"
@@ -38,36 +26,21 @@ _OPENED_REASONING = re.compile(
 _QUESTION: Message = {"role": "user", "content": "Hello"}
 
 
-def plain_template(tokenizer: Tokenizer) -> str:
-    """Return the plain template for other tools, which do not define `leading_bos`."""
-    return PLAIN_TEMPLATE.replace("{{ leading_bos }}", "{{ bos_token }}" if tokenizer.leading_bos else "")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rendered:
-    """A text and the spans of it that carry loss."""
-
-    text: str
-    spans: Sequence[Span]
-    num_unlocated: int = 0
-    """Number of answers that cannot be found because the template changes them; they carry no loss."""
-
-
 def render(
-    messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool, tools: Tools = None
+    messages: Sequence[Message], tokenizer: ChatTokens, *, add_generation_prompt: bool, tools: Tools = None
 ) -> str:
     """Return the text of a conversation, in which the model may call `tools`."""
     return _render(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)[0]
 
 
 def render_conversation(
-    messages: Sequence[Message], tokenizer: Tokenizer, *, whole: bool, tools: Tools = None
+    messages: Sequence[Message], tokenizer: ChatTokens, *, whole: bool, tools: Tools = None
 ) -> Rendered:
     """Render a conversation with the spans of its answers and their end tokens, or with one span if `whole`."""
     text, marks = _render(messages, tokenizer, add_generation_prompt=False, tools=tools)
     if whole:
         return Rendered(text=text, spans=[(0, len(text))])
-    if tokenizer.chat_template and load_template(tokenizer.chat_template).marks_answers:
+    if _template(tokenizer).marks_answers:
         return Rendered(text=text, spans=_with_loss(messages, marks.generated))
     places = [place for place, message in enumerate(messages) if _is_answer(message)]
     found = [_locate(messages, place, text, marks, tokenizer, tools) for place in places]
@@ -79,6 +52,23 @@ def render_conversation(
             do="pass --train_on_prompt, or mark the answers in the template with {% generation %}",
         )
     return Rendered(text=text, spans=spans, num_unlocated=found.count([]))
+
+
+def effective_extras(
+    messages: Sequence[Message], tokenizer: ChatTokens, extras: Sequence[str], *, tools: Tools
+) -> frozenset[str]:
+    """Return those of the extra keys (and `tools`) that change the text which the template renders."""
+    text = render(messages, tokenizer, add_generation_prompt=False, tools=tools) if extras else ""
+    found = set()
+    for extra in extras:
+        # The template gets reasoning under all of its names, so it is left out under all of them.
+        left_out = REASONING_KEYS if extra in REASONING_KEYS else (extra,)
+        without = [{key: value for key, value in turn.items() if key not in left_out} for turn in messages]
+        fewer = None if extra == "tools" else tools
+        # It may refuse them without the key, such as the answer of a tool that was not called.
+        if text != _render_part(without, tokenizer, add_generation_prompt=False, tools=fewer)[0]:
+            found.add(extra)
+    return frozenset(found)
 
 
 def _is_answer(message: Message) -> bool:
@@ -99,73 +89,40 @@ def _with_loss(messages: Sequence[Message], marked: Sequence[Span]) -> Sequence[
     return [span for span, message in zip(marked, answers, strict=True) if _is_answer(message)]
 
 
-def encode_conversation(
-    messages: Sequence[Message], tokenizer: Tokenizer, *, index: int, whole: bool
-) -> Example:
-    """Tokenize a conversation. The assistant's tokens are supervised, including the end token of each answer."""
-    rendered = render_conversation(messages, tokenizer, whole=whole)
-    encoding = tokenizer.encode(rendered.text)
-    return Example(
-        tokens=np.asarray(encoding.ids, dtype=np.int32),
-        supervised=mask_of(encoding, rendered),
-        index=index,
-    )
-
-
-def encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer, *, tools: Tools = None) -> list[int]:
-    """Return the tokens of a conversation with the generation prompt."""
-    return list(tokenizer.encode(render(messages, tokenizer, add_generation_prompt=True, tools=tools)).ids)
-
-
-def mask_of(encoding: Encoding, rendered: Rendered) -> NDArray[np.bool_]:
-    """Return the mask of tokens that have a character inside a span."""
-    if list(rendered.spans) == [(0, len(rendered.text))]:
-        return np.ones(len(encoding.ids), dtype=np.bool_)
-    mask = np.zeros(len(encoding.ids), dtype=np.bool_)
-    for start, end in rendered.spans:
-        first = _token_at(encoding, range(start, end))
-        last = _token_at(encoding, range(end - 1, start - 1, -1))
-        if first is None or last is None:
-            continue
-        # One character can be several tokens, one for each of its bytes.
-        while last + 1 < len(mask) and _starts_before(encoding, last + 1, end):
-            last += 1
-        mask[first : last + 1] = True
-    return mask
-
-
-def _token_at(encoding: Encoding, characters: range) -> int | None:
-    """Return the token of the first of these characters that has one; tokenizers drop some white space."""
-    for character in characters:
-        token = encoding.char_to_token(character)
-        if token is not None:
-            return int(token)
-    return None
-
-
-def _starts_before(encoding: Encoding, token: int, end: int) -> bool:
-    place = encoding.token_to_chars(token)
-    return place is not None and place[0] < end and place[1] > place[0]
-
-
 def _render(
-    messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool, tools: Tools
+    messages: Sequence[Message], tokenizer: ChatTokens, *, add_generation_prompt: bool, tools: Tools
 ) -> tuple[str, Marks]:
-    return render_text(
-        tokenizer.chat_template or PLAIN_TEMPLATE,
-        messages,
-        is_ours=not tokenizer.chat_template,
-        add_generation_prompt=add_generation_prompt,
-        leading_bos=tokenizer.leading_bos,
-        # Passed even when None, as in transformers: a template may test them.
-        tools=tools,
-        documents=None,
-        **tokenizer.named_tokens,
-    )
+    template = _template(tokenizer)
+    try:
+        return template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            leading_bos=tokenizer.leading_bos,
+            # Passed even when None, as in transformers: a template may test them.
+            tools=tools,
+            documents=None,
+            **dict(tokenizer.named_tokens),
+        )
+    except (*FAULTS, Refused, OverLimit) as error:
+        raise template_error(
+            tokenizer.template_file, "render this conversation", why=_reason(error)
+        ) from error
+
+
+def _template(tokenizer: ChatTokens) -> ChatTemplate:
+    try:
+        return load_template(tokenizer.chat_template or PLAIN_TEMPLATE)
+    except (*FAULTS, OverLimit) as error:
+        raise template_error(tokenizer.template_file, "be read", why=_reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    kind = "" if isinstance(error, (Refused, OverLimit)) else f"{type(error).__name__}: "
+    return f"{kind}{' '.join(str(error).split())[:300]}"
 
 
 def _locate(
-    messages: Sequence[Message], place: int, text: str, marks: Marks, tokenizer: Tokenizer, tools: Tools
+    messages: Sequence[Message], place: int, text: str, marks: Marks, tokenizer: ChatTokens, tools: Tools
 ) -> list[Span]:
     """Return the spans of an answer: what the template writes for this message, without the header that the prompt
     already has, up to the end token.
@@ -185,7 +142,7 @@ def _locate(
     return [span for span in spans if span[1] > span[0]]
 
 
-def _header(messages: Sequence[Message], place: int, block: str, tokenizer: Tokenizer, tools: Tools) -> str:
+def _header(messages: Sequence[Message], place: int, block: str, tokenizer: ChatTokens, tools: Tools) -> str:
     """Return how the text of an answer begins, where that is given to the model by the generation prompt."""
     usual = _usual_header(tokenizer)
     if usual is not None and block.startswith(usual):
@@ -196,7 +153,7 @@ def _header(messages: Sequence[Message], place: int, block: str, tokenizer: Toke
 
 
 @lru_cache(maxsize=8)
-def _usual_header(tokenizer: Tokenizer) -> str | None:
+def _usual_header(tokenizer: ChatTokens) -> str | None:
     """Return the header of an answer to a single question, or None if the template takes no such conversation."""
     prompt = _prompt([_QUESTION], tokenizer, None)
     if prompt:
@@ -211,13 +168,13 @@ def _usual_header(tokenizer: Tokenizer) -> str | None:
 
 
 @lru_cache(maxsize=8)
-def _writes_answers(tokenizer: Tokenizer) -> bool:
+def _writes_answers(tokenizer: ChatTokens) -> bool:
     """Return whether the text of an answer is in what the template writes for it, or the template was not marked."""
     text, turn = _probe(tokenizer)
     return turn is None or _placeholder([]) in text[turn[0] : turn[1]]
 
 
-def _probe(tokenizer: Tokenizer) -> tuple[str, Span | None]:
+def _probe(tokenizer: ChatTokens) -> tuple[str, Span | None]:
     """Return the text of a question and an answer, and what of it is written for the answer."""
     turns: list[Message] = [_QUESTION, {"role": "assistant", "content": _placeholder([])}]
     text, marks = _render_part(turns, tokenizer, add_generation_prompt=False, tools=None)
@@ -225,7 +182,7 @@ def _probe(tokenizer: Tokenizer) -> tuple[str, Span | None]:
     return text, (spans[0][0], spans[-1][1]) if spans else None
 
 
-def _prompt(messages: Sequence[Message], tokenizer: Tokenizer, tools: Tools) -> str:
+def _prompt(messages: Sequence[Message], tokenizer: ChatTokens, tools: Tools) -> str:
     """Return the generation prompt after these messages, up to where it opens the reasoning."""
     asked, marks = _render_part(messages, tokenizer, add_generation_prompt=True, tools=tools)
     told, _ = _render_part(messages, tokenizer, add_generation_prompt=False, tools=tools)
@@ -237,7 +194,7 @@ def _prompt(messages: Sequence[Message], tokenizer: Tokenizer, tools: Tools) -> 
 
 
 def _render_part(
-    messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool, tools: Tools
+    messages: Sequence[Message], tokenizer: ChatTokens, *, add_generation_prompt: bool, tools: Tools
 ) -> tuple[str, Marks]:
     """Render a part of a conversation; return no text when the template refuses it, as it may take whole ones only."""
     try:
@@ -247,7 +204,7 @@ def _render_part(
 
 
 def _around(
-    messages: Sequence[Message], place: int, text: str, tokenizer: Tokenizer, tools: Tools
+    messages: Sequence[Message], place: int, text: str, tokenizer: ChatTokens, tools: Tools
 ) -> Span | None:
     """Return the span of an answer's content: the text that changes when the content is replaced."""
     placeholder = _placeholder(messages)
@@ -272,7 +229,7 @@ def _placeholder(messages: Sequence[Message]) -> str:
     raise AssertionError("count() does not end")
 
 
-def _end_of(text: str, span: Span, tokenizer: Tokenizer, *, is_last: bool) -> int:
+def _end_of(text: str, span: Span, tokenizer: ChatTokens, *, is_last: bool) -> int:
     """Return the end of an answer, without white space that the template writes after the end token.
 
     In some templates an answer has no end token, and the model stops at the token that begins the next turn. Some write
@@ -284,11 +241,11 @@ def _end_of(text: str, span: Span, tokenizer: Tokenizer, *, is_last: bool) -> in
     stripped = text[start:end].rstrip()
     if stripped.endswith(_end_tokens(tokenizer)):
         return start + len(stripped)
-    following = next((token for token in _stop_tokens(tokenizer) if text.startswith(token, end)), "")
+    following = next((token for token in tokenizer.stop_tokens if text.startswith(token, end)), "")
     return end + len(following)
 
 
-def _with_end_token(text: str, end: int, tokenizer: Tokenizer) -> int:
+def _with_end_token(text: str, end: int, tokenizer: ChatTokens) -> int:
     """Return the end of an answer that other turns follow: after its end token, if there is one."""
     skipped = end + len(text[end:]) - len(text[end:].lstrip())
     for token in _end_tokens(tokenizer):
@@ -298,14 +255,7 @@ def _with_end_token(text: str, end: int, tokenizer: Tokenizer) -> int:
 
 
 @lru_cache(maxsize=8)
-def _end_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
+def _end_tokens(tokenizer: ChatTokens) -> tuple[str, ...]:
     """Return the special tokens, longest first, so that none is matched by its own prefix."""
-    tokens = {*tokenizer.special, tokenizer.eos_token or ""} - {""}
+    tokens = {*tokenizer.special, dict(tokenizer.named_tokens).get("eos_token", "")} - {""}
     return tuple(sorted(tokens, key=len, reverse=True)) or ("\0",)
-
-
-@lru_cache(maxsize=8)
-def _stop_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return the texts of the tokens at which the model stops, longest first."""
-    tokens = {tokenizer.decode([token], keep_special=True) for token in tokenizer.stop_ids} - {""}
-    return tuple(sorted(tokens, key=len, reverse=True))

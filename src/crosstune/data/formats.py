@@ -8,6 +8,7 @@ from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import parse_json
+from crosstune.data.render_types import NO_LOSS
 
 Row = Mapping[str, Any]
 Turn = dict[str, Any]
@@ -49,8 +50,6 @@ ROLE_ALIASES: Mapping[str, str] = {
     "function": "tool",
     "observation": "tool",
 }
-NO_LOSS = "no_loss"
-"""Set in an assistant's turn that is part of a prompt."""
 _IMAGE_COLUMNS = ("image", "images", "pixel_values", "video", "audio")
 _GUANACO_TURNS = {"### Human:": "user", "### Assistant:": "assistant"}
 

@@ -13,7 +13,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.visitor import NodeTransformer
 
-Span = tuple[int, int]
+from crosstune.data.render_types import Span
 
 # Unicode noncharacters, reserved for internal use; a text that contains some of them gets other ones as marks.
 _FIRST_NONCHARACTER, _NUM_SETS = 0xFDD0, 8

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from crosstune.core.errors import UserError, shown
 from crosstune.core.json_fields import NOTHING, TEXT, check_fields, list_of, object_with, whole
 from crosstune.core.json_files import parse_json, read_json
 from crosstune.core.plain_files import MissingFile, UnreadableFile, read_plain, read_plain_text
+from crosstune.data.render_types import ChatTokens
 from crosstune.data.tokenizer_limits import needs_trial, wrong_structure
 from crosstune.data.tokenizer_trial import try_tokenizer
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from tokenizers import Tokenizer as RustTokenizer
 
+GENERATION = "generation_config.json"
 TOKENIZER_LIMIT = 256 << 20
 TEMPLATE_LIMIT = 4 << 20
 _TOKEN = TEXT | NOTHING | object_with({"content": TEXT})
@@ -51,9 +54,12 @@ class Tokenizer:
     """The special tokens that chat templates know by name, besides bos_token and eos_token: (name, text)."""
     digest: str = ""
     """sha256 of tokenizer.json."""
+    template_file: str = ""
+    """The file that holds the chat template."""
 
     @classmethod
-    def from_folder(cls, folder: Path) -> Tokenizer:
+    def from_folder(cls, folder: Path, *, model: Path | None = None) -> Tokenizer:
+        """Read the tokenizer of a folder; one without generation_config.json stops where that of `model` says."""
         path = folder / "tokenizer.json"
         written = _read_tokenizer(folder)
         rust = _open(written, path)
@@ -73,18 +79,42 @@ class Tokenizer:
             bos_token=bos,
             eos_token=eos,
             pad_id=(rust.token_to_id(pad) if pad else None) or 0,
-            stop_ids=_stop_ids(folder, rust, eos),
+            stop_ids=_stop_ids(_generation_folder(folder, model), rust, eos),
             special=tuple(t.content for t in rust.get_added_tokens_decoder().values() if t.special),
             adds_bos=bos is not None and starts_with == [rust.token_to_id(bos)],
             other_named=tuple((name, text) for name in _NAMES if (text := _token_text(tokens.get(name)))),
             digest=hashlib.sha256(written).hexdigest(),
+            template_file=str(_template_file(folder)),
         )
+
+    def check_fits(self, vocab_size: int, *, source: str) -> None:
+        """Raise a UserError when a token has no embedding in the model; `source` names the tokenizer."""
+        highest = max(self.rust.get_vocab(with_added_tokens=True).values())
+        if highest >= vocab_size:
+            raise UserError(
+                f"The tokenizer {source} does not fit the model.",
+                why=f"its highest token id is {highest}, and the model has embeddings for {vocab_size} tokens.",
+                do="use a tokenizer without added tokens, or save the model with more embeddings (resize_token_embeddings)",
+            )
 
     @property
     def leading_bos(self) -> str:
         """The BOS token that a template must write for the tokens to begin as the tokenizer begins them, or an empty
         string."""
         return self.bos_token if self.adds_bos and self.bos_token else ""
+
+    @cached_property
+    def chat_tokens(self) -> ChatTokens:
+        """What rendering a conversation needs."""
+        stops = {self.decode([token], keep_special=True) for token in self.stop_ids} - {""}
+        return ChatTokens(
+            chat_template=self.chat_template,
+            template_file=self.template_file,
+            named_tokens=tuple(self.named_tokens.items()),
+            leading_bos=self.leading_bos,
+            special=self.special,
+            stop_tokens=tuple(sorted(stops, key=lambda text: (-len(text), text))),
+        )
 
     @property
     def named_tokens(self) -> dict[str, str]:
@@ -192,6 +222,11 @@ def _token_text(entry: Any) -> str | None:
     return entry.get("content") if isinstance(entry, dict) else entry
 
 
+def _template_file(folder: Path) -> Path:
+    file = folder / "chat_template.jinja"
+    return file if file.exists() else folder / "tokenizer_config.json"
+
+
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     try:
         return read_plain_text(folder / "chat_template.jinja", limit=TEMPLATE_LIMIT)
@@ -203,8 +238,12 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     return template
 
 
+def _generation_folder(folder: Path, model: Path | None) -> Path:
+    return folder if model is None or (folder / GENERATION).exists() else model
+
+
 def _stop_ids(folder: Path, rust: RustTokenizer, eos: str | None) -> frozenset[int]:
-    path = folder / "generation_config.json"
+    path = folder / GENERATION
     settings = read_json(path, foreign=True)
     check_fields(settings, {"eos_token_id": _TOKEN_ID | NOTHING | list_of(_TOKEN_ID)}, source=path)
     declared = settings.get("eos_token_id")

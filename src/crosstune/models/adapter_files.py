@@ -208,9 +208,12 @@ def has_trained_template(folder: Path) -> bool:
     return bool(read_record(folder).get("chat_template")) and (folder / CHAT_TEMPLATE).is_file()
 
 
-def tokenizer_folder(adapter: Path | None, base: Path) -> Path:
-    """Return the folder with the tokenizer and the chat template that an adapter was trained with."""
-    return adapter if adapter is not None and has_trained_template(adapter) else base
+def replace_tokenizer(source: Path, target: Path) -> None:
+    """Put the tokenizer files of `source` in place of those in `target`."""
+    for name in TOKENIZER_FILES:
+        if name != "generation_config.json":  # also tells what else ends an answer
+            (target / name).unlink(missing_ok=True)
+    copy_tokenizer(source, target)
 
 
 def copy_template(adapter: Path, model: Path) -> None:

@@ -12,7 +12,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from crosstune import __version__
 from crosstune.core.atomic_files import put_in_place, remove_folder, staged_name, staging_folder
 from crosstune.core.disk import file_sha256
 from crosstune.core.errors import UserError
@@ -21,6 +20,7 @@ from crosstune.core.json_files import read_object, write_json
 from crosstune.core.names import unknown_name
 from crosstune.core.plain_files import UnreadableFile
 from crosstune.core.user_paths import CACHE_VARIABLE, cache_base
+from crosstune.core.version import __version__
 from crosstune.models.disk import disk_errors, ensure_space
 from crosstune.models.progress import Progress, silent
 

@@ -14,9 +14,8 @@ from crosstune.config.schema import Config
 from crosstune.core.events import Evaluating, Observer, Observers
 from crosstune.core.protocols import Evaluation, Generates, Sample, Session, Task
 from crosstune.data.batches import split_packed, split_rows
-from crosstune.data.chat import encode_prompt, plain_template
-from crosstune.data.chat_templates import read_template
-from crosstune.data.check_rows import check_rows
+from crosstune.data.chat_templates import plain_template, read_template
+from crosstune.data.check_rows import RowChecker
 from crosstune.data.columns import parse_columns
 from crosstune.data.corpus import Corpus
 from crosstune.data.files import Row
@@ -25,11 +24,12 @@ from crosstune.data.named_datasets import BUNDLED, DUMMY
 from crosstune.data.open_data import DataOpener
 from crosstune.data.packing import PackedOrder
 from crosstune.data.preflight import format_warnings, num_shared, stop_at_template_end, warnings_of
+from crosstune.data.rendering import encode_prompt
 from crosstune.data.row_order import RowOrder
 from crosstune.data.token_batch import TokenBatch
 from crosstune.data.tokenizer import Tokenizer
-from crosstune.models.adapter_files import has_trained_template, save_template
-from crosstune.models.folder import longest_context
+from crosstune.models.adapter_files import has_trained_template, replace_tokenizer, save_template
+from crosstune.models.folder import config_shape, longest_context, read_config_json
 from crosstune.models.llama_layout import CHAT_TEMPLATE
 
 
@@ -56,7 +56,7 @@ class SftRecipe:
         observer: Observer | None = None,
     ) -> None:
         self.config = config
-        self.tokenizer = _open_tokenizer(config, model_folder)
+        self.tokenizer = open_tokenizer(config, model_folder)
         opener = DataOpener(
             config=config,
             tokenizer=self.tokenizer,
@@ -206,13 +206,17 @@ class SftRecipe:
         return Evaluation(metrics=metrics, samples=samples[: self.config.num_samples])
 
     def complete_result(self, folder: Path) -> None:
-        """Write the chat template that the model was trained with: that of --chat_template, or the plain one if its
-        tokenizer has none."""
+        """Write the tokenizer that the model was trained with, and its chat template: that of --chat_template, or the
+        plain one if the tokenizer has none."""
+        if self.config.tokenizer is not None:
+            replace_tokenizer(Path(self.config.tokenizer).expanduser(), folder)
         if self.config.chat_template is not None:
             assert self.tokenizer.chat_template is not None
             save_template(folder, self.tokenizer.chat_template, stop_ids=self.tokenizer.stop_ids)
         elif self.train.form not in ("text", DUMMY) and not self.tokenizer.chat_template:
-            (folder / CHAT_TEMPLATE).write_text(plain_template(self.tokenizer), encoding="utf-8")
+            (folder / CHAT_TEMPLATE).write_text(
+                plain_template(leading_bos=bool(self.tokenizer.leading_bos)), encoding="utf-8"
+            )
 
     def _answer(self, session: Session, questions: Sequence[Question], observer: Observer) -> list[Sample]:
         samples: list[Sample] = []
@@ -242,15 +246,18 @@ class SftRecipe:
         )
 
 
-def check_data(config: Config) -> list[str]:
-    """Raise if a row of the data cannot be read, without tokenizing; return descriptions of what was not checked."""
-    reading: dict[str, Any] = {
-        "asked_format": config.dataset_format,
-        "columns": parse_columns(config.columns),
-    }
-    left = check_rows(config.dataset, limit=config.dataset_samples, **reading)
+def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
+    """Raise if a row of the data cannot be read, or rendered with the template if the model is here; return
+    descriptions of what was not checked. Nothing is tokenized."""
+    checker = RowChecker(
+        asked_format=config.dataset_format,
+        columns=parse_columns(config.columns),
+        tokenizer=open_tokenizer(config, model_folder) if model_folder is not None else None,
+        whole=config.train_on_prompt,
+    )
+    left = checker.check(config.dataset, limit=config.dataset_samples)
     if config.eval_dataset and config.eval_samples and not config.skip_eval:
-        left += check_rows(config.eval_dataset, limit=config.eval_samples, training=False, **reading)
+        left += checker.check(config.eval_dataset, limit=config.eval_samples, training=False)
     if config.dataset not in (*BUNDLED, DUMMY) and config.truncation == "error":
         left.append("whether every example fits the context and has tokens to learn: nothing is tokenized")
     return left
@@ -269,14 +276,22 @@ def _identity(corpus: Corpus) -> str:
     return sha.hexdigest()
 
 
-def _open_tokenizer(config: Config, model_folder: Path) -> Tokenizer:
-    """Open the tokenizer with the template of --chat_template or the model's own. A special token that ends an answer in
-    the given template also ends generation."""
-    tokenizer = Tokenizer.from_folder(model_folder)
+def open_tokenizer(config: Config, model_folder: Path) -> Tokenizer:
+    """Open the tokenizer of --tokenizer or the model's own, with the template of --chat_template or its own. A special
+    token that ends an answer in the given template also ends generation."""
+    if config.tokenizer is None:
+        tokenizer = Tokenizer.from_folder(model_folder)
+    else:
+        tokenizer = Tokenizer.from_folder(Path(config.tokenizer).expanduser(), model=model_folder)
+        shape = config_shape(read_config_json(model_folder))
+        if shape is not None:
+            tokenizer.check_fits(shape.vocab, source=config.tokenizer)
     if config.chat_template is None:
         return tokenizer
     template = read_template(config.chat_template, adds_bos=tokenizer.adds_bos)
-    return stop_at_template_end(replace(tokenizer, chat_template=template))
+    return stop_at_template_end(
+        replace(tokenizer, chat_template=template, template_file=config.chat_template)
+    )
 
 
 def _reporting(batches: Iterable[TokenBatch], total: int, observer: Observer) -> Iterator[TokenBatch]:

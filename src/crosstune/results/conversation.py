@@ -10,7 +10,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.json_files import LINE_LIMIT, parse_json
 from crosstune.core.plain_files import UnreadableFile, open_plain
 from crosstune.data.formats import to_conversation
-from crosstune.data.template import Message
+from crosstune.data.render_types import Message
 from crosstune.results.prompt_file import check_output, open_output, write_row
 
 

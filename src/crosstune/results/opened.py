@@ -54,6 +54,10 @@ class Opened:
     def precision(self) -> str:
         return self.plan.precision
 
+    @property
+    def tokenizer_folder(self) -> Path:
+        return self.trained.tokenizer_folder(self.model.path)
+
 
 def open_engine(name: str, plan: Plan | None = None) -> ModelFolders:
     """Return the engine's model folder operations, on the plan's backend; without a plan, on the CPU in fp32."""

@@ -12,7 +12,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.json_files import parse_json
 from crosstune.core.plain_files import UnreadableFile, read_plain_text
 from crosstune.data.formats import to_conversation
-from crosstune.data.template import Message
+from crosstune.data.render_types import Message
 
 JSON_LINES = (".jsonl", ".json", ".ndjson")
 PROMPTS_LIMIT = 256 << 20

@@ -72,6 +72,11 @@ class Trained:
         spec = self.quantization if quantized else None
         return options | (quantization_options(spec) if spec else {})
 
+    def tokenizer_folder(self, model: Path) -> Path:
+        """Return the folder of the tokenizer: the adapter's own, which it was trained with, or that of its base."""
+        own = self.adapter is not None and (self.adapter / "tokenizer.json").is_file()
+        return self.adapter if own and self.adapter is not None else model
+
     def result_path(self, suffix: str) -> Path:
         """Return the default folder for a result: in a run, beside an adapter or model folder, else in the current one."""
         if self.home is None:

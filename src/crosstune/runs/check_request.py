@@ -26,6 +26,7 @@ from crosstune.data.check_rows import is_here
 from crosstune.data.columns import parse_columns
 from crosstune.data.dataset_list import parse_dataset
 from crosstune.data.sources import check_name
+from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_fields import read_settings
 from crosstune.models.adapter_files import check_settings
@@ -33,6 +34,7 @@ from crosstune.models.checksums import check_checksums
 from crosstune.models.identity import identity
 from crosstune.models.locate import ModelFolder, find_local
 from crosstune.planner.gather import gather, needs_base_model
+from crosstune.recipes.sft import open_tokenizer
 from crosstune.runs import resume
 from crosstune.runs.folder import run_folder
 from crosstune.runs.same_training import check_base
@@ -62,12 +64,22 @@ class Checked:
     def collecting(self, option: str = "") -> Iterator[None]:
         """Add an error to the problems, with the option that it is about."""
         try:
-            yield
+            with naming(option) if option else contextlib.nullcontext():
+                yield
         except UserError as error:
-            if option and option not in error.asked:
-                error.asked = f"{error.asked.rstrip('.')} (--{option})."
             if all(error.lines() != other.lines() for other in self.problems):
                 self.problems.append(error)
+
+
+@contextlib.contextmanager
+def naming(option: str) -> Iterator[None]:
+    """Add the option to an error about its value that does not name it."""
+    try:
+        yield
+    except UserError as error:
+        if option not in error.asked:
+            error.asked = f"{error.asked.rstrip('.')} (--{option})."
+        raise
 
 
 def check_request(
@@ -97,8 +109,10 @@ def check_request(
         return checked
     with checked.collecting("base_adapter"):
         _check_base_adapter(plan, checked, elsewhere=elsewhere)
-    with checked.collecting("llama_pro_path" if config.model_name == config.llama_pro_path else "model_name"):
+    with checked.collecting():
         _check_local_model(plan, checkpoint, checked, elsewhere=elsewhere)
+    with checked.collecting():
+        _check_tokenizer(config, checked, elsewhere=elsewhere)
     return checked
 
 
@@ -135,7 +149,7 @@ def check_plan(config: Config, *, machine: Machine | None = None) -> tuple[Plan,
     checked = check_request(plan, folder=folder, checkpoint=checkpoint, elsewhere=elsewhere)
     checked.not_checked += left
     with checked.collecting():
-        _check_data(plan.config, checked)
+        _check_data(plan.config, checked, elsewhere=elsewhere)
     return plan, checked
 
 
@@ -176,19 +190,26 @@ def _check_reading(config: Config, checked: Checked, *, elsewhere: bool) -> None
     template = config.chat_template
     if template is None:
         return
-    if elsewhere and _looks_like_path(template) and not Path(template).expanduser().exists():
+    if _is_only_elsewhere(template, elsewhere=elsewhere):
         checked.not_checked.append(f"the chat template {template}, which is not on this machine")
         return
     read_template(template)
 
 
-def _check_data(config: Config, checked: Checked) -> None:
+def _is_only_elsewhere(path: str, *, elsewhere: bool) -> bool:
+    return elsewhere and _looks_like_path(path) and not Path(path).expanduser().exists()
+
+
+def _check_data(config: Config, checked: Checked, *, elsewhere: bool) -> None:
     """Check the rows of local data with the recipe's `check_data`, if it has one."""
     recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
     if not is_here(config.dataset):
         return
     if hasattr(recipe, "check_data"):
-        checked.not_checked += recipe.check_data(config)
+        folder = checked.model.path if checked.model is not None else None
+        if config.chat_template and _is_only_elsewhere(config.chat_template, elsewhere=elsewhere):
+            folder = None  # the rows are read but not rendered
+        checked.not_checked += recipe.check_data(config, model_folder=folder)
     else:
         checked.not_checked.append(f"the rows of {config.dataset}")
 
@@ -214,8 +235,10 @@ def _check_local_model(
     if elsewhere and _looks_like_path(name) and not Path(name).expanduser().exists():
         checked.not_checked.append(f"the model {name}, which is not on this machine")
         return
+    option = "llama_pro_path" if name == plan.config.llama_pro_path else "model_name"
     try:
-        model = find_local(name, cache=cache_override())
+        with naming(option):
+            model = find_local(name, cache=cache_override())
     except UserError:
         if checkpoint is not None:
             return  # the training reports a missing base with the name from the checkpoint
@@ -226,6 +249,25 @@ def _check_local_model(
     check_model(plan, model, checked)
     checked.model = model
     check_base_adapter(plan, model)
+
+
+def _check_tokenizer(config: Config, checked: Checked, *, elsewhere: bool) -> None:
+    """Check the files of --tokenizer, and that they fit the model if that is on this machine."""
+    if config.tokenizer is None:
+        return
+    folder = Path(config.tokenizer).expanduser()
+    if not folder.is_dir():
+        if elsewhere:
+            checked.not_checked.append(f"the tokenizer {folder}, which is not on this machine")
+            return
+        raise UserError(
+            f"There is no tokenizer folder {folder}.",
+            do="give a folder with tokenizer.json; save_pretrained of a transformers tokenizer writes one",
+        )
+    if checked.model is not None:
+        open_tokenizer(config, checked.model.path)
+    else:
+        Tokenizer.from_folder(folder)
 
 
 def _continues(folder: Path, checkpoint: Checkpoint | None) -> bool:
