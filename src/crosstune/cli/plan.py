@@ -90,7 +90,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
     spec = backend_specs()[plan.backend.name]
     return {
         "environment": environment_of(spec, system=plan.machine.system),
-        "clear_cache_every": spec.clear_cache_every,
+        "clear_cache_every": spec.cache_interval(low_memory=plan.config.low_memory),
         "pinned_memory": spec.pinned_memory,
     }
 
@@ -100,7 +100,8 @@ def _describe_settings(plan: Plan) -> list[str]:
     settings = _settings(plan)
     found = [f"{name}={value}" for name, value in settings["environment"].items()]
     if settings["clear_cache_every"]:
-        found.append(f"cache cleared every {settings['clear_cache_every']} steps")
+        every = settings["clear_cache_every"]
+        found.append(f"cache cleared {'after every step' if every == 1 else f'every {every} steps'}")
     if settings["pinned_memory"]:
         found.append("batches copied from pinned memory")
     return found
@@ -125,6 +126,7 @@ def _print_plan(plan: Plan, problems: Sequence[UserError] = (), not_checked: Seq
         ("data", f"{config.dataset}{_demo_hint(config)}, up to {config.context_length} tokens per row"),
         ("method", f"{config.recipe} / {plan.method}{quantized}"),
         ("precision", plan.precision),
+        ("attention", ": ".join(plan.attention)),
         (
             "step",
             f"{config.batch_size} rows x {config.gradient_accumulation_steps} micro-batches x {plan.world_size}",
@@ -136,7 +138,7 @@ def _print_plan(plan: Plan, problems: Sequence[UserError] = (), not_checked: Seq
     if settings := _describe_settings(plan):
         rows.append(("settings", ", ".join(settings)))
     if plan.estimated_bytes is not None:
-        have = size(plan.backend.memory_total_bytes)
+        have = f"{size(plan.usable_bytes)} to use (the device has {size(plan.backend.memory_total_bytes)})"
         rows.append(("memory", f"about {size(plan.estimated_bytes)} for a full step (estimated), of {have}"))
     for name, value in rows:
         print(f"{name:<12} {value}")
