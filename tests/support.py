@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from crosstune.core.protocols import Backward, Batch, Session
 from crosstune.core.scaling import LossScale, needs_loss_scale
@@ -22,3 +23,83 @@ def train_step(
 
 def find_nonfinite(session: Session, window: Sequence[Batch]) -> str:
     return session.find_nonfinite(prepare_window(session, window))
+
+
+def tiny_of(family: str, folder: Path, vocab: int) -> Path:
+    """A random model of another family with the tiny model's vocabulary."""
+    import torch
+    import transformers as hf
+
+    shared = {
+        "vocab_size": vocab,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "pad_token_id": 0,
+    }
+    config = {
+        "llama": lambda: hf.LlamaConfig(**shared, tie_word_embeddings=False),
+        "qwen2": lambda: hf.Qwen2Config(**shared),
+        "qwen3": lambda: hf.Qwen3Config(**shared, head_dim=16),
+        "mistral": lambda: hf.MistralConfig(**shared, sliding_window=16),
+        "gemma": lambda: hf.GemmaConfig(**shared, head_dim=16),
+        "gemma2": lambda: hf.Gemma2Config(**shared, head_dim=16, sliding_window=16),
+        "phi3": lambda: hf.Phi3Config(**shared),
+        "phi": lambda: hf.PhiConfig(**shared),
+        "opt": lambda: hf.OPTConfig(**shared, ffn_dim=128, word_embed_proj_dim=64),
+        "opt_post_norm": lambda: hf.OPTConfig(
+            **shared, ffn_dim=128, word_embed_proj_dim=64, do_layer_norm_before=False
+        ),
+        "starcoder2": lambda: hf.Starcoder2Config(**shared),
+        "gpt_neox": lambda: hf.GPTNeoXConfig(**shared, tie_word_embeddings=False),
+        "gpt2": lambda: hf.GPT2Config(
+            vocab_size=vocab,
+            n_embd=64,
+            n_layer=2,
+            n_head=4,
+            n_positions=256,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        ),
+        "mixtral": lambda: hf.MixtralConfig(**shared, num_local_experts=4),
+        "gpt_oss": lambda: hf.GptOssConfig(**shared, head_dim=16, num_local_experts=4),
+        "qwen3_moe": lambda: hf.Qwen3MoeConfig(
+            **shared, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
+        ),
+        "qwen2_moe": lambda: hf.Qwen2MoeConfig(
+            **shared,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+        ),
+        "deepseek_v3": lambda: hf.DeepseekV3Config(
+            **(shared | {"num_key_value_heads": 4}),
+            moe_intermediate_size=64,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=1,
+            q_lora_rank=64,
+            kv_lora_rank=64,
+            qk_rope_head_dim=16,
+            qk_nope_head_dim=16,
+            v_head_dim=16,
+        ),
+        "mamba": lambda: hf.MambaConfig(
+            vocab_size=vocab, hidden_size=64, num_hidden_layers=2, state_size=8, pad_token_id=0
+        ),
+    }[family]()
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # a fresh model has none that are not zero, a trained one has
+                parameter.normal_(0, 0.05)
+    model.save_pretrained(folder)
+    return folder

@@ -107,13 +107,11 @@ def test_weights_that_do_not_fit_their_configuration(
     assert expected in by_plan.lower() and by_plan in by_train
 
 
-@pytest.mark.parametrize("train_type", ["llama_pro", "qlora"])
-def test_experts_that_are_stored_otherwise_than_they_are_held(
-    train_type: str, tiny_model: Path, capsys: Captured
-) -> None:
+def make_experts(tiny_model: Path, model: Path) -> Path:
+    """A Mixtral of two experts, in the files of which every expert has tensors of its own."""
     from safetensors.numpy import load_file, save_file
 
-    model = shutil.copytree(tiny_model, Path("experts"))
+    shutil.copytree(tiny_model, model)
     config = json.loads((model / "config.json").read_text())
     config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2}
     (model / "config.json").write_text(json.dumps(config))
@@ -128,9 +126,23 @@ def test_experts_that_are_stored_otherwise_than_they_are_held(
             weights[f"{layer}.block_sparse_moe.experts.{expert}.{word}.weight"] = array
         weights[f"{layer}.block_sparse_moe.gate.weight"] = array[:2, :64].copy()
     save_file(weights, model / "model.safetensors")
-    check_same(
-        f"--model_name {model} --train_type {train_type}", "is not supported with a quantized base", capsys
-    )
+    return model
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--train_type llama_pro", "llama_pro cannot add blocks to MixtralForCausalLM"),
+        ("--backend mlx --lora_target_modules down_proj", "MLX cannot adapt the experts"),
+        ("--train_type dora --lora_target_modules down_proj", "dora cannot adapt"),
+        ("--train_type qlora --quantization_backend quanto --group_size 48", "Groups of 48 weights"),
+    ],
+)
+def test_requests_that_experts_cannot_meet(
+    words: str, expected: str, tiny_model: Path, capsys: Captured
+) -> None:
+    model = make_experts(tiny_model, Path("experts"))
+    check_same(f"--model_name {model} {words}", expected, capsys)
 
 
 def test_a_row_that_cannot_be_read(write_jsonl: Any, tiny_model: Path, capsys: Captured) -> None:
@@ -193,3 +205,43 @@ def test_one_of_several_torch_processes(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     check_same(f"--model_name {tiny_model}", "This process is rank 1 of 2", capsys)
+
+
+@pytest.mark.parametrize("backend", ["cpu --train_type dora", "mlx"])
+def test_experts_without_an_adapter_are_said_by_plan_and_training(
+    backend: str, tiny_model: Path, capsys: Captured
+) -> None:
+    model = make_experts(tiny_model, Path("experts"))
+    request = f"--backend {backend} --precision fp32 --model_name {model} --output_dir out --name run --max_steps 1 --batch_size 1"
+    words = [*request.split(), "--skip_eval", "--context_length", "128"]
+    said = "adapts attention only (k_proj, o_proj, q_proj, v_proj): "
+    assert main(["plan", *words]) == 0
+    assert said in capsys.readouterr().out
+    assert main(["plan", *words, "--json"]) == 0
+    assert [said in warning for warning in json.loads(capsys.readouterr().out)["warnings"]] == [True]
+    assert main(["train", *words]) == 0
+    shown = capsys.readouterr()
+    assert said in shown.out + shown.err
+    assert said in json.loads(Path("out/run/summary.json").read_text())["warnings"][0]
+    assert main(["plan", *words, "--lora_target_modules", "attention", "--json", "--name", "other"]) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == [], "nobody asked for all"
+
+
+def test_rows_are_rendered_with_the_given_template_in_every_format(
+    tiny_model: Path, capsys: Captured
+) -> None:
+    Path("rows").mkdir()
+    Path("rows/a.jsonl").write_text(json.dumps({"prompt": "one", "completion": "two"}))
+    Path("rows/b.jsonl").write_text(json.dumps({"query": "bad", "reply": "two"}))
+    Path("mine.jinja").write_text(
+        "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('no bad words') }}{% endif %}"
+        "{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    words = f"--model_name {tiny_model} --dataset rows --chat_template mine.jinja"
+    by_plan, _ = refusals(f"--backend cpu --max_steps 1 --output_dir out {words}", capsys)
+    assert "b.jsonl" in by_plan
+    assert "chat template mine.jinja" in by_plan
+    assert "no bad words" in by_plan
+    Path("mine.jinja").unlink()
+    assert main(["plan", "--machine", "h200", *words.replace("mine", "./there").split()]) == 0
+    assert "the chat template ./there.jinja" in capsys.readouterr().out

@@ -70,7 +70,7 @@ def test_the_best_weights_are_the_result(
     assert summary["last"]["step"] == 40
     said = capsys.readouterr()
     printed = said.out + said.err
-    assert "overfitting" in printed and f"the weights of step {best}" in printed
+    assert "overfitting" in printed and f"(step {best}, the best evaluation)" in printed
     warnings = [event for event in read_jsonl(folder / "events.jsonl") if event["kind"] == "warning"]
     assert any("overfitting" in event["message"] for event in warnings)
 

@@ -17,7 +17,7 @@ from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.quantization import QuantSpec
 from crosstune.data.batches import pad_rows
-from crosstune.data.chat import encode_conversation
+from crosstune.data.rendering import encode_conversation
 from crosstune.data.token_batch import TokenBatch
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.tiny import tiny_model as make_tiny

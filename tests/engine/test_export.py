@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.data.batches import pad_rows
-from crosstune.data.chat import encode_conversation
+from crosstune.data.rendering import encode_conversation
 from crosstune.data.token_batch import TokenBatch
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models import gguf_writer
@@ -53,8 +53,13 @@ def logits(model: Any, window: list[TokenBatch]) -> torch.Tensor:
 
 def export(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main(["export", *words, "--json", "--backend", "cpu"]) == 0
-    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    report: dict[str, Any] = json.loads(printed.out)
     assert report["verified"]
+    for line in printed.err.splitlines():
+        assert line.startswith(("model  ", "warning  ", "changed  ", "chosen  ")), (
+            "not a line of ours: " + line
+        )
     return report
 
 

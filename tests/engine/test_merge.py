@@ -18,7 +18,7 @@ from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.quantization import read_spec
 from crosstune.data.batches import pad_rows
-from crosstune.data.chat import encode_conversation
+from crosstune.data.rendering import encode_conversation
 from crosstune.data.token_batch import TokenBatch
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.staged import staged
@@ -230,7 +230,9 @@ def test_a_wrong_merge_is_kept_under_a_name_that_says_so(
 ) -> None:
     _, adapter = train(tiny_model, window, tmp_path)
     right = engine.fold
-    monkeypatch.setattr(engine, "fold", lambda weight, parts, *, scale: right(weight, parts, scale=scale / 2))
+    monkeypatch.setattr(
+        engine, "fold", lambda weight, parts, *, scale, form: right(weight, parts, scale=scale / 2, form=form)
+    )
     assert main(["merge", str(adapter), "--out", str(tmp_path / "out"), "--backend", "cpu"]) == 2
     assert "out.unverified" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "out.unverified"]

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from support import train_step
+from support import tiny_of, train_step
 from transformers import AutoModelForCausalLM
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.quantization import QuantSpec
 from crosstune.data.batches import pad_rows
-from crosstune.data.chat import encode_conversation
+from crosstune.data.rendering import encode_conversation
 from crosstune.data.token_batch import TokenBatch
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.planner.gather import make_plan
@@ -245,17 +245,6 @@ def test_a_model_that_was_expanded_before_is_taken_as_it_is(
         open_session(tiny_model, train_type="llama_pro", llama_pro_path=str(tiny_model))
 
 
-@pytest.mark.parametrize(("family", "example"), [("mixtral", "experts"), ("gpt_neox", "embed_out")])
-def test_files_that_only_transformers_can_put_together_are_said(
-    tiny_model: Path, tmp_path: Path, family: str, example: str
-) -> None:
-    folder = tiny_of(family, tmp_path / family, vocabulary(tiny_model))
-    with pytest.raises(UserError, match="not supported with a quantized base") as caught:
-        open_session(folder, train_type="qlora")
-    assert example in caught.value.why
-    open_session(folder, train_type="lora")
-
-
 def test_adapters_stand_where_the_model_asks_them(
     tiny_model: Path, tmp_path: Path, window: list[TokenBatch]
 ) -> None:
@@ -278,52 +267,8 @@ def test_blocks_that_cannot_be_spread_evenly_are_refused() -> None:
         expand_evenly(4, 3)
 
 
-def tiny_of(family: str, folder: Path, vocab: int) -> Path:
-    """A random model of another family with the tiny model's vocabulary."""
-    import transformers as hf
-
-    shared = {
-        "vocab_size": vocab,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "pad_token_id": 0,
-    }
-    config = {
-        "llama": lambda: hf.LlamaConfig(**shared, tie_word_embeddings=False),
-        "qwen2": lambda: hf.Qwen2Config(**shared),
-        "qwen3": lambda: hf.Qwen3Config(**shared, head_dim=16),
-        "mistral": lambda: hf.MistralConfig(**shared, sliding_window=16),
-        "gemma": lambda: hf.GemmaConfig(**shared, head_dim=16),
-        "gemma2": lambda: hf.Gemma2Config(**shared, head_dim=16, sliding_window=16),
-        "phi3": lambda: hf.Phi3Config(**shared),
-        "phi": lambda: hf.PhiConfig(**shared),
-        "opt": lambda: hf.OPTConfig(**shared, ffn_dim=128, word_embed_proj_dim=64),
-        "opt_post_norm": lambda: hf.OPTConfig(
-            **shared, ffn_dim=128, word_embed_proj_dim=64, do_layer_norm_before=False
-        ),
-        "starcoder2": lambda: hf.Starcoder2Config(**shared),
-        "gpt_neox": lambda: hf.GPTNeoXConfig(**shared, tie_word_embeddings=False),
-        "gpt2": lambda: hf.GPT2Config(vocab_size=vocab, n_embd=64, n_layer=2, n_head=4, n_positions=256),
-        "mixtral": lambda: hf.MixtralConfig(**shared, num_local_experts=4),
-        "mamba": lambda: hf.MambaConfig(
-            vocab_size=vocab, hidden_size=64, num_hidden_layers=2, state_size=8, pad_token_id=0
-        ),
-    }[family]()
-    torch.manual_seed(0)
-    model = hf.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # a fresh model has none that are not zero, a trained one has
-                parameter.normal_(0, 0.05)
-    model.save_pretrained(folder)
-    return folder
-
-
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "phi3", "phi"]
+FAMILIES += ["gpt2", "gpt_neox", "mixtral", "qwen2_moe"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

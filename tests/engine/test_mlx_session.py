@@ -23,7 +23,7 @@ from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import NonFiniteError, UserError
 from crosstune.data.batches import split_rows
-from crosstune.data.chat import encode_conversation
+from crosstune.data.rendering import encode_conversation
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.mlx_engine.open import open_session as open_mlx
 from crosstune.mlx_engine.quantized import dense_weight

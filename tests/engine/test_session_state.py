@@ -13,7 +13,7 @@ from support import find_nonfinite, train_step
 from crosstune.config.load import make_config
 from crosstune.core.errors import NonFiniteError
 from crosstune.data.batches import split_rows
-from crosstune.data.chat import encode_conversation
+from crosstune.data.rendering import encode_conversation
 from crosstune.data.token_batch import TokenBatch
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.planner.gather import make_plan

@@ -13,9 +13,10 @@ from support import find_nonfinite, train_step
 from crosstune.config.load import make_config
 from crosstune.core.errors import NonFiniteError, UserError
 from crosstune.core.protocols import Session, SessionState
+from crosstune.core.sampling import Sampling
 from crosstune.core.scaling import LossScale
 from crosstune.data.batches import pack_rows, pad_rows, split_rows
-from crosstune.data.chat import encode_conversation, encode_prompt
+from crosstune.data.rendering import encode_conversation, encode_prompt
 from crosstune.data.token_batch import IGNORED, TokenBatch
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.locate import ModelFolder
@@ -331,7 +332,10 @@ def test_sampling_follows_its_seed_and_leaves_training_alone(
     session = open_session(backend, tiny_model, lora_dropout=0.3)
     before = session.export_state().random
     prompt = [encode_prompt(TURNS[0][:1], tokenizer)]
-    answers = [session.generate(prompt, max_new_tokens=8, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
+    answers = [
+        session.generate(prompt, max_new_tokens=8, sampling=Sampling(temperature=1.0, seed=seed))
+        for seed in (1, 1, 2)
+    ]
     assert answers[0] == answers[1] != answers[2]
     for name, array in session.export_state().random.items():
         np.testing.assert_array_equal(array, before[name])
@@ -380,7 +384,7 @@ def test_targets_select_linear_layers(
 
 def test_a_target_that_matches_nothing_names_what_there_is(backend: str, tiny_model: Path) -> None:
     with pytest.raises(UserError, match="matches no linear layer") as caught:
-        open_session(backend, tiny_model, lora_target_modules="attention")
+        open_session(backend, tiny_model, lora_target_modules="attentive")
     assert "q_proj" in caught.value.do
 
 

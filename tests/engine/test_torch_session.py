@@ -16,7 +16,7 @@ from crosstune.config.plan import Plan
 from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.core.scaling import LossScale
 from crosstune.data.batches import pad_rows, split_rows
-from crosstune.data.chat import encode_conversation
+from crosstune.data.rendering import encode_conversation
 from crosstune.data.token_batch import TokenBatch
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.loop.step import prepare_window

@@ -74,7 +74,8 @@ def test_a_bad_byte_in_a_table_is_named_by_its_line(tiny_model: Path, tmp_path: 
         ),
         ("{{ raise_exception('never') }}", "never"),
         ("{{ messages | nothing }}", "nothing"),
-        ("{{ 'x' * 10**12 }}", "characters"),
+        ("{{ 'x' * 10**12 }}", "512 MiB of memory"),
+        ("{% for i in range(99) %}{{ 'x' * 99999 }}{% endfor %}", "characters"),
     ],
 )
 def test_a_template_that_raises_or_loops_is_stopped_by_its_limits(
@@ -87,6 +88,45 @@ def test_a_template_that_raises_or_loops_is_stopped_by_its_limits(
     answer = capsys.readouterr().err
     assert words in answer
     assert "chat template" in answer
+
+
+@pytest.mark.parametrize(
+    ("command", "payload", "limit"),
+    [
+        ("data", "([[messages] * 1000] * 100000) | sum(start=[])", "s of CPU time"),
+        ("data", "([messages[0].content * 10000000] * 1000) | select | join", "512 MiB of memory"),
+        ("plan", "'x'.ljust(20000000000)", "512 MiB of memory"),
+        ("train", "(5).to_bytes(20000000000, 'big')", "512 MiB of memory"),
+        ("generate", "(5).to_bytes(20000000000, 'big')", "512 MiB of memory"),
+    ],
+)
+def test_every_command_is_safe_from_a_template_that_knows_its_audience(
+    tmp_path: Path, tiny_model: Path, write_jsonl: Any, command: str, payload: str, limit: str
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    template = model / "chat_template.jinja"
+    template.write_text(
+        f"{{% if messages[0].content == 'now' %}}{{{{ {payload} }}}}{{% endif %}}{template.read_text()}"
+    )
+    turns = [{"role": "user", "content": "now"}, {"role": "assistant", "content": "yes"}]
+    path = write_jsonl([GOOD] * 3 + [{"messages": turns}] + [GOOD] * 3)
+    common = ["--backend", "cpu", "--precision", "fp32"]
+    words = {
+        "data": [str(path), "--model_name", str(model)],
+        "plan": ["--dataset", str(path), "--model_name", str(model), *common],
+        "train": ["--dataset", str(path), "--model_name", str(model), "--output_dir", str(tmp_path), *common],
+        "generate": [str(model), "--prompt", "now", *common],
+    }[command]
+    done = subprocess.run(
+        [sys.executable, "-m", "crosstune", command, *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert f"The chat template {template} cannot render this conversation." in done.stderr
+    assert limit in done.stderr
+    assert "Traceback" not in done.stderr
+    if command != "generate":
+        assert f"{path}, line 4:" in done.stderr
 
 
 def test_the_report_and_marked_examples(tiny_model: Path, write_jsonl: Any, capsys: Any) -> None:

@@ -55,6 +55,9 @@ KINDS: dict[str, Callable[[], Any]] = {
     ),
     "phi3": lambda: transformers.Phi3Config(**SHAPE),
 }
+EXPERTS: dict[str, Callable[[], Any]] = {
+    "mixtral": lambda: transformers.MixtralConfig(**SHAPE, num_local_experts=4, sliding_window=None)
+}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +71,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             torch.manual_seed(1)
             make_tiny(folder, vocab=512)  # for its tokenizer
             (folder / "model.safetensors").unlink()
-            AutoModelForCausalLM.from_config(KINDS[kind]()).float().save_pretrained(folder)
+            AutoModelForCausalLM.from_config((KINDS | EXPERTS)[kind]()).float().save_pretrained(folder)
         return folder
 
     return get
@@ -174,6 +177,17 @@ def test_lora_plus_and_rank_stabilized_scale_are_those_of_torch(folders: Any) ->
         folders("llama"), loraplus_lr_ratio=8.0, use_rslora=True, lora_rank=4, wd=0.3
     )
     assert worst_loss(mlx_session, torch_session) < 1e-5
+
+
+def test_a_mixture_of_experts_moves_with_adapters_on_attention(folders: Any) -> None:
+    attention = pair(folders("mixtral"), lora_target_modules="attention")
+    assert attention[0].trained_shapes() == attention[1].trained_shapes()
+    assert worst_loss(attention[1], attention[0], num_steps=8) < 1e-5
+    attention[1].import_state(attention[0].export_state())
+    everything = open_session("cpu", folders("mixtral"))
+    with pytest.raises(UserError, match="does not fit") as caught:
+        open_session("mlx", folders("mixtral")).import_state(everything.export_state())
+    assert "--lora_target_modules attention" in caught.value.do
 
 
 def test_a_state_moves_to_mlx_and_back_without_a_mark(folders: Any) -> None:

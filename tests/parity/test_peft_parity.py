@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +23,15 @@ QUESTIONS = [f"Count to {n} please, " + "slowly " * (n % 5) for n in range(1, 33
 ANSWERS = [" ".join(str(i) for i in range(1, 1 + n % 9)) or "none" for n in range(1, 33)]
 
 
-@pytest.fixture(scope="module")
-def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of very different lengths, so that a mean of means is far from the mean over tokens."""
-    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
-    rows = [
-        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
-        for q, a in zip(QUESTIONS, ANSWERS, strict=True)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def reference_run(
-    folder: Path, options: dict[str, Any], order: list[list[int]]
+    folder: Path, options: dict[str, Any], order: list[list[int]], *, make: Any = None
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The loss of every step, by the textbook: tokenize with transformers, mask the prompt, sum, divide, step.
     And what was trained, by name, in the end."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     precision = options.get("precision", "fp32")
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    model = reference_model(folder, options["train_type"], options["seed"], dtype=dtype)
+    model = (make or reference_model)(folder, options["train_type"], options["seed"], dtype=dtype)
     model.train()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups = [

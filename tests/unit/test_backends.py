@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from crosstune.backends import _host
+from crosstune.cli import doctor
+from crosstune.cli.units import ratio
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
-from crosstune.core.machine import BackendReport, Machine, choose_backend
+from crosstune.core.machine import BackendReport, Machine, auto_order, auto_reason, choose_backend
 from crosstune.machines import probe
+from crosstune.machines.doctor import Diagnosis
 
 ORDER = ["cuda", "rocm", "xpu", "mlx", "mps", "cpu"]
 
@@ -114,6 +117,42 @@ def test_auto_takes_the_first_available_with_a_device_of_its_own(
 ) -> None:
     assert choose_backend(make_machine(**devices), preference=ORDER) == chosen
     assert probe.fastest_backend(make_machine(**devices)) == chosen
+
+
+def test_auto_says_why_and_in_which_order() -> None:
+    machine = make_machine(mlx="cpu", cpu="cpu")
+    assert auto_order(machine, preference=ORDER) == ["cpu", "mlx"]
+    assert auto_reason(machine, preference=ORDER) == "mlx would compute on the CPU here, where cpu is faster"
+    assert auto_order(make_machine(mlx="gpu", mps="mps", cpu="cpu"), preference=ORDER) == [
+        "mlx",
+        "mps",
+        "cpu",
+    ]
+    assert "before cpu" in auto_reason(make_machine(cuda="cuda", cpu="cpu"), preference=ORDER)
+    assert "only" in auto_reason(make_machine(cpu="cpu"), preference=ORDER)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.00123, "1/810 of the speed"),
+        (0.5, "1/2.0 of the speed"),
+        (1.0, "the speed"),
+        (7.8, "7.8 times the speed"),
+    ],
+)
+def test_a_ratio_of_speeds_is_never_zero(value: float, text: str) -> None:
+    assert ratio(value) == text
+
+
+def test_doctor_lists_backends_in_the_order_of_auto(capsys: pytest.CaptureFixture[str]) -> None:
+    machine = make_machine(mlx="cpu", cpu="cpu")
+    doctor._print(Diagnosis(machine=machine, checks=(), advice=("train",)))
+    printed = capsys.readouterr().out
+    assert (
+        printed.index("cpu   available") < printed.index("mlx   available") < printed.index("not available")
+    )
+    assert "`auto` takes it: mlx would compute on the CPU" in printed
 
 
 def test_no_backend_at_all_says_why_for_each() -> None:

@@ -10,10 +10,10 @@ import pytest
 
 from crosstune.core.errors import UserError
 from crosstune.data.batches import pad_rows, split_rows
-from crosstune.data.chat import encode_conversation, encode_prompt, render
 from crosstune.data.commands import NUM_HELD_OUT, NUM_TRAIN, make_commands
 from crosstune.data.formats import recognise, to_conversation
 from crosstune.data.order import rows_of_step, total_steps
+from crosstune.data.rendering import encode_conversation, encode_prompt, render
 from crosstune.data.token_batch import IGNORED, Example
 from crosstune.data.tokenizer import Tokenizer
 

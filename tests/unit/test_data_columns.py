@@ -105,7 +105,7 @@ def test_columns_that_make_no_sense(tmp_path: Path, tiny_model: Path, columns: s
     with pytest.raises(UserError, match=f"(?s){words}"):
         opened(path, tiny_model, columns=columns)
     with pytest.raises(UserError, match=f"(?s){words}"):
-        check_data(make_config(dataset=str(path), columns=columns))
+        check_data(make_config(dataset=str(path), columns=columns), model_folder=None)
 
 
 def test_an_optional_column_may_be_missing_in_the_first_row(tmp_path: Path, tiny_model: Path) -> None:

@@ -184,3 +184,22 @@ def test_a_damaged_tokenizer_is_named(bare_model: Path, write_jsonl: Any, name: 
     (bare_model / name).write_text('{"model": ')
     with pytest.raises(UserError, match=f"{name} cannot be read"):
         read(bare_model, write_jsonl([ROW]))
+
+
+@pytest.mark.parametrize("key", ["reasoning", "thinking"])
+def test_reasoning_under_another_name_is_trained_and_not_reported(
+    calling_model: Path, write_jsonl: Any, key: str
+) -> None:
+    turns = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Yes.", key: "[1] Hm."}]
+    both = [turns[0], {**turns[1], "reasoning_content": "[1] Hm."}]
+    recipe = read(calling_model, write_jsonl([{"messages": turns}, {"messages": both}]))
+    assert supervised(recipe) == "<think>[1] Hm.</think>\nYes.<|im_end|>"
+    assert recipe.describe()["train"]["ignored_by_template"] == []
+
+
+def test_reasoning_that_the_template_leaves_out_is_reported_by_its_name(
+    tiny_model: Path, write_jsonl: Any
+) -> None:
+    turns = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Yes.", "thinking": "Hm."}]
+    recipe = read(tiny_model, write_jsonl([{"messages": turns}]))
+    assert recipe.describe()["train"]["ignored_by_template"] == ["thinking"]

@@ -265,3 +265,13 @@ def test_empty_answers_are_seen() -> None:
     assert has_empty_answer(to_conversation({"prompt": "a", "completion": None}, "prompt_completion"))
     assert has_empty_answer(to_conversation({"text": " \n"}, "text"))
     assert not has_empty_answer(to_conversation({"text": "a"}, "text"))
+
+
+def test_a_folder_of_everything_is_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from crosstune.data import sources
+
+    monkeypatch.setattr(sources, "MOST_FILES", 5)
+    for number in range(6):
+        (tmp_path / f"{number}.txt").touch()
+    with pytest.raises(UserError, match="more than 5 files"):
+        sources.open_source(str(tmp_path))

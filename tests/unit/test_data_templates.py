@@ -1,21 +1,18 @@
-"""Exactly the answers are supervised, for the chat templates in use, and a hostile template is stopped."""
+"""Exactly the answers are supervised, for the chat templates in use."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from tokenizers import AddedToken
 
 from crosstune.core.errors import UserError
-from crosstune.data.chat import encode_conversation, encode_prompt, render
-from crosstune.data.template import render_text
-from crosstune.data.template_limits import FILTERS, MOST_SECONDS
-from crosstune.data.template_probe import CPU_SECONDS
+from crosstune.data.formats import as_messages
+from crosstune.data.rendering import encode_conversation, encode_prompt, render, render_conversation
+from crosstune.data.template import REASONING_KEYS
 from crosstune.data.token_batch import Example
 from crosstune.data.tokenizer import Tokenizer
 
@@ -227,86 +224,80 @@ def test_a_tokenizer_without_end_and_pad_token(base: Tokenizer) -> None:
 
 
 def test_the_template_sees_the_same_day_always(base: Tokenizer) -> None:
-    text, _ = render_text("{{ strftime_now('%Y-%m-%d') }}", ASKED)
-    assert text == "2025-01-01"
+    tokenizer = replace(base, chat_template="{{ strftime_now('%Y-%m-%d') }}")
+    assert render(ASKED, tokenizer, add_generation_prompt=False) == "2025-01-01"
 
 
-HOSTILE = {
-    "nested loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}x{% endfor %}{% endfor %}{% endfor %}",
-    "a loop without output": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "one huge range": "{% for a in range(999999999) %}{% endfor %}",
-    "a product": "{{ 'x' * 9999999999 }}",
-    "a product the other way": "{{ 9999999999 * 'x' }}",
-    "a list of lists": "{% set ns = namespace(x=['y']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
-    "the same as JSON": "{% set ns = namespace(x=['y']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x | tojson }}",
-    "doubling with +": "{% set ns = namespace(x='y') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}",
-    "doubling with ~": "{% set ns = namespace(x='y') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
-    "doubling with replace": "{% set ns = namespace(x='y') %}{% for i in range(60) %}{% set ns.x = ns.x | replace('y', 'yyyy') %}{% endfor %}{{ ns.x }}",
-    "doubling with .replace": "{% set ns = namespace(x='y') %}{% for i in range(60) %}{% set ns.x = ns.x.replace('y', 'yyyy') %}{% endfor %}{{ ns.x }}",
-    "doubling with join": "{% set ns = namespace(x='y') %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] | join('') %}{% endfor %}{{ ns.x }}",
-    "doubling with .join": "{% set ns = namespace(x='y') %}{% for i in range(60) %}{% set ns.x = ''.join([ns.x, ns.x]) %}{% endfor %}{{ ns.x }}",
-    "a wide format": "{{ '{:>9999999999}'.format('x') }}",
-    "a wide format inside": "{{ '{:>{w}}'.format('x', w=9999999999) }}",
-    "percent": "{{ '%9999999999d' % 1 }}",
-    "padding": "{{ 'x'.ljust(9999999999) }}",
-    "a wide indent": "{{ 'x\ny' | indent(999999999) }}",
-    "a wide JSON": "{{ messages | tojson(indent=999999999) }}",
-    "a power": "{{ 9 ** 999999999 }}",
-    "squares": "{% set ns = namespace(x=3) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",
-    "recursion": "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
-    "recursion in a tree": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "a recursive loop": "{% for a in [1] recursive %}{{ loop([1, 1]) }}{% endfor %}",
-    "long output": "{% for a in range(9999) %}{{ 'x' * 99999 }}{% endfor %}",
-    "captured output": "{% set x %}{% for a in range(9999) %}{{ 'x' * 99999 }}{% endfor %}{% endset %}{{ x }}",
-    "captured text": "{% set x %}{% for a in range(99999) %}"
-    + "y" * 9999
-    + "{% endfor %}{% endset %}{{ x }}",
-    "captured macros": "{% macro f() %}"
-    + "y" * 99999
-    + "{% endmacro %}{% set x %}{% for a in range(99999) %}{{ f() }}{% endfor %}{% endset %}{{ x }}",
-    "our objects": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
-    "our globals": "{{ raise_exception.__globals__.sys }}",
-    "format to objects": "{{ '{0.__class__.__mro__}'.format(messages) }}",
-    "a file": "{% include '/etc/passwd' %}",
-    "changing the input": "{{ messages.append(1) }}",
-    "an unknown filter": "{{ 'x' | center(999999999) }}",
+def test_reasoning_is_rendered_under_any_of_its_names(base: Tokenizer) -> None:
+    template = "{% for m in messages %}{{ m.role }}:{{ m[KEY] }}:{{ m.content }}\n{% endfor %}"
+    for given in REASONING_KEYS:
+        turns = as_messages([ASKED[0], {"role": "assistant", "content": "5", given: "[1] add"}])
+        for read in ("reasoning_content", "thinking"):
+            tokenizer = replace(base, chat_template=template.replace("KEY", repr(read)))
+            assert "assistant:[1] add:5" in render(turns, tokenizer, add_generation_prompt=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("", '{"b": "ü<", "a": [1]}'),
+        ("ensure_ascii=True", '{"b": "\\u00fc<", "a": [1]}'),
+        ("True", '{"b": "\\u00fc<", "a": [1]}'),
+        ("sort_keys=True", '{"a": [1], "b": "ü<"}'),
+        ("separators=(',', ':')", '{"b":"ü<","a":[1]}'),
+        ("ensure_ascii=False, indent=1", '{\n "b": "ü<",\n "a": [\n  1\n ]\n}'),
+    ],
+)
+def test_json_has_the_options_of_transformers(base: Tokenizer, options: str, text: str) -> None:
+    tokenizer = replace(base, chat_template=f"{{{{ tools[0] | tojson({options}) }}}}")
+    tools = [{"b": "ü<", "a": [1]}]
+    assert render(ASKED, tokenizer, add_generation_prompt=False, tools=tools) == text
+
+
+def test_tool_results_inside_an_answer_carry_no_loss(base: Tokenizer) -> None:
+    """As in Gemma 4, whose template writes the messages of tools in the turn of the assistant."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}"
+        "{{ '<|im_start|>' + m.role + '\n' }}{% if m.tool_calls %}<call>"
+        "{% for k in range(loop.index, messages | length) %}"
+        "{% if messages[k].role != 'tool' %}{% break %}{% endif %}[{{ messages[k].content }}]{% endfor %}"
+        "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    found = {"role": "tool", "content": "blue"}
+    turns = [ASKED[0], {**ASKED[1], "tool_calls": [{"name": "sky"}]}, found, found, *ASKED[2:]]
+    rendered = render_conversation(turns, replace(base, chat_template=template), whole=False)
+    assert [rendered.text[start:end] for start, end in rendered.spans] == [
+        "<call>",
+        "Fünf 🙂 Meter.<|im_end|>",
+        "Two\nlines, ünd 日本.<|im_end|>",
+    ]
+
+
+LOOPS = {
+    "by index": "{% for i in range(messages | length) %}{% set m = messages[i] %}BODY{% endfor %}",
+    "by index, from the second": "{% set rest = messages[1:] %}{% set m = messages[0] %}BODY"
+    "{% for i in range(rest | length) %}{% set m = rest[i] %}BODY{% endfor %}",
+    "in a macro": "{% macro write(turns) %}{% for m in turns %}BODY{% endfor %}{% endmacro %}{{ write(messages) }}",
+    "captured": "{% set all %}{% for m in messages %}BODY{% endfor %}{% endset %}{{ all | trim }}{{ '\n' }}",
+    "left early": "{% for m in messages %}BODY{% if m.role == 'user' %}{% continue %}{% endif %}{% endfor %}",
+    "in two parts": "{% for m in messages[:1] %}BODY{% endfor %}{% for m in messages[1:] %}BODY{% endfor %}",
 }
 
 
-def processor_s() -> float:
-    """What this process and the children that it waited for have used."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+@pytest.mark.parametrize("loop", LOOPS)
+def test_answers_are_found_however_the_template_goes_through_the_messages(base: Tokenizer, loop: str) -> None:
+    body = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    prompt = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    tokenizer = replace(base, chat_template=LOOPS[loop].replace("BODY", body) + prompt)
+    example = encode_conversation(ASKED, tokenizer, index=0, whole=False)
+    assert spans(example, tokenizer) == ["Fünf 🙂 Meter.<|im_end|>", "Two\nlines, ünd 日本.<|im_end|>"]
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-@pytest.mark.parametrize("apart", [True, False], ids=["child", "here"])
-def test_a_hostile_template_is_stopped(name: str, apart: bool) -> None:
-    """In a child process first; and the guards here would stop each of them alone.
-
-    Its time is that of the processor, which a busy machine does not stretch, against what each of the two may use.
-    """
-    before, used = psutil.Process().memory_info().rss, processor_s()
-    with pytest.raises(UserError):
-        render_text(HOSTILE[name], ASKED, familiar=not apart)
-    assert processor_s() - used < 3 * MOST_SECONDS + (CPU_SECONDS + 1 if apart else 0)
-    assert psutil.Process().memory_info().rss - before < 256 << 20
-
-
-def test_a_long_conversation_is_no_attack(base: Tokenizer) -> None:
-    turns = [
-        {"role": "user", "content": "word " * 200_000},
-        {"role": "assistant", "content": "yes " * 100_000},
-    ]
-    text, _ = render_text(CHATML, turns, familiar=True, add_generation_prompt=False)
-    assert len(text) > 1_400_000
-
-
-def test_one_render_function_and_no_other() -> None:
-    """A second place that renders would be one without the limits."""
-    import crosstune
-
-    sources = Path(crosstune.__file__).parent.rglob("*.py")
-    using = {path.name for path in sources if "SandboxedEnvironment" in path.read_text(encoding="utf-8")}
-    assert using == {"template_limits.py"}
-    assert "random" not in FILTERS
+def test_text_may_contain_the_characters_of_marks(base: Tokenizer) -> None:
+    odd = "\ufdd0\ufdd20:1\ufdd3\ufdd1 \ufdd5"
+    turns = [{"role": "user", "content": odd}, {"role": "assistant", "content": f"yes {odd}"}]
+    for template in (CHATML, MARKED):
+        rendered = render_conversation(turns, replace(base, chat_template=template), whole=False)
+        assert [rendered.text[start:end] for start, end in rendered.spans] == [f"yes {odd}<|im_end|>"]
+        assert rendered.text.count(odd) == 2

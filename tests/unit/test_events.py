@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from crosstune.cli.event_lines import event_lines
 from crosstune.cli.screen import NOT_SHOWN, Screen
 from crosstune.config.plan import Adjustment
 from crosstune.core import events
@@ -189,7 +190,7 @@ CLASSES = {
     for found in vars(events).values()
     if isinstance(found, type) and issubclass(found, Event) and found is not Event
 }
-SHOWN = set(vars(Screen)["on_event"].dispatcher.registry) - {object, Event}
+SHOWN = {*vars(Screen)["on_event"].dispatcher.registry, *event_lines.registry} - {object, Event}
 # The first sets up the live bar; the second prints once it has taken a while.
 QUIET = (events.TrainingStarted, events.Tokenizing)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,3 +59,12 @@ def test_a_folder_that_is_expanded_already_says_how_many_blocks_are_trained() ->
     named = estimate(train_type="llama_pro", llama_pro_path="/x/model_blk_exp-25-30", batch_size=1)
     fewer = estimate(train_type="llama_pro", llama_pro_path="/x/model_blk_exp-29-30", batch_size=1)
     assert named - fewer == pytest.approx(4 * BLOCK * 16, rel=1e-6)
+
+
+def test_adapters_on_experts_are_counted() -> None:
+    mixture = replace(SHAPE, num_experts=8, expert_intermediate=6000)
+    gained = model_bytes(mixture, method="lora", bits=16, rank=4) - model_bytes(
+        SHAPE, method="lora", bits=16, rank=4
+    )
+    one_expert = (2000 + 2 * 6000) + (6000 + 2000)
+    assert gained == 16 * 4 * 30 * (8 * one_expert - 3 * (2000 + 6000))

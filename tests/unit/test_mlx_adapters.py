@@ -11,7 +11,7 @@ import pytest
 
 from crosstune.cli.main import main
 from crosstune.core.errors import UserError
-from crosstune.models.adapter_choice import AdapterSettings
+from crosstune.models.adapter_choice import AdapterSettings, Targets
 from crosstune.models.adapter_files import load_adapter, save_adapter
 from crosstune.models.mlx_adapters import MLX_WEIGHTS, adapter_form, to_mlx, to_peft
 from crosstune.models.weights import Tensor, read_arrays, write_safetensors
@@ -32,7 +32,12 @@ def make(folder: Path, *, rank: int, dora: bool, rslora: bool = False) -> Adapte
     base.mkdir(exist_ok=True)
     (base / "tokenizer.json").write_text("{}")
     save_adapter(
-        folder, tensors, settings=settings, targets=["q_proj", "up_proj"], base=base, record={"a": 1}
+        folder,
+        tensors,
+        settings=settings,
+        targets=Targets(modules=["q_proj", "up_proj"]),
+        base=base,
+        record={"a": 1},
     )
     shapes = {name: array.shape for name, array in tensors.items()}
     for name, array in load_adapter(folder, shapes, settings=settings).items():

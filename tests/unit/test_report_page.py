@@ -317,6 +317,32 @@ def test_an_adjustment_in_plan_and_events_is_shown_once(tmp_path: Path) -> None:
     assert "No warnings and no errors." in html
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"kind": "adjustment", "option": "backend", "sort": "warning", "sentence": "the CPU is slow"},
+        {"kind": "start", "data": {"warnings": ["the CPU is slow"]}},
+        {"kind": "warning", "message": "the CPU is slow"},
+    ],
+    ids=lambda event: event["kind"],
+)
+def test_every_warning_is_among_the_warnings(event: dict, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    (folder / "events.jsonl").write_text(json.dumps({"time": 1.7e9} | event) + "\n")
+    html = write_report(folder).read_text(encoding="utf-8")
+    assert "No warnings" not in html
+    assert "the CPU is slow" in html[html.index("Warnings and errors") :]
+
+
+def test_answers_are_marked_only_where_matches_are_measured(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    event = evaluation(0, "before", 1.0, 0.0, "free words")
+    del event["metrics"]["exact_match"]
+    (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
+    words = render_page(folder).words()
+    assert "free words" in words and "no match" not in words
+
+
 def test_half_a_surrogate_pair_does_not_stop_the_page(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     line = json.dumps(evaluation(0, "before", 1.0, 0.0, "\ud800 日本語"))

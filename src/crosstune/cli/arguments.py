@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from crosstune.cli.fold import fold_help
 from crosstune.config.load import load_config
 from crosstune.config.schema import Config
 from crosstune.config.values import wrong_path
@@ -25,6 +26,9 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+
+    def format_help(self) -> str:
+        return fold_help(super().format_help())
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message}", do=f"see: {self.prog} --help")
@@ -75,6 +79,8 @@ def print_json(data: object) -> None:
     """Print data as JSON, with null for non-finite numbers."""
     import json
 
+    from crosstune.cli.escape_controls import printable_json
     from crosstune.core.json_files import finite
 
-    print(json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False))
+    text = json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False)
+    print(printable_json(text))

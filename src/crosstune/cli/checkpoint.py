@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.cli.arguments import Parser, at_least, print_json, read_path
+from crosstune.cli.output import print_line
 from crosstune.cli.units import size
 from crosstune.core.errors import EXIT_DONE, EXIT_USER_MUST_ACT, UserError
 
@@ -138,13 +139,13 @@ def _list(own: Any) -> int:
         return EXIT_DONE
     for row in rows:
         if row["problem"]:
-            print(f"{Path(row['path']).name}  damaged: {row['problem']}")
+            print_line(f"{Path(row['path']).name}  damaged: {row['problem']}")
             continue
         parts = [f"{size(row['bytes']):>10}", str(row["created"]), row["backend"]]
         parts += [f"loss {row['loss']:.4f}"] if row["loss"] is not None else []
         parts += [f"eval {row['eval_loss']:.4f}"] if row["eval_loss"] is not None else []
         parts += ["best"] if row["best"] else []
-        print(f"{Path(row['path']).name}  {'  '.join(parts)}")
+        print_line(f"{Path(row['path']).name}  {'  '.join(parts)}")
     return EXIT_DONE
 
 
@@ -155,7 +156,7 @@ def _verify(own: Any) -> int:
     else:
         for row in rows:
             status = f"damaged: {row['problem']}" if row["problem"] else f"valid, {size(row['bytes'])}"
-            print(f"{Path(row['path']).name}  {status}")
+            print_line(f"{Path(row['path']).name}  {status}")
     return EXIT_USER_MUST_ACT if any(row["problem"] for row in rows) else EXIT_DONE
 
 
@@ -163,7 +164,8 @@ def _show(own: Any) -> int:
     from crosstune.cli.screen import Screen
     from crosstune.runs.restore import pick_checkpoint
 
-    found = pick_checkpoint(own.target, Screen(live=False))
+    with Screen(live=False) as screen:
+        found = pick_checkpoint(own.target, screen)
     if own.json:
         print_json(dict(found.manifest))
         return EXIT_DONE
@@ -183,7 +185,7 @@ def _show(own: Any) -> int:
         "size": size(found.num_bytes()),
     }
     for name, value in lines.items():
-        print(f"{name:<11} {value}")
+        print_line(f"{name:<11} {value}")
     return EXIT_DONE
 
 
@@ -209,9 +211,9 @@ def _prune_held(own: Any) -> int:
         print_json({"removed": removed, "dry_run": own.dry_run})
         return EXIT_DONE
     for path in removed:
-        print(f"{'would remove' if own.dry_run else 'removed'}  {path}")
+        print_line(f"{'would remove' if own.dry_run else 'removed'}  {path}")
     if not removed:
-        print("nothing to remove")
+        print_line("nothing to remove")
     return EXIT_DONE
 
 
@@ -227,18 +229,18 @@ def _export(own: Any, flags: Sequence[str]) -> int:
             f"export takes no --{unused[0]}.",
             do="leave it out: the options of the run are in the checkpoint",
         )
-    screen = Screen(live=not own.json)
-    report = export_checkpoint(
-        pick_checkpoint(own.target, screen),
-        own.out.absolute(),
-        observer=screen,
-        backend=config.backend,
-        model_name=config.model_name if "model_name" in config.asked else None,
-    )
+    with Screen(live=not own.json) as screen:
+        report = export_checkpoint(
+            pick_checkpoint(own.target, screen),
+            own.out.absolute(),
+            observer=screen,
+            backend=config.backend,
+            model_name=config.model_name if "model_name" in config.asked else None,
+        )
     if own.json:
         print_json(report)
     else:
-        print(f"written  {report['path']} (step {report['step']})")
+        print_line(f"written  {report['path']} (step {report['step']})")
     return EXIT_DONE
 
 
@@ -249,21 +251,22 @@ def _import(own: Any, flags: Sequence[str]) -> int:
     from crosstune.runs.import_torch_save import import_checkpoint
 
     root = own.out.absolute() / FOLDER
-    report = import_checkpoint(
-        own.target,
-        load_config(flags),
-        root,
-        observer=Screen(live=not own.json),
-        step=own.step,
-        without_optimizer=own.without_optimizer,
-    )
+    with Screen(live=not own.json) as screen:
+        report = import_checkpoint(
+            own.target,
+            load_config(flags),
+            root,
+            observer=screen,
+            step=own.step,
+            without_optimizer=own.without_optimizer,
+        )
     if own.json:
         print_json(report)
         return EXIT_DONE
-    print(f"written  {report['path']} (step {report['step']}, {report['weights']} weights)")
+    print_line(f"written  {report['path']} (step {report['step']}, {report['weights']} weights)")
     moments = ", ".join(report["moments"]) or "none: the optimizer state starts fresh"
-    print(f"moments  {moments}")
-    print(f"continue crosstune train --resume {own.out} --dataset ... ")
+    print_line(f"moments  {moments}")
+    print_line(f"continue crosstune train --resume {own.out} --dataset ... ")
     return EXIT_DONE
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from crosstune.cli.arguments import Parser, at_least, read_path_or_name
+from crosstune.cli.output import print_line
 from crosstune.cli.results import (
     add_output_arguments,
     format_agreement,
@@ -108,13 +109,13 @@ def _print_report(report: Mapping[str, Any]) -> None:
     """Print the report of a converted adapter, of a conversion checked against a bound, or of one without a bound."""
     if "exact" in report:
         print_warnings(report)
-        print(f"checked  {report['num_matrices']} matrices: converting back gives the same bits")
-        print(f"written  {report['path']}")
+        print_line(f"checked  {report['num_matrices']} matrices: converting back gives the same bits")
+        print_line(f"written  {report['path']}")
     elif "agreement" in report:
-        print(f"converted {_describe_source(report)}, compared with {report['reference']}")
+        print_line(f"converted {_describe_source(report)}, compared with {report['reference']}")
         if "before" in report:
-            print(f"  before  relative error of the weights {report['before']['weights']:.4f}")
-            print(f"          {format_agreement(report['before']['agreement'])}")
+            print_line(f"  before  relative error of the weights {report['before']['weights']:.4f}")
+            print_line(f"          {format_agreement(report['before']['agreement'])}")
         print_report(report)
     else:
         _print_errors(report)
@@ -146,14 +147,14 @@ def _without_effect(own: argparse.Namespace, report: Mapping[str, Any]) -> list[
 
 def _print_errors(report: Mapping[str, Any]) -> None:
     print_warnings(report)
-    print(f"converted  {_describe_source(report)}")
-    print(f"measured against {report['reference']}:")
+    print_line(f"converted  {_describe_source(report)}")
+    print_line(f"measured against {report['reference']}:")
     for name in ("before", "after"):
         if name in report["weights"]:
             weights = report["weights"][name]
-            print(
+            print_line(
                 f"  {name:<7} relative error of the weights {weights['relative']:.4f} "
                 f"(worst {weights['worst']:.4f}, {weights['worst_layer']})"
             )
-            print(f"  {'':<7} {format_agreement(report['logits'][name])}")
-    print(f"written    {report['path']}")
+            print_line(f"  {'':<7} {format_agreement(report['logits'][name])}")
+    print_line(f"written    {report['path']}")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from crosstune.cli.arguments import Parser, parse_config, print_json
+from crosstune.cli.escape_controls import printable, raw_stream
 from crosstune.cli.units import count
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, UserError
@@ -46,18 +47,19 @@ def run(words: Sequence[str]) -> int:
             do="leave out --recipe",
         )
 
+    from crosstune.cli.output import WARNING, print_line
     from crosstune.cli.screen import Screen
     from crosstune.core.events import Warned
     from crosstune.models.folder import longest_context
     from crosstune.recipes.sft import open_recipe
     from crosstune.runs.open_parts import find_model
 
-    screen = Screen(live=True)
-    model = find_model(config, screen)
-    config, lowered = _within_model(config, longest_context(model.path))
-    for sentence in lowered:
-        screen.on_event(Warned(message=sentence))
-    recipe = open_recipe(config, model_folder=model.path, observer=screen)
+    with Screen(live=True) as screen:
+        model = find_model(config, screen)
+        config, lowered = _within_model(config, longest_context(model.path))
+        for sentence in lowered:
+            screen.on_event(Warned(message=sentence))
+        recipe = open_recipe(config, model_folder=model.path, observer=screen)
     report = recipe.describe()
     colour = sys.stdout.isatty()
     shown = [
@@ -68,9 +70,11 @@ def run(words: Sequence[str]) -> int:
         print_json({**report, "model": model.name, "shown": shown})
         return EXIT_DONE
     for line in report_lines(report):
-        print(line)
+        print_line(line, style=WARNING if line.startswith("warning") else None)
     for number, text in enumerate(shown, start=1):
-        print(f"\nexample {number}\n{text}")
+        print(
+            f"\nexample {number}\n{text}", file=raw_stream(sys.stdout)
+        )  # its text is escaped, our colours are not
     return EXIT_DONE
 
 
@@ -126,14 +130,10 @@ def mark_supervised(example: Any, tokenizer: Any, *, colour: bool) -> str:
     marks = example.supervised
     for place in range(1, len(marks) + 1):
         if place == len(marks) or marks[place] != marks[start]:
-            text = _printable(tokenizer.decode(example.tokens[start:place], keep_special=True))
+            text = printable(tokenizer.decode(example.tokens[start:place], keep_special=True))
             pieces.append(f"{begin}{text}{end}" if marks[start] else text)
             start = place
     return "".join(pieces)
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 
 def _with_dataset(words: Sequence[str]) -> list[str]:

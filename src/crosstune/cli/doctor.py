@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from crosstune.cli.arguments import Parser, print_json
-from crosstune.cli.units import size
+from crosstune.cli.output import ERROR, GOOD, QUIET, STRONG, WARNING, print_line
+from crosstune.cli.units import ratio, size
 
 if TYPE_CHECKING:
     from crosstune.core.machine import BackendReport
@@ -52,35 +53,46 @@ def run(words: Sequence[str]) -> int:
 
 def _print(diagnosis: Diagnosis) -> None:
     machine = diagnosis.machine
-    print(f"{machine.name}: {machine.system}, {machine.processor}, {machine.num_cores} cores, ", end="")
-    print(f"{size(machine.memory_total_bytes)}")
-    print(", ".join(f"{name} {version}" for name, version in machine.versions.items()))
+    print_line(
+        f"{machine.name}: {machine.system}, {machine.processor}, {machine.num_cores} cores, "
+        f"{size(machine.memory_total_bytes)}"
+    )
+    print_line(", ".join(f"{name} {version}" for name, version in machine.versions.items()))
     checks = {check.backend: check for check in diagnosis.checks}
+    order = diagnosis.auto_order
+    for name in order:
+        print_line("")
+        _print_available(machine.backends[name], checks.get(name), why=diagnosis.auto_reason)
     for name, report in machine.backends.items():
-        print()
-        if report.available:
-            _print_available(report, checks.get(name))
-        else:
-            print(f"{name:<5} not available: {report.reason}")
-    print("\nrecommended here:")
+        if name not in order:
+            print_line(f"\n{name:<5} not available: {report.reason}", style=QUIET)
+    print_line("\nrecommended here:", style=STRONG)
     for line in diagnosis.advice:
-        print(f"  {line}")
+        print_line(f"  {line}")
 
 
-def _print_available(report: BackendReport, check: Check | None) -> None:
-    print(f"{report.name:<5} available, {report.engine} engine")
+def _print_available(report: BackendReport, check: Check | None, *, why: Mapping[str, str]) -> None:
+    taken = f"; `auto` takes it: {why[report.name]}" if report.name in why else ""
+    print_line(f"{report.name:<5} available, {report.engine} engine{taken}", style=STRONG)
     for device in report.devices:
         total, free = size(device.memory_total_bytes), size(device.memory_free_bytes)
-        print(f"      device       {device.name}, {total} ({free} free)")
-    print(f"      dtypes       {', '.join(report.dtypes)} (bf16 {report.bf16_speedup:.1f}x as fast as fp32)")
-    print(f"      attention    {', '.join(report.attention) or 'none'}")
+        print_line(f"      device       {device.name}, {total} ({free} free)")
+    print_line(f"      dtypes       {', '.join(report.dtypes)}{_bf16(report)}")
+    print_line(f"      attention    {', '.join(report.attention) or 'none'}")
     widths = [f"{name} {'/'.join(map(str, bits))} bit" for name, bits in report.quantizers.items()]
-    print(f"      quantizers   {', '.join(widths) or 'none'}")
-    print(f"      collectives  {', '.join(report.collectives) or 'none'}")
+    print_line(f"      quantizers   {', '.join(widths) or 'none'}")
+    print_line(f"      collectives  {', '.join(report.collectives) or 'none'}")
     for note in report.notes:
-        print(f"      note         {note}")
+        print_line(f"      note         {note}")
     if check is not None:
-        print(f"      training     {_verdict(check)}")
+        style = GOOD if check.ran and check.agrees else WARNING if check.ran else ERROR
+        print_line(f"      training     {_verdict(check)}", style=style)
+
+
+def _bf16(report: BackendReport) -> str:
+    if "bf16" not in report.dtypes or report.bf16_speedup == 1:  # the value of a report without a measurement
+        return ""
+    return f" (bf16 products run at {ratio(report.bf16_speedup)} of fp32)"
 
 
 def _verdict(check: Check) -> str:

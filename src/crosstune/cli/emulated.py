@@ -15,16 +15,13 @@ if TYPE_CHECKING:
 MOST_SHOWN = 12
 
 
-def judge(config: Config, *, machine: str | None) -> Verdict:
+def judge(config: Config, *, machine: str | None, as_json: bool) -> Verdict:
     """Emulate the run on this machine and show its progress."""
-    from crosstune.cli.screen import Screen
+    from crosstune.cli.screen import open_screen
     from crosstune.emulate.verdict import emulate
 
-    screen = Screen(live=config.log_to == "tqdm", verbose=config.verbose)
-    try:
+    with open_screen(config, as_json=as_json) as screen:
         return emulate(config, machine=machine, observers=[screen])
-    finally:
-        screen.close()
 
 
 def exit_code(verdict: Verdict) -> int:
@@ -40,7 +37,7 @@ def print_verdict(verdict: Verdict) -> None:
         f"{len(tried.losses)} step{'s' * (len(tried.losses) != 1)}{answers} and a checkpoint in {duration(tried.seconds)}: {verdict.num_operators} operators, "
         f"{verdict.num_calls:,} calls, against the operator table of torch {verdict.torch_version}",
     )
-    _row("verdict", verdict.sentence())
+    _row("verdict", verdict.sentence(), style="green" if verdict.works else "bold red")
     _rows("refused", verdict.refused, "returns {what}, which " + verdict.title + " does not have")
     _rows("fails", verdict.failing, f"has no {verdict.title} kernel, and {{what}}")
     _rows("slow", verdict.fallen_back, f"has no {verdict.title} kernel; {{what}}")
@@ -61,5 +58,7 @@ def _rows(label: str, rows: Sequence[Row], template: str) -> None:
         _row(label, f"and {len(rows) - MOST_SHOWN} more; --json lists them all")
 
 
-def _row(label: str, text: str) -> None:
-    print(f"{label:<12} {text}")
+def _row(label: str, text: str, *, style: str | None = None) -> None:
+    from crosstune.cli.output import print_line
+
+    print_line(f"{label:<12} {text}", style=style)

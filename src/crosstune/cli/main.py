@@ -7,9 +7,13 @@ import io
 import sys
 from collections.abc import Sequence
 
+from crosstune.cli.errors import print_error
+from crosstune.cli.escape_controls import escape_output, raw_stream
+from crosstune.cli.fold import fold_help
 from crosstune.cli.interrupts import end_quietly
+from crosstune.cli.streams import lasting_output
 from crosstune.cli.words import check_words
-from crosstune.core.errors import EXIT_DONE, EXIT_USER_MUST_ACT, UserError
+from crosstune.core.errors import EXIT_DONE, UserError
 from crosstune.core.names import unknown_name
 
 # Subcommand -> its one-line help. The code is in crosstune.cli.<name>, imported on use.
@@ -50,14 +54,27 @@ Run `crosstune COMMAND --help` for details. Exit codes: 0 success, 1 internal er
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name may not be in the encoding of the terminal
-    return end_quietly(lambda: _main(words), is_process=argv is None)
+    stdout = raw_stream(sys.stdout)
+    if isinstance(stdout, io.TextIOWrapper):
+        stdout.reconfigure(errors="backslashreplace")  # a name may not be in the encoding of the terminal
+    escape_output()
+    return end_quietly(lambda: _lasting(words), is_process=argv is None)
+
+
+def _lasting(words: list[str]) -> int:
+    """Run a command line; its output may end before it does."""
+    try:
+        with lasting_output():
+            return _main(words)
+    except UserError as error:
+        print_error(error.lines())
+        return error.exit_code
 
 
 def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print(HELP.format(commands="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())))
+        commands = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())
+        print(fold_help(HELP.format(commands=commands)))
         return EXIT_DONE
     if words[0] in ("-V", "--version"):
         from crosstune import __version__
@@ -74,10 +91,5 @@ def _run(command: str, words: list[str]) -> int:
         check_words(words)
         return int(importlib.import_module(f"crosstune.cli.{command}").run(words))
     except UserError as error:
-        for line in error.lines():
-            print(line if line.startswith("  ") else f"crosstune: {line}", file=sys.stderr)
+        print_error(error.lines())
         return error.exit_code
-    except BrokenPipeError:
-        # The reader of our output has exited (`crosstune ... | head`), so there is nowhere to print an error.
-        sys.stderr.close()
-        return EXIT_USER_MUST_ACT

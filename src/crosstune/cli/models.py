@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from crosstune.cli.arguments import Parser, print_json
+from crosstune.cli.output import print_line
 from crosstune.cli.units import size
 from crosstune.config.load import cache_override
 
@@ -46,9 +47,9 @@ def _list(name: str | None, as_json: bool) -> int:
         return 0
     for model in cached:
         damage = f"  damaged: {'; '.join(model.problems)}" if model.problems else ""
-        print(f"{model.name:<28} {size(model.size_bytes):>10}  {model.path}{damage}")
+        print_line(f"{model.name:<28} {size(model.size_bytes):>10}  {model.path}{damage}")
     for bundled in absent:
-        print(f"{bundled:<28} {'':>10}  not downloaded yet: crosstune models get {bundled}")
+        print_line(f"{bundled:<28} {'':>10}  not downloaded yet: crosstune models get {bundled}")
     return 0
 
 
@@ -57,7 +58,8 @@ def _get(name: str, as_json: bool) -> int:
     from crosstune.config.load import make_config
     from crosstune.runs.open_parts import find_model
 
-    found = find_model(make_config(model_name=name), Screen(live=True))
+    with Screen(live=True) as screen:
+        found = find_model(make_config(model_name=name), screen)
     if as_json:
         print_json({"name": found.name, "path": str(found.path), "source": found.source})
     else:
@@ -72,5 +74,5 @@ def _remove(name: str, as_json: bool) -> int:
     if as_json:
         print_json({"removed": name, "bytes": freed})
     else:
-        print(f"removed {name}, {size(freed)} freed")
+        print_line(f"removed {name}, {size(freed)} freed")
     return 0

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.cli.arguments import Parser, print_json, read_path
+from crosstune.cli.output import print_line
 from crosstune.cli.units import size
 from crosstune.core.errors import EXIT_DONE
 
@@ -47,16 +48,17 @@ def run(words: Sequence[str]) -> int:
     from crosstune.cli.screen import Screen
     from crosstune.runs.move import move
 
-    report = move(
-        own.target,
-        to=own.to,
-        observer=Screen(live=not own.json),
-        out=own.out.absolute() if own.out else None,
-        machine=own.machine,
-        with_data=not own.without_data,
-        force=own.force,
-        model_name=own.model_name,
-    )
+    with Screen(live=not own.json) as screen:
+        report = move(
+            own.target,
+            to=own.to,
+            observer=screen,
+            out=own.out.absolute() if own.out else None,
+            machine=own.machine,
+            with_data=not own.without_data,
+            force=own.force,
+            model_name=own.model_name,
+        )
     if own.json:
         print_json(report)
     else:
@@ -71,13 +73,15 @@ def _print(report: Mapping[str, Any]) -> None:
             why = "the backend stays the same"
         elif report["to"] == report["measured"]["backend"]:
             why = f"this machine has no {report['from']}"
-        print(f"note     {why}: the loss is compared on the other machine, before training continues")
-    print(f"written  {report['path']} ({size(report['bytes'])}, step {report['step']})")
+        print_line(f"note     {why}: the loss is compared on the other machine, before training continues")
+    print_line(f"written  {report['path']} ({size(report['bytes'])}, step {report['step']})")
     if report["model"]:
-        print(
+        print_line(
             f"base     {report['model']['name']} is not in the archive: on the other machine, have it under this "
             "name or pass --model_name"
         )
     more = f" --model_name {report['model_name']}" if report["model_name"] else ""
     more += " --world_size 1" if report["processes"] > 1 else ""
-    print(f"continue crosstune train --resume {Path(report['path']).name} --backend {report['to']}{more}")
+    print_line(
+        f"continue crosstune train --resume {Path(report['path']).name} --backend {report['to']}{more}"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.arguments import Parser, parse_config, print_json, read_path_or_name
 from crosstune.cli.units import size
@@ -11,7 +11,10 @@ from crosstune.config.load import environment_of
 from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
-from crosstune.core.errors import EXIT_DONE, UserError
+from crosstune.core.errors import EXIT_DONE
+
+if TYPE_CHECKING:
+    from crosstune.runs.check_request import Checked
 
 EXAMPLES = """examples:
   crosstune plan --train_type qlora --model_name meta-llama/Llama-2-7b-hf
@@ -51,7 +54,7 @@ def run(words: Sequence[str]) -> int:
     if config.emulate is not None:
         from crosstune.cli.emulated import exit_code, judge, print_verdict
 
-        verdict = judge(config, machine=own.machine)
+        verdict = judge(config, machine=own.machine, as_json=own.json)
         if own.json:
             print_json(_to_json(verdict.plan) | {"emulation": verdict.to_json()})
         else:
@@ -65,23 +68,22 @@ def run(words: Sequence[str]) -> int:
         read_ranks()  # refuses what train refuses
     plan, checked = check_plan(config, machine=load_machine(own.machine) if own.machine else None)
     if own.json:
-        print_json(_to_json(plan, checked.problems, checked.not_checked))
+        print_json(_to_json(plan, checked))
     else:
-        _print_plan(plan, checked.problems, checked.not_checked)
+        _print_plan(plan, checked)
     checked.raise_problems()
     return EXIT_DONE
 
 
-def _to_json(
-    plan: Plan, problems: Sequence[UserError] = (), not_checked: Sequence[str] = ()
-) -> dict[str, Any]:
+def _to_json(plan: Plan, checked: Checked | None = None) -> dict[str, Any]:
     from crosstune.config.check_built import unbuilt_parts
 
     return plan.to_json() | {
         "settings": _settings(plan),
         "not_built": [problem.asked for problem in unbuilt_parts(plan)],
-        "cannot_train": [problem.asked for problem in problems],
-        "not_checked": list(not_checked),
+        "cannot_train": [problem.asked for problem in checked.problems] if checked else [],
+        "not_checked": checked.not_checked if checked else [],
+        "warnings": checked.warnings if checked else [],
     }
 
 
@@ -112,7 +114,8 @@ def _demo_hint(config: Config) -> str:
     return " (the bundled demo data; pass your own with --dataset)" if is_demo else ""
 
 
-def _print_plan(plan: Plan, problems: Sequence[UserError] = (), not_checked: Sequence[str] = ()) -> None:
+def _print_plan(plan: Plan, checked: Checked | None = None) -> None:
+    from crosstune.cli.output import ERROR, WARNING, print_line
     from crosstune.planner.gather import needs_base_model
 
     config = plan.config
@@ -141,11 +144,17 @@ def _print_plan(plan: Plan, problems: Sequence[UserError] = (), not_checked: Seq
         have = f"{size(plan.usable_bytes)} to use (the device has {size(plan.backend.memory_total_bytes)})"
         rows.append(("memory", f"about {size(plan.estimated_bytes)} for a full step (estimated), of {have}"))
     for name, value in rows:
-        print(f"{name:<12} {value}")
+        print_line(f"{name:<12} {value}")
     for adjustment in plan.adjustments:
         label = {"change": "changed", "warning": "warning", "name": "read as"}.get(adjustment.kind, "chosen")
-        print(f"{label:<12} {adjustment.sentence()}")
-    for sentence in not_checked:
-        print(f"{'not checked':<12} {sentence}")
-    for problem in problems:
-        print(f"{'cannot train':<12} {problem.asked}")
+        print_line(
+            f"{label:<12} {adjustment.sentence()}", style=WARNING if label in ("changed", "warning") else None
+        )
+    if checked is None:
+        return
+    for sentence in checked.warnings:
+        print_line(f"{'warning':<12} {sentence}", style=WARNING)
+    for sentence in checked.not_checked:
+        print_line(f"{'not checked':<12} {sentence}")
+    for problem in checked.problems:
+        print_line(f"{'cannot train':<12} {problem.asked}", style=ERROR)

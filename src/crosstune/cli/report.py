@@ -8,7 +8,11 @@ from crosstune.cli.arguments import Parser, print_json, read_path
 
 
 def make_parser() -> Parser:
-    parser = Parser("report", description="Write report.html from the files of a run, finished or not.")
+    parser = Parser(
+        "report",
+        description="Write report.html from the files of a run, finished or not.",
+        epilog="examples:\n  crosstune report runs/demo\n  crosstune report runs/demo --json",
+    )
     parser.add_argument("run", type=read_path, help="the run folder, such as runs/demo")
     parser.add_argument("--json", action="store_true", help="print the path as JSON")
     return parser

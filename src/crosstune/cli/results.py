@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.arguments import Parser, print_json, read_path, read_path_or_name
+from crosstune.cli.output import GOOD, WARNING, print_line
 from crosstune.core.errors import EXIT_DONE
 from crosstune.core.events import Observer
 
@@ -66,7 +67,8 @@ def show_result(
     """Make a result, show its progress and print its report. `unused` returns warnings about options without effect."""
     from crosstune.cli.screen import Screen
 
-    report = make(Screen(live=not own.json))
+    with Screen(live=not own.json) as screen:
+        report = make(screen)
     report["warnings"] = [*report.get("warnings", ()), *unused(report)]
     if own.json:
         print_json(report)
@@ -78,19 +80,19 @@ def show_result(
 def print_report(report: Mapping[str, Any]) -> None:
     """Print the warnings, the comparisons of logits and the path of a result."""
     print_warnings(report)
-    print(f"checked  {format_agreement(report['agreement'])} (bound {report['bound']:g})")
+    print_line(f"checked  {format_agreement(report['agreement'])} (bound {report['bound']:g})", style=GOOD)
     for name in ("unquantized", "own_reader"):
         if name in report:
             numbers = format_agreement(report[name]["agreement"])
-            print(f"{'  ' + name:<15} {numbers} (bound {report[name]['bound']:g})")
+            print_line(f"{'  ' + name:<15} {numbers} (bound {report[name]['bound']:g})")
     for name, agreement in report.get("against_trained", {}).items():
-        print(f"{'  ' + name:<15} against the trained model: {format_agreement(agreement)}")
-    print(f"written  {report['path']}")
+        print_line(f"{'  ' + name:<15} against the trained model: {format_agreement(agreement)}")
+    print_line(f"written  {report['path']}")
 
 
 def print_warnings(report: Mapping[str, Any]) -> None:
     for sentence in report.get("warnings", ()):
-        print(f"warning  {sentence}")
+        print_line(f"warning  {sentence}", style=WARNING)
 
 
 def format_agreement(agreement: Mapping[str, float]) -> str:

@@ -4,315 +4,260 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from functools import singledispatchmethod
-from typing import TextIO
+from typing import Any, TextIO
 
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
-
-from crosstune.cli.units import count, duration, size
+from crosstune.cli.event_lines import event_lines
+from crosstune.cli.live_line import BarLine, LiveLine
+from crosstune.cli.output import GOOD, QUIET, STRONG, WARNING, Output
+from crosstune.cli.pace import RecentPace
+from crosstune.cli.units import duration, figure, size
+from crosstune.config.schema import Config
 from crosstune.core.events import (
-    Adjusted,
-    CheckpointFailed,
-    CheckpointSaved,
-    CheckpointSetAside,
     Evaluated,
     Evaluating,
     EvaluationStarted,
     Event,
     Failed,
     Interrupted,
-    Loaded,
-    Loading,
-    LossCompared,
-    LossMeasured,
     ModelProgress,
-    Moved,
-    NonFinite,
     ResultSaved,
-    Resumed,
-    RunMovedAside,
-    Started,
     StepMetrics,
     Stopped,
     Tokenizing,
     TrainingStarted,
-    Warned,
 )
-from crosstune.core.measured import Comparison
 
-PLAIN_SECONDS = 5.0
+PLAIN_S = 10.0
+"""Without a live line, print the progress of a long operation at most this often."""
+MOST_STEP_LINES = 20
+"""Without a live line and --log_every_n_steps, print about this many lines for a run, and one every minute."""
+SILENT_S = 60.0
+LIVE_S = 0.1
+
 NOT_SHOWN: tuple[type[Event], ...] = (Failed, Interrupted)
 """Events that print nothing here: the command prints the error that ended the run."""
 
 
+def open_screen(config: Config, *, as_json: bool = False) -> Screen:
+    """Return the screen that a configuration asks for. With `as_json`, standard output is for the result alone."""
+    return Screen(
+        live=config.log_to == "tqdm",
+        every=config.log_every_n_steps if "log_every_n_steps" in config.asked else None,
+        verbose=config.verbose,
+        stream=sys.stdout if config.log_to == "stdout" and not as_json else None,
+    )
+
+
 class Screen:
-    """Print events and steps. On a terminal, a bar shows step, loss, tokens per second, time left and memory."""
+    """Print events and steps. On a terminal, a bar shows step, loss, time left, tokens per second and memory."""
 
     def __init__(
         self,
         *,
         live: bool,
-        every: int = 1,
+        every: int | None = None,
         verbose: bool = False,
-        lines: bool = False,
         stream: TextIO | None = None,
     ) -> None:
-        """With `lines`, print a line per step above the live bar too."""
-        self.console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
-        self.live = live and self.console.is_terminal
-        self.every = every
+        """With `every`, print a line each so many steps, above the live bar too; without, choose when to print one."""
+        self.output = Output(stream)
+        self.live = live and self.output.is_terminal
+        self.every = every if every is not None else (1 if verbose else None)
         self.verbose = verbose
-        self.lines = lines or not self.live
         self.num_steps = 0
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
-        self._seconds = 0.0
-        self._steps = 0
-        self._tokens = 0
-        self._last_shown = 0.0
-        self._last_stage = ""
+        self._line = LiveLine(self.output.console)
+        self._bar: BarLine | None = None
+        """The training's bar, shown again after an evaluation."""
+        self._pace = RecentPace()
+        self._last_step_line = (0, 0.0)
+        self._stage = ""
         self._stage_started = 0.0
         self._stage_finished = False
+        self._last_shown = 0.0
         self._last_metrics: dict[str, float] = {}
 
+    def __enter__(self) -> Screen:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._line.clear()
+        self._bar = None
+
     def on_step(self, metrics: StepMetrics) -> None:
-        self._steps += 1
-        if self._steps > 1:  # the first step includes warm-up
-            self._seconds += metrics["step_s"]
-            self._tokens += metrics["tokens"]
-        rate = self._tokens / self._seconds if self._seconds else metrics["tokens_per_s"]
-        per_step = self._seconds / (self._steps - 1) if self._steps > 1 else metrics["step_s"]
-        left = duration(per_step * (self.num_steps - metrics["step"]))
+        step = metrics["step"]
+        self._pace.add(step_s=metrics["step_s"], tokens=metrics["tokens"])
+        title = f"step {step}/{self.num_steps}"
+        figures = self._figures(metrics)
+        if self.live:
+            self._show_training(step, figures)
+        if self._line_due(step):
+            self._last_step_line = step, time.monotonic()
+            self.output.line("  ".join([title, *figures]))
+
+    def _show_training(self, step: int, figures: Sequence[str]) -> None:
+        place = f"{step}/{self.num_steps}"
+        share = step / max(1, self.num_steps)
+        self._bar = BarLine(title=f"step {place}", short_title=place, share=share, figures=figures)
+        self._line.show(self._bar)
+
+    def _figures(self, metrics: StepMetrics) -> list[str]:
+        """Return the figures of a step, the most important first: a narrow terminal has no room for the last ones."""
         loss = "skipped" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
-        words = (
-            f"loss {loss}  lr {metrics['lr']:.2e}  {rate:,.0f} tok/s  "
-            f"left {left}  mem {size(metrics['memory_bytes'])}"
-        )
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=metrics["step"], words=words)
-        if metrics["step"] % self.every == 0 and self.lines:
-            self._print(f"step {metrics['step']}/{self.num_steps}  {words}")
+        left = self._pace.step_s() * (self.num_steps - metrics["step"])
+        return [
+            f"loss {loss}",
+            f"left {duration(left)}",
+            f"{self._pace.tokens_per_s():,.0f} tok/s",
+            f"mem {size(metrics['memory_bytes'])}",
+            f"lr {metrics['lr']:.2e}",
+        ]
+
+    def _line_due(self, step: int) -> bool:
+        if self.every is not None:
+            return step % self.every == 0
+        if self.live:
+            return False
+        last, at = self._last_step_line
+        idle_s = time.monotonic() - at
+        share_done = (step - last) * MOST_STEP_LINES >= self.num_steps
+        return last == 0 or step == self.num_steps or (share_done and idle_s >= 1) or idle_s >= SILENT_S
 
     @singledispatchmethod
     def on_event(self, event: Event) -> None:
-        """Print an event with the handler registered for its class; those in `NOT_SHOWN` have none."""
+        """Print an event; those in `NOT_SHOWN` have no lines."""
+        self._print_event(event)
 
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-    def _print(self, text: str, *, style: str | None = None) -> None:
-        target = self._bar.console if self._bar is not None else self.console
-        target.print(escape(text), style=style)
-
-    @on_event.register
-    def _on_adjustment(self, event: Adjusted) -> None:
-        style = {"change": "yellow", "warning": "yellow"}.get(event.sort, "dim")
-        label = {"change": "changed ", "warning": "warning ", "name": "read as "}.get(event.sort, "chosen  ")
-        self._print(f"{label} {event.sentence}", style=style)
-
-    @on_event.register
-    def _on_moved_aside(self, event: RunMovedAside) -> None:
-        self._print(f"moved    the old run is now {event.path}", style="dim")
+    def _print_event(self, event: Event) -> None:
+        for text, style in event_lines(event):
+            self.output.line(text, style=style)
 
     @on_event.register
     def _on_model_progress(self, event: ModelProgress) -> None:
-        now = time.monotonic()
-        total = event.total
-        finished = total is not None and event.done >= total
-        stage_changed = event.stage != self._last_stage
-        if finished and not stage_changed and self._stage_finished:
-            return
-        self._stage_finished = finished
-        if not (finished or stage_changed or now - self._last_shown >= (0.2 if self.live else PLAIN_SECONDS)):
-            return
-        if stage_changed:
-            self._stage_started = now
-        self._last_shown, self._last_stage = now, event.stage
-        rate = event.done / (now - self._stage_started) if now > self._stage_started else 0.0
-        share = f"{size(event.done)} of {size(total)}" if total else size(event.done)
-        ending = f"  {size(rate)}/s" if rate else ""
-        text = f"model    {event.model}: {event.stage} {share}{ending}"
-        if self.live:
-            self.console.print(escape(text).ljust(90), end="\n" if finished else "\r")
-        else:
-            self._print(text)
+        finished = event.total is not None and event.done >= event.total
+        title = f"model    {event.model}: {event.stage}"
+        partly = f"{size(event.done)} of {size(event.total)}" if event.total else size(event.done)
+        amount = size(event.done) if finished else partly
+        self._on_stage(title, done=event.done, total=event.total, amounts=[amount], finished=finished)
 
     @on_event.register
     def _on_tokenizing(self, event: Tokenizing) -> None:
-        now = time.monotonic()
-        stage = f"tokenizing {event.source}"
         done, total = event.done_bytes, event.total_bytes
-        if stage != self._last_stage:
-            self._last_stage, self._stage_started, self._last_shown = stage, now, now
-        seconds = now - self._stage_started
-        finished = done >= total
+        amounts = [f"{event.examples:,} examples", size(done) + f" of {size(total)}" * (done < total)]
+        title = f"tokens   {event.source}"
         # Print nothing for a data set that is read within a second.
-        if seconds < 1.0 or not (finished or now - self._last_shown >= (0.2 if self.live else PLAIN_SECONDS)):
-            return
-        self._last_shown = now
-        rate = done / seconds
-        left = (
-            f"left {duration((total - done) / rate)}" if rate and not finished else f"in {duration(seconds)}"
-        )
-        text = (
-            f"tokens   {event.source}: {event.examples:,} examples, {size(done)} of {size(total)}  "
-            f"{size(rate)}/s  {left}"
-        )
-        if self.live:
-            self.console.print(escape(text).ljust(90), end="\n" if finished else "\r")
-        else:
-            self._print(text)
+        self._on_stage(title, done=done, total=total, amounts=amounts, finished=done >= total, quiet_s=1.0)
 
-    @on_event.register
-    def _on_start(self, event: Started) -> None:
-        train = event.data.get("train", {})
-        parts = [f"{train.get('examples', 0):,} examples"]
-        if "tokens" in train:  # a recipe's examples need not consist of tokens
-            parts.append(f"{count(train['tokens'])} tokens")
-            parts.append(f"{count(train.get('supervised_tokens', 0))} supervised")
-            parts.append(f"longest {train.get('longest', 0)}")
-        self._print(f"data     {event.data.get('dataset')}: {', '.join(parts)}")
-        for sentence in event.data.get("notes", ()):
-            self._print(f"note     {sentence}")
-        for sentence in event.data.get("warnings", ()):
-            self._print(f"warning  {sentence}", style="yellow")
-        self.num_steps = event.num_steps
-        self._print(f"run      {event.folder}")
-
-    @on_event.register
-    def _on_warning(self, event: Warned) -> None:
-        self._print(f"warning  {event.message}", style="yellow")
-
-    @on_event.register
-    def _on_loading(self, event: Loading) -> None:
-        self._print(f"loading  {event.model}")
-
-    @on_event.register
-    def _on_loaded(self, event: Loaded) -> None:
-        trained, everything = event.trained_parameters, event.parameters
-        share = 100 * trained / everything
-        self._print(f"loaded   {count(everything)} parameters, {count(trained)} trained ({share:.2f} %)")
-
-    @on_event.register
-    def _on_evaluation_start(self, event: EvaluationStarted) -> None:
-        self._last_shown = time.monotonic()
-        if self.verbose or self.live:
-            self._print(f"evaluating at step {event.step} ...", style="dim")
-
-    @on_event.register
-    def _on_evaluating(self, event: Evaluating) -> None:
+    def _on_stage(
+        self,
+        title: str,
+        *,
+        done: int,
+        total: int | None,
+        amounts: Sequence[str],
+        finished: bool,
+        quiet_s: float = 0.0,
+    ) -> None:
+        """Show the progress of reading or writing bytes; one line remains of it."""
         now = time.monotonic()
-        if now - self._last_shown >= PLAIN_SECONDS:
-            self._last_shown = now
-            self._print(f"  answered {event.done} of {event.total} held-out prompts", style="dim")
-
-    @on_event.register
-    def _on_evaluation(self, event: Evaluated) -> None:
-        metrics: dict[str, float] = dict(event.metrics)
-        parts = []
-        for name, value in metrics.items():
-            before = self._last_metrics.get(name)
-            parts.append(f"{name} {value:.4f}" + (f" (was {before:.4f})" if before is not None else ""))
-        self._last_metrics = metrics
-        self._print(
-            f"eval     step {event.step}: {'  '.join(parts)}  in {duration(event.seconds)}", style="bold"
-        )
-        for sample in event.samples[:3]:
-            mark = ""
-            if "exact_match" in metrics and sample["reference"]:  # free text matches no reference exactly
-                mark = "= " if sample["answer"] == sample["reference"] else "x "
-            self._print(f"  > {_short(sample['prompt'])}\n  {mark}{_short(sample['answer'])}", style="dim")
+        if title != self._stage or (self._stage_finished and not finished):
+            self._stage, self._stage_started, self._last_shown = title, now, now - PLAIN_S
+        elif self._stage_finished:
+            return
+        self._stage_finished = finished
+        seconds = now - self._stage_started
+        rate = done / seconds if seconds > 0.1 else 0.0
+        figures = [*amounts, f"{size(rate)}/s"] if rate else list(amounts)
+        if finished:
+            self._line.clear()
+            if seconds >= quiet_s:
+                self.output.line(f"{title}: {', '.join(amounts)} in {duration(seconds)}")
+        elif seconds < quiet_s or now - self._last_shown < (LIVE_S if self.live else PLAIN_S):
+            return
+        elif self.live:
+            left = [f"left {duration((total - done) / rate)}"] if total and rate else []
+            self._line.show(
+                BarLine(title=title, share=done / total if total else 0.0, figures=figures + left)
+            )
+        else:
+            self.output.line("  ".join([title, *figures]))
+        self._last_shown = now
 
     @on_event.register
     def _on_training(self, event: TrainingStarted) -> None:
         self.num_steps = event.num_steps
         if self.live:
-            self._bar = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=24),
-                TextColumn("{task.fields[words]}"),
-                console=self.console,
-                transient=False,
-            )
-            self._task = self._bar.add_task(
-                "train", total=self.num_steps, completed=event.done, words="first step ..."
-            )
-            self._bar.start()
+            self._show_training(event.done, ["first step ..."])
 
     @on_event.register
-    def _on_resumed(self, event: Resumed) -> None:
-        self._print(f"resumed  at step {event.step} from {event.checkpoint}", style="bold")
-        for sentence in dict.fromkeys((*event.adapted, *event.allowed_differences, *event.changed_options)):
-            self._print(f"changed  {sentence}", style="yellow")
+    def _on_evaluation_start(self, event: EvaluationStarted) -> None:
+        self._stage = f"evaluating step {event.step}"
+        self._last_shown = time.monotonic()
+        if self.live:
+            self._line.show(BarLine(title=self._stage, share=0.0))
+        elif self.verbose:
+            self.output.line(f"{self._stage} ...", style=QUIET)
 
     @on_event.register
-    def _on_measured(self, event: LossMeasured) -> None:
-        measured = event.measured
-        self._print(f"measured loss {measured.loss:.6f} on {measured.backend}: {measured.terms()}")
+    def _on_evaluating(self, event: Evaluating) -> None:
+        now = time.monotonic()
+        amount = f"{event.done}/{event.total} {event.what}"
+        if self.live:
+            share = event.done / max(1, event.total)
+            self._line.show(BarLine(title=self._stage, share=share, figures=[amount]))
+        elif now - self._last_shown >= PLAIN_S:
+            self._last_shown = now
+            self.output.line(f"  {self._stage}: {amount}", style=QUIET)
 
     @on_event.register
-    def _on_compared(self, event: LossCompared) -> None:
-        self._print_comparison(event.comparison)
-
-    @on_event.register
-    def _on_moved(self, event: Moved) -> None:
-        self._print_comparison(event.comparison)
-
-    def _print_comparison(self, compared: Comparison) -> None:
-        there, here = compared.there, compared.here
-        self._print(
-            f"compared the same batches: {there.loss:.6f} on {there.backend} ({there.terms()}), "
-            f"{here.loss:.6f} on {here.backend} ({here.terms()}): relative difference {compared.difference:.2e}, "
-            f"at most {compared.bound:g} allowed",
-            style="bold",
+    def _on_evaluation(self, event: Evaluated) -> None:
+        self._after_evaluation()
+        metrics: dict[str, float] = dict(event.metrics)
+        parts, style = [], STRONG
+        for name, value in metrics.items():
+            before = self._last_metrics.get(name)
+            was = f" (was {figure(before, digits=4)})" if before is not None else ""
+            parts.append(f"{name} {figure(value, digits=4)}{was}")
+            if name == "loss" and before is not None:
+                style = GOOD if value <= before else WARNING
+        self._last_metrics = metrics
+        self.output.line(
+            f"eval     step {event.step}: {'  '.join(parts)}  in {duration(event.seconds)}", style=style
         )
+        for sample in event.samples[:3]:
+            # Whether an answer equals the reference says something only where that is what is measured.
+            mark = _mark(sample) if "exact_match" in metrics else ""
+            self.output.line(
+                f"  > {_short(sample['prompt'])}\n  {mark}{_short(sample['answer'])}", style=QUIET
+            )
 
-    @on_event.register
-    def _on_set_aside(self, event: CheckpointSetAside) -> None:
-        self._print(f"aside    a checkpoint after step {event.step} is now {event.path}", style="dim")
-
-    @on_event.register
-    def _on_checkpoint(self, event: CheckpointSaved) -> None:
-        self._print(
-            f"saved    checkpoint of step {event.step}: {size(event.bytes)} in {event.seconds:.1f} s, "
-            f"training waited {event.blocked_s * 1000:.0f} ms",
-            style="dim",
-        )
-
-    @on_event.register
-    def _on_checkpoint_failed(self, event: CheckpointFailed) -> None:
-        self._print(f"warning  {event.error}", style="bold red")
-
-    @on_event.register
-    def _on_nonfinite(self, event: NonFinite) -> None:
-        ending = f"step skipped ({event.allowed} allowed)" if event.skipped else "stopping"
-        self._print(f"warning  step {event.step}: {event.error} {event.blame}; {ending}", style="bold red")
+    def _after_evaluation(self) -> None:
+        if self._bar is not None:
+            self._line.show(self._bar)
+        else:
+            self._line.clear()
 
     @on_event.register
     def _on_stopped(self, event: Stopped) -> None:
         self.close()
-        self._print(
-            f"stopped  by {event.reason} after step {event.step} of {event.num_steps}", style="yellow"
-        )
+        self._print_event(event)
 
     @on_event.register
     def _on_saved(self, event: ResultSaved) -> None:
         self.close()
-        self._print(f"saved    {event.path}")
-        for name, agreement in (event.against_trained or {}).items():
-            self._print(
-                f"warning  the new blocks are saved with the {name} weights; the logits differ by "
-                f"{agreement['relative']:.2g} (relative) from those of the trained model; "
-                "crosstune export --to hf --into dequantized writes the trained model itself",
-                style="yellow",
-            )
+        self._print_event(event)
+
+
+def _mark(sample: Any) -> str:
+    if not sample["reference"]:
+        return ""
+    return "= " if sample["answer"] == sample["reference"] else "x "
 
 
 def _short(text: str, limit: int = 110) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= limit else line[: limit - 3] + "..."
+    return line if len(line) <= limit else line[: limit - 3].rsplit(" ", 1)[0] + " ..."

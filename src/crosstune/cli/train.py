@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from crosstune.cli.arguments import Parser, parse_config, print_json, read_path_or_name
-from crosstune.cli.units import duration, size
+from crosstune.cli.errors import print_error
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, PeerLost, UserError
 from crosstune.core.ranks import Group
 from crosstune.distributed.environment import read_ranks
+
+if TYPE_CHECKING:
+    from crosstune.cli.screen import Screen
 
 EXAMPLES = """examples:
   crosstune train
@@ -66,33 +69,26 @@ def _launch(words: Sequence[str], size: int) -> int:
 
     command = [sys.executable, "-m", "crosstune", "train", *words]
     outcome = launch(command, size=size, environments=ring_environments)
-    for line in outcome.lines:
-        print(line if line.startswith("  ") else f"crosstune: {line}", file=sys.stderr)
+    if outcome.lines:
+        print_error(outcome.lines)
     return outcome.code
 
 
 def _train(config: Config, command: Sequence[str], group: Group, *, as_json: bool) -> int:
-    from crosstune.cli.screen import Screen
+    from crosstune.cli.ending import print_ending
+    from crosstune.cli.screen import open_screen
     from crosstune.loop.stop import StopSignal
     from crosstune.run import train
 
-    screen = Screen(
-        live=config.log_to == "tqdm",
-        every=config.log_every_n_steps,
-        verbose=config.verbose,
-        lines=config.verbose or "log_every_n_steps" in config.asked,
-    )
-    try:
+    with open_screen(config, as_json=as_json) as screen:
         result = train(config, observers=[screen], command=command, group=group)
-    finally:
-        screen.close()
     summary = result.summary
     if group.ranks.first:
         with StopSignal().listening():  # the run is over: a signal must not interrupt its report
             report = _write_report(result.folder, screen)
         if as_json:
             print_json(summary | {"folder": str(result.folder), "report": str(report) if report else None})
-        _print_ending(summary, result.folder, report, screen)
+        print_ending(summary, result.folder, report, screen.output)
     if not isinstance(result.failure, PeerLost):
         group.meet()  # under mlx.launch, the first process to exit ends the others
     if result.failure is not None:
@@ -100,69 +96,23 @@ def _train(config: Config, command: Sequence[str], group: Group, *, as_json: boo
     return EXIT_DONE if summary["status"] == "finished" else EXIT_STOPPED
 
 
-def _write_report(folder: Path, screen: Any) -> Path | None:
+def _write_report(folder: Path, screen: Screen) -> Path | None:
+    from crosstune.cli.output import WARNING
     from crosstune.report import write_report
 
     try:
         return write_report(folder)
     except UserError as error:  # the run itself succeeded
-        screen.console.print("\n".join(error.lines()), markup=False)
+        screen.output.line("\n".join(error.lines()), style=WARNING)
         return None
 
 
 def _emulate(config: Config, *, machine: str | None, as_json: bool) -> int:
     from crosstune.cli.emulated import exit_code, judge, print_verdict
 
-    verdict = judge(config, machine=machine)
+    verdict = judge(config, machine=machine, as_json=as_json)
     if as_json:
         print_json(verdict.to_json())
     else:
         print_verdict(verdict)
     return exit_code(verdict)
-
-
-def _print_ending(summary: dict[str, Any], folder: Path, report: Path | None, screen: Any) -> None:
-    if summary.get("already_finished"):
-        screen.console.print(f"already finished: {folder} (raise --num_epochs or --max_steps to continue)")
-    rate = f"{summary['tokens_per_s']:,.0f} tok/s" if summary["tokens_per_s"] else "no step"
-    lines = [
-        f"{summary['status']} {summary['steps']} steps, {summary['tokens']:,} tokens in "
-        f"{duration(summary['seconds'])} ({rate}, peak {size(summary['peak_memory_bytes'])})"
-    ]
-    lines += _evaluation_lines(summary)
-    if report is not None:
-        lines.append(f"report   {report}")
-    if summary["status"] != "finished":
-        lines += _how_to_continue(summary, folder)
-    elif summary["result"] and summary.get("generates"):
-        lines.append(f'try it   crosstune generate {folder} --prompt "..."')
-    for line in lines:
-        screen.console.print(line, markup=False)
-    sys.stderr.flush()
-
-
-def _evaluation_lines(summary: dict[str, Any]) -> list[str]:
-    """Return a line for each metric: before training, of the best step, and of the last; and which is the result."""
-    best, last = summary.get("best"), summary.get("last")
-    is_last = best is None or last is None or best["step"] == last["step"]
-    lines = []
-    for name, after in summary["eval_after"].items():
-        before = summary["eval_before"].get(name)
-        parts = [f"{before:.4f} before"] if before is not None else []
-        if best is not None and last is not None and not is_last:
-            parts.append(f"{best['metrics'][name]:.4f} at the best step, {best['step']}")
-            parts.append(f"{after:.4f} at the last, {last['step']}")
-        else:
-            parts.append(f"{after:.4f} after")
-        lines.append(f"{name}: {', '.join(parts)}")
-    if best is not None and not is_last and summary.get("result_step") == best["step"]:
-        lines.append(
-            f"result   the weights of step {best['step']}, the best evaluation (--result last keeps the last)"
-        )
-    return lines
-
-
-def _how_to_continue(summary: dict[str, Any], folder: Path) -> list[str]:
-    if summary["checkpoint"]:
-        return [f"continue crosstune train --resume {folder}"]
-    return ["continue no checkpoint was saved: run the same command with another --name or with --overwrite"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def size(num_bytes: float) -> str:
     """Format bytes as 1.5 GiB."""
@@ -28,3 +30,27 @@ def count(number: float) -> str:
         if number >= factor:
             return f"{number / factor:.1f}{unit}"
     return f"{number:.0f}"
+
+
+def figure(value: float, *, digits: int = 3) -> str:
+    """Format a measured number with so many significant digits: 0.0123, 1.50, 12,300."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    exponent = math.floor(math.log10(abs(value)))
+    if exponent < -4:
+        return f"{value:.{digits - 1}e}"
+    rounded = round(value, digits - 1 - exponent)
+    return f"{rounded:,.{max(0, digits - 1 - exponent)}f}"
+
+
+def ratio(value: float) -> str:
+    """Format a ratio of speeds: 2.8 times, the same, or 1/125, for people who compare two of them."""
+    if value <= 0:
+        return "an unmeasurable part"
+    if 0.95 <= value <= 1.05:
+        return "the speed"
+    return (
+        f"{figure(value, digits=2)} times the speed"
+        if value > 1
+        else f"1/{figure(1 / value, digits=2)} of the speed"
+    )

@@ -22,7 +22,7 @@ def unbuilt_parts(plan: Plan) -> list[UserError]:
     )
     return [
         UserError(
-            f"Not built yet: {part.what.format(**decided.values())}{_asked_by(part, plan)}.", do=part.do
+            f"Not built yet: {part.what.format(**decided.values())}.", why=_asked_by(part, plan), do=part.do
         )
         for part in _declared()
         if part.needed(decided)
@@ -42,6 +42,6 @@ def _declared() -> list[Unbuilt]:
 
 
 def _asked_by(part: Unbuilt, plan: Plan) -> str:
-    """Return the options that were set and ask for it."""
+    """Return which of the options that were set may ask for it."""
     asked = [f"--{o.name}" for o in option_list() if o.unbuilt == part and o.name in plan.config.asked]
-    return f" ({', '.join(asked)})" if asked else ""
+    return f"asked for by {', '.join(asked)}." if asked else ""

@@ -174,7 +174,7 @@ def _flat(data: Mapping[Any, Any], path: Path, problems: list[UserError]) -> Ite
     """Yield the section (or nothing), the name and the value of each option in a file, which may have sections."""
     for key, value in data.items():
         name = str(key) if isinstance(key, (str, int, float)) else shown(key)
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) or _is_value(name, value):
             yield "", name, value
         elif name.replace("-", "_") not in SECTIONS:
             problems.append(
@@ -185,6 +185,14 @@ def _flat(data: Mapping[Any, Any], path: Path, problems: list[UserError]) -> Ite
             )
         else:
             yield from ((name.replace("-", "_"), str(inner)[:200], raw) for inner, raw in value.items())
+
+
+def _is_value(name: str, value: Mapping[Any, Any]) -> bool:
+    """Return whether a mapping is the value of an option, such as data sources with their weights, not a section."""
+    names = options_by_name()
+    option = names.get(name.replace("-", "_"))
+    takes_items = option is not None and bool(option.joins_items)
+    return takes_items and not any(str(inner).replace("-", "_") in names for inner in value)
 
 
 def _read_environment(environment: Mapping[str, str]) -> Given:

@@ -98,7 +98,7 @@ _LOGIN = (
 )
 _FIXED_ADAM = "the betas and epsilon of the optimizer are fixed at torch's defaults"
 _SEVERAL = "--world_size, --sharding_strategy and --use_cpu_offload set up several devices"
-_TEMPLATE = "the chat template is the one in the model's tokenizer"
+_TEMPLATE = "--chat_template takes a name or a Jinja file; unset, the model's own template is used"
 _MASKING = "loss is computed on answers only; --train_on_prompt computes it on prompts too"
 
 DIFFERENT: Mapping[str, str] = {
@@ -165,7 +165,6 @@ DIFFERENT: Mapping[str, str] = {
     "train_on_responses_only": _MASKING,
     "roles_to_train": _MASKING,
     "template": _TEMPLATE,
-    "chat_template": _TEMPLATE,
     "chat_template_path": _TEMPLATE,
     "tokenizer_type": "the tokenizer is the one in the model's folder",
     "tokenizer": "the tokenizer is the one in the model's folder",

@@ -17,7 +17,7 @@ from crosstune.config.plan import Adjustment, Plan
 from crosstune.config.schema import Config, option_list
 from crosstune.config.train_types import TRAIN_TYPE_PARTS
 from crosstune.core.errors import UserError, raise_all
-from crosstune.core.machine import choose_backend
+from crosstune.core.machine import auto_reason, choose_backend
 from crosstune.core.ranks import Ranks
 from crosstune.core.usable_memory import usable_bytes
 
@@ -113,7 +113,8 @@ def _choose_backend(config: Config, facts: Facts) -> Draft:
     if config.backend == "auto":
         name = choose_backend(machine, preference=list(facts.backends))
         draft = Draft(asked=config, facts=facts, report=machine.backends[name])
-        draft.set("backend", name, "the first that is available here", kind="choice")
+        reason = auto_reason(machine, preference=list(facts.backends))
+        draft.set("backend", name, reason, kind="choice")
         if draft.report.is_torch_cpu:
             draft.warn("backend", "training on a CPU is very slow: use it for small models and for tests")
         return draft

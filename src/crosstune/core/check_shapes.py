@@ -16,8 +16,12 @@ def check_fit(trained: Mapping[str, tuple[int, ...]], weights: Mapping[str, Arra
         return
     named = [f"it lacks {name}" for name in missing[:3]] + [f"it has {name}" for name in unknown[:3]]
     named += [f"{name} is {weights[name].shape}, not {trained[name]}" for name in shapes[:3]]
+    experts = any(".experts." in name for name in (*missing, *unknown))
     raise UserError(
         "The state does not fit the weights that this run trains.",
         why="; ".join(named),
-        do="continue with the same method, rank and target modules as the run that wrote it",
+        do="continue on the engine that wrote it: MLX adapts no experts. A run that is to move between engines needs "
+        "--lora_target_modules attention from its start"
+        if experts
+        else "continue with the same method, rank and target modules as the run that wrote it",
     )

@@ -193,11 +193,12 @@ class EvaluationStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluating(Event):
-    """Some of the held-out prompts have been answered."""
+    """A part of an evaluation is done."""
 
     kind = "evaluating"
     done: int
     total: int
+    what: str = "answers"
 
 
 class SampleRow(TypedDict):

@@ -107,14 +107,37 @@ def choose_backend(machine: Machine, *, preference: Sequence[str]) -> str:
 
     An accelerator backend whose device is the CPU (MLX on Linux) comes last, since the cpu backend is faster there.
     """
-    available = [name for name in preference if name in machine.available()]
-    if not available:
+    order = auto_order(machine, preference=preference)
+    if not order:
         raise UserError(
             f"No backend can be used on {machine.name}.",
             why="; ".join(f"{report.name}: {report.reason}" for report in machine.backends.values()),
             do="pip install 'crosstune[torch]', which runs on any CPU",
         )
-    return min(available, key=lambda name: name != "cpu" and machine.backends[name].device == "cpu")
+    return order[0]
+
+
+def auto_order(machine: Machine, *, preference: Sequence[str]) -> list[str]:
+    """Return the available backends in the order in which `auto` takes them."""
+    available = [name for name in preference if name in machine.available()]
+    return sorted(available, key=lambda name: _is_emulated(machine.backends[name]))
+
+
+def auto_reason(machine: Machine, *, preference: Sequence[str]) -> str:
+    """Return why `auto` takes the backend it takes."""
+    chosen = choose_backend(machine, preference=preference)
+    available = [name for name in preference if name in machine.available()]
+    passed = available[: available.index(chosen)]
+    if passed:
+        return f"{' and '.join(passed)} would compute on the CPU here, where {chosen} is faster"
+    if len(available) == 1:
+        return "the only one that is available here"
+    return f"the first that is available here, before {', '.join(available[1:])}"
+
+
+def _is_emulated(report: BackendReport) -> bool:
+    """Whether an accelerator's backend computes on the CPU, as MLX does on Linux."""
+    return report.name != "cpu" and report.device == "cpu"
 
 
 def _backend_from_json(data: Mapping[str, Any]) -> BackendReport:

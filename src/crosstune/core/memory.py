@@ -23,6 +23,10 @@ class ModelShape:
     max_context: int | None = None
     source: str = "config"
     """Where the sizes come from: `config`, or `name` for a guess from the model's name."""
+    num_experts: int = 1
+    """Experts of each layer in a mixture."""
+    expert_intermediate: int = 0
+    """The width of each of several experts."""
 
 
 # (billions of parameters, hidden, layers, intermediate, vocabulary, heads) of common decoder models.
@@ -90,7 +94,11 @@ def model_bytes(shape: ModelShape, *, method: str, bits: int, rank: int, num_new
     elif method == "llama_pro":
         trained = new
     else:
-        per_layer = 4 * 2 * shape.hidden + 3 * (shape.hidden + shape.intermediate)
+        per_layer = 4 * 2 * shape.hidden
+        if shape.num_experts > 1:  # gate and up share one A
+            per_layer += shape.num_experts * (2 * shape.hidden + 3 * shape.expert_intermediate)
+        else:
+            per_layer += 3 * (shape.hidden + shape.intermediate)
         trained = rank * per_layer * shape.num_layers
     return weights + trained * 16  # fp32 master, gradient and two moments
 

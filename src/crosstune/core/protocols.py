@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from numpy.typing import NDArray
 
 from crosstune.core.events import Observer
+from crosstune.core.sampling import GREEDY, Sampling
 
 Array = NDArray[Any]
 Metrics = Mapping[str, float]
@@ -166,8 +167,7 @@ class Generates(Protocol):
         *,
         max_new_tokens: int,
         stop_ids: Sequence[int] = (),
-        temperature: float = 0.0,
-        seed: int = 0,
+        sampling: Sampling = GREEDY,
         on_token: Callable[[int], None] | None = None,
     ) -> list[list[int]]: ...
 

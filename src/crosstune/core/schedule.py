@@ -23,6 +23,7 @@ def learning_rate(
 ) -> float:
     """Return the learning rate of step `step`, counted from 0, out of `num_steps`."""
     if step < warmup:
+        # transformers has step / warmup, whose first step changes nothing.
         return peak * (step + 1) / warmup
     span = max(1, num_steps - warmup)
     progress = min(1.0, (step - warmup) / span)

@@ -1,75 +1,74 @@
-"""Render conversations to text and find the exact character spans of the assistant's answers."""
+"""Render conversations to text and find the exact character spans of the assistant's answers.
+
+This runs in the process of `render_worker`; other modules call `rendering`.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
-from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
+from itertools import count, takewhile
 
 from crosstune.core.errors import UserError
-from crosstune.data.formats import NO_LOSS
-from crosstune.data.template import Message, Span, Tools, load_template, render_text
-from crosstune.data.token_batch import Example
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.chat_templates import PLAIN_TEMPLATE
+from crosstune.data.render_types import NO_LOSS, ChatTokens, Message, Rendered, Span, Tools, template_error
+from crosstune.data.template import FAULTS, REASONING_KEYS, ChatTemplate, Refused, load_template
+from crosstune.data.template_limits import OverLimit
+from crosstune.data.template_marks import Marks
 
-if TYPE_CHECKING:
-    from tokenizers import Encoding
-
-# For models without a chat template: each turn on its own line, the end token after each answer.
-PLAIN_TEMPLATE = (
-    "{{ leading_bos }}{% for m in messages %}"
-    "{% if m.role == 'assistant' %}Assistant: {{ m.content }}{{ eos_token }}\n"
-    "{% else %}{{ m.role | capitalize }}: {{ m.content }}\n{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+# Where a generation prompt opens the reasoning, or skips it. The model is taught both, as in TRL.
+_OPENED_REASONING = re.compile(
+    r"(<(?P<tag>[\w:]*(think|thought|reason)[\w:]*)>|\[(?P<name>\w*THINK\w*)\])\s*"
+    r"((</(?P=tag)>|\[/(?P=name)\])\s*)?$"
 )
 
-
-def plain_template(tokenizer: Tokenizer) -> str:
-    """Return the plain template for other tools, which do not define `leading_bos`."""
-    return PLAIN_TEMPLATE.replace("{{ leading_bos }}", "{{ bos_token }}" if tokenizer.leading_bos else "")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rendered:
-    """A text and the spans of it that carry loss."""
-
-    text: str
-    spans: Sequence[Span]
-    num_unlocated: int = 0
-    """Number of answers that cannot be found because the template changes them; they carry no loss."""
+_QUESTION: Message = {"role": "user", "content": "Hello"}
 
 
 def render(
-    messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool, tools: Tools = None
+    messages: Sequence[Message], tokenizer: ChatTokens, *, add_generation_prompt: bool, tools: Tools = None
 ) -> str:
     """Return the text of a conversation, in which the model may call `tools`."""
     return _render(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)[0]
 
 
 def render_conversation(
-    messages: Sequence[Message], tokenizer: Tokenizer, *, whole: bool, tools: Tools = None
+    messages: Sequence[Message], tokenizer: ChatTokens, *, whole: bool, tools: Tools = None
 ) -> Rendered:
     """Render a conversation with the spans of its answers and their end tokens, or with one span if `whole`."""
-    text, marked = _render(messages, tokenizer, add_generation_prompt=False, tools=tools)
+    text, marks = _render(messages, tokenizer, add_generation_prompt=False, tools=tools)
     if whole:
         return Rendered(text=text, spans=[(0, len(text))])
-    if tokenizer.chat_template and load_template(tokenizer.chat_template).marks_answers:
-        return Rendered(text=text, spans=_with_loss(messages, marked))
+    if _template(tokenizer).marks_answers:
+        return Rendered(text=text, spans=_with_loss(messages, marks.generated))
     places = [place for place, message in enumerate(messages) if _is_answer(message)]
-    found = [_locate(messages, place, text, tokenizer, tools) for place in places]
-    spans = [span for span in found if span is not None]
+    found = [_locate(messages, place, text, marks, tokenizer, tools) for place in places]
+    spans = [span for answer in found for span in answer]
     if places and not spans:
         raise UserError(
             "The answers cannot be found in the text that the chat template renders.",
             why="the template changes the answers or the text around them.",
             do="pass --train_on_prompt, or mark the answers in the template with {% generation %}",
         )
-    return Rendered(text=text, spans=spans, num_unlocated=len(places) - len(spans))
+    return Rendered(text=text, spans=spans, num_unlocated=found.count([]))
+
+
+def effective_extras(
+    messages: Sequence[Message], tokenizer: ChatTokens, extras: Sequence[str], *, tools: Tools
+) -> frozenset[str]:
+    """Return those of the extra keys (and `tools`) that change the text which the template renders."""
+    text = render(messages, tokenizer, add_generation_prompt=False, tools=tools) if extras else ""
+    found = set()
+    for extra in extras:
+        # The template gets reasoning under all of its names, so it is left out under all of them.
+        left_out = REASONING_KEYS if extra in REASONING_KEYS else (extra,)
+        without = [{key: value for key, value in turn.items() if key not in left_out} for turn in messages]
+        fewer = None if extra == "tools" else tools
+        # It may refuse them without the key, such as the answer of a tool that was not called.
+        if text != _render_part(without, tokenizer, add_generation_prompt=False, tools=fewer)[0]:
+            found.add(extra)
+    return frozenset(found)
 
 
 def _is_answer(message: Message) -> bool:
@@ -90,111 +89,122 @@ def _with_loss(messages: Sequence[Message], marked: Sequence[Span]) -> Sequence[
     return [span for span, message in zip(marked, answers, strict=True) if _is_answer(message)]
 
 
-def encode_conversation(
-    messages: Sequence[Message], tokenizer: Tokenizer, *, index: int, whole: bool
-) -> Example:
-    """Tokenize a conversation. The assistant's tokens are supervised, including the end token of each answer."""
-    rendered = render_conversation(messages, tokenizer, whole=whole)
-    encoding = tokenizer.encode(rendered.text)
-    return Example(
-        tokens=np.asarray(encoding.ids, dtype=np.int32),
-        supervised=mask_of(encoding, rendered),
-        index=index,
-    )
-
-
-def encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer, *, tools: Tools = None) -> list[int]:
-    """Return the tokens of a conversation with the generation prompt."""
-    return list(tokenizer.encode(render(messages, tokenizer, add_generation_prompt=True, tools=tools)).ids)
-
-
-def mask_of(encoding: Encoding, rendered: Rendered) -> NDArray[np.bool_]:
-    """Return the mask of tokens that have a character inside a span."""
-    if list(rendered.spans) == [(0, len(rendered.text))]:
-        return np.ones(len(encoding.ids), dtype=np.bool_)
-    mask = np.zeros(len(encoding.ids), dtype=np.bool_)
-    for start, end in rendered.spans:
-        first = _token_at(encoding, range(start, end))
-        last = _token_at(encoding, range(end - 1, start - 1, -1))
-        if first is None or last is None:
-            continue
-        # One character can be several tokens, one for each of its bytes.
-        while last + 1 < len(mask) and _starts_before(encoding, last + 1, end):
-            last += 1
-        mask[first : last + 1] = True
-    return mask
-
-
-def _token_at(encoding: Encoding, characters: range) -> int | None:
-    """Return the token of the first of these characters that has one; tokenizers drop some white space."""
-    for character in characters:
-        token = encoding.char_to_token(character)
-        if token is not None:
-            return int(token)
-    return None
-
-
-def _starts_before(encoding: Encoding, token: int, end: int) -> bool:
-    place = encoding.token_to_chars(token)
-    return place is not None and place[0] < end and place[1] > place[0]
-
-
 def _render(
-    messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool, tools: Tools
-) -> tuple[str, list[Span]]:
-    return render_text(
-        tokenizer.chat_template or PLAIN_TEMPLATE,
-        messages,
-        is_ours=not tokenizer.chat_template,
-        add_generation_prompt=add_generation_prompt,
-        bos_token=tokenizer.bos_token or "",
-        eos_token=tokenizer.eos_token or "",
-        leading_bos=tokenizer.leading_bos,
-        # Passed even when None, as in transformers: a template may test them.
-        tools=tools,
-        documents=None,
-    )
+    messages: Sequence[Message], tokenizer: ChatTokens, *, add_generation_prompt: bool, tools: Tools
+) -> tuple[str, Marks]:
+    template = _template(tokenizer)
+    try:
+        return template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            leading_bos=tokenizer.leading_bos,
+            # Passed even when None, as in transformers: a template may test them.
+            tools=tools,
+            documents=None,
+            **dict(tokenizer.named_tokens),
+        )
+    except (*FAULTS, Refused, OverLimit) as error:
+        raise template_error(
+            tokenizer.template_file, "render this conversation", why=_reason(error)
+        ) from error
+
+
+def _template(tokenizer: ChatTokens) -> ChatTemplate:
+    try:
+        return load_template(tokenizer.chat_template or PLAIN_TEMPLATE)
+    except (*FAULTS, OverLimit) as error:
+        raise template_error(tokenizer.template_file, "be read", why=_reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    kind = "" if isinstance(error, (Refused, OverLimit)) else f"{type(error).__name__}: "
+    return f"{kind}{' '.join(str(error).split())[:300]}"
 
 
 def _locate(
-    messages: Sequence[Message], place: int, text: str, tokenizer: Tokenizer, tools: Tools
-) -> Span | None:
-    """Return the span of an answer in the whole text, from the end of its prompt to its end token.
+    messages: Sequence[Message], place: int, text: str, marks: Marks, tokenizer: ChatTokens, tools: Tools
+) -> list[Span]:
+    """Return the spans of an answer: what the template writes for this message, without the header that the prompt
+    already has, up to the end token.
 
-    Both ends are found by rendering the conversation up to that point. Some templates treat earlier turns differently
-    from the last one, for example by removing the reasoning. They are rendered a second time with another answer in its
-    place: the text that stays the same before and after it is not the answer.
+    There is more than one span if the template writes other messages in the midst of it. A template whose text is not
+    marked is rendered a second time with another answer in its place: the text that changes is the answer.
     """
-    prompt = _render_part(messages[:place], tokenizer, add_generation_prompt=True, tools=tools)
-    start, end = len(prompt) if prompt and text.startswith(prompt) else None, None
-    through: str | None = text
-    if place + 1 < len(messages):
-        through = _render_part(messages[: place + 1], tokenizer, add_generation_prompt=False, tools=tools)
-    if start is not None and through and text.startswith(through) and len(through) > start:
-        end = _without_tail(through, start, tokenizer)
-    if start is not None and end is not None and _writes_prompt(tokenizer):
-        return start, end
-    around = _around(messages, place, text, tokenizer, tools)
-    if around is None:
-        return (start, end) if start is not None and end is not None else None
-    before, behind = around
-    if start is None or (text[start:before].strip() and not _writes_prompt(tokenizer)):
-        start = before
-    return start, end if end is not None else _with_end_token(text, behind, tokenizer)
+    if place not in marks.turns or not _writes_answers(tokenizer):
+        around = _around(messages, place, text, tokenizer, tools)
+        spans = [] if around is None else [(around[0], _with_end_token(text, around[1], tokenizer))]
+    else:
+        (first, end), *others = marks.turns[place]
+        start = first + len(_header(messages, place, text[first:end], tokenizer, tools))
+        spans = [(start, end), *others]
+        is_last = place + 1 == len(messages)
+        spans[-1] = (spans[-1][0], _end_of(text, spans[-1], tokenizer, is_last=is_last))
+    return [span for span in spans if span[1] > span[0]]
+
+
+def _header(messages: Sequence[Message], place: int, block: str, tokenizer: ChatTokens, tools: Tools) -> str:
+    """Return how the text of an answer begins, where that is given to the model by the generation prompt."""
+    usual = _usual_header(tokenizer)
+    if usual is not None and block.startswith(usual):
+        return usual
+    prompt = _prompt(messages[:place], tokenizer, tools)
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(block, prompt, strict=False))
+    return block[: sum(1 for _ in same)]
+
+
+@lru_cache(maxsize=8)
+def _usual_header(tokenizer: ChatTokens) -> str | None:
+    """Return the header of an answer to a single question, or None if the template takes no such conversation."""
+    prompt = _prompt([_QUESTION], tokenizer, None)
+    if prompt:
+        return prompt
+    # Without a generation prompt, the template may still name the speaker.
+    text, turn = _probe(tokenizer)
+    if turn is None:
+        return None
+    header, found, _ = text[turn[0] : turn[1]].partition(_placeholder([]))
+    # White space before the answer is for the model to write.
+    return (header if header.strip() else "") if found else None
+
+
+@lru_cache(maxsize=8)
+def _writes_answers(tokenizer: ChatTokens) -> bool:
+    """Return whether the text of an answer is in what the template writes for it, or the template was not marked."""
+    text, turn = _probe(tokenizer)
+    return turn is None or _placeholder([]) in text[turn[0] : turn[1]]
+
+
+def _probe(tokenizer: ChatTokens) -> tuple[str, Span | None]:
+    """Return the text of a question and an answer, and what of it is written for the answer."""
+    turns: list[Message] = [_QUESTION, {"role": "assistant", "content": _placeholder([])}]
+    text, marks = _render_part(turns, tokenizer, add_generation_prompt=False, tools=None)
+    spans = marks.turns.get(1)
+    return text, (spans[0][0], spans[-1][1]) if spans else None
+
+
+def _prompt(messages: Sequence[Message], tokenizer: ChatTokens, tools: Tools) -> str:
+    """Return the generation prompt after these messages, up to where it opens the reasoning."""
+    asked, marks = _render_part(messages, tokenizer, add_generation_prompt=True, tools=tools)
+    told, _ = _render_part(messages, tokenizer, add_generation_prompt=False, tools=tools)
+    prompt = asked.removeprefix(told) if told and asked.startswith(told) else ""
+    if not prompt and marks.turns:
+        # Either the last message is written differently before a prompt, or what ends that message is the prompt.
+        prompt = asked[marks.end :]
+    return _OPENED_REASONING.sub("", prompt)
 
 
 def _render_part(
-    messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool, tools: Tools
-) -> str | None:
-    """Render a part of a conversation; return None when the template refuses it, as it may take whole ones only."""
+    messages: Sequence[Message], tokenizer: ChatTokens, *, add_generation_prompt: bool, tools: Tools
+) -> tuple[str, Marks]:
+    """Render a part of a conversation; return no text when the template refuses it, as it may take whole ones only."""
     try:
-        return render(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)
+        return _render(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)
     except UserError:
-        return None
+        return "", Marks()
 
 
 def _around(
-    messages: Sequence[Message], place: int, text: str, tokenizer: Tokenizer, tools: Tools
+    messages: Sequence[Message], place: int, text: str, tokenizer: ChatTokens, tools: Tools
 ) -> Span | None:
     """Return the span of an answer's content: the text that changes when the content is replaced."""
     placeholder = _placeholder(messages)
@@ -202,7 +212,7 @@ def _around(
     # Tool calls are part of an answer, so they are removed too.
     kept = {key: value for key, value in messages[place].items() if key != "tool_calls"}
     changed[place] = {**kept, "content": placeholder}
-    other = _render_part(changed, tokenizer, add_generation_prompt=False, tools=tools)
+    other, _ = _render_part(changed, tokenizer, add_generation_prompt=False, tools=tools)
     before, found, behind = other.partition(placeholder) if other else ("", "", "")
     if not found or placeholder in behind or len(before) + len(behind) > len(text):
         return None
@@ -219,15 +229,23 @@ def _placeholder(messages: Sequence[Message]) -> str:
     raise AssertionError("count() does not end")
 
 
-def _without_tail(text: str, start: int, tokenizer: Tokenizer) -> int:
-    """Return the end of an answer, without white space that the template writes after the end token."""
-    stripped = text.rstrip()
-    if len(stripped) > start and stripped.endswith(_end_tokens(tokenizer)):
-        return len(stripped)
-    return len(text)
+def _end_of(text: str, span: Span, tokenizer: ChatTokens, *, is_last: bool) -> int:
+    """Return the end of an answer, without white space that the template writes after the end token.
+
+    In some templates an answer has no end token, and the model stops at the token that begins the next turn. Some write
+    one more end token after the last message.
+    """
+    start, end = span
+    if is_last and text[end:].strip() in _end_tokens(tokenizer):
+        return len(text.rstrip())
+    stripped = text[start:end].rstrip()
+    if stripped.endswith(_end_tokens(tokenizer)):
+        return start + len(stripped)
+    following = next((token for token in tokenizer.stop_tokens if text.startswith(token, end)), "")
+    return end + len(following)
 
 
-def _with_end_token(text: str, end: int, tokenizer: Tokenizer) -> int:
+def _with_end_token(text: str, end: int, tokenizer: ChatTokens) -> int:
     """Return the end of an answer that other turns follow: after its end token, if there is one."""
     skipped = end + len(text[end:]) - len(text[end:].lstrip())
     for token in _end_tokens(tokenizer):
@@ -237,15 +255,7 @@ def _with_end_token(text: str, end: int, tokenizer: Tokenizer) -> int:
 
 
 @lru_cache(maxsize=8)
-def _end_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
+def _end_tokens(tokenizer: ChatTokens) -> tuple[str, ...]:
     """Return the special tokens, longest first, so that none is matched by its own prefix."""
-    tokens = {*tokenizer.special, tokenizer.eos_token or ""} - {""}
+    tokens = {*tokenizer.special, dict(tokenizer.named_tokens).get("eos_token", "")} - {""}
     return tuple(sorted(tokens, key=len, reverse=True)) or ("\0",)
-
-
-@lru_cache(maxsize=8)
-def _writes_prompt(tokenizer: Tokenizer) -> bool:
-    """Return whether the template writes a generation prompt. Without one it may still name the speaker."""
-    turn = [{"role": "user", "content": "Hello"}]
-    texts = [render(turn, tokenizer, add_generation_prompt=asks) for asks in (False, True)]
-    return texts[0] != texts[1]

@@ -1,4 +1,4 @@
-"""Find the chat template of --chat_template: a built-in one by name, or a Jinja file."""
+"""Define the built-in chat templates, and find the one of --chat_template by name or as a Jinja file."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ from pathlib import Path
 
 from crosstune.core.errors import UserError
 from crosstune.core.names import nearest
-from crosstune.data.chat import PLAIN_TEMPLATE
 
+# For models without a chat template: each turn on its own line, the end token after each answer.
+PLAIN_TEMPLATE = (
+    "{{ leading_bos }}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}Assistant: {{ m.content }}{{ eos_token }}\n"
+    "{% else %}{{ m.role | capitalize }}: {{ m.content }}\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+)
 # The instructions of the system go before the first turn of the user, for formats without a turn for them.
 _SYSTEM_FIRST = (
     "{% set told = namespace(text='') %}{% for m in messages %}"
@@ -62,11 +68,16 @@ TEMPLATES = {
 """Name -> template. `leading_bos` is the BOS token of a tokenizer that puts one before a text, otherwise empty."""
 
 
+def plain_template(*, leading_bos: bool) -> str:
+    """Return the template for models without one, as other tools can read it."""
+    return _for_other_tools(PLAIN_TEMPLATE, leading_bos=leading_bos)
+
+
 def read_template(value: str, *, adds_bos: bool = False) -> str:
     """Return the template of a file, or a built-in one for a tokenizer that `adds_bos` or not."""
     path = Path(value).expanduser()
     if value in TEMPLATES and not path.is_file():
-        return TEMPLATES[value].replace("{{ leading_bos }}", "{{ bos_token }}" if adds_bos else "")
+        return _for_other_tools(TEMPLATES[value], leading_bos=adds_bos)
     if not path.is_file():
         close = nearest(value, TEMPLATES)
         hint = f"did you mean {' or '.join(close)}? " if close else ""
@@ -82,3 +93,8 @@ def read_template(value: str, *, adds_bos: bool = False) -> str:
     if not text.strip():
         raise UserError(f"The chat template {path} is empty.")
     return text
+
+
+def _for_other_tools(template: str, *, leading_bos: bool) -> str:
+    """Return a built-in template without `leading_bos`, which other tools do not define."""
+    return template.replace("{{ leading_bos }}", "{{ bos_token }}" if leading_bos else "")

@@ -2,19 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 from crosstune.core.errors import UserError
 from crosstune.data.columns import Columns
 from crosstune.data.dataset_list import parse_dataset, unweighted
-from crosstune.data.encode import check_any_answer
+from crosstune.data.encode import Encoder, RowPlace, check_any_answer
 from crosstune.data.formats import has_empty_answer, to_conversation
 from crosstune.data.named_datasets import BUNDLED, DUMMY
+from crosstune.data.render_ahead import Request, render_ahead
+from crosstune.data.rendering import shared_renderer
 from crosstune.data.sources import Source, open_source
+from crosstune.data.tokenizer import Tokenizer
 from crosstune.data.uniform import check_mapped, uniform_sources
 
 MOST_BYTES = 64 << 20
 """Rows beyond this are checked by the training itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowChecker:
+    """Check rows as a training would read them.
+
+    Without a tokenizer no row is rendered; `whole` says that the answers need not be located.
+    """
+
+    asked_format: str
+    columns: Columns
+    tokenizer: Tokenizer | None
+    whole: bool
+
+    def check(self, name: str, *, limit: int, training: bool = True) -> list[str]:
+        """Raise a UserError when a row does not fit the format or cannot be rendered; return a description of what was
+        not checked.
+
+        At most `limit` rows of each source are read, or all when it is -1. `training` tells the data to train on from
+        that to evaluate on.
+        """
+        entries = parse_dataset(name) if training else unweighted(name, option="eval_dataset")
+        names = [entry.name for entry in entries]
+        # The bundled rows are known to be good, but not whether the template of the model renders them.
+        known = (DUMMY,) if self.tokenizer is not None else (*BUNDLED, DUMMY)
+        local = [one for one in names if _is_here(one) and one not in known]
+        sources = [open_source(one, needs_training=training) for one in local]
+        if training and len(sources) == len(names):
+            check_mapped(sources, self.columns)
+        left: list[str] = []
+        for source in sources:
+            if not training and source.held_out:
+                source = source.own_held_out()
+            for uniform in uniform_sources(source, asked=self.asked_format, columns=self.columns):
+                left += self._check(uniform, limit=limit)
+        return left
+
+    def _check(self, source: Source, *, limit: int) -> list[str]:
+        check = _Check(form=source.form, limit=limit, encoder=self._encoder(source.form))
+        if self.tokenizer is None:
+            for _ in check.requests(source):
+                pass
+        else:
+            tokens = self.tokenizer.chat_tokens
+            with closing(render_ahead(check.requests(source), tokens, renderer=shared_renderer())) as rows:
+                for place, rendered in rows:
+                    if isinstance(rendered, UserError):
+                        raise place.error(rendered)
+        if check.is_cut:
+            return [f"the rows of {source.name} beyond the first {check.num_rows:,}"]
+        check_any_answer(source.name, source.form, num_rows=check.num_rows, num_empty=check.num_empty)
+        return []
+
+    def _encoder(self, form: str) -> Encoder | None:
+        if self.tokenizer is None:
+            return None
+        return Encoder(tokenizer=self.tokenizer, form=form, whole=self.whole)
 
 
 def is_here(name: str) -> bool:
@@ -22,46 +85,36 @@ def is_here(name: str) -> bool:
     return all(_is_here(entry.name) for entry in parse_dataset(name))
 
 
-def check_rows(
-    name: str, *, asked_format: str, limit: int, columns: Columns, training: bool = True
-) -> list[str]:
-    """Raise a UserError when a row does not fit the format; return a description of what was not checked.
-
-    At most `limit` rows of each source are read, or all when it is -1. `training` tells the data to train on from that
-    to evaluate on.
-    """
-    entries = parse_dataset(name) if training else unweighted(name, option="eval_dataset")
-    names = [entry.name for entry in entries]
-    local = [one for one in names if _is_here(one) and one not in (*BUNDLED, DUMMY)]
-    sources = [open_source(one, needs_training=training) for one in local]
-    if training and len(sources) == len(names):
-        check_mapped(sources, columns)
-    left: list[str] = []
-    for source in sources:
-        if not training and source.held_out:
-            source = source.own_held_out()
-        for uniform in uniform_sources(source, asked=asked_format, columns=columns):
-            left += _check(uniform, limit=limit)
-    return left
-
-
 def _is_here(name: str) -> bool:
     return name in BUNDLED or name == DUMMY or Path(name).expanduser().exists()
 
 
-def _check(source: Source, *, limit: int) -> list[str]:
-    num_rows = num_empty = 0
-    for part, found, done_bytes in source.rows():
-        if num_rows == limit:
-            break
-        if done_bytes > MOST_BYTES:
-            return [f"the rows of {source.name} beyond the first {num_rows:,}"]
-        try:
-            num_empty += has_empty_answer(to_conversation(found.row, source.form))
-        except UserError as error:
-            raise UserError(
-                f"{part.place(found.number)}: {error.asked}", why=error.why, do=error.do
-            ) from error
-        num_rows += 1
-    check_any_answer(source.name, source.form, num_rows=num_rows, num_empty=num_empty)
-    return []
+@dataclass
+class _Check:
+    """One pass over the rows of a source."""
+
+    form: str
+    limit: int
+    encoder: Encoder | None
+    num_rows: int = 0
+    num_empty: int = 0
+    is_cut: bool = False
+
+    def requests(self, source: Source) -> Iterator[tuple[RowPlace, Request]]:
+        """Read the rows, and yield those to render if there is an encoder."""
+        for part, found, done_bytes in source.rows():
+            if self.num_rows == self.limit:
+                return
+            if done_bytes > MOST_BYTES:
+                self.is_cut = True
+                return
+            place = RowPlace(part, found.number, self.num_rows, done_bytes)
+            self.num_rows += 1
+            try:
+                conversation = to_conversation(found.row, self.form)
+                if has_empty_answer(conversation):
+                    self.num_empty += 1
+                elif self.encoder is not None:
+                    yield place, self.encoder.to_request(conversation, found.row)
+            except UserError as error:
+                raise place.error(error) from error

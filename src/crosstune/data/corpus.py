@@ -36,7 +36,7 @@ from crosstune.data.token_batch import Example
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.data.uniform import uniform_sources
 
-LAYOUT = 2
+LAYOUT = 3
 """Increase when rows are tokenized differently, so that cached stores are made again."""
 IN_MEMORY_BYTES = 64 << 20
 PERCENTILES = (50, 90, 99)

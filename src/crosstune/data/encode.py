@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
-from crosstune.data.chat import Rendered, mask_of, render, render_conversation
 from crosstune.data.formats import (
     TOOLS_COLUMN,
+    WITHOUT_TURNS,
+    Conversation,
     Row,
     has_empty_answer,
     to_conversation,
@@ -21,16 +25,16 @@ from crosstune.data.formats import (
     turn_keys,
     unused_columns,
 )
-from crosstune.data.sources import Source
+from crosstune.data.render_ahead import BATCH_CHARACTERS, BATCH_TEXTS, Request, render_ahead
+from crosstune.data.render_types import Rendered, RenderRow
+from crosstune.data.rendering import mask_of, shared_renderer
+from crosstune.data.sources import Part, Source
 from crosstune.data.store import StoreWriter
 from crosstune.data.tokenizer import Tokenizer
 
 OnProgress = Callable[[int, int, int], None]
 """Receives the bytes read, the total bytes, and the number of examples so far."""
 
-# Large enough to keep all cores busy, small enough that the token offsets take a few dozen megabytes.
-BATCH_CHARACTERS = 256 << 10
-BATCH_TEXTS = 512
 _SECONDS_BETWEEN_REPORTS = 0.2
 _ROWS_TO_TRY = 50
 _MOST_COLUMNS_NAMED = 20
@@ -44,45 +48,41 @@ class Encoder:
     form: str
     whole: bool
 
-    def to_text(self, row: Row) -> Rendered | None:
-        """Return the text and the spans with loss; None for a row with an empty answer."""
-        conversation = to_conversation(row, self.form)
-        if has_empty_answer(conversation):
-            return None
+    def to_request(self, conversation: Conversation, row: Row, *, extras: Sequence[str] = ()) -> Request:
+        """Return the text of a row, or what to render. Rendering reports which of the `extras` change the text."""
         if isinstance(conversation, str):
-            text = f"{self.tokenizer.leading_bos}{conversation}{self.tokenizer.eos_token or ''}"
-            rendered = Rendered(text=text, spans=[(0, len(text))])
-        else:
-            rendered = render_conversation(
-                conversation, self.tokenizer, whole=self.whole, tools=tools_of(row)
-            )
-        _check_characters(rendered.text)
-        return rendered
+            return Rendered(text=conversation, spans=[(0, len(conversation))])
+        kind = "whole" if self.whole else "answers"
+        return RenderRow.of(conversation, kind=kind, tools=tools_of(row), extras=extras)
 
-    def extras(self, row: Row) -> set[str]:
-        """Return the keys of a conversation besides role and content."""
-        conversation = to_conversation(row, self.form)
-        if isinstance(conversation, str):
-            return set()
-        return turn_keys(conversation) | ({TOOLS_COLUMN} if tools_of(row) else set())
+    def to_tokens(self, texts: Sequence[Rendered]) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+        """Return the tokens of each text, and which of them carry loss."""
+        if self.form in WITHOUT_TURNS:
+            plain = self.tokenizer.encode_plain_batch([rendered.text for rendered in texts])
+            return [(np.asarray(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_)) for ids in plain]
+        encodings = self.tokenizer.encode_batch([rendered.text for rendered in texts])
+        return [
+            (np.asarray(encoding.ids, dtype=np.int32), mask_of(encoding, rendered))
+            for encoding, rendered in zip(encodings, texts, strict=True)
+        ]
 
-    def is_rendered(self, row: Row, extra: str) -> bool:
-        """Return whether an extra key changes the text that the chat template renders."""
-        conversation, tools = to_conversation(row, self.form), tools_of(row)
-        assert not isinstance(conversation, str)
-        without = [{key: value for key, value in turn.items() if key != extra} for turn in conversation]
-        text = render(conversation, self.tokenizer, add_generation_prompt=False, tools=tools)
-        if extra == TOOLS_COLUMN:
-            tools = None
-        try:
-            return text != render(without, self.tokenizer, add_generation_prompt=False, tools=tools)
-        except UserError:  # such as the answer of a tool that was not called
-            return True
+
+@dataclass(frozen=True)
+class RowPlace:
+    """Where a row is from."""
+
+    part: Part
+    number: int
+    index: int
+    done_bytes: int
+
+    def error(self, error: UserError) -> UserError:
+        return UserError(f"{self.part.place(self.number)}: {error.asked}", why=error.why, do=error.do)
 
 
 @dataclass
 class _Pass:
-    """One pass over a source. While a batch is tokenized, the texts of the next are rendered."""
+    """One pass over a source. While a batch is tokenized, the next one is rendered, and the rows after it are read."""
 
     writer: StoreWriter
     encoder: Encoder
@@ -94,51 +94,66 @@ class _Pass:
     num_empty: int = 0
     num_unlocated: int = 0
     unused: set[str] = field(default_factory=set)
-    ignored: dict[str, int] = field(default_factory=dict)
-    """Extra keys that had no effect so far -> the number of rows tried."""
+    num_tried: Counter[str] = field(default_factory=Counter)
+    """Extra key -> the number of rows in which it was tried whether the template renders it."""
     rendered_extras: set[str] = field(default_factory=set)
 
-    def take(self, row: Row) -> None:
-        rendered = self.encoder.to_text(row)
-        self._note_unused(row)
-        index = self.num_rows
-        self.num_rows += 1
-        if rendered is None:
+    def requests(self, source: Source, *, limit: int) -> Iterator[tuple[RowPlace, Request]]:
+        """Read the rows, or the first `limit` unless that is -1."""
+        for part, found, done in source.rows():
+            if self.num_rows == limit:
+                return
+            place = RowPlace(part, found.number, self.num_rows, done)
+            self.num_rows += 1
+            try:
+                request = self._request(found.row)
+            except UserError as error:
+                raise place.error(error) from error
+            if request is not None:
+                yield place, request
+
+    def _request(self, row: Row) -> Request | None:
+        """Return what to render; None for a row with an empty answer."""
+        conversation = to_conversation(row, self.encoder.form)
+        if len(self.unused) < _MOST_COLUMNS_NAMED:
+            self.unused |= unused_columns(row, self.encoder.form)
+        if has_empty_answer(conversation):
             self.num_empty += 1
-            return
+            return None
+        extras = self._extras_to_try(row, conversation)
+        return self.encoder.to_request(conversation, row, extras=extras)
+
+    def take(self, place: RowPlace, rendered: Rendered) -> None:
+        _check_characters(rendered.text)
+        self.rendered_extras |= rendered.effective_extras
         self.num_unlocated += rendered.num_unlocated
-        self.texts.append((index, rendered))
+        self.texts.append((place.index, rendered))
         self.characters += len(rendered.text)
         if self.characters >= BATCH_CHARACTERS or len(self.texts) >= BATCH_TEXTS:
             self.flush()
 
-    def _note_unused(self, row: Row) -> None:
-        """Note the columns and keys of the row that are not in the text."""
-        if len(self.unused) < _MOST_COLUMNS_NAMED:
-            self.unused |= unused_columns(row, self.encoder.form)
-        for extra in self.encoder.extras(row) - self.rendered_extras:
-            if self.ignored.get(extra, 0) >= _ROWS_TO_TRY:
-                continue
-            if self.encoder.is_rendered(row, extra):
-                self.rendered_extras.add(extra)
-                self.ignored.pop(extra, None)
-            else:
-                self.ignored[extra] = self.ignored.get(extra, 0) + 1
+    def _extras_to_try(self, row: Row, conversation: Conversation) -> list[str]:
+        """Return the keys of a conversation besides role and content, unless they are known to be rendered or not."""
+        if isinstance(conversation, str):
+            return []
+        extras = turn_keys(conversation) | ({TOOLS_COLUMN} if tools_of(row) else set())
+        wanted = [extra for extra in extras - self.rendered_extras if self.num_tried[extra] < _ROWS_TO_TRY]
+        self.num_tried.update(wanted)
+        return sorted(wanted)
 
     def flush(self) -> None:
         """Submit the texts for tokenization, and write the batch submitted before."""
         self.finish()
-        texts = [rendered.text for _, rendered in self.texts]
-        self.pending = (self.texts, self.thread.submit(self.encoder.tokenizer.encode_batch, texts))
+        texts = [rendered for _, rendered in self.texts]
+        self.pending = (self.texts, self.thread.submit(self.encoder.to_tokens, texts))
         self.texts, self.characters = [], 0
 
     def finish(self) -> None:
         if self.pending is None:
             return
         batch, encoded = self.pending
-        for (row, rendered), encoding in zip(batch, encoded.result(), strict=True):
-            tokens = np.asarray(encoding.ids, dtype=np.int32)
-            self.writer.append(tokens, mask_of(encoding, rendered), row=row)
+        for (row, _), (tokens, mask) in zip(batch, encoded.result(), strict=True):
+            self.writer.append(tokens, mask, row=row)
         self.pending = None
 
     def facts(self) -> dict[str, Any]:
@@ -147,7 +162,7 @@ class _Pass:
             "empty": self.num_empty,
             "unlocated_answers": self.num_unlocated,
             "unused_columns": sorted(self.unused),
-            "ignored_by_template": sorted(self.ignored),
+            "ignored_by_template": sorted(self.num_tried.keys() - self.rendered_extras),
         }
 
 
@@ -157,7 +172,7 @@ def encode_source(
     """Tokenize and write all rows, or the first `limit` unless that is -1; return the counts."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         run = _Pass(writer=writer, encoder=encoder, thread=thread)
-        _read(source, run, limit=limit, progress=progress)
+        _run(source, run, limit=limit, progress=progress)
         run.flush()
         run.finish()
     if progress is not None:
@@ -166,21 +181,22 @@ def encode_source(
     return run.facts()
 
 
-def _read(source: Source, run: _Pass, *, limit: int, progress: OnProgress | None) -> None:
+def _run(source: Source, run: _Pass, *, limit: int, progress: OnProgress | None) -> None:
     total = source.size_bytes
     reported = time.monotonic()
-    for part, found, done in source.rows():
-        if run.num_rows == limit:
-            return
-        try:
-            run.take(found.row)
-        except UserError as error:
-            raise UserError(
-                f"{part.place(found.number)}: {error.asked}", why=error.why, do=error.do
-            ) from error
-        if progress is not None and time.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
-            reported = time.monotonic()
-            progress(done, total, run.writer.num_examples)
+    requests = run.requests(source, limit=limit)
+    tokens = run.encoder.tokenizer.chat_tokens
+    with closing(render_ahead(requests, tokens, renderer=shared_renderer())) as rows:
+        for place, rendered in rows:
+            if isinstance(rendered, UserError):
+                raise place.error(rendered)
+            try:
+                run.take(place, rendered)
+            except UserError as error:
+                raise place.error(error) from error
+            if progress is not None and time.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
+                reported = time.monotonic()
+                progress(place.done_bytes, total, run.writer.num_examples)
 
 
 def _check_characters(text: str) -> None:

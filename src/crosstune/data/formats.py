@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.data.render_types import NO_LOSS
 
 Row = Mapping[str, Any]
 Turn = dict[str, Any]
@@ -30,7 +31,9 @@ _MORE_COLUMNS: Mapping[str, tuple[str, ...]] = {"alpaca": ("input",), "question_
 OPTIONAL_COLUMNS = ("input", "context", *SYSTEM_COLUMNS, TOOLS_COLUMN)
 WITHOUT_TURNS = ("text",)
 ROLES = ("system", "developer", "user", "assistant", "tool")
-TURN_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
+TURN_KEYS = (
+    "tool_calls", "tool_call_id", "tool_plan", "name", "reasoning_content", "reasoning", "thinking"
+)  # fmt: skip
 """Keys of a message besides role and content; the chat template decides how to render them."""
 
 # Names that other tools give the roles, in any case, -> ours.
@@ -46,8 +49,6 @@ ROLE_ALIASES: Mapping[str, str] = {
     "function": "tool",
     "observation": "tool",
 }
-NO_LOSS = "no_loss"
-"""Set in an assistant's turn that is part of a prompt."""
 _IMAGE_COLUMNS = ("image", "images", "pixel_values", "video", "audio")
 _GUANACO_TURNS = {"### Human:": "user", "### Assistant:": "assistant"}
 
@@ -155,7 +156,9 @@ def _message(item: Any) -> Turn:
         content = "".join(_text_part(part) for part in content)
     if not isinstance(content, str):
         raise UserError("The content of a message must be text.", why=f"found {_short(content)}")
-    more = {key: _parsed(item[key]) for key in TURN_KEYS if item.get(key) not in (None, "", [])}
+    more = {key: item[key] for key in TURN_KEYS if item.get(key) not in (None, "", [])}
+    if "tool_calls" in more:
+        more["tool_calls"] = _parsed(more["tool_calls"])
     if not isinstance(more.get("tool_calls", []), list):
         raise UserError("tool_calls must be a list.", why=f"found {_short(more['tool_calls'])}")
     return {"role": role, "content": content, **more}

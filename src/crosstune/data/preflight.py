@@ -11,9 +11,9 @@ import numpy as np
 
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
-from crosstune.data.chat import encode_conversation
 from crosstune.data.corpus import Corpus
 from crosstune.data.named_datasets import DUMMY
+from crosstune.data.rendering import encode_conversation
 from crosstune.data.tokenizer import Tokenizer
 
 # Below this share of supervised tokens, most of the compute is spent on prompts.

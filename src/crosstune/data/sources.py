@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ _SHARD = re.compile(r"([-_. ]\d+([-_. ]of[-_. ]\d+)?)+$")
 _NAME_ENDS = re.compile(r"[-_. ]+")
 _TRAINING_WORDS = ("train", "training")
 _ABOUT_DATA = ("readme", "license", "licence", "notice", "copying", "citation", "changelog", "requirements")
+MOST_FILES = 50_000
+"""Files and folders below a folder of data."""
 
 
 class Part(Protocol):
@@ -130,9 +133,22 @@ def _of_splits(name: str, splits: dict[str, HubPart]) -> Source:
     return Source(name=name, parts=(train,), held_out=tuple(held_out[:1]))
 
 
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder; raise a UserError for one that is no folder of data, such as / or a home folder."""
+    num_found = 0
+    for place, folders, names in os.walk(folder):
+        num_found += len(folders) + len(names)
+        if num_found > MOST_FILES:
+            raise UserError(
+                f"The folder {folder} has more than {MOST_FILES:,} files and folders.",
+                do="give a folder with the data files alone, or one file",
+            )
+        yield from (Path(place) / name for name in names)
+
+
 def _open_folder(name: str, folder: Path, *, needs_training: bool) -> Source:
     """Open all data files of a folder, sorted by name; those named after a held-out split are never trained on."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and _is_data(path, folder))
+    files = sorted(path for path in _files_below(folder) if path.is_file() and _is_data(path, folder))
     if not files:
         raise UserError(
             f"The folder {folder} holds no data.", do=f"put files into it that end in {', '.join(SUFFIXES)}"

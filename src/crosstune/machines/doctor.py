@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.json_files import read_jsonl
-from crosstune.core.machine import Machine
+from crosstune.core.machine import Machine, auto_order, auto_reason
 from crosstune.core.quantizers import quantizer_names
-from crosstune.machines.probe import probe_machine, recommend
+from crosstune.machines.probe import preference, probe_machine, recommend
 
 NUM_STEPS = 3
 TOLERANCE = 1e-3
@@ -39,6 +39,17 @@ class Diagnosis:
     machine: Machine
     checks: tuple[Check, ...]
     advice: tuple[str, ...]
+
+    @property
+    def auto_order(self) -> list[str]:
+        """The available backends in the order in which `auto` takes them."""
+        return auto_order(self.machine, preference=preference())
+
+    @property
+    def auto_reason(self) -> dict[str, str]:
+        """The backend that `auto` takes -> why; empty without an available one."""
+        order = self.auto_order
+        return {order[0]: auto_reason(self.machine, preference=preference())} if order else {}
 
     def to_json(self) -> dict[str, Any]:
         """Return a machine report that `crosstune plan --machine` reads, with the checks added."""

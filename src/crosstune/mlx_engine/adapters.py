@@ -7,9 +7,17 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from crosstune.core.adapter_init import uniform_by_name
+from crosstune.core.errors import UserError
 from crosstune.mlx_engine.quantized import dense_weight, linear_shape
-from crosstune.models.adapter_choice import AdapterSettings, choose_names, short_names
+from crosstune.models.adapter_choice import (
+    AdapterSettings,
+    Targets,
+    choose_names,
+    describe_left_out,
+    name_for_peft,
+)
 
+ROUTERS = ("gate", "router")
 HEADS = ("lm_head", "embed_out", "output", "head")
 
 
@@ -89,11 +97,11 @@ def add_adapters(
     model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int, last_layers: int | None = None
 ) -> dict[str, AdaptedLinear]:
     """Freeze the model, add an adapter to each chosen linear layer, and return the adapters by canonical name."""
-    linears, model_type = linear_layers(model), str(getattr(model, "model_type", "the model"))
+    linears = linear_layers(model)
     kind = DoraLinear if settings.magnitudes else AdaptedLinear
     adapters = {
         name: kind(linears[name], name=name, settings=settings, seed=seed)
-        for name in choose_names(list(linears), targets, model=model_type, last_layers=last_layers)
+        for name in choose_targets(model, targets, last_layers=last_layers)
     }
     model.freeze()
     model.update_modules(tree_unflatten(list(adapters.items())))
@@ -102,19 +110,75 @@ def add_adapters(
     return adapters
 
 
-def name_targets(model: nn.Module, adapters: dict[str, AdaptedLinear]) -> list[str]:
+def choose_targets(model: nn.Module, targets: str, *, last_layers: int | None = None) -> list[str]:
+    """Return the linear layers that get an adapter; raise if experts are asked for by name."""
+    linears, experts = list(linear_layers(model)), expert_layers(model)
+    model_type = str(getattr(model, "model_type", "the model"))
+    if targets in ("all", "attention", "default") or not experts:
+        return choose_names(linears, targets, model=model_type, last_layers=last_layers)
+    parts = [target_name(name) for name in experts]
+    chosen = choose_names([*linears, *parts], targets, model=model_type, last_layers=last_layers)
+    named = [name for name in chosen if name in parts]
+    if named:
+        raise UserError(
+            f"MLX cannot adapt the experts of this model ({named[0]}).",
+            why="crosstune adapts linear layers on MLX, and mlx-lm stacks the weights of experts in its own way.",
+            do="use a torch backend, or --lora_target_modules attention, which every engine can train",
+        )
+    return chosen
+
+
+def target_name(expert_layer: str) -> str:
+    """Return the name under which torch adapts the weights of an expert layer."""
+    module, _, part = expert_layer.rpartition(".")
+    parent = module.rpartition(".")[0].replace(".block_sparse_moe", ".mlp")
+    return f"{parent}.experts.{'gate_up_proj' if part in ('gate_proj', 'up_proj') else part}"
+
+
+def warn_of_left_out(
+    model: nn.Module, targets: str, *, quantized: bool, last_layers: int | None
+) -> list[str]:
+    """Return warnings about experts that get no adapter although `all` was asked for, or stay dense in a quantized base."""
+    experts = expert_layers(model)
+    chosen = choose_targets(model, targets, last_layers=last_layers)
+    why = "MLX adapts linear layers; a torch backend adapts experts too"
+    warnings = describe_left_out(chosen, experts, why=why) if targets == "all" else []
+    modules = dict(model.named_modules())
+    dense = [name for name in experts if "scales" not in modules[name]]
+    if quantized and dense:
+        warnings.append(
+            f"quantizes linear layers only: {len(dense)} expert layers, such as {dense[0]}, stay dense (a torch backend "
+            "quantizes experts too)"
+        )
+    return warnings
+
+
+def name_targets(model: nn.Module, adapters: dict[str, AdaptedLinear]) -> Targets:
+    """Return what PEFT's settings say about the adapters."""
     without = [name for name in linear_layers(model) if name.removesuffix(".base") not in adapters]
-    return short_names(adapters, without)
+    return name_for_peft(list(adapters), [], bare_layers=without, bare_stacks=expert_layers(model))
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return all linear layers, quantized or not, except the output head, sorted by name."""
+    """Return all linear layers, quantized or not, except the output head and the routers of experts, sorted by name.
+    A router stays as it is: in torch it is no linear layer either."""
+    routed = {name.rpartition(".")[0].rpartition(".")[0] for name in expert_layers(model)}
     found = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, nn.QuantizedLinear)) and not is_head(name)
+        if isinstance(module, (nn.Linear, nn.QuantizedLinear))
+        and not is_head(name)
+        and not (name.rpartition(".")[0] in routed and name.rpartition(".")[2] in ROUTERS)
     }
     return dict(sorted(found.items(), key=lambda item: _natural(item[0])))
+
+
+def expert_layers(model: nn.Module) -> list[str]:
+    """Return the layers that hold the weights of several experts."""
+    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+    kinds = (SwitchLinear, QuantizedSwitchLinear)
+    return sorted((name for name, module in model.named_modules() if isinstance(module, kinds)), key=_natural)
 
 
 def is_head(name: str) -> bool:

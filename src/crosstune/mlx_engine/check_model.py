@@ -7,21 +7,20 @@ from pathlib import Path
 from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.plan import Plan
-from crosstune.mlx_engine.adapters import linear_layers
+from crosstune.mlx_engine.adapters import warn_of_left_out
 from crosstune.mlx_engine.load import check_asked, check_readable, check_window, read_model
-from crosstune.models.adapter_choice import choose_names
 from crosstune.models.folder import read_config_json
 
 
-def check_model(folder: Path, *, plan: Plan) -> None:
-    """Raise the errors that loading the model or adding adapters would raise. MLX loads weights lazily."""
+def check_model(folder: Path, *, plan: Plan) -> list[str]:
+    """Raise the errors that loading the model or adding adapters would raise, and return warnings. MLX loads weights
+    lazily."""
     config = read_config_json(folder)
     check_asked(folder, check_readable(folder, config), plan)
     check_window(config, plan)
     model = read_model(folder, config)
     if plan.method in ADAPTER_METHODS:
-        kind = str(getattr(model, "model_type", "the model"))
         last_layers = read_mlx_settings(plan.config.mlx_config).num_layers
-        choose_names(
-            list(linear_layers(model)), plan.config.lora_target_modules, model=kind, last_layers=last_layers
-        )
+        targets, quantized = plan.config.lora_target_modules, plan.quantizer != "none"
+        return warn_of_left_out(model, targets, quantized=quantized, last_layers=last_layers)
+    return []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import numpy as np
 from crosstune.core.errors import UserError
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.model_folders import PLAIN_BITS
+from crosstune.core.quiet import hide_output
 from crosstune.mlx_engine.quant import mlx as limits
 from crosstune.models.config_spelling import respell_folder
 from crosstune.models.llama_layout import CONFIG
@@ -35,8 +34,7 @@ def convert_folder(view: Path, target: Path, *, bits: int, group_size: int) -> l
 
     warnings = _check_groups(view, group_size) if bits != PLAIN_BITS else []
     try:
-        # mlx-lm prints progress to stdout, which is reserved for the result of the command.
-        with contextlib.redirect_stdout(sys.stderr):
+        with hide_output():
             convert(
                 str(view),
                 str(target),

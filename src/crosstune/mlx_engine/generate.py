@@ -16,6 +16,9 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from crosstune.core.sampling import Sampling
+from crosstune.mlx_engine.sampling import TokenChooser
+
 OnToken = Callable[[int], None]
 
 
@@ -25,13 +28,12 @@ def generate(
     *,
     max_new_tokens: int,
     stop_ids: Sequence[int],
-    temperature: float,
-    seed: int,
+    sampling: Sampling,
     on_token: OnToken | None = None,
 ) -> list[list[int]]:
     """Return the new tokens for each prompt, without the prompt and the stop token.
 
-    Decoding is greedy at temperature 0. Sampling uses `seed` and does not change the random state of the training.
+    Sampling uses its seed and does not change the random state of the training.
     `on_token` is called with each new token of a single prompt.
     """
     answer = partial(
@@ -39,8 +41,7 @@ def generate(
         model,
         max_new_tokens=max_new_tokens,
         stop_ids=stop_ids,
-        temperature=temperature,
-        seed=seed,
+        sampling=sampling,
         on_token=on_token,
     )
     padding = _padding(prompts)
@@ -58,19 +59,16 @@ def _answer(
     *,
     max_new_tokens: int,
     stop_ids: Sequence[int],
-    temperature: float,
-    seed: int,
+    sampling: Sampling,
     on_token: OnToken | None,
 ) -> list[list[int]]:
     answers: list[list[int]] = [[] for _ in prompts]
     open_rows = set(range(len(prompts)))
     rows = [[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)]
     ids = mx.array(np.array(rows, dtype=np.int32))
-    key = mx.random.key(seed)
+    chooser = TokenChooser(prompts, sampling)
     for _ in range(max_new_tokens):
-        logits = model(ids, cache=caches)[:, -1].astype(mx.float32)
-        key, drawn = mx.random.split(key)
-        tokens = _choose(logits, temperature, drawn)
+        tokens = chooser.choose(model(ids, cache=caches)[:, -1].astype(mx.float32))
         for row, token in enumerate(np.array(tokens).tolist()):
             if on_token is not None:
                 on_token(token)
@@ -82,12 +80,6 @@ def _answer(
             break
         ids = tokens[:, None]
     return answers
-
-
-def _choose(logits: mx.array, temperature: float, key: mx.array) -> mx.array:
-    if temperature > 0:
-        return mx.random.categorical(logits / temperature, key=key)
-    return mx.argmax(logits, axis=-1)
 
 
 def _padding(prompts: Sequence[Sequence[int]]) -> list[int]:

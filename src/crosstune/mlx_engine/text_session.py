@@ -9,6 +9,7 @@ import numpy as np
 
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.out_of_memory import GENERATING
+from crosstune.core.sampling import GREEDY, Sampling
 from crosstune.mlx_engine.generate import OnToken, generate
 from crosstune.mlx_engine.limits import memory_errors
 from crosstune.mlx_engine.session import MlxSession
@@ -25,8 +26,7 @@ class TextSession(MlxSession):
         *,
         max_new_tokens: int,
         stop_ids: Sequence[int] = (),
-        temperature: float = 0.0,
-        seed: int = 0,
+        sampling: Sampling = GREEDY,
         on_token: OnToken | None = None,
     ) -> list[list[int]]:
         with memory_errors(doing=GENERATING):
@@ -35,7 +35,6 @@ class TextSession(MlxSession):
                 prompts,
                 max_new_tokens=max_new_tokens,
                 stop_ids=stop_ids,
-                temperature=temperature,
-                seed=seed,
+                sampling=sampling,
                 on_token=on_token,
             )

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 
+STACKS = ("gate_up_proj", "up_proj", "down_proj")
+"""Names of the weights that hold several experts, in the order in which a model defines them."""
+_PEFT_TAKES_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 DEFAULT_TARGETS = ("q_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn")
 
 
@@ -38,25 +41,75 @@ class AdapterSettings:
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
 
-def choose_names(
-    linears: Sequence[str], targets: str, *, model: str, last_layers: int | None = None
-) -> list[str]:
-    """Return the linear layers that `targets` selects: all, default, comma-separated names, or a regex.
+@dataclass(frozen=True, kw_only=True)
+class Targets:
+    """The adapted layers as PEFT's settings name them."""
 
-    `linears` does not contain the output head; `model` names the model in errors. `last_layers` limits the choice to
-    that many of the last blocks; None and -1 mean all.
+    modules: Sequence[str]
+    parameters: Sequence[str] = ()
+    """Names of weights, or the ends of their names: expert stacks, and layers that PEFT would take for experts."""
+    stacks: Sequence[str] = ()
+    """The full names of all adapted expert stacks."""
+    fan_in_fan_out: bool = False
+    """Whether the layers are GPT-2's, which store weights transposed."""
+
+
+def choose_names(
+    linears: Sequence[str],
+    targets: str,
+    *,
+    model: str,
+    stacks: Sequence[str] = (),
+    dora: bool = False,
+    last_layers: int | None = None,
+) -> list[str]:
+    """Return the layers that `targets` selects: all, attention, default, comma-separated names, or a regex.
+
+    `linears` does not contain the output head; `stacks` are the weights of experts, which DoRA cannot adapt; `model`
+    names the model in errors. `last_layers` limits the choice to that many of the last blocks; None and -1 mean all.
     """
-    if last_layers is not None and last_layers >= 0:
-        first = max((_block(name) for name in linears), default=-1) + 1 - last_layers
-        linears = [name for name in linears if _block(name) >= max(first, 0)]
-    if not linears:
+    layers = in_last_layers([*linears, *stacks], last_layers=last_layers)
+    if not layers:
         raise UserError(
             "This model has no linear layers for adapters.",
             why=f"{model} has layers of other kinds only.",
             do="use --train_type full",
         )
     if targets == "all":
-        return list(linears)
+        return [name for name in layers if not (dora and name in stacks)]
+    if targets == "attention":
+        return _attention_names(layers, model)
+    chosen = _named(layers, targets)
+    if dora and (experts := [name for name in layers if name in chosen and name in stacks]):
+        raise UserError(
+            f"--train_type dora cannot adapt {experts[0]}.",
+            why="it holds several experts in one weight, and DoRA has no form for that; PEFT has none either.",
+            do="use --train_type lora, or --lora_target_modules attention",
+        )
+    return [name for name in layers if name in chosen]
+
+
+def in_last_layers(names: Sequence[str], *, last_layers: int | None) -> list[str]:
+    """Return the names that belong to the last blocks; None and -1 mean all."""
+    if last_layers is None or last_layers < 0:
+        return list(names)
+    first = max((_block(name) for name in names), default=-1) + 1 - last_layers
+    return [name for name in names if _block(name) >= max(first, 0)]
+
+
+def _attention_names(layers: Sequence[str], model: str) -> list[str]:
+    found = [name for name in layers if _in_attention(name)]
+    if not found:
+        raise UserError(
+            "lora_target_modules attention matches no linear layer of this model.",
+            why=f"no part of a name of {model}'s layers contains attn or attention.",
+            do="use all, or names of layers",
+        )
+    return found
+
+
+def _named(linears: Sequence[str], targets: str) -> set[str]:
+    """Return the layers that a comma-separated list of names or a regex selects."""
     parts = DEFAULT_TARGETS if targets == "default" else tuple(part.strip() for part in targets.split(","))
     by_target = {part: {name for name in linears if _is_named(name, part)} for part in parts}
     unmatched = [part for part, names in by_target.items() if not names]
@@ -70,17 +123,68 @@ def choose_names(
             f"lora_target_modules '{', '.join(unmatched)}' matches no linear layer of this model.",
             do=f"use all, names among: {', '.join(kinds)}, or a regex that matches full names",
         )
-    return [name for name in linears if name in chosen]
+    return chosen
 
 
-def short_names(adapted: Iterable[str], bare: Iterable[str]) -> list[str]:
-    """Return PEFT's target_modules: last names such as q_proj, or full names if a last name would also match a layer
-    without an adapter."""
+def name_for_peft(
+    layers: Sequence[str],
+    stacks: Sequence[str],
+    *,
+    bare_layers: Sequence[str],
+    bare_stacks: Sequence[str],
+    fan_in_fan_out: bool = False,
+) -> Targets:
+    """Return what PEFT's settings say about adapted layers and stacks; `bare_...` are those without an adapter."""
+    # In a mixture of experts PEFT takes these names for the experts', as older versions of transformers named them. The
+    # weight of a layer, named as a parameter, gets an adapter of the same shape and name.
+    renamed = _PEFT_TAKES_FOR_EXPERTS if stacks or bare_stacks else ()
+    parameters = [name for name in layers if name.rpartition(".")[2] in renamed]
+    modules = [name for name in layers if name not in parameters]
+    return Targets(
+        modules=short_names(modules, bare_layers),
+        parameters=[
+            *short_names(stacks, bare_stacks, num_parts=2),
+            *short_names(
+                [f"{name}.weight" for name in parameters],
+                [f"{name}.weight" for name in bare_layers],
+                num_parts=3,
+            ),
+        ],
+        stacks=stacks,
+        fan_in_fan_out=fan_in_fan_out,
+    )
+
+
+def describe_left_out(chosen: Sequence[str], experts: Sequence[str], *, why: str = "") -> list[str]:
+    """Return a warning that names what `all` leaves without an adapter, or nothing if it leaves nothing out."""
+    left = [name for name in experts if name not in chosen]
+    if not left:
+        return []
+    kinds = sorted({name.rpartition(".")[2] for name in chosen})
+    adapted = "attention" if all(_in_attention(name) for name in chosen) else "linear layers"
+    reason = f" ({why})" if why else ""
+    return [
+        f"adapts {adapted} only ({', '.join(kinds)}): {len(left)} expert layers, such as {left[0]}, are left as they "
+        f"are{reason}"
+    ]
+
+
+def _in_attention(name: str) -> bool:
+    return any("attn" in part or "attention" in part for part in name.split("."))
+
+
+def short_names(adapted: Iterable[str], bare: Iterable[str], *, num_parts: int = 1) -> list[str]:
+    """Return the names of layers for PEFT's settings: last names such as q_proj, or full names if a last name would also
+    match a layer without an adapter. `num_parts` is the number of parts of a last name."""
     whole = sorted(adapted)
-    endings = {name.rpartition(".")[2] for name in whole}
-    if any(name.rpartition(".")[2] in endings for name in bare):
+    endings = {_ending(name, num_parts) for name in whole}
+    if any(_ending(name, num_parts) in endings for name in bare):
         return whole
     return sorted(endings)
+
+
+def _ending(name: str, num_parts: int) -> str:
+    return ".".join(name.split(".")[-num_parts:])
 
 
 def _block(name: str) -> int:

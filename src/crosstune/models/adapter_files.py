@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import read_json
 from crosstune.core.protocols import Array
-from crosstune.models.adapter_choice import AdapterSettings
+from crosstune.models.adapter_choice import STACKS, AdapterSettings, Targets
 from crosstune.models.llama_layout import CHAT_TEMPLATE
 from crosstune.models.weights import Tensor, read_arrays, to_float32, write_safetensors
 
@@ -37,7 +37,7 @@ def save_adapter(
     tensors: Mapping[str, Array],
     *,
     settings: AdapterSettings,
-    targets: Sequence[str],
+    targets: Targets,
     base: Path | None,
     base_name: str | None = None,
     record: Mapping[str, Any],
@@ -50,8 +50,10 @@ def save_adapter(
     write_safetensors(
         folder / PEFT_WEIGHTS,
         [
-            Tensor(name=PEFT_PREFIX + name, dtype="F32", shape=array.shape, rows=[array])
-            for name, array in sorted(tensors.items())
+            Tensor(name=name, dtype="F32", shape=array.shape, rows=[array])
+            for name, array in sorted(
+                (peft_name(name, targets.stacks), array) for name, array in tensors.items()
+            )
         ],
     )
     write_json(folder / SETTINGS, peft_settings(settings, targets, base=base_name or str(base or "")))
@@ -60,24 +62,57 @@ def save_adapter(
         copy_tokenizer(base, folder)
 
 
-def peft_settings(settings: AdapterSettings, targets: Sequence[str], *, base: str) -> dict[str, Any]:
+def peft_name(name: str, stacks: Collection[str]) -> str:
+    """Return PEFT's name for an adapter's tensor.
+
+    PEFT wraps a module once for each of its parameters with an adapter, in the order in which the module defines them:
+    the last one has the module's name, the one before it that of the module's `base_layer`.
+    """
+    stack, found, part = name.rpartition(".lora_")
+    if stack not in stacks or not found:
+        return PEFT_PREFIX + name
+    module, _, parameter = stack.rpartition(".")
+    outer = [later for later in STACKS[STACKS.index(parameter) + 1 :] if f"{module}.{later}" in stacks]
+    return f"{PEFT_PREFIX}{module}{'.base_layer' * len(outer)}.lora_{part}"
+
+
+def canonical_name(name: str, parameters: Collection[str]) -> str:
+    """Return the canonical name of an adapter's tensor in a PEFT file; `parameters` are PEFT's target_parameters."""
+    layer, _, part = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
+    module = layer
+    while module.endswith(".base_layer"):
+        module = module.removesuffix(".base_layer")
+    wrapped = [
+        stack
+        for stack in STACKS
+        if any(f".{module}.{stack}".endswith(f".{parameter}") for parameter in parameters)
+    ]
+    depth = layer.count(".base_layer")
+    if depth >= len(wrapped):
+        return name.removeprefix(PEFT_PREFIX)
+    return f"{module}.{wrapped[-1 - depth]}.lora_{part}"
+
+
+def peft_settings(settings: AdapterSettings, targets: Targets, *, base: str) -> dict[str, Any]:
     """Return the contents of PEFT's adapter_config.json."""
-    return {
+    written = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "inference_mode": True,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": targets.fan_in_fan_out,
         "init_lora_weights": True,
         "r": settings.rank,
         "lora_alpha": settings.alpha,
-        "lora_dropout": settings.dropout,
+        # PEFT refuses to load experts with a dropout, even where it would not drop anything.
+        "lora_dropout": 0.0 if targets.parameters else settings.dropout,
         "use_rslora": settings.rank_stabilized,
         "use_dora": settings.magnitudes,
-        "target_modules": list(targets),
+        "target_modules": list(targets.modules),
         "modules_to_save": None,
     }
+    return written | ({"target_parameters": list(targets.parameters)} if targets.parameters else {})
 
 
 def load_adapter(
@@ -88,8 +123,9 @@ def load_adapter(
     if not path.is_file():
         raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
     check_settings(folder, settings)
+    parameters = read_settings(folder).get("target_parameters") or ()
     tensors = {
-        name.removeprefix(PEFT_PREFIX): to_float32(*stored) for name, stored in read_arrays(path).items()
+        canonical_name(name, parameters): to_float32(*stored) for name, stored in read_arrays(path).items()
     }
     missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     wrong = sorted(name for name in wanted.keys() & tensors.keys() if wanted[name] != tensors[name].shape)

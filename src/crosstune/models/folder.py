@@ -107,6 +107,7 @@ def config_shape(config: dict[str, Any]) -> ModelShape | None:
     width = _first(numbers, "moe_intermediate_size") or llama.intermediate
     if experts > 1:
         gained = layers * 3 * hidden * (experts * width - llama.intermediate)
+        shape = replace(shape, num_experts=experts, expert_intermediate=width)
         shape = _with_parameters(shape, shape.num_parameters + gained)
     return shape
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
-from crosstune.models.adapter_choice import AdapterSettings
+from crosstune.models.adapter_choice import AdapterSettings, Targets
 from crosstune.models.adapter_files import (
     PEFT_PREFIX,
     PEFT_WEIGHTS,
@@ -29,7 +29,14 @@ _MLX_PART = {"lora_A.weight": "lora_a", "lora_B.weight": "lora_b", "lora_magnitu
 _PEFT_PART = {mlx: peft for peft, mlx in _MLX_PART.items()}
 _KEPT = "peft"
 """The key for PEFT's settings in mlx-lm's, which ignores unknown keys."""
-_UNREAD = ("rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "layer_replication")
+_UNREAD = (
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "fan_in_fan_out",
+    "layer_replication",
+    "target_parameters",
+)
 
 Stored = tuple[str, NDArray[Any]]
 """The name of a dtype, and the values or their bits."""
@@ -50,8 +57,8 @@ def to_mlx(source: Path, target: Path, *, base: str | None = None) -> None:
         unsupported = ", ".join(unread) or str(settings.get("peft_type"))
         raise UserError(
             f"{source} cannot be written for MLX.",
-            why=f"it uses {unsupported}.",
-            do="use a LoRA or DoRA adapter",
+            why=f"it uses {unsupported}, for which mlx-lm's adapters have no form or another one.",
+            do="merge it and export the model (crosstune merge, crosstune export --to mlx), or use an adapter on attention",
         )
     tensors = {
         _rename(name.removeprefix(PEFT_PREFIX), _MLX_PART, source): stored
@@ -122,7 +129,7 @@ def _peft_settings(
         rank_stabilized=False,
         magnitudes=settings.get("fine_tune_type") == "dora",
     )
-    return peft_settings(found, sorted(layers), base=base)
+    return peft_settings(found, Targets(modules=sorted(layers)), base=base)
 
 
 def _rename(name: str, parts: Mapping[str, str], source: Path) -> str:
@@ -140,8 +147,8 @@ def _read(folder: Path, name: str) -> dict[str, Stored]:
     if stacked:
         raise UserError(
             f"The adapter {folder} cannot be converted.",
-            why=f"{stacked[0]} holds the matrices of several experts in one array, and PEFT has no such layer.",
-            do="use it with the library that wrote it",
+            why=f"{stacked[0]} holds the matrices of several experts in one array, which PEFT stacks in another way.",
+            do="use it with the library that wrote it, or fuse it (mlx_lm.fuse)",
         )
     return arrays
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,8 @@ from crosstune.config.schema import Config
 from crosstune.core.events import Evaluating, Observer, Observers
 from crosstune.core.protocols import Evaluation, Generates, Sample, Session, Task
 from crosstune.data.batches import split_packed, split_rows
-from crosstune.data.chat import encode_prompt, plain_template
-from crosstune.data.chat_templates import read_template
-from crosstune.data.check_rows import check_rows
+from crosstune.data.chat_templates import plain_template, read_template
+from crosstune.data.check_rows import RowChecker
 from crosstune.data.columns import parse_columns
 from crosstune.data.corpus import Corpus
 from crosstune.data.files import Row
@@ -25,6 +24,7 @@ from crosstune.data.named_datasets import BUNDLED, DUMMY
 from crosstune.data.open_data import DataOpener
 from crosstune.data.packing import PackedOrder
 from crosstune.data.preflight import format_warnings, num_shared, stop_at_template_end, warnings_of
+from crosstune.data.rendering import encode_prompt
 from crosstune.data.row_order import RowOrder
 from crosstune.data.token_batch import TokenBatch
 from crosstune.data.tokenizer import Tokenizer
@@ -194,7 +194,8 @@ class SftRecipe:
         batches = split_rows(
             list(self.held_out), batch_size=self.config.batch_size, pad_id=self.tokenizer.pad_id
         )
-        result = session.evaluate(batches)
+        num_batches = -(-len(self.held_out) // self.config.batch_size)
+        result = session.evaluate(_reporting(batches, num_batches, observer))
         metrics = {"loss": result.loss, **result.metrics}
         questions = (
             self.questions if self.metric() == "exact_match" else self.questions[: self.config.num_samples]
@@ -211,7 +212,9 @@ class SftRecipe:
             assert self.tokenizer.chat_template is not None
             save_template(folder, self.tokenizer.chat_template, stop_ids=self.tokenizer.stop_ids)
         elif self.train.form not in ("text", DUMMY) and not self.tokenizer.chat_template:
-            (folder / CHAT_TEMPLATE).write_text(plain_template(self.tokenizer), encoding="utf-8")
+            (folder / CHAT_TEMPLATE).write_text(
+                plain_template(leading_bos=bool(self.tokenizer.leading_bos)), encoding="utf-8"
+            )
 
     def _answer(self, session: Session, questions: Sequence[Question], observer: Observer) -> list[Sample]:
         samples: list[Sample] = []
@@ -241,15 +244,18 @@ class SftRecipe:
         )
 
 
-def check_data(config: Config) -> list[str]:
-    """Raise if a row of the data cannot be read, without tokenizing; return descriptions of what was not checked."""
-    reading: dict[str, Any] = {
-        "asked_format": config.dataset_format,
-        "columns": parse_columns(config.columns),
-    }
-    left = check_rows(config.dataset, limit=config.dataset_samples, **reading)
+def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
+    """Raise if a row of the data cannot be read, or rendered with the template if the model is here; return
+    descriptions of what was not checked. Nothing is tokenized."""
+    checker = RowChecker(
+        asked_format=config.dataset_format,
+        columns=parse_columns(config.columns),
+        tokenizer=_open_tokenizer(config, model_folder) if model_folder is not None else None,
+        whole=config.train_on_prompt,
+    )
+    left = checker.check(config.dataset, limit=config.dataset_samples)
     if config.eval_dataset and config.eval_samples and not config.skip_eval:
-        left += check_rows(config.eval_dataset, limit=config.eval_samples, training=False, **reading)
+        left += checker.check(config.eval_dataset, limit=config.eval_samples, training=False)
     if config.dataset not in (*BUNDLED, DUMMY) and config.truncation == "error":
         left.append("whether every example fits the context and has tokens to learn: nothing is tokenized")
     return left
@@ -275,7 +281,18 @@ def _open_tokenizer(config: Config, model_folder: Path) -> Tokenizer:
     if config.chat_template is None:
         return tokenizer
     template = read_template(config.chat_template, adds_bos=tokenizer.adds_bos)
-    return stop_at_template_end(replace(tokenizer, chat_template=template))
+    return stop_at_template_end(
+        replace(tokenizer, chat_template=template, template_file=config.chat_template)
+    )
+
+
+def _reporting(batches: Iterable[TokenBatch], total: int, observer: Observer) -> Iterator[TokenBatch]:
+    """Pass the batches of an evaluation on, and report about twenty times how many are done."""
+    every = max(1, total // 20)
+    for index, batch in enumerate(batches):
+        if index and index % every == 0:
+            observer.on_event(Evaluating(done=index, total=total, what="batches"))
+        yield batch
 
 
 def _questions(rows: Sequence[tuple[Row, str]], tokenizer: Tokenizer) -> list[Question]:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from crosstune.core.events import CheckpointFailed, Failed, Interrupted, Moved, NonFinite, Stopped, Warned
-from crosstune.report.files import RunFiles, is_adjustment, number
+from crosstune.core.events import (
+    CheckpointFailed,
+    Failed,
+    Interrupted,
+    Moved,
+    NonFinite,
+    Started,
+    Stopped,
+    Warned,
+)
+from crosstune.report.files import RunFiles, is_adjustment, mapping, number
 from crosstune.report.quantity import Shown, label_of, read_time, show_named, show_seconds, show_time
 
 NOTABLE_KINDS = frozenset(
@@ -27,17 +36,22 @@ class EventRow:
 
 def event_rows(run: RunFiles) -> list[EventRow]:
     start = read_time(run.plan.get("created"))
-    return [_event_row(event, start) for event in run.events]
+    return [row for event in run.events for row in _event_rows(event, start)]
 
 
-def _event_row(event: Mapping[str, Any], start: datetime | None) -> EventRow:
-    kind = str(event.get("kind", "event"))
-    return EventRow(
-        time=_event_time(number(event.get("time")), start),
-        kind=kind,
-        text=_event_text(event),
-        notable=kind in NOTABLE_KINDS,
+def _event_rows(event: Mapping[str, Any], start: datetime | None) -> Iterator[EventRow]:
+    """Yield the row of an event, and one for each warning about the data that it holds."""
+    kind, moment = str(event.get("kind", "event")), _event_time(number(event.get("time")), start)
+    warns = is_adjustment(event) and event.get("sort") == Warned.kind
+    yield EventRow(
+        time=moment,
+        kind=Warned.kind if warns else kind,
+        text=str(event.get("sentence")) if warns else _event_text(event),
+        notable=warns or kind in NOTABLE_KINDS,
     )
+    warnings = mapping(event.get("data")).get("warnings") if kind == Started.kind else None
+    for sentence in warnings if isinstance(warnings, list) else ():
+        yield EventRow(time=moment, kind=Warned.kind, text=str(sentence), notable=True)
 
 
 def _event_time(seconds: float | None, start: datetime | None) -> Shown:

@@ -9,7 +9,9 @@ from pathlib import Path
 from crosstune.config.load import load_config, make_config
 from crosstune.core.events import Observer
 from crosstune.core.protocols import Generates
-from crosstune.data.chat import Message, encode_prompt
+from crosstune.core.sampling import GREEDY, Sampling
+from crosstune.data.render_types import Message
+from crosstune.data.rendering import encode_prompt
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.machines.probe import probe_machine
 from crosstune.models.adapter_files import tokenizer_folder
@@ -31,8 +33,7 @@ class ChatModel:
         messages: Sequence[Message],
         *,
         max_new_tokens: int,
-        temperature: float = 0.0,
-        seed: int = 0,
+        sampling: Sampling = GREEDY,
         on_text: Callable[[str], None] | None = None,
     ) -> str:
         """Return the model's next turn. `on_text` receives it as it is generated."""
@@ -41,11 +42,26 @@ class ChatModel:
             [encode_prompt(messages, self.tokenizer)],
             max_new_tokens=max_new_tokens,
             stop_ids=sorted(self.tokenizer.stop_ids),
-            temperature=temperature,
-            seed=seed,
+            sampling=sampling,
             on_token=stream.on_token if stream else None,
         )
         return self.tokenizer.decode(tokens).strip()
+
+    def answers(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling = GREEDY,
+    ) -> list[str]:
+        """Return the model's next turn in each of several conversations, generated together."""
+        generated = self.session.generate(
+            [encode_prompt(messages, self.tokenizer) for messages in conversations],
+            max_new_tokens=max_new_tokens,
+            stop_ids=sorted(self.tokenizer.stop_ids),
+            sampling=sampling,
+        )
+        return [self.tokenizer.decode(tokens).strip() for tokens in generated]
 
 
 class _TextStream:

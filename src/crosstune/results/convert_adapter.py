@@ -30,8 +30,6 @@ def convert_adapter(target: str, *, to: str, out: Path | None, base: str | None)
             why=f"it is an adapter in the {form} layout.",
             do=f"use --to {'peft' if form == 'mlx' else 'mlx'}, or crosstune merge to merge it into its base model",
         )
-    if base is not None and (Path(base).expanduser() / CONFIG).is_file():
-        check_adapter_fit(source, Path(base).expanduser())
     out = out or source.with_name(f"{source.name}-{to}")
     with staged(out, need_bytes=_SPARE_BYTES) as stage:
         back = stage.scratch / "back"
@@ -41,6 +39,8 @@ def convert_adapter(target: str, *, to: str, out: Path | None, base: str | None)
         else:
             mlx_adapters.to_peft(source, stage.result, base=base)
             mlx_adapters.to_mlx(stage.result, back)
+        if base is not None and (Path(base).expanduser() / CONFIG).is_file():
+            check_adapter_fit(source, Path(base).expanduser())
         name = mlx_adapters.MLX_WEIGHTS if to == "peft" else mlx_adapters.PEFT_WEIGHTS
         before, after = read_arrays(source / name), read_arrays(back / name)
         exact = before.keys() == after.keys() and all(

@@ -7,14 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import read_json
+from crosstune.core.names import nearest
 from crosstune.core.quantization import QuantSpec, read_spec
+from crosstune.core.record import holds_run
 from crosstune.core.safetensors_header import read_header
+from crosstune.models.adapter_files import canonical_name
+from crosstune.models.bundled import BUNDLED
 from crosstune.models.checksums import check_checksums
 from crosstune.models.quantized_folder import quantization_options
 
-_UNREAD = ("rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "layer_replication")
+_UNREAD = ("rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +65,7 @@ class Trained:
             "lora_rank": self.settings["r"],
             "lora_alpha": self.settings["lora_alpha"],
             "use_rslora": bool(self.settings.get("use_rslora")),
-            "lora_target_modules": _targets(self.adapter, self.settings["target_modules"]),
+            "lora_target_modules": _targets(self.adapter, self.settings),
             "precision": self.precision,
         }
         spec = self.quantization if quantized else None
@@ -76,6 +81,7 @@ class Trained:
 def find_trained(target: str, *, base: str | None = None) -> Trained:
     """Read a run folder, an adapter folder or a model name; `base` overrides the recorded base model."""
     folder = Path(target).expanduser().absolute()
+    _check_exists(target, folder)
     is_run = (folder / "plan.json").is_file()
     if is_run:
         _check_language_model(folder)
@@ -105,6 +111,31 @@ def find_trained(target: str, *, base: str | None = None) -> Trained:
     )
 
 
+def _check_exists(target: str, folder: Path) -> None:
+    """Raise for a run that is not there: a name beside other runs, or in the folder where runs are by default."""
+    if folder.exists() or target in BUNDLED or folder.suffix == ".gguf":
+        return
+    runs = sorted(filter(holds_run, _subfolders(folder.parent)), key=lambda run: -run.stat().st_mtime)
+    close = nearest(folder.name, [run.name for run in runs])
+    place = Path(target).parent
+    is_name = "/" not in target  # of a model, unless there is a run of a similar name
+    if not (close or (runs and not is_name) or place == Path(Config().output_dir)):
+        return
+    hint = f"there are no runs in {folder.parent}"
+    if close:
+        hint = f"did you mean {' or '.join(str(place / name) for name in close)}?"
+    elif runs:
+        hint = f"the newest runs there: {', '.join(str(place / run.name) for run in runs[:5])}"
+    raise UserError(f"There is no run {target}.", why=f"{folder} does not exist.", do=hint)
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    try:
+        return [found for found in folder.iterdir() if found.is_dir()]
+    except OSError:  # it is not there, or not readable: then there is nothing to suggest
+        return []
+
+
 def _check_language_model(run: Path) -> None:
     """Raise for a run whose recipe trains another kind of model."""
     if read_json(run / "summary.json").get("generates") is False:
@@ -126,13 +157,19 @@ def _result_of_run(folder: Path) -> Path:
     )
 
 
-def _targets(adapter: Path, written: str | list[str]) -> str:
-    """Return --lora_target_modules for the adapter. PEFT's list may name layers that the model lacks; the option may not."""
+def _targets(adapter: Path, settings: Mapping[str, Any]) -> str:
+    """Return --lora_target_modules for the adapter: its layers and expert stacks by their full names where they can be
+    read. PEFT's list may name layers that the model lacks, and may mean modules alone; the option does not."""
+    written, parameters = settings["target_modules"], settings.get("target_parameters") or ()
     file = adapter / "adapter_model.safetensors"
-    if isinstance(written, str) or not file.is_file():
-        return written if isinstance(written, str) else ",".join(written)
-    layers = {"." + name.partition(".lora_")[0] for name in read_header(file)[0]}
-    return ",".join(word for word in written if any(layer.endswith("." + word) for layer in layers))
+    if not file.is_file():
+        return written if isinstance(written, str) else ",".join([*(written or ()), *parameters])
+    if isinstance(written, str) and not parameters:
+        return written
+    layers = {canonical_name(name, parameters).partition(".lora_")[0] for name in read_header(file)[0]}
+    if parameters:
+        return ",".join(sorted(layers))
+    return ",".join(word for word in written if any(f".{layer}".endswith(f".{word}") for layer in layers))
 
 
 def _check_kind(folder: Path, settings: Mapping[str, Any]) -> None:

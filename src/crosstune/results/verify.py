@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.logit_distance import BOUNDS, Agreement
-from crosstune.data.chat import encode_prompt, render
+from crosstune.data.rendering import encode_prompt, render
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.staged import Unverified, unverified_path
 

@@ -46,6 +46,8 @@ class Checked:
 
     problems: list[UserError] = field(default_factory=list)
     not_checked: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    """Sentences about the model that change nothing, such as which of its weights get no adapter."""
     model: ModelFolder | None = None
     """The model, if it is on this machine and was checked."""
 
@@ -59,12 +61,22 @@ class Checked:
     def collecting(self, option: str = "") -> Iterator[None]:
         """Add an error to the problems, with the option that it is about."""
         try:
-            yield
+            with naming(option) if option else contextlib.nullcontext():
+                yield
         except UserError as error:
-            if option and option not in error.asked:
-                error.asked = f"{error.asked.rstrip('.')} (--{option})."
             if all(error.lines() != other.lines() for other in self.problems):
                 self.problems.append(error)
+
+
+@contextlib.contextmanager
+def naming(option: str) -> Iterator[None]:
+    """Add the option to an error about its value that does not name it."""
+    try:
+        yield
+    except UserError as error:
+        if option not in error.asked:
+            error.asked = f"{error.asked.rstrip('.')} (--{option})."
+        raise
 
 
 def check_request(
@@ -94,7 +106,7 @@ def check_request(
         return checked
     with checked.collecting("base_adapter"):
         _check_base_adapter(plan, checked, elsewhere=elsewhere)
-    with checked.collecting("llama_pro_path" if config.model_name == config.llama_pro_path else "model_name"):
+    with checked.collecting():
         _check_local_model(plan, checkpoint, checked, elsewhere=elsewhere)
     return checked
 
@@ -132,19 +144,20 @@ def check_plan(config: Config, *, machine: Machine | None = None) -> tuple[Plan,
     checked = check_request(plan, folder=folder, checkpoint=checkpoint, elsewhere=elsewhere)
     checked.not_checked += left
     with checked.collecting():
-        _check_data(plan.config, checked)
+        _check_data(plan.config, checked, elsewhere=elsewhere)
     return plan, checked
 
 
-def check_model(plan: Plan, model: ModelFolder) -> str | None:
-    """Raise if the engine would refuse the model; return why it could not be checked here, or None if it was."""
+def check_model(plan: Plan, model: ModelFolder, checked: Checked) -> None:
+    """Raise if the engine would refuse the model; add its warnings, or why it could not be checked here."""
     missing = [name for name in _READS_MODELS[plan.engine] if importlib.util.find_spec(name) is None]
     if missing:
-        return (
+        checked.not_checked.append(
             f"what kind of model {model.name} is and which layers it has: {missing[0]} is not installed here"
         )
-    importlib.import_module(f"crosstune.{plan.engine}_engine.check_model").check_model(model.path, plan=plan)
-    return None
+        return
+    engine = importlib.import_module(f"crosstune.{plan.engine}_engine.check_model")
+    checked.warnings += engine.check_model(model.path, plan=plan)
 
 
 def check_base_adapter(plan: Plan, model: ModelFolder) -> list[str]:
@@ -172,19 +185,26 @@ def _check_reading(config: Config, checked: Checked, *, elsewhere: bool) -> None
     template = config.chat_template
     if template is None:
         return
-    if elsewhere and _looks_like_path(template) and not Path(template).expanduser().exists():
+    if _is_only_elsewhere(template, elsewhere=elsewhere):
         checked.not_checked.append(f"the chat template {template}, which is not on this machine")
         return
     read_template(template)
 
 
-def _check_data(config: Config, checked: Checked) -> None:
+def _is_only_elsewhere(path: str, *, elsewhere: bool) -> bool:
+    return elsewhere and _looks_like_path(path) and not Path(path).expanduser().exists()
+
+
+def _check_data(config: Config, checked: Checked, *, elsewhere: bool) -> None:
     """Check the rows of local data with the recipe's `check_data`, if it has one."""
     recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
     if not is_here(config.dataset):
         return
     if hasattr(recipe, "check_data"):
-        checked.not_checked += recipe.check_data(config)
+        folder = checked.model.path if checked.model is not None else None
+        if config.chat_template and _is_only_elsewhere(config.chat_template, elsewhere=elsewhere):
+            folder = None  # the rows are read but not rendered
+        checked.not_checked += recipe.check_data(config, model_folder=folder)
     else:
         checked.not_checked.append(f"the rows of {config.dataset}")
 
@@ -210,8 +230,10 @@ def _check_local_model(
     if elsewhere and _looks_like_path(name) and not Path(name).expanduser().exists():
         checked.not_checked.append(f"the model {name}, which is not on this machine")
         return
+    option = "llama_pro_path" if name == plan.config.llama_pro_path else "model_name"
     try:
-        model = find_local(name, cache=cache_override())
+        with naming(option):
+            model = find_local(name, cache=cache_override())
     except UserError:
         if checkpoint is not None:
             return  # the training reports a missing base with the name from the checkpoint
@@ -219,9 +241,7 @@ def _check_local_model(
     if model is None:
         checked.not_checked.append(f"the model {name}, which is fetched or converted when training starts")
         return
-    left = check_model(plan, model)
-    if left is not None:
-        checked.not_checked.append(left)
+    check_model(plan, model, checked)
     checked.model = model
     check_base_adapter(plan, model)
 

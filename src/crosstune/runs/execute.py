@@ -114,6 +114,8 @@ class Execution:
         stop = StopSignal(shared=self.ranks.size > 1)
         extra: dict[str, Any] = {"name": record.folder.name, "backend": plan.backend.name}
         extra |= {"engine": plan.engine, "checkpoint": None, "result": None}
+        if warnings := self.described.get("warnings"):
+            extra["warnings"] = warnings
         with stop.listening():
             self._execute(stop, extra)
         return self.progress.summary() | extra

@@ -91,8 +91,8 @@ def prepare(asked: Config, folder: Path, group: Group, screen: Observer) -> Read
         if known != facts:  # the model was fetched just now
             facts, plan = known, resolve(config, known)
         if checked.model is None and model is not None:
-            check_model(plan, model)
-        warnings = check_base_adapter(plan, model) if model is not None else []
+            check_model(plan, model, checked)
+        warnings = [*checked.warnings, *(check_base_adapter(plan, model) if model is not None else [])]
         with _showing_changes(plan, screen):
             recipe = open_recipe(plan.config, model, screen)
     plan = resolve(config, dataclasses.replace(facts, longest_row=recipe.longest_row()))
@@ -141,6 +141,7 @@ def describe(ready: Ready, *, command: Sequence[str] | None) -> dict[str, Any]:
     )
     start = ready.start
     described |= {"identity": ready.identified, "resumed_from": start.facts() if start else None}
+    described["warnings"] = list(ready.warnings)
     if ready.in_place:  # keep the time of the first process
         described["created"] = read_json(ready.folder / "plan.json").get("created", described["created"])
     return described

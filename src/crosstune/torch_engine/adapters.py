@@ -1,17 +1,34 @@
-"""LoRA and DoRA adapters on frozen linear layers."""
+"""LoRA and DoRA adapters on frozen linear layers, and LoRA on the experts of a mixture."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from crosstune.core.adapter_init import uniform_by_name
-from crosstune.models.adapter_choice import AdapterSettings, choose_names, short_names
+from crosstune.models.adapter_choice import (
+    AdapterSettings,
+    Targets,
+    choose_names,
+    describe_left_out,
+    in_last_layers,
+    name_for_peft,
+)
 from crosstune.torch_engine.bypassed_layers import reads_weight
-from crosstune.torch_engine.quantized import QuantLinear, dense_weight, weight_device
+from crosstune.torch_engine.experts import (
+    Routing,
+    expert_stacks,
+    expert_weights,
+    grouped_product,
+    multiply,
+    replace_stack,
+    stack_shape,
+)
+from crosstune.torch_engine.quantized import dense_weight, is_conv1d, is_linear, linear_shape, weight_device
 
 
 class AdaptedLinear(nn.Module):
@@ -19,14 +36,15 @@ class AdaptedLinear(nn.Module):
 
     def __init__(self, base: nn.Module, *, name: str, settings: AdapterSettings, seed: int) -> None:
         super().__init__()
-        assert isinstance(base, (nn.Linear, QuantLinear))
-        self.base = base
+        assert is_linear(base), type(base)
+        self.base: Any = base
         self.scale = settings.scale
         self.dropout = settings.dropout
         device = weight_device(base)
-        start = uniform_by_name(name, shape=(settings.rank, base.in_features), seed=seed)
+        outputs, inputs = linear_shape(base)
+        start = uniform_by_name(name, shape=(settings.rank, inputs), seed=seed)
         self.lora_A = nn.Parameter(torch.from_numpy(start).to(device))
-        self.lora_B = nn.Parameter(torch.zeros(base.out_features, settings.rank, device=device))
+        self.lora_B = nn.Parameter(torch.zeros(outputs, settings.rank, device=device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.base(x)
@@ -79,29 +97,112 @@ class DoraLinear(AdaptedLinear):
         return torch.linalg.vector_norm(AdaptedLinear.merged(self), dim=1)
 
 
+class AdaptedStack(nn.Module):
+    """Experts whose matrices W each become W + scale * B A, with an A and a B of its own.
+
+    The parameters have the layout of PEFT's `target_parameters`: A has the rows of expert 0, then those of expert 1; the
+    columns of B alternate between the experts.
+    """
+
+    def __init__(
+        self, base: Any, *, name: str, settings: AdapterSettings, seed: int, transposed: bool
+    ) -> None:
+        super().__init__()
+        self.base = base
+        self.scale, self.dropout, self.transposed = settings.scale, settings.dropout, transposed
+        self.num_experts, rows, columns = stack_shape(base, transposed=transposed)
+        device = next(base.parameters()).device if isinstance(base, nn.Module) else base.device
+        height = settings.rank * self.num_experts
+        start = uniform_by_name(name, shape=(height, columns), seed=seed)
+        self.lora_A = nn.Parameter(torch.from_numpy(start).to(device))
+        self.lora_B = nn.Parameter(torch.zeros(rows, height, device=device))
+
+    def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        out = multiply(self.base, x, routing, transposed=self.transposed)
+        dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
+        a, b = split_by_expert(self.lora_A, self.lora_B * self.scale, num_experts=self.num_experts)
+        # The kernel wants rows of a multiple of 16 bytes; zeros do not change the product.
+        fill = -a.shape[1] % 8
+        a, b = F.pad(a.to(x.dtype), (0, 0, 0, fill)), F.pad(b.to(x.dtype), (0, fill))
+        return out + grouped_product(grouped_product(dropped, a, routing), b, routing).to(out.dtype)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        return {"lora_A.weight": self.lora_A, "lora_B.weight": self.lora_B}
+
+
+Adapted = AdaptedLinear | AdaptedStack
+
+
+def split_by_expert(
+    a: torch.Tensor, b: torch.Tensor, *, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A and B of each expert, stacked: experts x rank x inputs, experts x outputs x rank."""
+    by_expert = b.reshape(b.shape[0], -1, num_experts).permute(2, 0, 1)
+    return a.reshape(num_experts, -1, a.shape[1]), by_expert.contiguous()
+
+
 def add_adapters(
     model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int, last_layers: int | None = None
-) -> dict[str, AdaptedLinear]:
-    """Freeze the model, add an adapter to each chosen linear layer, and return the adapters by canonical name."""
+) -> dict[str, Adapted]:
+    """Freeze the model, add an adapter to each chosen layer or expert stack, and return the adapters by canonical name."""
     model.requires_grad_(False)
     kind = DoraLinear if settings.magnitudes else AdaptedLinear
-    adapters: dict[str, AdaptedLinear] = {}
-    for name in choose_targets(model, targets, last_layers=last_layers):
+    chosen = choose_targets(model, targets, dora=settings.magnitudes, last_layers=last_layers)
+    stacks = set(expert_stacks(model))
+    adapters: dict[str, Adapted] = {}
+    for name in chosen:
         parent_name, _, child = name.rpartition(".")
-        parent = model.get_submodule(parent_name)
-        adapters[name] = kind(getattr(parent, child), name=name, settings=settings, seed=seed)
-        setattr(parent, child, adapters[name])
+        parent: Any = model.get_submodule(parent_name)
+        base = getattr(parent, child)
+        if name in stacks:
+            transposed = parent.is_transposed
+            adapter = AdaptedStack(base, name=name, settings=settings, seed=seed, transposed=transposed)
+            replace_stack(parent, child, adapter)
+            adapters[name] = adapter
+        else:
+            adapters[name] = kind(base, name=name, settings=settings, seed=seed)
+            setattr(parent, child, adapters[name])
     return adapters
 
 
-def name_targets(model: nn.Module, adapters: Mapping[str, AdaptedLinear]) -> list[str]:
+def name_targets(model: nn.Module, adapters: Mapping[str, Adapted]) -> Targets:
+    """Return what PEFT's settings say about the adapters."""
+    stacks = [name for name, adapter in adapters.items() if isinstance(adapter, AdaptedStack)]
+    layers = [name for name in adapters if name not in stacks]
     without = [name for name in _linear_names(model) if name.removesuffix(".base") not in adapters]
-    return short_names(adapters, without)
+    bases = [adapters[name].base for name in layers]
+    return name_for_peft(
+        layers,
+        stacks,
+        bare_layers=without,
+        bare_stacks=[name for name in expert_weights(model) if name not in stacks],
+        fan_in_fan_out=bool(bases) and all(is_conv1d(base) for base in bases),
+    )
 
 
-def choose_targets(model: nn.Module, targets: str, *, last_layers: int | None = None) -> list[str]:
-    names = _linear_names(model)
-    return choose_names(names, targets, model=type(model).__name__, last_layers=last_layers)
+def choose_targets(
+    model: nn.Module, targets: str, *, dora: bool, last_layers: int | None = None
+) -> list[str]:
+    """Return the linear layers and expert stacks that get an adapter."""
+    return choose_names(
+        _linear_names(model),
+        targets,
+        stacks=expert_stacks(model),
+        dora=dora,
+        model=type(model).__name__,
+        last_layers=last_layers,
+    )
+
+
+def warn_of_left_out(
+    model: nn.Module, targets: str, *, dora: bool, last_layers: int | None = None
+) -> list[str]:
+    """Return a warning if `all` does not mean all: weights of experts that get no adapter."""
+    if targets != "all":
+        return []
+    why = "DoRA has no form for experts" if dora else f"{type(model).__name__} multiplies with them itself"
+    chosen = choose_targets(model, targets, dora=dora, last_layers=last_layers)
+    return describe_left_out(chosen, in_last_layers(expert_weights(model), last_layers=last_layers), why=why)
 
 
 def _linear_names(model: nn.Module) -> list[str]:
@@ -111,7 +212,5 @@ def _linear_names(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, QuantLinear))
-        and module is not head
-        and not reads_weight(model, name)
+        if is_linear(module) and module is not head and not reads_weight(model, name)
     ]

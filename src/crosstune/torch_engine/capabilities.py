@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ _GROUP_SIZE = 64
 Notes = list[str]
 _TOO_SLOW = 0.2
 """Stop timing larger products once bf16 reaches less than this fraction of the fp32 speed."""
+_SAMPLE_S, _WARM_UP_S, _BUDGET_S, _MOST_ROUNDS = 0.004, 0.01, 0.1, 15
+"""A sample repeats a product until it takes so long; at least three rounds, and more within the budget."""
 
 
 def works(trial: Callable[[], None], *, what: str, notes: Notes) -> bool:
@@ -90,22 +93,35 @@ def bf16_speedup(device: str) -> float:
 
 
 def _time_ratio(device: str, size: int) -> float:
+    """Return the median ratio of several rounds. Both sides of a round see the same load and clock of the machine."""
     operands = [_random(size, size).to(device, dtype) for dtype in (torch.float32, torch.bfloat16)]
-    for operand in operands:  # warm up: the first product also loads its kernel
-        _product_s(operand)
-    rounds: list[list[float]] = []
-    while len(rounds) < 5 and sum(map(sum, rounds)) < 0.08:
-        rounds.append([_product_s(operand) for operand in operands])
-    # The minimum of each: other load on the machine only adds time.
-    fp32_s, bf16_s = (min(times) for times in zip(*rounds, strict=True))
-    return round(fp32_s / bf16_s, 2)
+    # Warm up until a product takes its usual time: the first ones load kernels and raise the clock.
+    counts = [max(1, round(_SAMPLE_S / _warm_product_s(operand))) for operand in operands]
+    ratios: list[float] = []
+    start = time.perf_counter()
+    while len(ratios) < _MOST_ROUNDS and (len(ratios) < 3 or time.perf_counter() - start < _BUDGET_S):
+        fp32_s, bf16_s = (
+            _products_s(operand, count) / count for operand, count in zip(operands, counts, strict=True)
+        )
+        ratios.append(fp32_s / bf16_s)
+    return float(f"{statistics.median(ratios):.3g}")
 
 
-def _product_s(operand: torch.Tensor) -> float:
+def _warm_product_s(operand: torch.Tensor) -> float:
+    """Return the time of a product after a short warm-up."""
+    seconds = _products_s(operand, 1)
+    start = time.perf_counter()
+    while time.perf_counter() - start < _WARM_UP_S:
+        seconds = min(seconds, _products_s(operand, 1))
+    return seconds
+
+
+def _products_s(operand: torch.Tensor, count: int) -> float:
     synchronize = torch.get_device_module(operand.device.type).synchronize
     synchronize()
     start = time.perf_counter()
-    operand @ operand
+    for _ in range(count):
+        operand @ operand
     synchronize()
     return time.perf_counter() - start
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,11 @@ from crosstune.core.model_folders import OnBytes
 from crosstune.core.quantization import QuantSpec
 from crosstune.models.folder import PLAIN_STEM, QUANTIZED_STEM
 from crosstune.torch_engine import export
-from crosstune.torch_engine.load import quantizable_layers, read_config
-from crosstune.torch_engine.merge import Base, base_tensors, weight_shapes
-from crosstune.torch_engine.prequantized import (
-    Prequantized,
-    own_config,
-    pieces,
-    read_prequantized,
-    write_record,
-)
-from crosstune.torch_engine.quantized import open_quantizer, quantize_weight
+from crosstune.torch_engine.load import check_layer_shapes, read_config
+from crosstune.torch_engine.merge import Base, BaseTensors
+from crosstune.torch_engine.prequantized import Prequantized, own_config, pieces, write_record
+from crosstune.torch_engine.quantized import quantize_weight
+from crosstune.torch_engine.weight_forms import WeightForm
 
 _SPARE_BYTES = 50_000_000
 
@@ -89,49 +85,68 @@ class Conversion:
         """Estimate the size of the result; scales take up to two bits per weight."""
         chosen = self._chosen()
         bits = self.spec.bits + 2 if self.spec is not None else 8 * self.dtype.itemsize
-        counts = {name: math.prod(shape) for name, shape in weight_shapes(self.start.folder).items()}
-        converted = sum(count for name, count in counts.items() if name.removesuffix(".weight") in chosen)
+        counts = {name: math.prod(shape) for name, shape in self._source.shapes.items()}
+        converted = sum(count for name, count in counts.items() if name in chosen)
         return converted * bits // 8 + (sum(counts.values()) - converted) * self.dtype.itemsize + _SPARE_BYTES
 
     def _tensors(self, on_read: OnBytes | None) -> Iterator[tuple[str, torch.Tensor]]:
-        chosen = self._chosen()
-        for name, tensor in base_tensors(self.start, on_read=on_read):
-            layer = name.removesuffix(".weight")
-            if layer not in chosen or not name.endswith(".weight"):
-                yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        chosen, source = self._chosen(), self._source
+        for group, tensors in source.read(on_read=on_read):
+            if self.spec is None:
+                yield from source.layout.revert(group, self._rounded(tensors, chosen)).items()
                 continue
-            yield from self._convert(layer, tensor)
+            for name, tensor in tensors.items():
+                if name in chosen:
+                    yield from self._quantized(chosen[name], tensor)
+                else:
+                    yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
-    def _convert(self, layer: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        if self.spec is None:
-            dense = tensor.to(self.dtype)
-            self.errors.add(layer, dense, tensor)
-            yield f"{layer}.weight", dense
-            return
-        stored = quantize_weight(tensor.to(self.start.device), self.spec, self.dtype)
-        self.errors.add(layer, stored.dequantize(torch.float32).cpu(), tensor)
-        tensors, self.layers[layer] = pieces(stored)
-        yield from ((f"{layer}.weight.{part}", values) for part, values in tensors.items())
+    def _rounded(
+        self, tensors: Mapping[str, torch.Tensor], chosen: Mapping[str, WeightForm]
+    ) -> dict[str, torch.Tensor]:
+        found = {
+            name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in tensors.items()
+        }
+        for name in found.keys() & chosen.keys():
+            self.errors.add(_layer(name), found[name], tensors[name])
+        return found
 
-    def _chosen(self) -> set[str]:
-        """Return the layers to convert: the ones already quantized, or all quantizable ones."""
-        prequantized = self.replaced or read_prequantized(self.start.folder)
-        return prequantized.layers if prequantized is not None else quantizable_layers(self.start.folder)
+    def _quantized(self, form: WeightForm, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        assert self.spec is not None
+        for layer, matrix in zip(form.matrices, form.split(tensor), strict=True):
+            stored = quantize_weight(matrix.to(self.start.device), self.spec, self.dtype)
+            self.errors.add(layer, stored.dequantize(torch.float32).cpu(), matrix)
+            tensors, self.layers[layer] = pieces(stored)
+            yield from ((f"{layer}.weight.{part}", values) for part, values in tensors.items())
+
+    @cached_property
+    def _source(self) -> BaseTensors:
+        return BaseTensors(self.start)
+
+    def _chosen(self) -> dict[str, WeightForm]:
+        """Return the weights to convert by parameter: the ones already quantized, or all quantizable ones."""
+        source = self._source
+        held = self.replaced.forms(source.model) if self.replaced is not None else source.held
+        return {name: source.forms.get(name, form) for name, form in held.items()} or source.forms
 
     def check_layer_shapes(self) -> None:
         assert self.spec is not None
-        quantizer, shapes = open_quantizer(self.spec), weight_shapes(self.start.folder)
-        for layer in sorted(self._chosen()):
-            quantizer.check(self.spec, shapes[f"{layer}.weight"])
+        check_layer_shapes(self.spec, self._chosen())
 
 
 def measure_errors(prequantized: Prequantized, original: Base) -> WeightErrors:
     """Return the error of a quantized folder against the weights it was made from."""
-    errors = WeightErrors()
-    for name, tensor in base_tensors(original):
-        layer = name.removesuffix(".weight")
-        if layer in prequantized.layers and name.endswith(".weight"):
-            errors.add(
-                layer, prequantized.stored(layer, original.device).dequantize(torch.float32).cpu(), tensor
-            )
+    errors, source = WeightErrors(), BaseTensors(original)
+    held = prequantized.forms(source.model)
+    for _, tensors in source.read():
+        for name in tensors.keys() & held.keys():
+            form = source.forms.get(name, held[name])
+            for layer, matrix in zip(form.matrices, form.split(tensors[name]), strict=True):
+                stored = prequantized.stored(layer, original.device)
+                errors.add(layer, stored.dequantize(torch.float32).cpu(), matrix)
     return errors
+
+
+def _layer(parameter: str) -> str:
+    return parameter.removesuffix(".weight")

@@ -18,19 +18,19 @@ from crosstune.models.adapter_files import copy_tokenizer, write_json
 from crosstune.models.adapter_files import load_adapter as read_adapter_files
 from crosstune.models.config_spelling import respell_folder
 from crosstune.models.folder import PLAIN_STEM
-from crosstune.torch_engine.adapters import AdaptedLinear
+from crosstune.torch_engine.adapters import Adapted
 
 SHARD_BYTES = 4 * 2**30
 
 
-def adapter_weights(adapters: Mapping[str, AdaptedLinear]) -> dict[str, nn.Parameter]:
+def adapter_weights(adapters: Mapping[str, Adapted]) -> dict[str, nn.Parameter]:
     """Return adapter parameters by canonical name: layer plus lora_A.weight, lora_B.weight or lora_magnitude_vector."""
     return {
         f"{name}.{part}": p for name, adapter in adapters.items() for part, p in adapter.trained().items()
     }
 
 
-def host_weights(adapters: Mapping[str, AdaptedLinear]) -> dict[str, Array]:
+def host_weights(adapters: Mapping[str, Adapted]) -> dict[str, Array]:
     """Return fp32 copies of the adapter parameters on the host."""
     return {name: p.detach().float().cpu().numpy() for name, p in adapter_weights(adapters).items()}
 
@@ -46,7 +46,7 @@ def read_adapter_file(folder: Path) -> dict[str, torch.Tensor]:
         raise UserError(f"The weights of the adapter {folder} cannot be read.", why=str(error)) from error
 
 
-def load_adapter(folder: Path, adapters: Mapping[str, AdaptedLinear], *, settings: AdapterSettings) -> None:
+def load_adapter(folder: Path, adapters: Mapping[str, Adapted], *, settings: AdapterSettings) -> None:
     """Copy the weights of a PEFT adapter folder into the model's adapters."""
     parameters = adapter_weights(adapters)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}

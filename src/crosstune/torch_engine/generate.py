@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from crosstune.core.sampling import Sampling
 
 OnToken = Callable[[int], None]
 
@@ -18,13 +21,12 @@ def generate(
     device: torch.device,
     max_new_tokens: int,
     stop_ids: Sequence[int],
-    temperature: float,
-    seed: int,
+    sampling: Sampling,
     on_token: OnToken | None = None,
 ) -> list[list[int]]:
     """Return the new tokens for each prompt, without the prompt and the stop token.
 
-    Decoding is greedy at temperature 0. Sampling uses `seed` and does not change the random state of the training.
+    Sampling uses its seed and does not change the random state of the training.
     `on_token` is called with each new token of a single prompt. The model's generation_config (beams, penalties,
     sampling) is ignored, so that an evaluation measures the model alone.
     """
@@ -37,9 +39,7 @@ def generate(
         mask[row, width - len(prompt) :] = 1
     settings = GenerationConfig(
         max_new_tokens=max_new_tokens,
-        do_sample=temperature > 0,
-        temperature=temperature if temperature > 0 else 1.0,
-        top_k=0,
+        **_drawing(sampling),
         pad_token_id=pad,
         eos_token_id=list(stop_ids) or None,
         use_cache=True,
@@ -52,15 +52,51 @@ def generate(
     )
     try:
         with torch.inference_mode(), torch.random.fork_rng(**forked):
-            torch.manual_seed(seed)
+            torch.manual_seed(sampling.seed)
             output = model.generate(
                 input_ids=input_ids.to(device),
                 attention_mask=mask.to(device),
+                logits_processor=LogitsProcessorList(_penalties(sampling, mask.to(device))),
                 streamer=_Streamer(on_token) if on_token is not None else None,
             )
     finally:
         model.generation_config = saved
     return [_until_stop(row, stop_ids) for row in output[:, width:].tolist()]
+
+
+def _drawing(sampling: Sampling) -> dict[str, Any]:
+    """Return transformers' settings for sampling; its filters are refused where nothing is drawn."""
+    if sampling.temperature == 0:
+        return {"do_sample": False, "top_k": 0}
+    return {
+        "do_sample": True,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p or None,
+    }
+
+
+def _penalties(sampling: Sampling, mask: torch.Tensor) -> list[LogitsProcessor]:
+    if sampling.repetition_penalty == 1:
+        return []
+    return [RepetitionPenalty(sampling.repetition_penalty, mask)]
+
+
+class RepetitionPenalty(LogitsProcessor):
+    """Make tokens that occurred before less likely. transformers' own also counts the padding of the prompts, so that
+    the answer to a prompt would depend on the others in its batch."""
+
+    def __init__(self, penalty: float, mask: torch.Tensor) -> None:
+        self.penalty, self.mask = penalty, mask
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        real = torch.ones_like(input_ids)
+        real[:, : self.mask.shape[1]] = self.mask
+        seen = torch.zeros(scores.shape, dtype=real.dtype, device=scores.device)
+        seen = seen.scatter_reduce(1, input_ids, real, reduce="amax").bool()
+        lowered = torch.where(scores < 0, scores * self.penalty, scores / self.penalty)
+        return cast(torch.FloatTensor, torch.where(seen, lowered, scores))
 
 
 class _Streamer:

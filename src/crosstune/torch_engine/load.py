@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from crosstune.config.plan import Plan
 from crosstune.core.errors import UserError
 from crosstune.core.expanded_name import read_expanded_name
 from crosstune.core.quantization import QuantSpec
+from crosstune.torch_engine.adapters import AdaptedStack
 from crosstune.torch_engine.blocks import (
     Expansion,
     already_expanded,
@@ -21,12 +23,19 @@ from crosstune.torch_engine.blocks import (
     expand_config,
     expand_evenly,
 )
-from crosstune.torch_engine.bypassed_layers import reads_weight
 from crosstune.torch_engine.device import give_back_freed
+from crosstune.torch_engine.file_layout import FileLayout
 from crosstune.torch_engine.precision import Precision
 from crosstune.torch_engine.prequantized import Prequantized, check_asked, check_plain, read_prequantized
-from crosstune.torch_engine.quantized import QuantLinear, StoredWeight, open_quantizer, quantize_weight
-from crosstune.torch_engine.stream import Place, find_tensors, read_ahead
+from crosstune.torch_engine.quantized import (
+    QuantLinear,
+    StoredWeight,
+    is_linear,
+    open_quantizer,
+    quantize_weight,
+)
+from crosstune.torch_engine.stream import Place, find_tensors
+from crosstune.torch_engine.weight_forms import WeightForm, weight_forms
 
 OnLoad = Callable[[int, int], None]
 """Called with the bytes read so far and the total."""
@@ -78,23 +87,26 @@ def shrink_frozen(model: nn.Module, *, dtype: torch.dtype) -> None:
     """Cast frozen linear weights to the autocast dtype: the same values at each use in half the memory."""
     shared = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for module in model.modules():
-        if (
-            isinstance(module, nn.Linear)
+        if isinstance(module, AdaptedStack) and isinstance(module.base, nn.Parameter):
+            module.base.data = module.base.data.to(dtype)
+        elif (
+            is_linear(module)
+            and not isinstance(module, QuantLinear)
             and not module.weight.requires_grad
             and id(module.weight) not in shared
         ):
             module.to(dtype)
 
 
-def quantizable_layers(folder: Path) -> set[str]:
-    """Return the layers that training over a quantized base quantizes."""
+def empty_model(folder: Path, config: Any = None, **options: Any) -> nn.Module:
+    """Build the model of a folder, or of a config read from it, without weights."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
-    config = read_config(folder)
+    config = config if config is not None else read_config(folder)
     with readable_errors(folder), init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    return layers_to_quantize(model, None)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+    return model
 
 
 def read_config(folder: Path) -> Any:
@@ -156,78 +168,61 @@ def _assemble(
     on_load: OnLoad | None,
 ) -> nn.Module:
     """Build the model without weights, then load its tensors one by one, quantizing each as soon as it is read."""
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
-
-    with readable_errors(folder), init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
-            config,
-            dtype=precision.weights,
-            attn_implementation=attention_name(plan, config),
-            trust_remote_code=False,
-        )
+    model = empty_model(
+        folder, config, dtype=precision.weights, attn_implementation=attention_name(plan, config)
+    )
     places = find_tensors(folder) if prequantized is None else prequantized.dense
-    stored_names = {f"{layer}.weight" for layer in prequantized.layers} if prequantized is not None else set()
-    check_names(model, places.keys() | stored_names, expansion, folder)
+    held = prequantized.forms(model) if prequantized is not None else {}
+    layout = read_layout(model, places, expansion, folder, held=held.keys())
     check_shapes(model, places, expansion, folder)
-    quantized = layers_to_quantize(model, expansion) if spec is not None and prequantized is None else set()
+    forms = forms_to_quantize(model, expansion) if spec is not None and prequantized is None else {}
     if spec is not None:
-        check_layer_shapes(model, spec, quantized)
+        check_layer_shapes(spec, forms)
     num_workers = 2 if plan.config.loading_workers == -1 else max(1, plan.config.loading_workers)
     total = sum(place.end - place.start for place in places.values())
     done = 0
     compute = precision.autocast or precision.weights
-    for name, tensor in read_ahead(sorted(places), places, num_workers=num_workers):
-        done += places[name].end - places[name].start
-        for target, zeroed in expansion.names(name) if expansion is not None else [(name, False)]:
-            # New blocks get copies: shared tensors would train the source block too.
-            values = (
-                torch.zeros_like(tensor) if zeroed else tensor.clone() if expansion is not None else tensor
-            )
-            layer = target.removesuffix(".weight")
-            if spec is not None and layer in quantized and target.endswith(".weight"):
-                _put_quantized(model, layer, quantize_weight(values.to(device), spec, compute))
-            else:
-                _put_dense(model, target, values.to(device, precision.weights))
-        del tensor, values
+    for group, tensors in layout.read(places, num_workers=num_workers):
+        done += sum(places[name].end - places[name].start for name in group.files)
+        while tensors:
+            name, tensor = tensors.popitem()
+            for target, zeroed in expansion.names(name) if expansion is not None else [(name, False)]:
+                # New blocks get copies: shared tensors would train the source block too.
+                values = (
+                    torch.zeros_like(tensor)
+                    if zeroed
+                    else tensor.clone()
+                    if expansion is not None
+                    else tensor
+                )
+                if spec is not None and target in forms:
+                    matrices = forms[target].split(values.to(device))
+                    forms[target].put(model, [quantize_weight(m, spec, compute) for m in matrices])
+                    del matrices
+                else:
+                    _put_dense(model, target, values.to(device, precision.weights))
+            del tensor, values
         if spec is not None:
             give_back_freed()
         if on_load is not None:
             on_load(done, total)
     if prequantized is not None:
-        for layer in sorted(prequantized.layers):
-            _put_quantized(model, layer, prequantized.stored(layer, device))
+        for _, form in sorted(held.items()):
+            form.put(model, [prequantized.stored(matrix, device) for matrix in form.matrices])
     model.tie_weights()
     return model
 
 
-def layers_to_quantize(model: nn.Module, expansion: Expansion | None) -> set[str]:
-    """Return all linear layers except the head, whose errors reach the loss directly, and the trained new blocks."""
-    head = model.get_output_embeddings()
-    return {
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and module is not head
-        and not reads_weight(model, name)
-        and not (expansion and expansion.is_new(name + "."))
-    }
+def forms_to_quantize(model: nn.Module, expansion: Expansion | None) -> dict[str, WeightForm]:
+    """Return the linear layers and experts that a quantized base quantizes: all but the trained new blocks."""
+    forms = weight_forms(model)
+    return {name: form for name, form in forms.items() if not (expansion and expansion.is_new(name))}
 
 
-def check_layer_shapes(model: nn.Module, spec: QuantSpec, names: set[str]) -> None:
+def check_layer_shapes(spec: QuantSpec, forms: Mapping[str, WeightForm]) -> None:
     quantizer = open_quantizer(spec)
-    for name in sorted(names):
-        layer = model.get_submodule(name)
-        quantizer.check(spec, (layer.out_features, layer.in_features))
-
-
-def _put_quantized(model: nn.Module, name: str, stored: StoredWeight) -> None:
-    parent_name, _, child = name.rpartition(".")
-    parent = model.get_submodule(parent_name)
-    old = getattr(parent, child)
-    bias = old.bias
-    assert bias is None or not bias.is_meta, "names are sorted, so a bias is read before its weight"
-    setattr(parent, child, QuantLinear(stored, bias.detach() if bias is not None else None))
+    for name in sorted(forms):
+        quantizer.check(spec, forms[name].shape)
 
 
 def _put_dense(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -239,17 +234,26 @@ def _put_dense(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
         parent._buffers[child] = tensor
 
 
-def check_names(model: nn.Module, names: Set[str], expansion: Expansion | None, folder: Path) -> None:
-    """Check that the files hold exactly the model's tensors; tied weights may be missing."""
+def read_layout(
+    model: Any,
+    places: Mapping[str, Place],
+    expansion: Expansion | None,
+    folder: Path,
+    *,
+    held: Set[str] = frozenset(),
+) -> FileLayout:
+    """Return how the files' tensors become the model's. Raise unless they are all there and no others; tied weights may
+    be missing. `held` are the model's tensors that are stored quantized."""
     expected = set(model.state_dict().keys())
     tied = set(
         getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
     )
+    layout = FileLayout(model, places, ignored=_ignored(model))
+    names = layout.shapes({name: place.shape for name, place in places.items()}).keys() | held
     found = {
         target for name in names for target, _ in (expansion.names(name) if expansion else [(name, False)])
     }
     missing, extra = sorted(expected - found - tied), sorted(found - expected)
-    extra = [name for name in extra if not name.endswith("rotary_emb.inv_freq")]
     if expansion is not None and not any(expansion.is_new(name) for name in found):
         raise UserError(
             f"llama_pro cannot add blocks to {type(model).__name__}.",
@@ -262,11 +266,24 @@ def check_names(model: nn.Module, names: Set[str], expansion: Expansion | None, 
             why=f"{folder} holds {len(extra)} tensors under names that the model in memory does not have, such as {extra[0]}.",
             do="use --train_type lora, dora or full, which load the model with transformers",
         )
+    if expansion is not None and not layout.is_plain:
+        raise UserError(
+            f"llama_pro cannot add blocks to {type(model).__name__}.",
+            why=f"the model in memory holds tensors of {folder} under other names or stacked.",
+            do="use --train_type lora, qlora or full",
+        )
     if missing:
         raise UserError(
             f"The files in {folder} lack {len(missing)} tensors of the model, such as {missing[0]}.",
             do="fetch the model again",
         )
+    return layout
+
+
+def _ignored(model: Any) -> re.Pattern[str]:
+    """Return a pattern for tensors that older versions of transformers wrote and that models do not load."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return re.compile("|".join([r"rotary_emb\.inv_freq$", *patterns]))
 
 
 def check_shapes(

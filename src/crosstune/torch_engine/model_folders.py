@@ -19,6 +19,7 @@ from crosstune.torch_engine.merge import (
     DTYPES,
     Adapter,
     Base,
+    BaseTensors,
     check_layers,
     dense_tensors,
     read_adapter,
@@ -47,7 +48,7 @@ class TorchFolders:
     def check_adapter(self, weights: DenseWeights) -> None:
         adapter = _read_adapter(weights)
         if adapter is not None:
-            check_layers(weights.folder, adapter)
+            check_layers(BaseTensors(Base(folder=weights.folder)), adapter)
 
     def check_form(self, form: WeightForm) -> None:
         if form.quantizer != "none":
@@ -65,8 +66,9 @@ class TorchFolders:
         model = verify.load_plainly(folder, self.precision, device=self.device)
         reference, found = self._logits(model, prompts), dict[str, Logits]()
         for name, weights in variants.items():
-            tensors = dense_tensors(self._base(weights), _read_adapter(weights), dtype=_dtype(weights))
-            verify.replace_weights(model, tensors)
+            source = BaseTensors(self._base(weights))
+            for _, tensors in dense_tensors(source, _read_adapter(weights), dtype=_dtype(weights)):
+                verify.replace_weights(model, tensors)
             found[name] = self._logits(model, prompts)
         return reference, found
 

@@ -16,7 +16,7 @@ from crosstune.core.out_of_memory import LOADING
 from crosstune.core.ranks import Group
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.torch_engine import export
-from crosstune.torch_engine.adapters import AdaptedLinear, add_adapters
+from crosstune.torch_engine.adapters import Adapted, add_adapters
 from crosstune.torch_engine.device import CacheClearing, memory_errors, open_device
 from crosstune.torch_engine.load import shrink_frozen
 from crosstune.torch_engine.optimizer import Masters, make_optimizer
@@ -71,7 +71,7 @@ def open_session(
     return TextSession(parts) if isinstance(task, CausalLM) else TorchSession(parts)
 
 
-def adapt(model: nn.Module, plan: Plan, *, precision: Precision) -> dict[str, AdaptedLinear]:
+def adapt(model: nn.Module, plan: Plan, *, precision: Precision) -> dict[str, Adapted]:
     """Add LoRA or DoRA adapters if the method uses them, and load the weights of --base_adapter."""
     config = plan.config
     if plan.method not in ("lora", "dora"):
@@ -120,9 +120,7 @@ def check_no_running_statistics(model: nn.Module) -> None:
             )
 
 
-def trained_parameters(
-    model: nn.Module, adapters: Mapping[str, AdaptedLinear]
-) -> dict[str, torch.nn.Parameter]:
+def trained_parameters(model: nn.Module, adapters: Mapping[str, Adapted]) -> dict[str, torch.nn.Parameter]:
     """Return the trained parameters by canonical name: the adapters, or all parameters that require gradients."""
     if adapters:
         return export.adapter_weights(adapters)

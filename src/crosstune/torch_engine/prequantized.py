@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from crosstune.config.train_types import TRAIN_TYPE_PARTS
 from crosstune.core.errors import UserError
@@ -27,6 +28,7 @@ from crosstune.models.quantized_folder import (
 )
 from crosstune.torch_engine.quantized import StoredWeight, open_quantizer, restore_weight
 from crosstune.torch_engine.stream import Place, find_tensors, read_tensor
+from crosstune.torch_engine.weight_forms import WeightForm, single_form, weight_forms
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,17 @@ class Prequantized:
     def shape(self, layer: str) -> tuple[int, int]:
         rows, columns = self.facts.layers[layer]["shape"]
         return rows, columns
+
+    def forms(self, model: nn.Module) -> dict[str, WeightForm]:
+        """Return the quantized weights by the model's parameter. Expert stacks are quantized matrix by matrix."""
+        left = self.layers
+        found = {
+            name: form
+            for name, form in weight_forms(model).items()
+            if form.stacked and left.issuperset(form.matrices)
+        }
+        left = left.difference(*(form.matrices for form in found.values()))
+        return found | {f"{layer}.weight": single_form(layer, self.shape(layer)) for layer in left}
 
     def layer_spec(self, layer: str) -> QuantSpec:
         """Return the quantization of one layer, which may differ from that of the folder."""

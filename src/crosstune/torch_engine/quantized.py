@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, cast
@@ -144,7 +145,7 @@ class QuantLinear(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = self.bias.to(x.dtype) if self.bias is not None else None
-        return _FrozenLinear.apply(x, self.stored, bias)
+        return frozen_linear(x, self.stored, bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
@@ -155,6 +156,11 @@ class QuantLinear(nn.Module):
         """Check the weight before copying the bias, so that a refused layer is left unchanged."""
         self.stored.check_state(state_dict, f"{prefix}stored.")
         super()._load_from_state_dict(state_dict, prefix, *arguments, **named)
+
+
+def frozen_linear(x: torch.Tensor, weight: StoredWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    product: torch.Tensor = _FrozenLinear.apply(x, weight, bias)
+    return product
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -173,19 +179,40 @@ class _FrozenLinear(torch.autograd.Function):
             return gradient @ ctx.weight.dequantize(gradient.dtype), None, None
 
 
-def dense_weight(layer: nn.Module, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight of a linear layer, quantized or not, as a dense matrix."""
+def is_linear(layer: nn.Module) -> bool:
+    """Return whether a layer is linear, quantized or not."""
+    return isinstance(layer, (nn.Linear, QuantLinear)) or is_conv1d(layer)
+
+
+def is_conv1d(layer: nn.Module) -> bool:
+    """Return whether a layer is GPT-2's linear layer, whose weight is stored transposed, with a row per input."""
+    known = sys.modules.get("transformers.pytorch_utils")  # a model that has such layers has imported it
+    return known is not None and isinstance(layer, known.Conv1D)
+
+
+def linear_shape(layer: Any) -> tuple[int, int]:
+    """Return the outputs and inputs of a linear layer."""
+    if is_conv1d(layer):
+        inputs, outputs = layer.weight.shape
+        return outputs, inputs
+    return layer.out_features, layer.in_features
+
+
+def dense_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weight of a linear layer, quantized or not, as a dense matrix with a row per output."""
     if isinstance(layer, QuantLinear):
         return layer.stored.dequantize(dtype)
-    assert isinstance(layer, nn.Linear), type(layer)
-    return layer.weight.detach().to(dtype)
+    assert is_linear(layer), type(layer)
+    weight: torch.Tensor = layer.weight.detach()
+    return (weight.T if is_conv1d(layer) else weight).to(dtype)
 
 
-def weight_device(layer: nn.Module) -> torch.device:
+def weight_device(layer: Any) -> torch.device:
     if isinstance(layer, QuantLinear):
         return layer.stored.packed.device
-    assert isinstance(layer, nn.Linear), type(layer)
-    return layer.weight.device
+    assert is_linear(layer), type(layer)
+    device: torch.device = layer.weight.device
+    return device
 
 
 def count_weights(model: nn.Module) -> int:

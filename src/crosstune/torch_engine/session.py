@@ -28,7 +28,7 @@ from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import save_adapter
 from crosstune.torch_engine import export
 from crosstune.torch_engine import state as states
-from crosstune.torch_engine.adapters import AdaptedLinear, name_targets
+from crosstune.torch_engine.adapters import Adapted, name_targets
 from crosstune.torch_engine.device import CacheClearing, evaluating, memory_errors, read_memory
 from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, watch_outputs
 from crosstune.torch_engine.optimizer import Masters, set_learning_rate
@@ -43,7 +43,7 @@ class Parts:
     opening: Opening
     task: TorchTask
     model: nn.Module
-    adapters: dict[str, AdaptedLinear]
+    adapters: dict[str, Adapted]
     masters: Masters
     optimizer: torch.optim.Optimizer | None
     """None if the model is only evaluated."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.out_of_memory import EVALUATING, GENERATING
+from crosstune.core.sampling import GREEDY, Sampling
 from crosstune.torch_engine.device import evaluating, memory_errors
 from crosstune.torch_engine.generate import OnToken, generate
 from crosstune.torch_engine.session import TorchSession
@@ -24,8 +25,7 @@ class TextSession(TorchSession):
         *,
         max_new_tokens: int,
         stop_ids: Sequence[int] = (),
-        temperature: float = 0.0,
-        seed: int = 0,
+        sampling: Sampling = GREEDY,
         on_token: OnToken | None = None,
     ) -> list[list[int]]:
         limit = memory_errors(self.device, doing=GENERATING)
@@ -36,7 +36,6 @@ class TextSession(TorchSession):
                 device=self.device,
                 max_new_tokens=max_new_tokens,
                 stop_ids=stop_ids,
-                temperature=temperature,
-                seed=seed,
+                sampling=sampling,
                 on_token=on_token,
             )

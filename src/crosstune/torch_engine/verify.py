@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from crosstune.core.logit_distance import Logits, Prompts
+from crosstune.core.quiet import hide_output
 from crosstune.torch_engine.load import readable_errors
 from crosstune.torch_engine.precision import Precision
 
@@ -21,7 +22,7 @@ def load_plainly(folder: Path, precision: Precision, *, device: torch.device, gg
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     extra = {"gguf_file": gguf} if gguf else {}
-    with readable_errors(folder):
+    with readable_errors(folder), hide_output():  # of GGUF files it shows a bar of its own
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=precision.weights, trust_remote_code=False, local_files_only=True, **extra
         )
@@ -29,10 +30,10 @@ def load_plainly(folder: Path, precision: Precision, *, device: torch.device, gg
 
 
 @torch.no_grad()
-def replace_weights(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def replace_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """Replace the weights of a loaded model; names it does not have (tied weights) are skipped."""
     state = model.state_dict()
-    for name, tensor in tensors:
+    for name, tensor in tensors.items():
         if name in state:
             state[name].copy_(tensor)
 

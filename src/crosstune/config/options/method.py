@@ -55,8 +55,8 @@ class MethodOptions:
     )
     lora_target_modules: str = option(
         "all",
-        "Linear layers that get an adapter: all, default (query and value), a comma-separated list of names, or a regex "
-        "that matches full names",
+        "Layers that get an adapter: all (linear layers and experts), attention, default (query and value), a "
+        "comma-separated list of names, or a regex that matches full names",
         needs=(ADAPTERS,),
         on_resume=OnResume.ADAPTER,
         joins_items="",

@@ -123,6 +123,7 @@ class RunOptions:
         0,
         "Stop after N evaluations in a row without a lower loss; 0 for never",
         low=0,
+        high=10**6,
         needs=(EVALUATION, EVALUATIONS),
         on_resume=OnResume.FREE,
     )

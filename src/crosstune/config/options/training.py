@@ -41,7 +41,13 @@ class TrainingOptions:
         high=1000,
     )
     lr_scheduler: str = option("cosine", "Learning-rate schedule", choices=SCHEDULES)
-    warmup_steps: int | None = option(None, "Number of linear warm-up steps", low=0, high=10**12)
+    warmup_steps: int | None = option(
+        None,
+        "Number of linear warm-up steps w: the learning rate of step s, from 0, is (s + 1) / w of --lr, so the first "
+        "step is not at 0 as in transformers (s / w)",
+        low=0,
+        high=10**12,
+    )
     warmup_ratio: float | None = option(
         None, "Warm-up as a fraction of all steps; unset: 0.1 for schedules that decay", low=0, high=1
     )

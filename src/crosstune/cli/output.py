@@ -1,0 +1,44 @@
+"""Print lines for people: folded at words to the width of a terminal, whole everywhere else."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+from rich.text import Text
+
+from crosstune.cli.console import EscapingConsole
+from crosstune.cli.escape_controls import printable
+from crosstune.cli.fold import fold
+
+WARNING, ERROR, GOOD, QUIET, STRONG = "yellow", "bold red", "green", "dim", "bold"
+
+
+class Output:
+    """A stream for people. Colours follow rich's rules: none in a file, with NO_COLOR, or with TERM=dumb."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        # A notebook gets plain text: rich would display an HTML element for every line.
+        self.console = EscapingConsole(
+            file=stream or sys.stderr, highlight=False, soft_wrap=True, force_jupyter=False
+        )
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether a line can be rewritten in place."""
+        return self.console.is_terminal and not self.console.is_dumb_terminal
+
+    def line(self, text: str, *, style: str | None = None, label_style: str | None = None) -> None:
+        """Print a text line by line. `label_style` is for the first word of each line alone."""
+        # Before folding, as an escape is longer than its character; rich would drop some without a trace.
+        for line in printable(text).split("\n"):
+            folded = fold(line, self.console.width) if self.console.is_terminal else [line]
+            printed = Text("\n".join(folded), style=style or "")
+            if label_style is not None:
+                printed.stylize(label_style, 0, len(line) - len(line.lstrip()) + len(line.split(" ")[0]))
+            self.console.print(printed)
+
+
+def print_line(text: str, *, style: str | None = None) -> None:
+    """Print a text on standard output."""
+    Output(sys.stdout).line(text, style=style)

@@ -1,0 +1,106 @@
+"""Read prompts from a file, and write the answers to one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from crosstune.core.errors import UserError
+from crosstune.data.formats import to_conversation
+from crosstune.data.render_types import Message
+
+JSON_LINES = (".jsonl", ".json", ".ndjson")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A conversation to continue."""
+
+    messages: Sequence[Message]
+    text: str | None
+    """The prompt when it is one text; None for a conversation."""
+    reference: str | None = None
+    """The answer that the file gives, if it gives one."""
+
+    def row(self, answer: str) -> dict[str, Any]:
+        """Return the row of the output file."""
+        asked = {"messages": self.messages} if self.text is None else {"prompt": self.text}
+        return {**asked, "answer": answer, **({"reference": self.reference} if self.reference else {})}
+
+
+def make_prompt(text: str, *, system: str = "") -> Prompt:
+    return Prompt(messages=[*_system(system), {"role": "user", "content": text}], text=text)
+
+
+def read_prompts(path: Path, *, system: str = "") -> list[Prompt]:
+    """Read a text file with a prompt per line, or JSON lines with `messages` or `prompt`. Empty lines are left out."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"Cannot read the prompts in {path}.", why=str(error)) from error
+    numbered = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise UserError(f"{path} has no prompts.", do="write one prompt per line, or JSON lines")
+    if path.suffix.lower() not in JSON_LINES:
+        return [make_prompt(line, system=system) for _, line in numbered]
+    return [_read_row(line, place=f"{path}, line {number}", system=system) for number, line in numbered]
+
+
+def _read_row(line: str, *, place: str, system: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{place} is not JSON.", why=str(error)) from error
+    if isinstance(row, dict) and isinstance(row.get("prompt"), str):
+        return make_prompt(row["prompt"], system=system)
+    messages = row.get("messages", row.get("prompt")) if isinstance(row, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise UserError(
+            f"{place} has no prompt.",
+            why="a row needs `prompt`, a text, or `messages`, a list of turns with role and content.",
+        )
+    try:
+        turns = to_conversation({"messages": messages}, "messages")
+    except UserError as error:
+        raise UserError(f"{place}: {error.asked}", why=error.why, do=error.do) from error
+    assert not isinstance(turns, str), "only the format text is a text"
+    reference = None
+    if turns[-1]["role"] == "assistant":  # a row of training data: its answer is what the model should say
+        reference = turns.pop()["content"]
+    if not any(turn["role"] == "user" for turn in turns):
+        raise UserError(f"{place} has no message of a user.", do="add one: the model answers it")
+    first = [] if turns[0]["role"] in ("system", "developer") else _system(system)
+    return Prompt(messages=[*first, *turns], text=None, reference=reference)
+
+
+def _system(text: str) -> list[Message]:
+    return [{"role": "system", "content": text}] if text else []
+
+
+def check_output(
+    path: Path, *, overwrite: bool = False, do: str = "name another file, or pass --overwrite to replace it"
+) -> None:
+    """Raise a UserError with the remedy `do` if a file exists and must not be overwritten."""
+    if path.exists() and not overwrite:
+        raise UserError(f"{path} exists already.", do=do)
+
+
+def open_output(path: Path) -> TextIO:
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"Cannot write {path}.", why=str(error)) from error
+
+
+def write_row(file: TextIO, row: dict[str, Any]) -> None:
+    """Write a row at once, so that what was answered before an interruption is kept."""
+    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    file.flush()
+
+
+def batches(prompts: list[Prompt], size: int) -> Iterator[list[Prompt]]:
+    for start in range(0, len(prompts), size):
+        yield prompts[start : start + size]

@@ -1,0 +1,196 @@
+"""Experts of a mixture and GPT-2's layers: chosen, quantized, converted and merged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import tiny_of, train_step
+from transformers import AutoModelForCausalLM
+
+from crosstune.cli.main import main
+from crosstune.config.load import make_config
+from crosstune.core.errors import UserError
+from crosstune.data.batches import pad_rows
+from crosstune.data.chat import encode_conversation
+from crosstune.data.token_batch import TokenBatch
+from crosstune.data.tokenizer import Tokenizer
+from crosstune.planner.gather import make_plan
+from crosstune.torch_engine.adapters import AdaptedStack
+from crosstune.torch_engine.experts import QuantStack
+from crosstune.torch_engine.open import open_session as open_torch
+from crosstune.torch_engine.session import TorchSession
+
+TURNS = [
+    [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": f"{word} it is, " * n}]
+    for n, word in enumerate(["red", "green", "blue"], start=1)
+]
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+EXPERTS = {"gate_up_proj", "down_proj"}
+Make = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def make_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    def make(family: str) -> Path:
+        vocab = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
+        folder = tiny_of(family, tmp_path_factory.mktemp("models") / family, vocab)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            if (tiny_model / name).exists():
+                shutil.copy(tiny_model / name, folder / name)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def window(tiny_model: Path) -> list[TokenBatch]:
+    tokenizer = Tokenizer.from_folder(tiny_model)
+    examples = [encode_conversation(turns, tokenizer, index=i, whole=False) for i, turns in enumerate(TURNS)]
+    return [pad_rows(examples, pad_id=0)]
+
+
+def open_session(model: Path, **options: Any) -> TorchSession:
+    asked = {"backend": "cpu", "precision": "fp32", "model_name": str(model), "lora_rank": 4} | options
+    return open_torch(make_plan(make_config(**asked)), model_folder=model)
+
+
+def logits(model: Any, window: list[TokenBatch]) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.from_numpy(window[0].input_ids).long()).logits
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        ("all", ATTENTION | EXPERTS),
+        ("attention", ATTENTION),
+        ("default", {"q_proj", "v_proj"}),
+        ("gate_up_proj", {"gate_up_proj"}),
+        ("q_proj,down_proj", {"q_proj", "down_proj"}),
+        (r".*\.1\.mlp\..*", EXPERTS),
+    ],
+)
+def test_experts_are_chosen_as_layers_are(make_model: Make, targets: str, expected: set[str]) -> None:
+    session = open_session(make_model("mixtral"), lora_target_modules=targets)
+    assert {name.rpartition(".")[2] for name in session.adapters} == expected
+    assert not any("mlp.gate." in name for name in session.masters.masters), "the router stays as it is"
+
+
+def test_experts_of_some_layers_alone(make_model: Make, window: list[TokenBatch], tmp_path: Path) -> None:
+    """The names in PEFT's settings mean these layers and no others."""
+    from peft import AutoPeftModelForCausalLM
+
+    folder = make_model("qwen3_moe")
+    session = open_session(folder, lora_target_modules=r".*\.1\.mlp\.experts\.down_proj")
+    train_step(session, window, lr=1e-2)
+    assert list(session.adapters) == ["model.layers.1.mlp.experts.down_proj"]
+    loaded = AutoPeftModelForCausalLM.from_pretrained(session.save_result(tmp_path), dtype=torch.float32)
+    torch.testing.assert_close(logits(loaded, window), logits(session.model, window), rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_on_experts_trains_and_still_loads_in_peft(
+    make_model: Make, window: list[TokenBatch], tmp_path: Path
+) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    folder = make_model("mixtral")
+    plain, dropping = (
+        open_session(folder, lora_dropout=p, lora_target_modules="gate_up_proj") for p in (0.0, 0.5)
+    )
+    for session in (plain, dropping):
+        losses = [train_step(session, window, lr=1e-2).loss for _ in range(6)]
+        assert losses[-1] < losses[0]
+    name = next(iter(plain.adapters))
+    assert not torch.equal(plain.adapters[name].lora_B, dropping.adapters[name].lora_B)
+    loaded = AutoPeftModelForCausalLM.from_pretrained(dropping.save_result(tmp_path), dtype=torch.float32)
+    torch.testing.assert_close(logits(loaded, window), logits(dropping.model, window), rtol=1e-4, atol=1e-5)
+
+
+def test_dora_leaves_experts_out_and_refuses_them_by_name(make_model: Make) -> None:
+    folder = make_model("mixtral")
+    session = open_session(folder, train_type="dora")
+    assert {name.rpartition(".")[2] for name in session.adapters} == ATTENTION
+    with pytest.raises(UserError, match="dora cannot adapt"):
+        open_session(folder, train_type="dora", lora_target_modules="down_proj")
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "bits", "checkpointing"),
+    [("bnb", 4, True), ("bnb", 8, False), ("hqq", 4, False), ("quanto", 4, False)],
+)
+def test_quantized_experts_learn_and_are_merged_as_trained(
+    make_model: Make,
+    window: list[TokenBatch],
+    tmp_path: Path,
+    quantizer: str,
+    bits: int,
+    checkpointing: bool,
+) -> None:
+    folder = make_model("mixtral")
+    session = open_session(
+        folder,
+        train_type="qlora",
+        quantization_backend=quantizer,
+        n_bits=bits,
+        use_gradient_checkpointing=checkpointing,
+    )
+    stacks = [module for module in session.model.modules() if isinstance(module, AdaptedStack)]
+    assert len(stacks) == 4
+    assert all(isinstance(stack.base, QuantStack) for stack in stacks)
+    losses = [train_step(session, window, lr=1e-2).loss for _ in range(6)]
+    assert losses[-1] < losses[0]
+    adapter = session.save_result(tmp_path)
+    out = tmp_path / "merged"
+    assert (
+        main(["merge", str(adapter), "--base", str(folder), "--into", "dequantized", "--out", str(out)]) == 0
+    )
+    merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    torch.testing.assert_close(logits(merged, window), logits(session.model, window), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_oss"])
+def test_a_converted_folder_trains_like_one_quantized_on_load_and_converts_back(
+    make_model: Make, window: list[TokenBatch], tmp_path: Path, family: str
+) -> None:
+    folder = make_model(family)
+    words = f"{folder} --to bnb --dtype fp32 --out {tmp_path / 'small'}"
+    assert main(["convert", *words.split()]) == 0
+    options = {"train_type": "qlora", "quantization_backend": "bnb"}
+    sessions = [open_session(path, **options) for path in (folder, tmp_path / "small")]
+    losses = [[train_step(session, window, lr=1e-2).loss for _ in range(3)] for session in sessions]
+    assert losses[0] == losses[1]
+    words = f"{tmp_path / 'small'} --to none --original none --out {tmp_path / 'back'}"
+    assert main(["convert", *words.split()]) == 0
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
+    bare = open_session(folder, **options)
+    torch.testing.assert_close(logits(back, window), logits(bare.model, window), rtol=1e-4, atol=1e-5)
+
+
+def test_files_without_the_prefix_of_the_model_are_quantized(
+    make_model: Make, window: list[TokenBatch], tmp_path: Path
+) -> None:
+    """GPT-2's own files name their tensors so, and hold masks that no model loads any more."""
+    folder = make_model("gpt2")
+    bare = shutil.copytree(folder, tmp_path / "bare")
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    masks = {f"h.{n}.attn.bias": torch.ones(1, 1, 256, 256).tril() for n in range(2)}
+    save_file(renamed | masks, bare / "model.safetensors", metadata={"format": "pt"})
+    losses = []
+    for path in (folder, bare):
+        session = open_session(path, train_type="qlora")
+        losses.append([train_step(session, window, lr=1e-2).loss for _ in range(3)])
+    assert losses[0] == losses[1]
+    adapter = session.save_result(tmp_path)
+    out = tmp_path / "merged"
+    assert main(["merge", str(adapter), "--base", str(bare), "--into", "dequantized", "--out", str(out)]) == 0
+    assert load_file(out / "model.safetensors").keys() == (renamed | masks).keys()
+    merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    torch.testing.assert_close(logits(merged, window), logits(session.model, window), rtol=1e-4, atol=1e-5)

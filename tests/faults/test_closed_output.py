@@ -1,0 +1,114 @@
+"""The reader of a command's output goes away: printing ends, training does not."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+STEPS = 40
+
+
+def training(folder: Path, *more: str) -> list[str]:
+    flags = {
+        "model_name": "tiny-random",
+        "dataset": "commands",
+        "dataset_samples": 64,
+        "eval_samples": 8,
+        "max_new_tokens": 4,
+        "max_steps": STEPS,
+        "save_steps": 15,
+        "backend": "cpu",
+        "precision": "fp32",
+        "log_every_n_steps": 1,
+        "output_dir": folder,
+        "name": "run",
+    }
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    return [sys.executable, "-m", "crosstune", "train", *words, *more]
+
+
+def check_finished(run: Path) -> None:
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == STEPS
+    assert json.loads((run / "summary.json").read_text())["status"] == "finished"
+    assert (run / "checkpoints" / f"step-{STEPS:08d}" / "manifest.json").is_file()
+    assert (run / "adapter").is_dir() and (run / "report.html").is_file()
+
+
+@pytest.mark.parametrize("log_to", ["tqdm", "stdout"])
+def test_a_closed_pipe_does_not_end_the_training(log_to: str, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        training(tmp_path, "--log_to", log_to), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            break
+    process.stdout.close()
+    assert process.wait(timeout=300) == 0
+    check_finished(tmp_path / "run")
+
+
+def test_a_closed_terminal_does_not_end_the_training(tmp_path: Path) -> None:
+    """With SIGHUP ignored, as under nohup, every write to the terminal fails with EIO."""
+    controller, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    process = subprocess.Popen(
+        training(tmp_path),
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env={**os.environ, "TERM": "xterm"},
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    os.close(terminal)
+    shown = b""
+    while b"step 3/" not in shown:
+        shown += os.read(controller, 4096)
+    os.close(controller)
+    assert process.wait(timeout=300) == 0
+    check_finished(tmp_path / "run")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+def test_a_full_disk_under_the_result_is_an_error() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "crosstune",
+                "plan",
+                "--backend",
+                "cpu",
+                "--model_name",
+                "tiny-random",
+                "--json",
+            ],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert "Standard output could not be written" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_help_ends_quietly_when_its_reader_does(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m crosstune train --help | head -1; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert done.stderr == "" and done.stdout.startswith("usage:")

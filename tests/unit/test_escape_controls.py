@@ -1,0 +1,142 @@
+"""No control character of data, models or names reaches a terminal; our own styles do."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crosstune.cli.arguments import print_json
+from crosstune.cli.escape_controls import escape_output, printable
+from crosstune.cli.live_line import BarLine
+from crosstune.cli.main import main
+from crosstune.cli.output import Output
+from crosstune.cli.screen import Screen
+from crosstune.cli.streams import lasting_output
+from crosstune.core.events import Evaluated, Warned
+
+CLIPBOARD = "\x1b]52;c;aGVsbG8=\x07"
+HOSTILE = f"a{CLIPBOARD}b\x9b2Jc\u202ed\u2066e\x7ff\x08g"
+ESCAPED = "a\\x1b]52;c;aGVsbG8=\\x07b\\x9b2Jc\\u202ed\\u2066e\\x7ff\\x08g"
+
+
+def is_clean(text: str) -> bool:
+    return printable(text) == text
+
+
+def test_controls_are_escaped_and_text_stays() -> None:
+    assert printable(HOSTILE) == ESCAPED
+    assert printable("half \ud83d") == "half \\ud83d"
+    text = "lines\nand\ttabs, 日本\u3000語, ünï\xa0, 👩‍💻, עברית\u200f, \\x1b, \u2028"
+    assert printable(text) == text
+
+
+def test_print_escapes_and_the_streams_stay_usable(capsys: pytest.CaptureFixture[str]) -> None:
+    escape_output()
+    escape_output()  # twice is as once
+    print(HOSTILE)
+    print("\rspoof", end="")
+    sys.stdout.writelines([HOSTILE, "\n"])
+    sys.stderr.write("\r 50 %|#####     | \x1b[2J")
+    assert not sys.stdout.isatty()
+    assert sys.stdout.encoding
+    out, err = capsys.readouterr()
+    assert out == f"{ESCAPED}\n\\rspoof{ESCAPED}\n"
+    assert err == "\r 50 %|#####     | \\x1b[2J"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_screen_escapes_texts_but_not_its_styles(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm-256color")
+    stream = io.StringIO()
+    screen = Screen(live=False, stream=stream)
+    screen.on_event(Warned(message=HOSTILE))
+    sample: Any = {"prompt": HOSTILE, "answer": HOSTILE, "reference": ""}
+    screen.on_event(Evaluated(step=1, when="during", metrics={}, samples=[sample], seconds=1.0))
+    screen.output.console.print("done", end="\r")
+    shown = stream.getvalue()
+    assert "]52;c;" in shown
+    for bad in (CLIPBOARD, "\x1b]", "\x9b", "\u202e", "\u2066", "\x07", "\x08"):
+        assert bad not in shown
+    assert shown.endswith("done\r")
+    assert ("\x1b[33m" in shown) == terminal
+
+
+def test_folded_lines_and_bars_have_room_for_the_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    stream = io.StringIO()
+    Output(stream).line("red \x1b[31m and a bell \x07 " * 4)
+    assert stream.getvalue().count("\\x1b[31m") == stream.getvalue().count("\\x07") == 4
+    assert all(len(line) <= 40 for line in stream.getvalue().splitlines())
+    bar = BarLine(title="\x1b[2Jdata \x9b", share=0.5, figures=["\x07" * 5]).render(40).plain
+    assert bar.startswith("\\x1b[2Jdata \\x9b ")
+    assert len(bar) <= 40
+    assert is_clean(bar)
+
+
+def test_a_stream_that_outlives_its_reader_escapes_text_but_not_styles(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    escape_output()
+    before = sys.stdout, sys.stderr
+    for _ in range(2):  # also when begun again
+        with lasting_output(), lasting_output():
+            print(HOSTILE)
+            Output().line(HOSTILE, style="yellow")
+        assert (sys.stdout, sys.stderr) == before
+        out, err = capsys.readouterr()
+        assert out == f"{ESCAPED}\n"
+        assert err == f"\x1b[33m{ESCAPED}\x1b[0m\n"
+
+
+def test_json_stays_json(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"answer": HOSTILE, "half": "\ud83d"})
+    out = capsys.readouterr().out
+    assert is_clean(out)
+    assert json.loads(out) == {"answer": HOSTILE, "half": "\ud83d"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [f"tr{HOSTILE}"],
+        ["train", f"--{HOSTILE}", "1"],
+        ["report", f"/tmp/{HOSTILE}"],
+        ["checkpoint", "list", f"/tmp/{HOSTILE}"],
+        ["data", f"/tmp/{HOSTILE}.jsonl"],
+    ],
+    ids=lambda words: words[0][:10] if len(words[0]) < 12 else "unknown",
+)
+def test_errors_of_every_command_are_clean(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert is_clean(out)
+    assert is_clean(err)
+    assert "x1b]52" in err
+
+
+def test_a_traceback_of_ours_is_clean() -> None:
+    code = (
+        "from crosstune.cli import main, options\n"
+        f"def run(words): raise RuntimeError({HOSTILE!r})\n"
+        "options.run = run\n"
+        "main.main(['options'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "RuntimeError" in done.stderr
+    assert CLIPBOARD not in done.stderr

@@ -1,0 +1,130 @@
+"""Files of prompts and answers, and the conversation of a chat."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from crosstune.core.errors import ConfigError, UserError
+from crosstune.core.sampling import GREEDY, Sampling
+from crosstune.results.conversation import Conversation
+from crosstune.results.prompt_file import check_output, open_output, read_prompts, write_row
+
+
+def test_a_text_file_has_a_prompt_per_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text(
+        'First?\n\n  {"prompt": "taken as it is"}  \r\nDritte\N{INVERTED QUESTION MARK}', encoding="utf-8"
+    )
+    prompts = read_prompts(path, system="Be brief.")
+    assert [prompt.text for prompt in prompts] == ["First?", '{"prompt": "taken as it is"}', "Dritte¿"]
+    assert prompts[0].messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "First?"},
+    ]
+    assert prompts[0].row("Yes.") == {"prompt": "First?", "answer": "Yes."}
+
+
+def test_json_lines_hold_prompts_or_conversations(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    rows = [
+        {"prompt": "p"},
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "known"}]},
+        {"messages": turns},
+        {"prompt": turns},
+    ]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    one, two, three, four = read_prompts(path, system="mine")
+    assert one.text == "p"
+    assert two.messages == [{"role": "system", "content": "mine"}, {"role": "user", "content": "q"}]
+    assert two.row("a") == {"messages": two.messages, "answer": "a", "reference": "known"}
+    assert three.messages == four.messages == turns
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "no prompts"),
+        ("{", "line 1 is not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ('{"question": 1}', "line 1 has no prompt"),
+        ("3", "has no prompt"),
+        ('{"messages": []}', "has no prompt"),
+        ('{"messages": [{"role": "wizard", "content": "x"}]}', "line 1"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 1: The roles"),
+        ('{"messages": [{"role": "system", "content": "x"}]}', "no message of a user"),
+        ('{"prompt": "fine"}\n{"messages": "x"}', "line 2"),
+    ],
+)
+def test_a_bad_row_is_named(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    with pytest.raises(UserError, match=says):
+        read_prompts(path)
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Cannot read"):
+        read_prompts(tmp_path / "none.txt")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(UserError, match="Cannot read"):
+        read_prompts(tmp_path / "binary.txt")
+    with open_output(tmp_path / "out.jsonl") as file:
+        write_row(file, {"answer": "ä"})
+    with pytest.raises(UserError, match="exists already"):
+        check_output(tmp_path / "out.jsonl")
+    check_output(tmp_path / "out.jsonl", overwrite=True)
+    assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == '{"answer": "ä"}\n'
+    with pytest.raises(UserError, match="Cannot write"):
+        open_output(tmp_path / "none" / "out.jsonl")
+
+
+def test_a_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    chat = Conversation(system="Be brief.")
+    with pytest.raises(UserError, match="nothing to save"):
+        chat.save(path)
+    chat.add("q", "a")
+    chat.save(path)
+    with pytest.raises(UserError, match="exists"):
+        chat.save(path)
+    other = Conversation()
+    other.load(path)
+    assert other == chat
+    other.reset()
+    assert other.messages() == [{"role": "system", "content": "Be brief."}]
+    for bad in ("", "{}", "[]", '{"messages": 3}', '{"messages": [{"role": "wizard"}]}'):
+        path.write_text(bad)
+        with pytest.raises(UserError):
+            other.load(path)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"temperature": 1e-30},
+        {"temperature": float("inf")},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"min_p": -0.1},
+        {"min_p": 2.0},
+        {"repetition_penalty": 0.0},
+        {"seed": -1},
+        {"seed": 2**63},
+    ],
+)
+def test_settings_out_of_range_are_refused(setting: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(setting)) + "|problem"):
+        Sampling(**setting)
+
+
+def test_filters_without_effect_are_named() -> None:
+    assert GREEDY.unused == []
+    assert Sampling(top_p=0.9, min_p=0.1, repetition_penalty=1.2).unused == ["top_p", "min_p"]
+    assert Sampling(temperature=1.0, top_p=0.9).unused == []
