@@ -1,6 +1,7 @@
 """The guides' import path: `from backend_manager import BackendManager, Backend`."""
 
 from crosstune.compat.backend_manager import (
+    CAPABILITIES,
     Backend,
     BackendCapabilities,
     BackendManager,
@@ -10,6 +11,7 @@ from crosstune.compat.backend_manager import (
 )
 
 __all__ = [
+    "CAPABILITIES",
     "Backend",
     "BackendCapabilities",
     "BackendManager",

@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the guides' class hands out torch devices")
 
 from backend_manager import (  # noqa: E402
+    CAPABILITIES,
     Backend,
     BackendCapabilities,
     BackendManager,
@@ -14,7 +15,10 @@ from backend_manager import (  # noqa: E402
     get_backend_manager,
     get_device,
 )
-from crosstune.machines.probe import load_machine  # noqa: E402
+from crosstune.config.check_built import unbuilt_parts  # noqa: E402
+from crosstune.config.load import make_config  # noqa: E402
+from crosstune.machines.probe import load_machine, profile_names  # noqa: E402
+from crosstune.planner.gather import make_plan  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +62,8 @@ def test_the_guides_custom_logic(cpu: BackendManager) -> None:
 def test_cpu_here(cpu: BackendManager) -> None:
     assert (cpu.backend, cpu.device) == (Backend.CPU, torch.device("cpu"))
     assert cpu.supports_quantization(16) and not cpu.supports_quantization(32)
-    assert cpu.get_dtype() is torch.bfloat16
-    assert cpu.get_dtype(prefer_bfloat16=False) is torch.float16
+    assert cpu.get_dtype(prefer_bfloat16=False) is torch.float32
     assert cpu.get_distributed_backend() == "gloo"
-    assert cpu.capabilities.supports_distributed and cpu.capabilities.supports_fsdp
 
 
 def test_cpu_quantizes_to_four_bits_where_a_quantizer_is_installed(cpu: BackendManager) -> None:
@@ -163,3 +165,71 @@ def test_model_size_is_checked_against_memory() -> None:
         laptop.validate_model_size(70)
     on("h200").validate_model_size(70)
     assert on("h200").capabilities.max_model_size > laptop.capabilities.max_model_size
+
+
+def available_backends() -> list[tuple[str, str]]:
+    return [(name, backend) for name in profile_names() for backend in load_machine(name).available()]
+
+
+@pytest.mark.parametrize(("profile", "backend"), available_backends())
+def test_the_manager_and_train_agree(profile: str, backend: str) -> None:
+    manager, capabilities = on(profile, backend), on(profile, backend).capabilities
+    plan = make_plan(
+        make_config(
+            backend=backend, model_name="x/7b", train_type="qlora", world_size=2, use_flash_attention=True
+        ),
+        machine=load_machine(profile),
+    )
+    assert capabilities.supports_flash_attention == plan.config.use_flash_attention
+    if manager.report.device == "cpu":
+        assert str(manager.get_dtype()).removeprefix("torch.") == {
+            "fp32": "float32",
+            "bf16_autocast": "bfloat16",
+        }.get(plan.precision)
+    if plan.world_size == 2:  # else the machine has one device
+        assert capabilities.supports_distributed == (not unbuilt_parts(plan) and plan.collective is not None)
+        assert capabilities.supports_fsdp == (capabilities.supports_distributed and plan.engine == "torch")
+    assert manager.get_distributed_backend() in (plan.collective, None, *manager.report.collectives)
+
+
+@pytest.mark.parametrize(("profile", "backend"), available_backends())
+def test_the_plan_keeps_the_optimal_batch(profile: str, backend: str) -> None:
+    manager = on(profile, backend)
+    batch = manager.get_optimal_batch_size(7)
+    precision = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[
+        str(manager.get_dtype()).removeprefix("torch.")
+    ]
+    plan = make_plan(
+        make_config(
+            backend=backend,
+            model_name="x/7b",
+            train_type="qlora",
+            batch_size=batch,
+            context_length=2048,
+            precision=precision,
+            use_gradient_checkpointing=True,
+        ),
+        machine=load_machine(profile),
+    )
+    assert plan.config.batch_size == batch
+    assert plan.estimated_bytes is not None and plan.estimated_bytes <= plan.usable_bytes
+
+
+def test_the_watermark_reaches_the_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_MPS_HIGH_WATERMARK_RATIO", raising=False)
+    usual = on("apple-m2-max-64gb", "mps")
+    batch = usual.get_optimal_batch_size(7)
+    monkeypatch.setenv("PYTORCH_MPS_HIGH_WATERMARK_RATIO", "0.3")
+    small = on("apple-m2-max-64gb", "mps")
+    assert small.get_optimal_batch_size(7) < batch
+    assert small.capabilities.max_model_size < usual.capabilities.max_model_size
+
+
+def test_names_of_the_guides_for_adding_a_backend(cpu: BackendManager) -> None:
+    assert cpu.backend_type == "cpu" and on("apple-m2-max-64gb").backend_type == "mlx"
+    assert cpu._detect_available_backends() == cpu._available_backends
+    assert BackendManager.CAPABILITIES is CAPABILITIES and list(CAPABILITIES) == list(Backend)
+    assert CAPABILITIES[Backend.CPU].quantization_bits == cpu.capabilities.quantization_bits
+    if not torch.cuda.is_available():
+        assert CAPABILITIES[Backend.CUDA].quantization_bits == []
+        assert CAPABILITIES[Backend.CUDA].notes

@@ -15,7 +15,9 @@ from crosstune.core.memory import ModelShape, expand_shape, model_bytes
 from crosstune.core.quantizers import read_quantizers
 from crosstune.machines.probe import load_machine
 
-SHAPE = ModelShape(num_parameters=1_000_000_000, hidden=2000, num_layers=30, intermediate=6000, vocab=50_000)
+SHAPE = ModelShape(
+    num_parameters=1_000_000_000, hidden=2000, num_layers=30, num_heads=20, intermediate=6000, vocab=50_000
+)
 BLOCK = (1_000_000_000 - 50_000 * 2000) // 30
 
 

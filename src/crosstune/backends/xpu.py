@@ -12,7 +12,6 @@ SPEC = BackendSpec(
     torch_build="xpu",
     preference=30,
     collective="xccl",
-    pinned_memory=True,
     install=(
         "It needs an Intel GPU with its driver and an XPU build of torch (https://pytorch.org/get-started); "
         "without one use --backend auto, or name a backend that is available here"

@@ -92,7 +92,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
     spec = backend_specs()[plan.backend.name]
     return {
         "environment": environment_of(spec, system=plan.machine.system),
-        "clear_cache_every": spec.clear_cache_every,
+        "clear_cache_every": spec.cache_interval(low_memory=plan.config.low_memory),
         "pinned_memory": spec.pinned_memory,
     }
 
@@ -102,7 +102,8 @@ def _describe_settings(plan: Plan) -> list[str]:
     settings = _settings(plan)
     found = [f"{name}={value}" for name, value in settings["environment"].items()]
     if settings["clear_cache_every"]:
-        found.append(f"cache cleared every {settings['clear_cache_every']} steps")
+        every = settings["clear_cache_every"]
+        found.append(f"cache cleared {'after every step' if every == 1 else f'every {every} steps'}")
     if settings["pinned_memory"]:
         found.append("batches copied from pinned memory")
     return found
@@ -141,6 +142,7 @@ def _plan_lines(plan: Plan, checked: Checked | None) -> Iterator[tuple[str, str 
         ("data", f"{config.dataset}{_demo_hint(config)}, up to {config.context_length} tokens per row"),
         ("method", f"{config.recipe} / {plan.method}{quantized}"),
         ("precision", plan.precision),
+        ("attention", ": ".join(plan.attention)),
         (
             "step",
             f"{config.batch_size} rows x {config.gradient_accumulation_steps} micro-batches x {plan.world_size}",
@@ -152,7 +154,7 @@ def _plan_lines(plan: Plan, checked: Checked | None) -> Iterator[tuple[str, str 
     if settings := _describe_settings(plan):
         rows.append(("settings", ", ".join(settings)))
     if plan.estimated_bytes is not None:
-        have = size(plan.backend.memory_total_bytes)
+        have = f"{size(plan.usable_bytes)} to use (the device has {size(plan.backend.memory_total_bytes)})"
         rows.append(("memory", f"about {size(plan.estimated_bytes)} for a full step (estimated), of {have}"))
     for name, value in rows:
         yield f"{name:<12} {value}", None

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from importlib.util import find_spec
 from typing import Any
 
 from crosstune.backends._host import memory_bytes
+from crosstune.config.check_built import can_use_several_devices
+from crosstune.config.fit_precision import best_precision
+from crosstune.config.load import backend_variables
+from crosstune.core.attention import held_score_bits
 from crosstune.core.backend import backend_specs
 from crosstune.core.machine import BackendReport, Machine
 from crosstune.core.memory import GIB, largest_batch, shape_for_size
 from crosstune.core.quantizers import quantizer_names
+from crosstune.core.usable_memory import usable_bytes
 from crosstune.machines.probe import fastest_backend, probe_backend, probe_machine
 from crosstune.torch_engine.probe import allocated_bytes, torch_device, torch_dtype
 
-USABLE_MEMORY = 0.9
 LARGEST_SIZE_B = 4096
 
 
@@ -51,8 +55,27 @@ class BackendCapabilities:
     notes: list[str] = field(default_factory=list)
 
 
+class ProbedCapabilities(Mapping[Backend, BackendCapabilities]):
+    """The capabilities of every backend on this machine; each is probed when it is read."""
+
+    def __getitem__(self, backend: Backend) -> BackendCapabilities:
+        report = probe_machine(backends=[backend.value], quantizers=quantizer_names())
+        return find_capabilities(report, backend)
+
+    def __iter__(self) -> Iterator[Backend]:
+        return iter(Backend)
+
+    def __len__(self) -> int:
+        return len(Backend)
+
+
+CAPABILITIES = ProbedCapabilities()
+
+
 class BackendManager:
     """Device, capabilities and memory of one backend on this machine or on the given `machine`."""
+
+    CAPABILITIES = CAPABILITIES
 
     def __init__(
         self,
@@ -65,15 +88,19 @@ class BackendManager:
         self.verbose = verbose
         self._is_here = machine is None
         self.machine = probe_machine() if machine is None else machine
-        self._available_backends = [
-            Backend(name) for name in backend_specs() if name in self.machine.available()
-        ]
+        self._available_backends = self._detect_available_backends()
         self.backend = Backend(fastest_backend(self.machine)) if wanted is None else wanted
         if self.backend not in self._available_backends:
             raise ValueError(_why_not_available(self.machine, self.backend))
-        self.report = self.machine.backends[self.backend.value] if machine else _probe_fully(self.backend)
+        if machine is None:
+            # Again, with every quantizer: this takes seconds, so only the chosen backend is probed this way.
+            self.machine = replace(
+                self.machine,
+                backends={**self.machine.backends, self.backend.value: _probe_fully(self.backend)},
+            )
+        self.report = self.machine.backends[self.backend.value]
         self.device = _device(self.report)
-        self.capabilities = _capabilities(self.report)
+        self.capabilities = find_capabilities(self.machine, self.backend)
         if verbose:
             print("\n".join(self._summary()))
 
@@ -85,13 +112,25 @@ class BackendManager:
         variables = os.environ if environment is None else environment
         return cls(backend=variables.get("FSDP_BACKEND") or None, verbose=verbose)
 
+    @property
+    def backend_type(self) -> str:
+        """The backend's name, such as "mlx"."""
+        return self.backend.value
+
+    def _detect_available_backends(self) -> list[Backend]:
+        """Return the backends of the machine that can be used, in the order in which `auto` tries them."""
+        available = self.machine.available()
+        return sorted((backend for backend in Backend if backend.value in available), key=_auto_order)
+
     def supports_quantization(self, bits: int) -> bool:
         return bits in self.capabilities.quantization_bits
 
     def get_dtype(self, prefer_bfloat16: bool = True) -> Any:
-        """Return the first dtype that works here: bfloat16 unless not preferred, then float16, then float32."""
-        order = ("bf16", "fp16", "fp32") if prefer_bfloat16 else ("fp16", "fp32")
-        return torch_dtype(next(name for name in order if name in self.report.dtypes))
+        """Return the first dtype that works here: bfloat16 unless not preferred, then float16, then float32.
+
+        On a CPU it is bfloat16 only where that is clearly faster, as for `train`, and otherwise float32.
+        """
+        return torch_dtype(preferred_dtype(self.report, prefer_bfloat16=prefer_bfloat16))
 
     def get_distributed_backend(self) -> str | None:
         return self.capabilities.distributed_backend
@@ -126,14 +165,12 @@ class BackendManager:
         }
 
     def get_optimal_batch_size(self, model_size_b: float, sequence_length: int = 2048) -> int:
-        """Return the estimated largest batch for LoRA training over a 4-bit base, or 8 or 16 where that is all there is."""
-        batch = largest_batch(
-            shape_for_size(model_size_b),
-            limit_bytes=int(self.report.memory_free_bytes * USABLE_MEMORY),
-            bits=_base_bits(self.report),
-            context=sequence_length,
-        )
-        return max(1, batch)
+        """Return the estimated largest batch for LoRA training over a 4-bit base, or 8 or 16 where that is all there is.
+
+        It is the estimate of `crosstune plan`, within the memory that is free now.
+        """
+        limit = min(_usable_bytes(self.machine, self.report), self.report.memory_free_bytes)
+        return max(1, estimate_batch(self.report, model_size_b, limit=limit, context=sequence_length))
 
     def _summary(self) -> list[str]:
         capabilities, report = self.capabilities, self.report
@@ -178,7 +215,6 @@ def get_device(backend: str | Backend | None = None) -> Any:
 
 
 def _probe_fully(backend: Backend) -> BackendReport:
-    """Probe a backend with every quantizer. This takes seconds, so only the chosen backend is probed this way."""
     return probe_backend(backend_specs()[backend.value], quantizers=quantizer_names())
 
 
@@ -210,40 +246,83 @@ def _device(report: BackendReport) -> Any:
     return torch_device(name) if find_spec("torch") is not None else name
 
 
-def _capabilities(report: BackendReport) -> BackendCapabilities:
+def find_capabilities(machine: Machine, backend: Backend) -> BackendCapabilities:
+    """Return what the report of a machine says about a backend; for one that is not available, only why."""
+    report = machine.backends[backend.value]
+    if not report.available:
+        return BackendCapabilities(notes=[report.reason])
     bits = {width for widths in report.quantizers.values() for width in widths}
     if {"bf16", "fp16"} & set(report.dtypes):
         bits.add(16)
+    is_distributed = bool(report.collectives) and can_use_several_devices(report.engine)
     return BackendCapabilities(
         quantization_bits=sorted(bits),
-        supports_distributed=bool(report.collectives),
-        supports_fsdp=report.engine == "torch" and bool(report.collectives),
+        supports_distributed=is_distributed,
+        supports_fsdp=is_distributed and report.engine == "torch",
         supports_bfloat16="bf16" in report.dtypes,
-        supports_flash_attention=any("flash" in kernel for kernel in report.attention),
-        max_model_size=_largest_model_b(report),
+        supports_flash_attention=report.has_flash_attention,
+        max_model_size=_largest_model_b(machine, report),
         distributed_backend=report.collectives[0] if report.collectives else None,
         notes=list(report.notes),
     )
 
 
-def _base_bits(report: BackendReport) -> int:
-    """Return the bits of a QLoRA base here: 4 if a quantizer supports them, else 8, else 16."""
-    widths = {width for bits in report.quantizers.values() for width in bits}
-    return next((bits for bits in (4, 8) if bits in widths), 16)
+def _auto_order(backend: Backend) -> int:
+    return backend_specs()[backend.value].preference
 
 
-def _largest_model_b(report: BackendReport) -> float | None:
+def preferred_dtype(report: BackendReport, *, prefer_bfloat16: bool = True) -> str:
+    """Return the dtype to compute in, as the first word of --precision; on a CPU, the one that `train` takes."""
+    if report.device == "cpu":
+        best = best_precision(report)[0].partition("_")[0]
+        return best if prefer_bfloat16 else "fp32"
+    order = ("bf16", "fp16", "fp32") if prefer_bfloat16 else ("fp16", "fp32")
+    return next(name for name in order if name in report.dtypes)
+
+
+def _usable_bytes(machine: Machine, report: BackendReport) -> int:
+    return usable_bytes(machine, report, backend_specs()[report.name], environment=backend_variables())
+
+
+def estimate_batch(
+    report: BackendReport,
+    size_b: float,
+    *,
+    limit: int,
+    context: int,
+    bits: int | None = None,
+    at_most: int = 1024,
+) -> int:
+    """Return the largest batch of a LoRA training that fits, in the dtype of `get_dtype`, with recomputed activations.
+
+    `bits` are those of the base; by default 4, or 8, if a quantizer runs, and otherwise those of the dtype.
+    """
+    compute_bits = 32 if preferred_dtype(report) == "fp32" else 16
+    widths = {width for found in report.quantizers.values() for width in found}
+    if bits is None:
+        bits = next((width for width in (4, 8) if width in widths), compute_bits)
+    return largest_batch(
+        shape_for_size(size_b),
+        limit_bytes=limit,
+        bits=bits,
+        context=context,
+        compute_bits=compute_bits,
+        score_bits=held_score_bits(report, flash=None, compute_bits=compute_bits),
+        at_most=at_most,
+    )
+
+
+def _largest_model_b(machine: Machine, report: BackendReport) -> float | None:
     """Return the largest model in billions of parameters whose training on one row of 512 tokens is estimated to fit.
 
     From 10B on it is rounded down to a whole number: an estimate has no more digits.
     """
     if not report.devices:
         return None
-    limit, bits = int(report.memory_total_bytes * USABLE_MEMORY), _base_bits(report)
+    limit = _usable_bytes(machine, report)
 
     def is_too_large(tenths: int) -> bool:
-        shape = shape_for_size(tenths / 10)
-        return largest_batch(shape, limit_bytes=limit, bits=bits, context=512, at_most=1) == 0
+        return estimate_batch(report, tenths / 10, limit=limit, context=512, at_most=1) == 0
 
     size_b = bisect_left(range(1, LARGEST_SIZE_B * 10), True, key=is_too_large) / 10
     return size_b if size_b < 10 else float(int(size_b))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from crosstune.compat.backend_manager import USABLE_MEMORY, Backend, BackendManager
+from crosstune.compat.backend_manager import Backend, BackendManager, estimate_batch, preferred_dtype
 from crosstune.compat.quantization_adapters import ADAPTERS
 from crosstune.compat.quantization_check import check_config, each_config, without_effect
 from crosstune.compat.quantization_config import (
@@ -18,8 +18,10 @@ from crosstune.compat.quantization_config import (
     method_for,
 )
 from crosstune.compat.quantization_interface import QuantizationAdapter
+from crosstune.config.load import backend_variables
+from crosstune.core.backend import backend_specs
 from crosstune.core.machine import BackendReport, Machine
-from crosstune.core.memory import GIB, largest_batch, shape_for_size
+from crosstune.core.memory import GIB
 from crosstune.core.quantizers import read_quantizers
 from crosstune.torch_engine.probe import torch_dtype
 
@@ -85,7 +87,7 @@ def get_recommended_config(
     report = _report(backend, machine)
     methods = [(bits, _method_here(report, bits)) for bits in RECOMMENDED_BITS]
     runnable = [(bits, method) for bits, method in methods if method is not None]
-    fitting = [item for item in runnable if _fits(model_size_b, item[0], available_memory_gb)]
+    fitting = [item for item in runnable if _fits(report, model_size_b, item[0], available_memory_gb)]
     bits, method = fitting[0] if fitting else runnable[-1]
     if not fitting:
         warnings.warn(
@@ -188,16 +190,15 @@ def _method_here(report: BackendReport, bits: int) -> QuantizationMethod | None:
     return next((method for name in libraries if (method := method_for(name, bits))), None)
 
 
-def _fits(model_size_b: float, bits: int, memory_gb: float) -> bool:
-    limit = int(memory_gb * GIB * USABLE_MEMORY)
-    shape = shape_for_size(model_size_b)
-    return largest_batch(shape, limit_bytes=limit, bits=bits, context=CONTEXT, at_most=1) > 0
+def _fits(report: BackendReport, model_size_b: float, bits: int, memory_gb: float) -> bool:
+    spec = backend_specs()[report.name]
+    share = spec.usable_share(backend_variables())
+    limit = int(memory_gb * GIB * (spec.memory_share if share is None else share))
+    return estimate_batch(report, model_size_b, limit=limit, context=CONTEXT, bits=bits, at_most=1) > 0
 
 
 def _best_dtype(report: BackendReport) -> Any:
-    """Return bf16 where it works and is not slower than fp32, as on some CPUs; None when torch is missing."""
+    """Return the dtype of `BackendManager.get_dtype`; None when torch is missing."""
     if find_spec("torch") is None or not report.dtypes:
         return None
-    is_slow = report.device == "cpu" and report.bf16_speedup < 1
-    order = ("fp32",) if is_slow else ("bf16", "fp16", "fp32")
-    return torch_dtype(next(name for name in order if name in report.dtypes))
+    return torch_dtype(preferred_dtype(report))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from crosstune.config.conditions import Decided
 from crosstune.config.plan import Plan
-from crosstune.config.schema import option_list
+from crosstune.config.schema import Config, option_list
 from crosstune.config.unbuilt import Unbuilt
 from crosstune.core.errors import UserError
 from crosstune.core.quantizers import read_quantizers
@@ -20,14 +20,25 @@ def unbuilt_parts(plan: Plan) -> list[UserError]:
         n_bits=plan.n_bits,
         world_size=plan.world_size,
     )
-    declared = dict.fromkeys(option.unbuilt for option in option_list() if option.unbuilt is not None)
     return [
         UserError(
             f"Not built yet: {part.what.format(**decided.values())}.", why=_asked_by(part, plan), do=part.do
         )
-        for part in declared
+        for part in _declared()
         if part.needed(decided)
     ]
+
+
+def can_use_several_devices(engine: str) -> bool:
+    """Return whether `train` can use several devices, or processes, with an engine."""
+    decided = Decided(
+        options=Config().options(), engine=engine, method="lora", quantizer=None, n_bits=16, world_size=2
+    )
+    return not any(part.needed(decided) for part in _declared())
+
+
+def _declared() -> list[Unbuilt]:
+    return list(dict.fromkeys(option.unbuilt for option in option_list() if option.unbuilt is not None))
 
 
 def _asked_by(part: Unbuilt, plan: Plan) -> str:

@@ -31,6 +31,8 @@ class Facts:
     """By name, in the order in which `auto` tries them."""
     quantizers: Mapping[str, Quantizer]
     """By name, in the order in which `auto` prefers them."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """The variables of the backends that are set."""
     ranks: Ranks | None = None
     """Set when several processes were started."""
     shape: ModelShape | None = None

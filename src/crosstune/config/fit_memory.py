@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import PurePath
 
 from crosstune.config.draft import Draft
+from crosstune.config.memory_advice import advise
+from crosstune.core.attention import held_score_bits
 from crosstune.core.expanded_name import read_expanded_name
 from crosstune.core.memory import GIB, expand_shape, step_bytes
-
-USABLE_MEMORY = 0.9
-USABLE_MEMORY_ON_MPS = 0.7  # the high watermark set in backends/mps.py
 
 
 def fit_memory(
@@ -18,40 +17,39 @@ def fit_memory(
     method: str,
     quantizer: str,
     n_bits: int,
-    sharing: int,
+    limit: int,
 ) -> int | None:
-    """Turn on activation checkpointing, then reduce the micro-batch, until the step fits; return its estimated bytes.
-
-    `sharing` is the number of processes that use the same memory.
-    """
-    shape, longest_row = draft.facts.shape, draft.facts.longest_row
+    """Turn on activation checkpointing, then reduce the micro-batch, until the step fits into `limit` bytes; return its
+    estimated bytes."""
+    facts, report = draft.facts, draft.report
+    shape = facts.shape
     if shape is None:
         return None
     num_new = _num_new_blocks(draft, method)
     if num_new and not draft["llama_pro_path"]:
         shape = expand_shape(shape, num_new)
-    usable = USABLE_MEMORY_ON_MPS if draft.report.name == "mps" else USABLE_MEMORY
-    limit = int(draft.report.memory_total_bytes * usable / sharing)
 
     def estimate() -> int:
         precision = draft["precision"]
         full_width = precision == "fp32" or precision.endswith("_autocast")
+        compute_bits = 32 if precision == "fp32" else 16
         return step_bytes(
             shape,
             method=method,
             bits=n_bits if quantizer != "none" else 32 if full_width else 16,
             rank=draft["lora_rank"],
             batch=draft["batch_size"],
-            context=min(draft["context_length"], longest_row or draft["context_length"]),
+            context=min(draft["context_length"], facts.longest_row or draft["context_length"]),
             checkpointing=draft["use_gradient_checkpointing"],
-            compute_bits=32 if precision == "fp32" else 16,
+            compute_bits=compute_bits,
+            score_bits=held_score_bits(report, flash=draft["use_flash_attention"], compute_bits=compute_bits),
             num_new_blocks=num_new,
         )
 
     need = estimate()
     if not limit:
         return need
-    why = f"the step is estimated at {need / GIB:.1f} GiB and {draft.report.name} has {limit / GIB:.1f} GiB to use"
+    why = f"the step is estimated at {need / GIB:.1f} GiB and {report.name} has {limit / GIB:.1f} GiB to use"
     if need > limit and not draft.is_asked("use_gradient_checkpointing"):
         draft.set("use_gradient_checkpointing", True, why)
         need = estimate()
@@ -67,10 +65,20 @@ def fit_memory(
         )
         need = estimate()
     if need > limit:
+        advice = advise(
+            {name: draft[name] for name in draft.asked.options()},
+            report=report,
+            spec=facts.backends[report.name],
+            method=method,
+            quantizer=quantizer,
+            environment=facts.environment,
+            longest_row=facts.longest_row,
+        )
+        rows = "one row is" if draft["batch_size"] == 1 else f"the step of {draft['batch_size']} rows is"
         draft.warn(
             "batch_size",
-            f"one row is still estimated at {need / GIB:.1f} GiB of {limit / GIB:.1f} GiB; it may not fit into memory: "
-            "use --train_type qlora, a shorter --context_length or a smaller model",
+            f"{rows} still estimated at {need / GIB:.1f} GiB of {limit / GIB:.1f} GiB; it may not fit into memory: "
+            f"{advice.sentence()}",
         )
     return need
 

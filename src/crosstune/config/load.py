@@ -15,7 +15,7 @@ from crosstune.config.option_names import find_option
 from crosstune.config.peer_names import SECTIONS
 from crosstune.config.schema import Config, option_list, options_by_name
 from crosstune.config.values import convert_value, expectation, wrong_path
-from crosstune.core.backend import BackendSpec
+from crosstune.core.backend import BackendSpec, backend_specs
 from crosstune.core.errors import UserError, raise_all, shown
 from crosstune.core.yaml_files import read_yaml
 
@@ -78,6 +78,12 @@ def add_environment(spec: BackendSpec) -> None:
     """Set the environment variables of a backend, before its engine starts; keep those that the user set."""
     spec.check_environment(os.environ)
     os.environ.update(spec.missing_environment(os.environ))
+
+
+def backend_variables() -> dict[str, str]:
+    """Return the environment variables of all backends that are set."""
+    names = {name for spec in backend_specs().values() for name in spec.wanted_environment()}
+    return {name: os.environ[name] for name in sorted(names) if name in os.environ}
 
 
 def environment_of(spec: BackendSpec, *, system: str | None = None) -> dict[str, str]:

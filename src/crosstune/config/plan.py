@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from crosstune.config.schema import Config
+from crosstune.core.attention import Attention, choose_attention
 from crosstune.core.events import Adjusted
 from crosstune.core.machine import BackendReport, Machine
 from crosstune.core.quantization import QuantSpec
@@ -60,6 +61,8 @@ class Plan:
     collective: str | None
     estimated_bytes: int | None
     """Estimated memory of one training step; None when the model's shape is not known."""
+    usable_bytes: int
+    """The memory that a step of one process may use."""
     adjustments: tuple[Adjustment, ...]
 
     @property
@@ -69,6 +72,17 @@ class Plan:
     @property
     def precision(self) -> str:
         return self.config.precision
+
+    @property
+    def attention(self) -> tuple[Attention, str]:
+        """The implementation of attention, and why it was chosen."""
+        config = self.config
+        return choose_attention(
+            self.backend,
+            flash=config.use_flash_attention,
+            precision=config.precision,
+            packing=config.packing,
+        )
 
     @property
     def quant_spec(self) -> QuantSpec | None:
@@ -96,7 +110,9 @@ class Plan:
             "precision": self.precision,
             "world_size": self.world_size,
             "collective": self.collective,
+            "attention": self.attention[0],
             "estimated_bytes": self.estimated_bytes,
+            "usable_bytes": self.usable_bytes,
             "adjustments": [asdict(adjustment) for adjustment in self.adjustments],
             "machine": self.machine.to_json(),
         }

@@ -9,21 +9,22 @@ from crosstune.config.choose_method import choose_method
 from crosstune.config.conditions import Decided
 from crosstune.config.draft import Draft
 from crosstune.config.facts import Facts
+from crosstune.config.fit_attention import fit_attention
 from crosstune.config.fit_memory import fit_memory
+from crosstune.config.fit_precision import fit_precision
 from crosstune.config.idle_options import warn_without_effect
 from crosstune.config.plan import Adjustment, Plan
 from crosstune.config.schema import Config, option_list
 from crosstune.config.train_types import TRAIN_TYPE_PARTS
 from crosstune.core.errors import UserError, raise_all
-from crosstune.core.machine import BackendReport, auto_reason, choose_backend
+from crosstune.core.machine import auto_reason, choose_backend
 from crosstune.core.ranks import Ranks
+from crosstune.core.usable_memory import usable_bytes
 
 EIGHT_BIT_OPTIMIZERS_FROM = "bnb"
 """The quantizer whose library has the 8-bit optimizers."""
 FUSED_OPTIMIZERS_ON = ("cuda", "cpu", "mps", "xpu")
 """Devices of torch; ROCm's is called cuda."""
-CONTEXT_WITHOUT_FLASH = 2048
-BF16_WORTH_IT = 1.3
 
 
 def resolve(config: Config, facts: Facts) -> Plan:
@@ -34,15 +35,16 @@ def resolve(config: Config, facts: Facts) -> Plan:
     method, quantizer, n_bits = choose_method(draft)
     if method == "llama_pro" and draft["llama_pro_path"]:
         draft.set("model_name", draft["llama_pro_path"], "llama_pro_path names it", kind="choice")
-    _fit_precision(draft)
+    fit_precision(draft)
     world_size, collective = _fit_world(draft)
-    _fit_attention(draft)
+    fit_attention(draft)
     _fit_optimizer(draft)
     if draft["low_memory"] and not draft.is_asked("use_gradient_checkpointing"):
         draft.set("use_gradient_checkpointing", True, "low_memory recomputes activations")
-    estimate = fit_memory(
-        draft, method=method, quantizer=quantizer, n_bits=n_bits, sharing=_num_sharing(draft, world_size)
-    )
+    usable = usable_bytes(
+        facts.machine, draft.report, facts.backends[draft.report.name], environment=facts.environment
+    ) // _num_sharing(draft, world_size)
+    estimate = fit_memory(draft, method=method, quantizer=quantizer, n_bits=n_bits, limit=usable)
     check_values(draft, method)
     decided = Decided(
         options={option.name: draft[option.name] for option in option_list()},
@@ -66,6 +68,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         world_size=world_size,
         collective=collective,
         estimated_bytes=estimate,
+        usable_bytes=usable,
         adjustments=tuple(draft.adjustments),
     )
 
@@ -130,56 +133,6 @@ def _choose_backend(config: Config, facts: Facts) -> Draft:
     return draft
 
 
-def _fit_precision(draft: Draft) -> None:
-    asked, report = draft["precision"], draft.report
-    if asked == "auto":
-        used, reason = _best_precision(report)
-        draft.set("precision", used, reason, kind="choice")
-        return
-    dtype = asked.split("_")[0]
-    if dtype in report.dtypes:
-        if report.engine == "mlx" and dtype != asked:
-            draft.set("precision", dtype, "MLX has no autocast; trained weights are kept in fp32")
-        return
-    title = report.name.upper()
-    full_name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[dtype]
-    for other in ("fp16", "bf16", "fp32"):
-        if other in report.dtypes:
-            keeps = asked.endswith("_autocast") and other != "fp32" and report.engine != "mlx"
-            suffix = "_autocast" if keeps else ""
-            draft.set(
-                "precision",
-                other + suffix,
-                f"{title} backend doesn't support {full_name} here",
-                kind="change",
-            )
-            return
-    draft.problems.append(
-        UserError(f"No number format works on {report.name} here.", why="see: crosstune doctor")
-    )
-
-
-def _best_precision(report: BackendReport) -> tuple[str, str]:
-    if report.device == "cpu":
-        if "bf16" in report.dtypes and report.bf16_speedup >= BF16_WORTH_IT:
-            return (
-                "bf16_autocast",
-                f"bf16 matrix products are {report.bf16_speedup:.1f}x as fast as fp32 here",
-            )
-        return "fp32", "bf16 is not faster on this CPU"
-    if "bf16" in report.dtypes:
-        return "bf16", "bf16 works here; trained weights are kept in fp32"
-    if "fp16" in report.dtypes and report.name != "mps":
-        short = "fp16" if report.engine == "mlx" else "fp16_autocast"
-        return short, "no bf16 here; fp16 with loss scaling"
-    return (
-        "fp32",
-        "no bf16 here, and fp16 is prone to overflow"
-        if "fp16" in report.dtypes
-        else "no 16-bit format works here",
-    )
-
-
 def _fit_world(draft: Draft) -> tuple[int, str | None]:
     """Return the number of processes, and the communication library when there are several."""
     report, asked, ranks = draft.report, draft["world_size"], draft.facts.ranks
@@ -232,22 +185,6 @@ def _fit_ranks(draft: Draft, ranks: Ranks) -> int:
             )
         )
     return ranks.size
-
-
-def _fit_attention(draft: Draft) -> None:
-    shape = draft.facts.shape
-    # MLX has its own fused attention, which stands for flash attention.
-    has_flash = any("flash" in kernel for kernel in draft.report.attention) or draft.report.engine == "mlx"
-    if draft["use_flash_attention"] and not has_flash:
-        draft.set("use_flash_attention", False, f"no flash attention on {draft.report.name} here")
-        if draft["context_length"] > CONTEXT_WITHOUT_FLASH:
-            draft.set(
-                "context_length",
-                CONTEXT_WITHOUT_FLASH,
-                "without flash attention, longer rows need too much memory",
-            )
-    if shape is not None and shape.max_context and draft["context_length"] > shape.max_context:
-        draft.set("context_length", shape.max_context, f"the model's context is {shape.max_context} tokens")
 
 
 def _fit_optimizer(draft: Draft) -> None:

@@ -36,10 +36,21 @@ class BackendSpec:
     """Operating system, as `platform.system()` names it -> more variables for it."""
     at_most: Mapping[str, str] = field(default_factory=dict)
     """Variable -> the variable it may not exceed. The one that the user did not set is adjusted."""
+    highest: Mapping[str, float] = field(default_factory=dict)
+    """Variable -> the largest number that the engine accepts."""
+    memory_share: float = 0.9
+    """The share of a device's memory that a training step may use."""
+    memory_share_variable: str = ""
+    """The variable that sets this share in the engine's allocator; 0 there means no limit."""
     clear_cache_every: int = 0
-    """Release the engine's cached memory every this many steps; 0 for never."""
+    """Release the engine's cached memory every this many steps; 0 for never. With --low_memory, a GPU's is released after
+    every step."""
     pinned_memory: bool = False
     """Whether host memory may be pinned to speed up copies to the device."""
+
+    def cache_interval(self, *, low_memory: bool) -> int:
+        """Return after how many steps the engine's cached memory is released; 0 for never."""
+        return 1 if low_memory and self.device != "cpu" else self.clear_cache_every
 
     def wanted_environment(self, system: str | None = None) -> dict[str, str]:
         """Return all variables of the backend, on this machine or on one whose `Machine.system` is given."""
@@ -47,14 +58,24 @@ class BackendSpec:
         return {**self.environment, **self.environment_on.get(parts[0] if parts else "", {})}
 
     def check_environment(self, given: Mapping[str, str]) -> None:
-        """Raise a UserError for a variable of this backend that the user set to no number: its engine would not start."""
+        """Raise a UserError for a variable of this backend that the user set to no valid number: its engine would not
+        start."""
         for name, usual in self.wanted_environment().items():
-            value = _number(given.get(name))
-            if name in given and _number(usual) is not None and (value is None or value < 0):
+            value, most = _number(given.get(name)), self.highest.get(name, math.inf)
+            if name in given and _number(usual) is not None and (value is None or not 0 <= value <= most):
+                wanted = "of 0 or more" if most == math.inf else f"from 0 to {most:g}"
                 raise UserError(
                     f"{name} cannot be {shown(given[name])} (an environment variable).",
-                    do=f"unset it, or set it to a number of 0 or more; {self.name} uses {usual}",
+                    do=f"unset it, or set it to a number {wanted}; {self.name} uses {usual}",
                 )
+
+    def usable_share(self, given: Mapping[str, str]) -> float | None:
+        """Return the share of a device's memory that a step may use with these variables set; None for no limit."""
+        if not self.memory_share_variable:
+            return self.memory_share
+        self.check_environment(given)
+        full = {**self.missing_environment(given), **given}
+        return _number(full[self.memory_share_variable]) or None
 
     def missing_environment(self, given: Mapping[str, str], *, system: str | None = None) -> dict[str, str]:
         """Return the variables to set in addition to the given ones."""

@@ -76,6 +76,12 @@ class BackendReport:
         return self.engine == "torch" and self.device == "cpu"
 
     @property
+    def has_flash_attention(self) -> bool:
+        """Whether --use_flash_attention has a kernel to use: torch's or flash_attn's, or MLX's own fused attention."""
+        fused = "sdpa" if self.engine == "mlx" else "flash"
+        return any(fused in kernel for kernel in self.attention)
+
+    @property
     def memory_total_bytes(self) -> int:
         return min((device.memory_total_bytes for device in self.devices), default=0)
 

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, replace
 
 GIB = 1024**3
+_SCORE_COPIES = 2
+"""Copies of a layer's attention scores during its backward pass, besides the one kept from the forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +19,7 @@ class ModelShape:
     num_layers: int
     intermediate: int
     vocab: int
+    num_heads: int
     max_context: int | None = None
     source: str = "config"
     """Where the sizes come from: `config`, or `name` for a guess from the model's name."""
@@ -26,16 +29,16 @@ class ModelShape:
     """The width of each of several experts."""
 
 
-# (billions of parameters, hidden, layers, intermediate, vocabulary) of common decoder models.
+# (billions of parameters, hidden, layers, intermediate, vocabulary, heads) of common decoder models.
 _TYPICAL = (
-    (0.135, 576, 30, 1536, 49152),
-    (0.5, 896, 24, 4864, 151936),
-    (1.1, 2048, 22, 5632, 32000),
-    (3.0, 3072, 28, 8192, 128256),
-    (7.0, 4096, 32, 11008, 32000),
-    (13.0, 5120, 40, 13824, 32000),
-    (34.0, 7168, 60, 20480, 64000),
-    (70.0, 8192, 80, 28672, 32000),
+    (0.135, 576, 30, 1536, 49152, 9),
+    (0.5, 896, 24, 4864, 151936, 14),
+    (1.1, 2048, 22, 5632, 32000, 32),
+    (3.0, 3072, 28, 8192, 128256, 24),
+    (7.0, 4096, 32, 11008, 32000, 32),
+    (13.0, 5120, 40, 13824, 32000, 40),
+    (34.0, 7168, 60, 20480, 64000, 56),
+    (70.0, 8192, 80, 28672, 32000, 64),
 )
 
 
@@ -49,13 +52,14 @@ def shape_from_name(name: str) -> ModelShape | None:
 
 
 def shape_for_size(billions: float) -> ModelShape:
-    _, hidden, layers, intermediate, vocab = min(_TYPICAL, key=lambda row: abs(row[0] - billions))
+    _, hidden, layers, intermediate, vocab, heads = min(_TYPICAL, key=lambda row: abs(row[0] - billions))
     return ModelShape(
         num_parameters=round(billions * 1e9),
         hidden=hidden,
         num_layers=layers,
         intermediate=intermediate,
         vocab=vocab,
+        num_heads=heads,
         source="name",
     )
 
@@ -100,7 +104,7 @@ def model_bytes(shape: ModelShape, *, method: str, bits: int, rank: int, num_new
 
 
 def activation_bytes(
-    shape: ModelShape, *, batch: int, context: int, checkpointing: bool, compute_bits: int
+    shape: ModelShape, *, batch: int, context: int, checkpointing: bool, compute_bits: int, score_bits: int
 ) -> int:
     """Return the bytes of the activations kept for the backward pass, and of the logits, of one micro-batch."""
     tokens = batch * context
@@ -110,6 +114,8 @@ def activation_bytes(
         kept = shape.num_layers * tokens * shape.hidden * width + per_layer
     else:
         kept = shape.num_layers * per_layer
+    scores = tokens * context * shape.num_heads * score_bits // 8
+    kept += scores * (_SCORE_COPIES + (1 if checkpointing else shape.num_layers))
     return kept + 2 * tokens * shape.vocab * 4
 
 
@@ -123,12 +129,18 @@ def step_bytes(
     context: int,
     checkpointing: bool,
     compute_bits: int,
+    score_bits: int,
     num_new_blocks: int = 0,
 ) -> int:
     """Return the bytes of a whole training step."""
     model = model_bytes(shape, method=method, bits=bits, rank=rank, num_new_blocks=num_new_blocks)
     return model + activation_bytes(
-        shape, batch=batch, context=context, checkpointing=checkpointing, compute_bits=compute_bits
+        shape,
+        batch=batch,
+        context=context,
+        checkpointing=checkpointing,
+        compute_bits=compute_bits,
+        score_bits=score_bits,
     )
 
 
@@ -136,6 +148,7 @@ def largest_batch(
     shape: ModelShape,
     *,
     limit_bytes: int,
+    score_bits: int,
     method: str = "lora",
     bits: int = 16,
     rank: int = 16,
@@ -157,6 +170,7 @@ def largest_batch(
             context=context,
             checkpointing=checkpointing,
             compute_bits=compute_bits,
+            score_bits=score_bits,
         )
         if need > limit_bytes:
             break

@@ -18,16 +18,24 @@ _MESSAGE = re.compile(
 )
 
 
+LOADING, EVALUATING, GENERATING = "loading the model", "an evaluation", "generating text"
+"""What the engines do besides steps."""
+
+
 class OutOfMemory(UserError):
     """Something does not fit into memory. In a step, it is raised before the optimizer update."""
 
-    def __init__(self, why: str, *, doing: str = "a step") -> None:
+    def __init__(self, why: str, *, doing: str = "a step", do: str = "") -> None:
+        """`do` is advice for the options in use, which the code that failed does not know."""
         super().__init__(
             f"There is not enough memory for {doing}.",
             why=f"{why}; no step that was completed is lost.",
-            do="continue with a smaller --batch_size and more --gradient_accumulation_steps, --use_gradient_checkpointing, "
-            "a shorter --context_length, or --train_type qlora",
+            do=do or "free memory, or use a smaller model",
         )
+        self.reason, self.doing = why, doing
+
+    def with_advice(self, do: str) -> OutOfMemory:
+        return OutOfMemory(self.reason, doing=self.doing, do=do)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -10,6 +10,7 @@ import mlx.nn as nn
 
 from crosstune.config.plan import Plan
 from crosstune.core.errors import UserError, nothing_to_train
+from crosstune.core.out_of_memory import LOADING
 from crosstune.core.ranks import Alone
 from crosstune.mlx_engine.adapters import add_adapters
 from crosstune.mlx_engine.gradients import Gradients
@@ -62,7 +63,7 @@ def open_session(
         trained=trained,
         compiled=compiled,
     )
-    with memory_errors(doing="loading the model"):
+    with memory_errors(doing=LOADING):
         model = task.build(opening)
         total_parameters = num_parameters(model)
         adapters = adapt(model, plan, limits=limits)

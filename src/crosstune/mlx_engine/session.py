@@ -14,6 +14,7 @@ import numpy as np
 
 from crosstune.core.check_shapes import check_fit
 from crosstune.core.metric_names import check_known_metrics
+from crosstune.core.out_of_memory import EVALUATING
 from crosstune.core.protocols import (
     Array,
     Backward,
@@ -120,7 +121,7 @@ class MlxSession:
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
         total, weight, metrics = 0.0, 0, MetricTotals(self.task.metric_names)
-        with memory_errors(doing="an evaluation"):
+        with memory_errors(doing=EVALUATING):
             for index, batch in enumerate(batches):
                 weight += batch.weight
                 prepared = self.prepare(batch)

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from crosstune.core.logit_distance import Logits, Prompts
+from crosstune.core.out_of_memory import GENERATING
 from crosstune.core.sampling import GREEDY, Sampling
 from crosstune.mlx_engine.generate import OnToken, generate
 from crosstune.mlx_engine.limits import memory_errors
@@ -28,7 +29,7 @@ class TextSession(MlxSession):
         sampling: Sampling = GREEDY,
         on_token: OnToken | None = None,
     ) -> list[list[int]]:
-        with memory_errors(doing="generating text"):
+        with memory_errors(doing=GENERATING):
             return generate(
                 self.model,
                 prompts,

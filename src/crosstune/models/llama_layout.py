@@ -65,6 +65,7 @@ class Llama:
             num_layers=self.num_layers,
             intermediate=self.intermediate,
             vocab=self.vocab,
+            num_heads=self.num_heads,
             max_context=self.max_context,
         )
 

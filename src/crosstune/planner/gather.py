@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.config.facts import Facts, StoredQuantization
-from crosstune.config.load import cache_override, make_config
+from crosstune.config.load import backend_variables, cache_override, make_config
 from crosstune.config.mlx_settings import read_settings
 from crosstune.config.plan import Plan
 from crosstune.config.resolve import resolve
@@ -48,6 +48,7 @@ def gather(
         machine=machine if machine is not None else probe_for(config),
         backends=backend_specs(),
         quantizers=read_quantizers(),
+        environment=backend_variables(),
         ranks=ranks if ranks is not None and ranks.size > 1 else None,
         mlx_settings=read_settings(config.mlx_config),
         longest_row=longest_row,

@@ -37,7 +37,7 @@ from crosstune.core.events import (
     Warned,
 )
 from crosstune.core.measured import Measured
-from crosstune.core.out_of_memory import OutOfMemory, memory_errors
+from crosstune.core.out_of_memory import LOADING, OutOfMemory, memory_errors
 from crosstune.core.protocols import Generates, Recipe, Session, SessionState
 from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import Record, RecordFailed
@@ -49,6 +49,7 @@ from crosstune.loop.stop import StopRequested, StopSignal
 from crosstune.loop.train import Deadline, Training
 from crosstune.runs import resume, same_training
 from crosstune.runs.best_weights import best_weights
+from crosstune.runs.memory_failure import with_advice
 from crosstune.runs.save_result import clear_leftovers as clear_results
 from crosstune.runs.save_result import cost_of_saving, save_result
 
@@ -209,8 +210,11 @@ class Execution:
 
     def _load(self, stop: StopSignal) -> Session:
         self.observer.on_event(Loading(model=self.described["model"]["name"]))
-        with stop.droppable(), memory_errors(doing="loading the model"):
-            return self.open_model()
+        try:
+            with stop.droppable(), memory_errors(doing=LOADING):
+                return self.open_model()
+        except OutOfMemory as error:
+            raise with_advice(error, self.plan, longest_row=self.recipe.longest_row()) from error
 
     def _train(self, session: Session, stop: StopSignal) -> UserError | None:
         """Train, and return the error that ended it early if the weights are still usable."""
@@ -230,7 +234,9 @@ class Execution:
         self._rate = training.rate
         try:
             training.run()
-        except (NonFiniteError, OutOfMemory, PeerLost, SaveFailed) as error:
+        except OutOfMemory as error:
+            return with_advice(error, self.plan, longest_row=self.recipe.longest_row())
+        except (NonFiniteError, PeerLost, SaveFailed) as error:
             return error
         return None
 

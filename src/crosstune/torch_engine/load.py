@@ -69,9 +69,19 @@ def load_model(
     return model, expansion
 
 
-def attention_name(plan: Plan) -> str | None:
-    """Return "eager" if fused attention is disabled; None lets transformers use it wherever the model allows it."""
-    return "eager" if plan.config.use_flash_attention is False else None
+def attention_name(plan: Plan, config: Any) -> str | None:
+    """Return transformers' name of the plan's attention; None lets it use torch's own wherever the model allows it."""
+    chosen, _ = plan.attention
+    if chosen == "flash_attn" and _supports_flash_package(config):
+        return "flash_attention_2"
+    return "eager" if chosen == "eager" else None
+
+
+def _supports_flash_package(config: Any) -> bool:
+    from transformers import AutoModelForCausalLM
+
+    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    return bool(getattr(kind, "_supports_flash_attn", False))
 
 
 def shrink_frozen(model: nn.Module, *, dtype: torch.dtype) -> None:
@@ -123,12 +133,13 @@ def read_pretrained(
     """
     from transformers import AutoModelForCausalLM
 
+    config = read_config(folder)
     with readable_errors(folder):
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
             device_map=device,
-            attn_implementation=attention_name(plan),
+            attn_implementation=attention_name(plan, config),
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
@@ -158,7 +169,9 @@ def _assemble(
     on_load: OnLoad | None,
 ) -> nn.Module:
     """Build the model without weights, then load its tensors one by one, quantizing each as soon as it is read."""
-    model = empty_model(folder, config, dtype=precision.weights, attn_implementation=attention_name(plan))
+    model = empty_model(
+        folder, config, dtype=precision.weights, attn_implementation=attention_name(plan, config)
+    )
     places = find_tensors(folder) if prequantized is None else prequantized.dense
     held = prequantized.forms(model) if prequantized is not None else {}
     layout = read_layout(model, places, expansion, folder, held=held.keys())

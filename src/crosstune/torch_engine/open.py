@@ -12,6 +12,7 @@ from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.plan import Plan
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError, nothing_to_train
+from crosstune.core.out_of_memory import LOADING
 from crosstune.core.ranks import Group
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.torch_engine import export
@@ -44,7 +45,7 @@ def open_session(
     device, precision = open_device(plan.backend), PRECISIONS[plan.precision]
     torch.manual_seed(plan.config.seed)
     opening = Opening(plan=plan, device=device, precision=precision, folder=model_folder, base_name=base_name)
-    with memory_errors(device, doing="loading the model"):
+    with memory_errors(device, doing=LOADING):
         model = task.build(opening)
         adapters = adapt(model, plan, precision=precision)
         recompute_activations(model, plan)
@@ -64,8 +65,8 @@ def open_session(
         adapters=adapters,
         masters=masters,
         optimizer=optimizer,
-        cache=CacheClearing(device, every=spec.clear_cache_every),
-        pin_memory=spec.pinned_memory and device.type == "cuda",
+        cache=CacheClearing(device, every=spec.cache_interval(low_memory=plan.config.low_memory)),
+        pin_memory=spec.pinned_memory,
     )
     return TextSession(parts) if isinstance(task, CausalLM) else TorchSession(parts)
 

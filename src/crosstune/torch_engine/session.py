@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from crosstune.core.metric_names import check_known_metrics
+from crosstune.core.out_of_memory import EVALUATING
 from crosstune.core.protocols import (
     Array,
     Backward,
@@ -91,7 +92,7 @@ class TorchSession:
         total, weight, metrics = 0.0, 0, MetricTotals(self.task.metric_names)
         with (
             evaluating(self.model),
-            memory_errors(self.device, doing="an evaluation"),
+            memory_errors(self.device, doing=EVALUATING),
             states.separate_random(self.device),
             torch.inference_mode(),
             self.precision.context(self.device),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from crosstune.core.logit_distance import Logits, Prompts
+from crosstune.core.out_of_memory import EVALUATING, GENERATING
 from crosstune.core.sampling import GREEDY, Sampling
 from crosstune.torch_engine.device import evaluating, memory_errors
 from crosstune.torch_engine.generate import OnToken, generate
@@ -15,7 +16,7 @@ from crosstune.torch_engine.verify import model_logits
 class TextSession(TorchSession):
     def logits(self, prompts: Prompts) -> Logits:
         """Return the logits in eval mode, in the precision of training."""
-        with evaluating(self.model), memory_errors(self.device, doing="an evaluation"):
+        with evaluating(self.model), memory_errors(self.device, doing=EVALUATING):
             return model_logits(self.model, prompts, precision=self.precision, device=self.device)
 
     def generate(
@@ -27,7 +28,7 @@ class TextSession(TorchSession):
         sampling: Sampling = GREEDY,
         on_token: OnToken | None = None,
     ) -> list[list[int]]:
-        limit = memory_errors(self.device, doing="generating text")
+        limit = memory_errors(self.device, doing=GENERATING)
         with evaluating(self.model), limit, self.precision.context(self.device):
             return generate(
                 self.model,

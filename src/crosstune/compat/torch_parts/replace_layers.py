@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from crosstune.compat.torch_parts.dense_view import view_dense
 from crosstune.compat.torch_parts.layer_storage import LayerStorage, check_storage, make_stored
 from crosstune.core.errors import UserError
 from crosstune.torch_engine.quantized import QuantLinear, StoredWeight
@@ -19,8 +20,11 @@ Choose = Callable[[str], "LayerStorage | None"]
 """Maps a layer's name to its storage recipe; None leaves the layer unchanged."""
 
 
-class QuantizedLinear(QuantLinear):
-    """A quantized layer with its recipe, so that it can requantize new weights, change device and be saved."""
+class QuantizedLinear(QuantLinear, nn.Linear):
+    """A quantized layer with its recipe, so that it can requantize new weights, change device and be saved.
+
+    It is an nn.Linear so that PEFT, which knows layers by their type, can put adapters on it.
+    """
 
     def __init__(
         self, stored: StoredWeight, bias: torch.Tensor | None, *, recipe: LayerStorage, dtype: torch.dtype
@@ -39,8 +43,8 @@ class QuantizedLinear(QuantLinear):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight dequantized at each access, for code in torch that reads a layer's weight directly."""
-        return self.stored.dequantize(self.dense_dtype)
+        """The weight dequantized at each access, for code in torch and PEFT that reads a layer's weight directly."""
+        return view_dense(self.stored.dequantize(self.dense_dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.recipe.compute is None or torch.is_autocast_enabled(x.device.type):

@@ -135,7 +135,7 @@ def load_quantized(folder: Path, *, model: nn.Module | None, device: torch.devic
 def _describe_layers(model: nn.Module) -> dict[str, dict[str, Any]]:
     found = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, AdaptedLinear):
+        if isinstance(module, AdaptedLinear) or hasattr(module, "lora_A"):  # ours, or PEFT's
             raise UserError(
                 f"{name} has an adapter beside its quantized weight.",
                 why="the folder holds only the base model.",

@@ -1,0 +1,143 @@
+"""How much memory a step may use: one answer for the plan, the manager and the tables in the docs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crosstune.config.facts import Facts
+from crosstune.config.load import make_config
+from crosstune.config.plan import Plan
+from crosstune.config.resolve import resolve
+from crosstune.core.attention import held_score_bits
+from crosstune.core.backend import backend_specs
+from crosstune.core.errors import UserError
+from crosstune.core.machine import Machine
+from crosstune.core.memory import GIB, activation_bytes, largest_batch, shape_for_size
+from crosstune.core.quantizers import read_quantizers
+from crosstune.core.usable_memory import usable_bytes
+from crosstune.machines.probe import load_machine
+
+HIGH, LOW = "PYTORCH_MPS_HIGH_WATERMARK_RATIO", "PYTORCH_MPS_LOW_WATERMARK_RATIO"
+
+
+def apple(total_gib: int) -> Machine:
+    """An Apple machine with this much memory, of which Metal recommends two thirds up to 36 GiB, then three quarters."""
+    like = load_machine("apple-m2-max-64gb")
+    device_bytes = int(total_gib * GIB * (2 / 3 if total_gib <= 36 else 3 / 4))
+    device = dataclasses.replace(
+        like.backends["mps"].devices[0], memory_total_bytes=device_bytes, memory_free_bytes=device_bytes
+    )
+    backends = {
+        name: dataclasses.replace(report, devices=(device,)) if report.unified_memory else report
+        for name, report in like.backends.items()
+    }
+    return dataclasses.replace(like, memory_total_bytes=total_gib * GIB, backends=backends)
+
+
+def usable_gib(machine: Machine, backend: str, **environment: str) -> float:
+    report = machine.backends[backend]
+    return usable_bytes(machine, report, backend_specs()[backend], environment=environment) / GIB
+
+
+@pytest.mark.parametrize(
+    ("environment", "share"),
+    [
+        ({}, 0.7),
+        ({HIGH: "0.5"}, 0.5),
+        ({HIGH: "1.0"}, 1.0),
+        ({LOW: "0.9"}, 0.9),  # raises the high watermark, which may not be below it
+        ({LOW: "0.2"}, 0.7),
+    ],
+)
+def test_the_watermark_of_mps_is_its_share(environment: dict[str, str], share: float) -> None:
+    assert usable_gib(apple(64), "mps", **environment) == pytest.approx(48 * share)
+    assert usable_gib(apple(64), "mlx", **environment) == pytest.approx(48 * 0.9)
+    assert usable_gib(apple(64), "cpu", **environment) == pytest.approx(64 * 0.9)
+
+
+@pytest.mark.parametrize("value", ["0", "0.0", "1.9"])
+def test_without_a_limit_the_system_still_keeps_its_part(value: str) -> None:
+    assert usable_gib(apple(64), "mps", **{HIGH: value}) == pytest.approx(64 * 0.9)
+
+
+@pytest.mark.parametrize("value", ["", "much", "-0.1", "2.1", "nan", "inf"])
+def test_a_watermark_that_torch_refuses_is_refused(value: str) -> None:
+    with pytest.raises(UserError, match=f"{HIGH} cannot be .*") as caught:
+        usable_gib(apple(64), "mps", **{HIGH: value})
+    assert "a number from 0 to 2" in str(caught.value)
+
+
+def plan_on(
+    machine: Machine, *, size_b: float = 7, environment: dict[str, str] | None = None, **asked: Any
+) -> Plan:
+    facts = Facts(
+        machine=machine,
+        backends=backend_specs(),
+        quantizers=read_quantizers(),
+        environment=environment or {},
+        shape=shape_for_size(size_b),
+    )
+    return resolve(make_config(**asked), facts)
+
+
+def test_the_watermark_reaches_the_plan() -> None:
+    asked: dict[str, Any] = {"backend": "mps", "train_type": "qlora", "batch_size": 8}
+    usual, small = (plan_on(apple(64), environment=env, **asked) for env in ({}, {HIGH: "0.3"}))
+    assert (usual.usable_bytes, small.usable_bytes) == (int(48 * GIB * 0.7), int(48 * GIB * 0.3))
+    assert (usual.config.batch_size, small.config.batch_size) == (8, 2)
+    assert plan_on(apple(64), environment={HIGH: "0"}, **asked).usable_bytes == int(64 * GIB * 0.9)
+
+
+# The rows of `docs/mps.md`: LoRA over 4 bits, rank 16, 2048 tokens per row, activations recomputed.
+BATCHES = {16: (1, 0, 0), 32: (2, 1, 0), 64: (8, 4, 0), 128: (16, 16, 2), 192: (32, 16, 8)}
+
+
+@pytest.mark.parametrize(("total_gib", "batches"), BATCHES.items())
+def test_batch_sizes_of_apple_machines(total_gib: int, batches: tuple[int, ...]) -> None:
+    machine = apple(total_gib)
+    report = machine.backends["mps"]
+    limit = usable_bytes(machine, report, backend_specs()["mps"], environment={})
+    bits = held_score_bits(report, flash=None, compute_bits=16)
+    found = tuple(
+        largest_batch(shape_for_size(size_b), limit_bytes=limit, bits=4, score_bits=bits)
+        for size_b in (7, 13, 70)
+    )
+    assert found == batches
+
+
+@pytest.mark.parametrize("total_gib", [32, 64, 128])
+def test_the_plan_keeps_these_batches_and_reduces_twice_as_many_rows(total_gib: int) -> None:
+    batch = BATCHES[total_gib][0]
+    asked: dict[str, Any] = {"backend": "mps", "train_type": "qlora", "use_gradient_checkpointing": True}
+    asked |= {"context_length": 2048, "precision": "bf16"}
+    kept = plan_on(apple(total_gib), batch_size=batch, **asked)
+    reduced = plan_on(apple(total_gib), batch_size=2 * batch, **asked)
+    assert kept.config.batch_size == reduced.config.batch_size == batch
+
+
+def test_scores_are_counted_where_no_kernel_avoids_them() -> None:
+    shape = shape_for_size(7)
+    base: dict[str, Any] = {"batch": 1, "context": 2048, "compute_bits": 16}
+    flash, plain = (activation_bytes(shape, checkpointing=True, score_bits=bits, **base) for bits in (0, 32))
+    assert plain - flash == 3 * 32 * 2048**2 * 4  # copies, heads, scores, bytes
+    every_layer = activation_bytes(shape, checkpointing=False, score_bits=32, **base)
+    assert (
+        every_layer - activation_bytes(shape, checkpointing=False, score_bits=0, **base)
+        == 34 * 32 * 2048**2 * 4
+    )
+    apple_64, cuda = load_machine("apple-m2-max-64gb").backends, load_machine("h200").backends["cuda"]
+    assert held_score_bits(apple_64["mps"], flash=None, compute_bits=16) == 32
+    assert held_score_bits(apple_64["mlx"], flash=None, compute_bits=16) == 16
+    assert held_score_bits(cuda, flash=None, compute_bits=16) == 0
+    assert held_score_bits(cuda, flash=False, compute_bits=16) == 32
+
+
+def test_the_docs_show_these_batches() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "mps.md").read_text(encoding="utf-8")
+    for total_gib, batches in BATCHES.items():
+        row = " | ".join(str(batch or "-") for batch in batches)
+        assert f"| {total_gib} GB | {usable_gib(apple(total_gib), 'mps'):.1f} GiB | {row} |" in page
