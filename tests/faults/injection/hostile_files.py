@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from crosstune.checkpoint.archive import NOTE
 from crosstune.checkpoint.manifest import MANIFEST, SEAL, seal
 from crosstune.cli.main import main
 from crosstune.models.adapter_choice import AdapterSettings, Targets
@@ -259,7 +258,7 @@ def _model(shop: Workshop, work: Path, chance: random.Random) -> Case:
     return Case(
         f"model {name} {command}",
         commands[command],
-        (str(folder), name, "lora_target_modules", "token", "template", "context"),
+        (str(folder), name, "lora_target_modules", "token", "template", "context", "unverified"),
     )
 
 
@@ -505,4 +504,3 @@ KINDS: dict[str, Callable[[Workshop, Path, random.Random], Case]] = {
     "report": _report,
     "machine": _machine,
 }
-NOTE_NAME = NOTE
