@@ -10,7 +10,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make slow    run the tests that take more than a minute each"
 	@echo "make faults  500 kills, 2,000 corruptions, full disks, payloads, signals (about 20 minutes)"
-	@echo "make fuzz    20,000 requests with bad values; each must end with exit code 0 or 2 (about 15 minutes)"
+	@echo "make fuzz    20,000 requests with bad values, then 3,000 damaged files; each must end with exit code 0 or 2 (about 35 minutes)"
 	@echo "make check   lint, format, types, import directions"
 	@echo "make setup   only make the environment in $(VENV)"
 	@echo "make docs    write docs/options.md from the schema, and the map in CONTRIBUTING.md"
@@ -43,6 +43,7 @@ faults: setup
 
 fuzz: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fuzz_requests.py --cases 20000
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fuzz_files.py --cases 3000
 
 check: setup
 	$(BIN)/ruff check .

@@ -1,3 +1,56 @@
 """Train language models on whatever machine is there, and move the run to another."""
 
-__version__ = "0.1.0"
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from crosstune.core.version import __version__
+
+if TYPE_CHECKING:
+    from crosstune.api.callbacks import STOP, Callback, StopTraining
+    from crosstune.api.model import Model, load
+    from crosstune.api.plan import PlanReport, plan
+    from crosstune.api.run import Run
+    from crosstune.api.train import train
+    from crosstune.core.errors import UserError
+
+__all__ = [
+    "train",
+    "plan",
+    "load",
+    "Run",
+    "PlanReport",
+    "Model",
+    "Callback",
+    "STOP",
+    "StopTraining",
+    "UserError",
+    "__version__",
+]
+
+# Public name -> the module that has it, imported on first use: `import crosstune` stays light.
+_HOMES = {
+    "train": "crosstune.api.train",
+    "plan": "crosstune.api.plan",
+    "load": "crosstune.api.model",
+    "Run": "crosstune.api.run",
+    "PlanReport": "crosstune.api.plan",
+    "Model": "crosstune.api.model",
+    "Callback": "crosstune.api.callbacks",
+    "STOP": "crosstune.api.callbacks",
+    "StopTraining": "crosstune.api.callbacks",
+    "UserError": "crosstune.core.errors",
+}
+
+
+if not TYPE_CHECKING:  # a type checker would accept every name
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'crosstune' has no attribute {name!r}")
+        return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -19,6 +19,7 @@ from crosstune.core.metric_names import check_metric_names
 from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import SilentRecord
 from crosstune.core.run_lock import InUse, hold
+from crosstune.loop.stop import StopSignal
 from crosstune.loop.train import Deadline
 from crosstune.planner.gather import make_plan
 from crosstune.runs.execute import Execution
@@ -51,10 +52,12 @@ def train(
     observers: Sequence[Observer] = (),
     command: Sequence[str] | None = None,
     group: Group | None = None,
+    stop: StopSignal | None = None,
 ) -> RunResult:
     """Train as configured. Problems with the request are raised before the run folder is made.
 
-    Every process of a `group` calls this; only the first one reports and writes.
+    Every process of a `group` calls this; only the first one reports and writes. A request in `stop` ends the run after
+    the current step.
     """
     if config.emulate is not None:
         raise UserError(
@@ -67,7 +70,8 @@ def train(
         ready = prepare(config, folder, group, screen)
         if (done := _finished(ready, group)) is not None:
             return done
-        return _execute(ready, group, screen, command=command, deadline=_deadline(ready.config, started))
+        deadline = _deadline(ready.config, started)
+        return _execute(ready, group, screen, command=command, deadline=deadline, stop=stop or StopSignal())
 
 
 @contextlib.contextmanager
@@ -90,7 +94,13 @@ def _hold_run(config: Config, group: Group) -> Iterator[Path]:
 
 
 def _execute(
-    ready: Ready, group: Group, screen: Observer, *, command: Sequence[str] | None, deadline: Deadline | None
+    ready: Ready,
+    group: Group,
+    screen: Observer,
+    *,
+    command: Sequence[str] | None,
+    deadline: Deadline | None,
+    stop: StopSignal,
 ) -> RunResult:
     plan, recipe, folder = ready.plan, ready.recipe, ready.folder
     task = recipe.task(plan.engine)
@@ -113,6 +123,7 @@ def _execute(
         described=described,
         deadline=deadline,
         group=group,
+        stop=stop,
     )
     return RunResult(folder=folder, summary=execution.run(), failure=execution.failure)
 

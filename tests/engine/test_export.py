@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support import train_step
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, Qwen2Config, Qwen3MoeConfig
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
@@ -242,12 +242,43 @@ def test_positions_reach_mlx_as_transformers_writes_them(
         assert report["agreement"]["relative"] < 1e-4
 
 
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_neox"])
+def test_mlx_reads_the_names_of_transformers_5(
+    kind: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """mlx-lm reads num_experts and head_dim, rotary_emb_base and rotary_pct; transformers 5 writes none of them."""
+    pytest.importorskip("mlx_lm", reason="needs the extra crosstune[mlx]")
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 32,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    configs = {
+        "qwen3_moe": lambda: Qwen3MoeConfig(
+            **sizes, num_key_value_heads=2, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2
+        ),
+        "gpt_neox": lambda: GPTNeoXConfig(
+            **sizes,
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        ),
+    }
+    model = AutoModelForCausalLM.from_config(configs[kind](), dtype=torch.float32)
+    model.save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / "model" / name).write_bytes((tiny_model / name).read_bytes())
+    words = ["--to", "mlx", "--dtype", "fp32", "--out", str(tmp_path / "mlx")]
+    report = export(capsys, str(tmp_path / "model"), *words)
+    assert report["agreement"]["relative"] < 1e-4
+
+
 def test_few_bits_do_not_hide_a_wrong_model(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("mlx_lm", reason="needs the extra crosstune[mlx]")
     wrong = {"rope_theta": 7.0, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
-    monkeypatch.setattr("crosstune.models.config_spelling.spell_positions", lambda config: config | wrong)
+    monkeypatch.setattr("crosstune.models.config_spelling.spell_config", lambda config: config | wrong)
     words = ["export", str(tiny_model), "--to", "mlx", "--n_bits", "4", "--out", str(tmp_path / "out")]
     assert main([*words, "--backend", "cpu"]) == 2
     assert "even before it is quantized" in capsys.readouterr().err

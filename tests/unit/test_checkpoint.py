@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import struct
@@ -151,6 +152,7 @@ def test_latest_points_at_the_newest(tmp_path: Path) -> None:
         (Keep(last_n=9), {}, [1, 2, 3, 4, 5, 6]),
         (Keep(last_n=1), {2: 0.5, 3: 0.4, 5: 0.4}, [3, 6]),
         (Keep(last_n=1), {2: 0.5, 99: 0.1}, [2, 6]),
+        (Keep(last_n=1), {1: math.nan, 2: 0.5}, [2, 6]),
         (Keep(last_n=1, best=False), {2: 0.5}, [6]),
         (Keep(last_n=1, every=2), {}, [2, 4, 6]),
         (Keep(last_n=2, every=3), {1: 0.1}, [1, 3, 5, 6]),
@@ -269,10 +271,8 @@ def lengthen_header(folder: Path) -> None:
     [
         (link_weights, "not a regular file"),
         (pipe_weights, "not a regular file"),
-        (lambda folder: (folder / "more").mkdir(), "does not belong"),
-        (lambda folder: (folder / "weights.pt").write_bytes(b"x"), "does not belong"),
-        (grow(MANIFEST, MANIFEST_LIMIT + 1), "more than the limit"),
-        (grow(SEAL, 2**30), "more than the limit"),
+        (grow(MANIFEST, MANIFEST_LIMIT + 1), "the limit for such a file"),
+        (grow(SEAL, 2**30), "the limit for such a file"),
         (grow(WEIGHTS, 2**40), "bytes, not"),
         (lambda folder: (folder / WEIGHTS).unlink(), "missing"),
         (lambda folder: (folder / SEAL).unlink(), "missing"),
@@ -358,3 +358,10 @@ def test_damaged_ones_are_passed_over_and_named(tmp_path: Path) -> None:
     assert found.step == 1
     assert [str(error).count("step-0000000") for error in passed] == [1, 1]
     assert "contents of weights.safetensors have changed" in passed[0].why
+
+
+def test_files_that_the_system_adds_are_ignored(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    (folder / ".DS_Store").write_bytes(b"Bud1")
+    (folder / "more").mkdir()
+    assert open_checkpoint(folder).step == 1

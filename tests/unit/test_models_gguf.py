@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ def test_the_tokenizer_comes_back(tmp_path: Path, original: Path) -> None:
         ({"tokenizer__ggml__model": "llama"}, "its tokenizer is of the kind 'llama'"),
         ({"tokenizer__ggml__pre": "tekken"}, "it splits text as 'tekken'; supported: gpt-2, smollm"),
         ({"tokenizer__ggml__eos_token_id": 10_000}, "its eos token is number 10000 of 512"),
-        ({"llama__rope__scaling__type": "yarn"}, "its RoPE is scaled (yarn)"),
+        ({"llama__rope__scaling__type": "yarn"}, "its RoPE is scaled ('yarn')"),
         ({"llama__rope__dimension_count": 8}, "only a part of each head"),
         ({"llama__block_count": 3}, "the tensor blk.2.attn_norm.weight is not in it"),
         ({"llama__block_count": 1}, "tensors that a plain Llama model does not have: blk.1."),
@@ -239,3 +240,53 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
     ]
     nan = np.array([0x7F800001, 0x7FFFFFFF], np.uint32).view(np.float32)
     assert np.isnan((bfloat16_bits(nan).astype(np.uint32) << 16).view(np.float32)).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"llama__attention__head_count": 0}, "has 0 for llama.attention.head_count"),
+        ({"llama__attention__head_count_kv": 3}, "do not divide into 3 groups"),
+        ({"llama__block_count": 2_000_000_000}, "has 2000000000 for llama.block_count"),
+        ({"tokenizer__ggml__eos_token_id": "x"}, "has 'x' for tokenizer.ggml.eos_token_id"),
+        ({"tokenizer__ggml__tokens": [1, 2]}, "where a list of texts is needed"),
+        ({"tokenizer__ggml__merges": ["a b", "no-pair"]}, "which is not a pair of tokens"),
+    ],
+)
+def test_numbers_that_no_model_has(
+    tmp_path: Path, original: Path, changes: dict[str, Any], reason: str
+) -> None:
+    assert reason in refused(write_gguf(tmp_path / "m.gguf", original, **changes), tmp_path)
+
+
+def test_counts_beyond_the_file_are_refused_before_the_package_reads_them(
+    tmp_path: Path, original: Path
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", original)
+    good = path.read_bytes()
+    tokens = good.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens") + 4 + 4
+    name = good.index(b"token_embd.weight")
+    dimensions = name + len(b"token_embd.weight")
+    for place, form, value, reason in (
+        (tokens, "<Q", 2**61, "2,305,843,009,213,693,952 entries"),
+        (tokens + 8, "<Q", 2**40, "is declared with 1,099,511,627,776 bytes"),
+        (8, "<Q", 2**40, "1,099,511,627,776 tensors"),
+        (name - 8, "<Q", 2**63, "the name of a tensor is declared"),
+        (dimensions, "<I", 9, "has 9 dimensions"),
+        (dimensions + 4, "<Q", 0, "has the shape"),
+        (dimensions + 4, "<Q", 2**40, "ends beyond the file"),
+        (4, "<I", 9, "it has version 9"),
+    ):
+        raw = bytearray(good)
+        struct.pack_into(form, raw, place, value)
+        path.write_bytes(raw)
+        assert reason in refused(path, tmp_path), reason
+    path.write_bytes(good[: len(good) // 3])
+    assert "m.gguf is not a complete GGUF file" in refused(path, tmp_path)
+
+
+def test_embeddings_have_two_dimensions(tmp_path: Path, original: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", original, without="token_embd.weight")
+    raw = path.read_bytes().replace(b"output_norm.weight", b"token_embd.weight\0", 1)
+    path.write_bytes(raw)
+    assert "m.gguf" in refused(path, tmp_path)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 from crosstune.core.protocols import Backward, Memory
 from crosstune.loop.progress import Progress
@@ -83,6 +84,10 @@ def test_a_checkpoint_carries_everything_but_the_rate() -> None:
 
 
 def test_a_checkpoint_that_says_less_is_read() -> None:
+    unfinite = Progress.from_manifest(
+        {"steps": 3, "evaluations": {"2": None}, "eval_metrics": {"2": {"loss": None}}}
+    )
+    assert math.isnan(unfinite.evaluations[2]) and math.isnan(unfinite.eval_metrics[2]["loss"])
     bare = Progress.from_manifest({"steps": 3, "eval_before": None, "evaluations": None})
     assert (bare.steps, bare.start_step, bare.weight, bare.tokens) == (3, 3, 0, 0)
     assert bare.eval_before == {} and bare.evaluations == {}

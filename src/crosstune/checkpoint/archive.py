@@ -15,11 +15,41 @@ from typing import Any
 
 from crosstune.core.atomic_files import put_new, staged_file, staging_folder
 from crosstune.core.disk import file_sha256, free_space, readable_bytes
-from crosstune.core.errors import UserError
+from crosstune.core.errors import UserError, shown
+from crosstune.core.json_fields import NOTHING, OBJECT, TEXT, map_of, real, whole, wrong_field
+from crosstune.core.json_files import parse_json, read_json
+from crosstune.core.plain_files import UnreadableFile, is_file_name, open_plain
 
 SUFFIX = ".crosstune.tar"
 NOTE = "move.json"
+LISTED_OPTIONS = ("dataset", "eval_dataset")
+"""The options whose files travel in an archive, and that may name several."""
+PACKED_OPTIONS = (*LISTED_OPTIONS, "mlx_config", "chat_template")
+"""All options whose files travel in an archive."""
 _MEMBER_LIMIT = 100_000
+_NOTE_LIMIT = 64 << 20
+_EXTENSION_LIMIT = 64 << 10
+"""The largest block of extended attributes before a member; tarfile reads it into memory."""
+_SPARE_BYTES = 16 << 20
+_FIELDS = {
+    "run": TEXT,
+    "to": TEXT,
+    "step": whole(0),
+    "files": map_of(TEXT),
+    "options": OBJECT | NOTHING,
+    "measured": OBJECT | NOTHING,
+}
+_SOURCE = {"file": TEXT, "name": TEXT, "weight": real(0) | NOTHING}
+_MEASURED = {
+    "step": whole(0),
+    "first_step": whole(0),
+    "num_steps": whole(0),
+    "loss": real(),
+    "num_supervised": whole(0),
+    "backend": TEXT,
+    "precision": TEXT,
+    "quantization": TEXT | NOTHING,
+}
 
 
 def write_archive(path: Path, members: Mapping[str, Path], note: Mapping[str, Any]) -> int:
@@ -41,47 +71,125 @@ def write_archive(path: Path, members: Mapping[str, Path], note: Mapping[str, An
 
 def read_note(path: Path) -> dict[str, Any]:
     """Return the note of an archive, which is its first member."""
-    with _opened(path) as tar, _readable(path):
-        first = tar.next()
-        content = tar.extractfile(first) if first is not None and first.isfile() else None
-        if first is None or first.name != NOTE or first.size > 2**20 or content is None:
-            raise _not_ours(path, f"its first member is not {NOTE}")
-        try:
-            note = json.loads(content.read())
-        except ValueError as error:
-            raise _not_ours(path, f"{NOTE} is not JSON: {error}") from error
-    if not isinstance(note, dict) or not isinstance(note.get("files"), dict):
-        raise _not_ours(path, f"{NOTE} does not list the files of the archive")
-    if note.get("sha256") != _hash_of({key: value for key, value in note.items() if key != "sha256"}):
-        raise _damaged(path, f"{NOTE} has changed since it was written")
+    with _opened(path) as tar:
+        return _read_note(path, tar)
+
+
+def read_unpacked_note(folder: Path) -> dict[str, Any]:
+    """Return the note in the folder of an unpacked run; an empty one for a run that was not moved."""
+    note = read_json(folder / NOTE)
+    if note and (wrong := _wrong_note(note)) is not None:
+        raise UnreadableFile(folder / NOTE, wrong, do="unpack the archive again")
     return note
 
 
 def unpack_archive(path: Path, folder: Path) -> None:
     """Unpack an archive to `folder`, which appears only when all files are checked; write nowhere else."""
-    files = read_note(path)["files"]
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _opened(path) as tar, _readable(path):
+    with _opened(path) as tar:
+        files = _read_note(path, tar)["files"]
         members = _checked(path, tar)
         found = {member.name for member in members} - {NOTE}
         if found != files.keys():
             missing = sorted(files.keys() - found)
             raise _damaged(
-                path, f"it lacks {missing[0]}" if missing else f"it holds files that {NOTE} does not list"
+                path,
+                f"it lacks {shown(missing[0])}" if missing else f"it holds files that {NOTE} does not list",
             )
-        need = sum(member.size for member in members)
-        if need > (free := free_space(folder.parent)):
-            raise UserError(
-                f"There is not enough disk space to unpack {path}.",
-                why=f"it takes {readable_bytes(need)} and {readable_bytes(free)} are free.",
-            )
-        with staging_folder(folder) as staged:
-            for member in members:
-                target = staged / member.name
-                _extract(tar, member, target)
-                if member.name != NOTE and file_sha256(target) != files[member.name]:
-                    raise _damaged(path, f"{member.name} has changed since it was written")
-            put_new(staged, folder)
+        need = _check_size(path, members, folder)
+        with _parents_of(folder), staging_folder(folder) as staged:
+            try:
+                for member in members:
+                    target = staged / member.name
+                    _extract(tar, member, target)
+                    if member.name != NOTE and file_sha256(target) != files[member.name]:
+                        raise _damaged(path, f"{member.name} has changed since it was written")
+                put_new(staged, folder)
+            except OSError as error:
+                raise UserError(
+                    f"The archive {path} could not be unpacked to {folder}.",
+                    why=f"{error.strerror or error}; it takes {readable_bytes(need)}. Nothing was left there.",
+                    do="choose another --output_dir or --name",
+                ) from error
+
+
+def _read_note(path: Path, tar: tarfile.TarFile) -> dict[str, Any]:
+    first = tar.next()
+    if first is None or first.name != NOTE or first.type not in tarfile.REGULAR_TYPES or first.issparse():
+        raise _not_ours(path, f"its first member is not {NOTE}")
+    if first.size > _NOTE_LIMIT:
+        raise _not_ours(path, f"{NOTE} has {readable_bytes(first.size)}")
+    content = tar.extractfile(first)
+    assert content is not None
+    try:
+        note = parse_json(content.read())
+    except ValueError as error:
+        raise _not_ours(path, f"{NOTE} is not JSON: {error}") from error
+    if not isinstance(note, dict):
+        raise _not_ours(path, f"{NOTE} is not a JSON object")
+    wrong = _wrong_note(note)
+    if wrong is not None:
+        raise _not_ours(path, f"{NOTE}: {wrong}")
+    if note.get("sha256") != _hash_of({key: value for key, value in note.items() if key != "sha256"}):
+        raise _damaged(path, f"{NOTE} has changed since it was written")
+    return note
+
+
+def _wrong_note(note: Mapping[str, Any]) -> str | None:
+    """Return a sentence about the first field of a note that is wrong; None when all are right."""
+    wrong = wrong_field(note, _FIELDS, required=("run", "to", "step", "files"))
+    if wrong is None and note.get("measured"):
+        wrong = wrong_field(note["measured"], _MEASURED, required=tuple(_MEASURED), place="measured.")
+    if wrong is not None:
+        return wrong
+    if not is_file_name(note["run"]):
+        return f"it names the run {shown(note['run'])}, which is not a folder name"
+    for option, place in (note.get("options") or {}).items():
+        several = option in LISTED_OPTIONS and isinstance(place, list) and bool(place)
+        places = place if several else [{"file": place}]
+        if option not in PACKED_OPTIONS or not all(map(_is_source, places)):
+            return f"it gives the option {shown(option)} the file {shown(place)}"
+    return None
+
+
+def _is_source(entry: Any) -> bool:
+    """Return whether an entry of a note names a file in the archive, or a data source elsewhere."""
+    if not isinstance(entry, dict) or wrong_field(entry, _SOURCE) is not None:
+        return False
+    file = entry.get("file")
+    return "name" in entry if file is None else file.startswith("data/") and _is_plain(file)
+
+
+def _check_size(path: Path, members: list[tarfile.TarInfo], folder: Path) -> int:
+    """Return the bytes of all members; raise unless the archive holds them and the disk has room for them."""
+    need, size = sum(member.size for member in members), path.stat().st_size
+    if need > size:
+        raise _damaged(path, f"its members have {need:,} bytes in a file of {size:,}")
+    free = free_space(folder.parent)
+    if need + _SPARE_BYTES > free:
+        raise UserError(
+            f"There is not enough disk space to unpack {path}.",
+            why=f"it takes {readable_bytes(need)} and {readable_bytes(free)} are free.",
+            do="free some space, or choose another --output_dir",
+        )
+    return need
+
+
+@contextlib.contextmanager
+def _parents_of(folder: Path) -> Iterator[None]:
+    """Make the parents of a folder; remove those that were made if the block raises."""
+    made: list[Path] = []
+    parent = folder.absolute().parent
+    while not parent.exists():
+        made.append(parent)
+        parent = parent.parent
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for path in made:
+            with contextlib.suppress(OSError):  # another process may use it by now
+                path.rmdir()
+        raise
 
 
 def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
@@ -96,15 +204,23 @@ def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> Non
 def _checked(path: Path, tar: tarfile.TarFile) -> list[tarfile.TarInfo]:
     """Return the members; raise a UserError unless all are regular files with unique, plain relative names."""
     found: dict[str, tarfile.TarInfo] = {}
+    folders: set[str] = set()
     for member in tar:
-        name = PurePosixPath(member.name)
-        plain = not name.is_absolute() and ".." not in name.parts and "\\" not in member.name
-        if not plain or not member.isfile() or member.name in found or "\0" in member.name:
-            raise _not_ours(path, f"it holds {member.name!r}, which is not a plain file of a run")
+        is_file = member.type in tarfile.REGULAR_TYPES and not member.issparse() and member.size >= 0
+        if not is_file or not _is_plain(member.name) or member.name in found:
+            raise _not_ours(path, f"it holds {shown(member.name)}, which is not a plain file of a run")
         found[member.name] = member
+        folders |= {str(parent) for parent in PurePosixPath(member.name).parents}
         if len(found) > _MEMBER_LIMIT:
             raise _not_ours(path, f"it holds more than {_MEMBER_LIMIT:,} files")
+    if both := sorted(folders & found.keys()):
+        raise _not_ours(path, f"it holds {shown(both[0])} both as a file and as a folder")
     return list(found.values())
+
+
+def _is_plain(name: str) -> bool:
+    """Return whether a name is a relative path that is written in one way only and that every system can store."""
+    return len(name) <= 1000 and all(is_file_name(part) for part in name.split("/"))
 
 
 def _add(tar: tarfile.TarFile, name: str, content: Any, size: int) -> None:
@@ -117,19 +233,28 @@ def _hash_of(note: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(note, sort_keys=True).encode()).hexdigest()
 
 
+class _Member(tarfile.TarInfo):
+    """A member whose extended attributes are small, since tarfile reads them into memory."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
+        member = super().frombuf(buf, encoding, errors)
+        if member.type not in tarfile.REGULAR_TYPES and member.size > _EXTENSION_LIMIT:
+            raise tarfile.ReadError(f"a member of type {member.type!r} has {member.size:,} bytes")
+        return member
+
+
 @contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (tarfile.TarError, EOFError) as error:
-        raise _damaged(path, str(error)) from error
-
-
-def _opened(path: Path) -> tarfile.TarFile:
-    try:
-        return tarfile.open(path, mode="r:")
-    except (tarfile.TarError, OSError, EOFError) as error:
-        raise _not_ours(path, str(error)) from error
+def _opened(path: Path) -> Iterator[tarfile.TarFile]:
+    """Open an archive; what tarfile raises for a damaged one becomes a UserError."""
+    with open_plain(path) as file:
+        try:
+            # Opening reads the first header already.
+            with tarfile.open(fileobj=file, mode="r:", tarinfo=_Member) as tar:
+                yield tar
+        # ValueError: numbers in a header or in its extended attributes that cannot be read.
+        except (tarfile.TarError, EOFError, ValueError) as error:
+            raise _not_ours(path, f"it is damaged, or no tar file: {error}") from error
 
 
 def _damaged(path: Path, why: str) -> UserError:

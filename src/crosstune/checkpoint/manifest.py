@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from crosstune.core.errors import UserError
-from crosstune.core.json_files import finite, unique_keys
+from crosstune.checkpoint.manifest_fields import wrong_manifest
+from crosstune.core.errors import UserError, shown
+from crosstune.core.json_files import parse_json, to_json
 
 FORMAT = "crosstune-checkpoint"
 VERSION = 1
@@ -18,20 +18,6 @@ SEAL = "manifest.sha256"
 WEIGHTS, MOMENTS, RANDOM = "weights.safetensors", "moments.safetensors", "random.safetensors"
 MANIFEST_LIMIT = 64 * 2**20
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_REQUIRED: Mapping[str, type | tuple[type, ...]] = {
-    "step": int,
-    "engine": str,
-    "backend": str,
-    "precision": str,
-    "quantization": (str, type(None)),
-    "identity": dict,
-    "trainable": dict,
-    "schedule": dict,
-    "data": dict,
-    "facts": dict,
-    "progress": dict,
-    "files": dict,
-}
 
 
 class DamagedCheckpoint(UserError):
@@ -51,8 +37,8 @@ class UnknownVersion(UserError):
 
 def encode(fields: Mapping[str, Any]) -> bytes:
     """Return the bytes of manifest.json. NaN becomes null."""
-    manifest = {"format": FORMAT, "format_version": VERSION, **finite(dict(fields))}
-    return (json.dumps(manifest, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    manifest = {"format": FORMAT, "format_version": VERSION, **fields}
+    return (to_json(manifest, indent=1) + "\n").encode()
 
 
 def seal(manifest: bytes) -> bytes:
@@ -65,21 +51,21 @@ def decode(raw: bytes, *, seal_found: bytes, folder: Any) -> dict[str, Any]:
     if seal_found != seal(raw):
         raise DamagedCheckpoint(folder, f"{MANIFEST} does not match {SEAL}")
     try:
-        manifest = json.loads(raw, object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
+        manifest = parse_json(raw)
+    except ValueError as error:
         raise DamagedCheckpoint(folder, f"{MANIFEST} is not JSON: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DamagedCheckpoint(folder, f"{MANIFEST} is not the manifest of a crosstune checkpoint")
     version = manifest.get("format_version")
     if type(version) is not int or version != VERSION:
         raise UnknownVersion(
-            f"The checkpoint {folder} has format version {version!r}.",
+            f"The checkpoint {folder} has format version {shown(version)}.",
             why=f"this crosstune reads version {VERSION}, and guessing could lose state.",
             do="use the version of crosstune that wrote it, or a newer one",
         )
-    for name, kind in _REQUIRED.items():
-        if not isinstance(manifest.get(name, ...), kind) or isinstance(manifest.get(name), bool):
-            raise DamagedCheckpoint(folder, f"{MANIFEST} has no valid {name!r}")
+    wrong = wrong_manifest(manifest)
+    if wrong is not None:
+        raise DamagedCheckpoint(folder, f"{MANIFEST} is not valid: {wrong}")
     for name, facts in manifest["files"].items():
         _check_file(name, facts, folder)
     return manifest
@@ -88,7 +74,7 @@ def decode(raw: bytes, *, seal_found: bytes, folder: Any) -> dict[str, Any]:
 def _check_file(name: str, facts: Any, folder: Any) -> None:
     plain = _FILE_NAME.fullmatch(name) is not None and ".." not in name and name not in (MANIFEST, SEAL)
     if not plain:
-        raise DamagedCheckpoint(folder, f"{name!r} is not a plain file name")
+        raise DamagedCheckpoint(folder, f"{shown(name)} is not a plain file name")
     size, digest = (facts.get("bytes"), facts.get("sha256")) if isinstance(facts, dict) else (None, None)
     good_size = isinstance(size, int) and not isinstance(size, bool) and size >= 0
     if not good_size or not isinstance(digest, str) or re.fullmatch(r"[0-9a-f]{64}", digest) is None:

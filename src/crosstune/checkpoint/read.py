@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,8 @@ from crosstune.checkpoint.manifest import (
 )
 from crosstune.checkpoint.tensors import CHUNK_BYTES, describe_tensors, read_tensors
 from crosstune.core.errors import UserError
+from crosstune.core.plain_files import UnreadableFile, open_plain, read_plain
 from crosstune.core.protocols import Array, SessionState
-from crosstune.core.safetensors_header import BadSafetensors
 
 _SEAL_LIMIT = 1024
 
@@ -50,7 +49,7 @@ class Checkpoint:
                 slot, _, name = key.partition("/")
                 moments.setdefault(slot, {})[name] = array
             weights, random = read_tensors(self.folder / WEIGHTS), read_tensors(self.folder / RANDOM)
-        except BadSafetensors as error:
+        except UnreadableFile as error:
             raise DamagedCheckpoint(self.folder, error.short()) from error
         except OSError as error:
             raise DamagedCheckpoint(self.folder, str(error)) from error
@@ -76,6 +75,8 @@ def open_checkpoint(folder: Path, *, hashes: bool = True) -> Checkpoint:
         for name, facts in manifest["files"].items():
             _check_file(folder, name, facts, hashes=hashes)
         _check_arrays(folder, manifest)
+    except UnreadableFile as error:
+        raise DamagedCheckpoint(folder, error.short()) from error
     except OSError as error:
         raise DamagedCheckpoint(folder, f"it cannot be read: {error}") from error
     return Checkpoint(folder=folder, manifest=manifest)
@@ -101,47 +102,30 @@ def find_run(path: Path) -> Path:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    raw = _read_small(folder / MANIFEST, limit=MANIFEST_LIMIT)
-    return decode(raw, seal_found=_read_small(folder / SEAL, limit=_SEAL_LIMIT), folder=folder)
+    raw = read_plain(folder / MANIFEST, limit=MANIFEST_LIMIT, follow_links=False)
+    found = read_plain(folder / SEAL, limit=_SEAL_LIMIT, follow_links=False)
+    return decode(raw, seal_found=found, folder=folder)
 
 
 def _check_step(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Check that the folder name and the manifest agree on the step."""
     named = (step_of(folder), manifest["schedule"].get("step"), manifest["progress"].get("steps"))
-    if manifest["step"] < 0 or any(step not in (None, manifest["step"]) for step in named):
+    if any(step not in (None, manifest["step"]) for step in named):
         raise DamagedCheckpoint(folder, f"its name and {MANIFEST} have different steps")
 
 
-def _read_small(path: Path, *, limit: int) -> bytes:
-    with os.fdopen(_open_plain(path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > limit:
-            raise DamagedCheckpoint(
-                path.parent, f"{path.name} has {size} bytes, more than the limit of {limit}"
-            )
-        return file.read()
-
-
-def _open_plain(path: Path) -> int:
-    """Open a regular file; refuse links, pipes and devices."""
-    if not path.exists() and not path.is_symlink():
-        raise DamagedCheckpoint(path.parent, f"{path.name} is missing")
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise DamagedCheckpoint(path.parent, f"{path.name} is not a regular file")
-    return os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-
-
 def check_names(folder: Path, files: Mapping[str, Any]) -> None:
-    wanted = {MANIFEST, SEAL, *files}
+    """Check that every file of the manifest is there. Others, such as the .DS_Store of macOS, are not read and do no
+    harm."""
     found = {entry.name for entry in os.scandir(folder)}
-    if extra := sorted(found - wanted):
-        raise DamagedCheckpoint(folder, f"{extra[0]!r} does not belong to it")
-    if missing := sorted({WEIGHTS, MOMENTS, RANDOM, *wanted} - (found & wanted)):
+    if missing := sorted({WEIGHTS, MOMENTS, RANDOM, MANIFEST, SEAL, *files} - found):
         raise DamagedCheckpoint(folder, f"{missing[0]} is missing")
+    if unlisted := sorted({WEIGHTS, MOMENTS, RANDOM} - files.keys()):
+        raise DamagedCheckpoint(folder, f"{MANIFEST} does not list {unlisted[0]}")
 
 
 def _check_file(folder: Path, name: str, facts: Mapping[str, Any], *, hashes: bool) -> None:
-    with os.fdopen(_open_plain(folder / name), "rb") as file:
+    with open_plain(folder / name, follow_links=False) as file:
         size = os.fstat(file.fileno()).st_size
         if size != facts["bytes"]:
             raise DamagedCheckpoint(folder, f"{name} has {size} bytes, not {facts['bytes']}")
@@ -156,16 +140,9 @@ def _check_file(folder: Path, name: str, facts: Mapping[str, Any], *, hashes: bo
 
 def _check_arrays(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Check that the files hold the arrays that the manifest lists."""
-    try:
-        found = {name: describe_tensors(folder / name) for name in (WEIGHTS, MOMENTS, RANDOM)}
-    except BadSafetensors as error:
-        raise DamagedCheckpoint(folder, error.short()) from error
+    found = {name: describe_tensors(folder / name) for name in (WEIGHTS, MOMENTS, RANDOM)}
     described = {name: [dtype, list(shape)] for name, (dtype, shape) in found[WEIGHTS].items()}
-    listed = {
-        name: [facts.get("dtype"), facts.get("shape")]
-        for name, facts in manifest["trainable"].items()
-        if isinstance(facts, dict)
-    }
+    listed = {name: [facts.get("dtype"), facts.get("shape")] for name, facts in manifest["trainable"].items()}
     if described != listed:
         raise DamagedCheckpoint(folder, f"{WEIGHTS} does not hold the trained weights that {MANIFEST} lists")
     unknown = [key for key in found[MOMENTS] if key.partition("/")[2] not in described]

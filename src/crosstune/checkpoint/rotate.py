@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ class Keep:
 
 
 def best_step(steps: Sequence[int], evaluations: Mapping[int, float]) -> int | None:
-    judged = [step for step in steps if step in evaluations]
+    judged = [step for step in steps if math.isfinite(evaluations.get(step, math.nan))]
     return min(judged, key=lambda step: (evaluations[step], step)) if judged else None
 
 

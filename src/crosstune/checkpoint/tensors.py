@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from crosstune.core.plain_files import open_plain
 from crosstune.core.protocols import Array
 from crosstune.core.safetensors_header import BadSafetensors, Header, read_header_of
 
@@ -71,7 +72,7 @@ def file_bytes(arrays: Mapping[str, Array]) -> int:
 def read_tensors(path: Path) -> dict[str, Array]:
     """Return copies of all arrays in a file."""
     arrays = {}
-    with path.open("rb") as file:
+    with open_plain(path, follow_links=False) as file:
         header = _read_header(file, path)
         for name, entry in header.tensors.items():
             dtype, (begin, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
@@ -85,7 +86,7 @@ def read_tensors(path: Path) -> dict[str, Array]:
 
 def describe_tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the dtype and shape of every array, from the header alone."""
-    with path.open("rb") as file:
+    with open_plain(path, follow_links=False) as file:
         header = _read_header(file, path)
     return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.tensors.items()}
 

@@ -77,10 +77,7 @@ def at_least(low: int | float) -> Callable[[str], int | float]:
 
 def print_json(data: object) -> None:
     """Print data as JSON, with null for non-finite numbers."""
-    import json
-
     from crosstune.cli.escape_controls import printable_json
-    from crosstune.core.json_files import finite
+    from crosstune.core.json_files import to_json
 
-    text = json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False)
-    print(printable_json(text))
+    print(printable_json(to_json(data, indent=2)))

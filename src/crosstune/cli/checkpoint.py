@@ -120,16 +120,20 @@ def _rows(target: Path, *, hashes: bool) -> list[dict[str, Any]]:
 def _evaluations(rows: Sequence[dict[str, Any]], target: Path) -> dict[int, float]:
     """Return the evaluation losses by step, from the summary and the newest manifest: an evaluation follows the
     checkpoint of its step."""
+    from crosstune.checkpoint.manifest_fields import EVALUATIONS
     from crosstune.checkpoint.read import find_run, open_checkpoint
+    from crosstune.core.json_fields import check_fields
     from crosstune.core.json_files import read_json
 
     newest = next((row for row in rows if not row["problem"]), None)
     if newest is None:
         return {}
     progress = open_checkpoint(Path(newest["path"]), hashes=False).manifest["progress"]
-    summary = read_json(find_run(Path(newest["path"])) / "summary.json")
+    path = find_run(Path(newest["path"])) / "summary.json"
+    summary = read_json(path)
+    check_fields(summary, {"evaluations": EVALUATIONS}, source=path)
     known = (summary.get("evaluations") or {}) | (progress.get("evaluations") or {})
-    return {int(step): loss for step, loss in known.items()}
+    return {int(step): loss for step, loss in known.items() if loss is not None}
 
 
 def _list(own: Any) -> int:

@@ -15,6 +15,7 @@ from crosstune.cli.streams import lasting_output
 from crosstune.cli.words import check_words
 from crosstune.core.errors import EXIT_DONE, UserError
 from crosstune.core.names import unknown_name
+from crosstune.core.user_paths import check_home
 
 # Subcommand -> its one-line help. The code is in crosstune.cli.<name>, imported on use.
 COMMANDS = {
@@ -54,9 +55,7 @@ Run `crosstune COMMAND --help` for details. Exit codes: 0 success, 1 internal er
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    stdout = raw_stream(sys.stdout)
-    if isinstance(stdout, io.TextIOWrapper):
-        stdout.reconfigure(errors="backslashreplace")  # a name may not be in the encoding of the terminal
+    _print_any_character()
     escape_output()
     return end_quietly(lambda: _lasting(words), is_process=argv is None)
 
@@ -77,7 +76,7 @@ def _main(words: list[str]) -> int:
         print(fold_help(HELP.format(commands=commands)))
         return EXIT_DONE
     if words[0] in ("-V", "--version"):
-        from crosstune import __version__
+        from crosstune.core.version import __version__
 
         print(f"crosstune {__version__}")
         return EXIT_DONE
@@ -89,7 +88,22 @@ def _run(command: str, words: list[str]) -> int:
         if command not in COMMANDS:
             raise unknown_name("command", command, COMMANDS)
         check_words(words)
+        check_home(words)
         return int(importlib.import_module(f"crosstune.cli.{command}").run(words))
     except UserError as error:
         print_error(error.lines())
         return error.exit_code
+    except OSError as error:
+        if error.filename is None:
+            raise
+        # Whatever the system refuses about a file is for the user to mend: its name, its rights, its disk.
+        refused = UserError(f"{error.filename} cannot be read or written.", why=f"{error.strerror}.")
+        print_error(refused.lines())
+        return refused.exit_code
+
+
+def _print_any_character() -> None:
+    """Escape what the terminal's encoding lacks, and bytes of file names that are not UTF-8, instead of failing."""
+    for stream in (raw_stream(sys.stdout), raw_stream(sys.stderr)):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

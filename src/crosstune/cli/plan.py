@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.arguments import Parser, parse_config, print_json, read_path_or_name
@@ -56,7 +56,7 @@ def run(words: Sequence[str]) -> int:
 
         verdict = judge(config, machine=own.machine, as_json=own.json)
         if own.json:
-            print_json(_to_json(verdict.plan) | {"emulation": verdict.to_json()})
+            print_json(plan_to_json(verdict.plan) | {"emulation": verdict.to_json()})
         else:
             _print_plan(verdict.plan)
             print_verdict(verdict)
@@ -68,14 +68,14 @@ def run(words: Sequence[str]) -> int:
         read_ranks()  # refuses what train refuses
     plan, checked = check_plan(config, machine=load_machine(own.machine) if own.machine else None)
     if own.json:
-        print_json(_to_json(plan, checked))
+        print_json(plan_to_json(plan, checked))
     else:
         _print_plan(plan, checked)
     checked.raise_problems()
     return EXIT_DONE
 
 
-def _to_json(plan: Plan, checked: Checked | None = None) -> dict[str, Any]:
+def plan_to_json(plan: Plan, checked: Checked | None = None) -> dict[str, Any]:
     from crosstune.config.check_built import unbuilt_parts
 
     return plan.to_json() | {
@@ -115,7 +115,20 @@ def _demo_hint(config: Config) -> str:
 
 
 def _print_plan(plan: Plan, checked: Checked | None = None) -> None:
-    from crosstune.cli.output import ERROR, WARNING, print_line
+    from crosstune.cli.output import print_line
+
+    for text, style in _plan_lines(plan, checked):
+        print_line(text, style=style)
+
+
+def describe_plan(plan: Plan, checked: Checked | None = None) -> list[str]:
+    """Return the lines that show a plan."""
+    return [text for text, _ in _plan_lines(plan, checked)]
+
+
+def _plan_lines(plan: Plan, checked: Checked | None) -> Iterator[tuple[str, str | None]]:
+    """Yield the lines that show a plan, with their styles."""
+    from crosstune.cli.output import ERROR, WARNING
     from crosstune.planner.gather import needs_base_model
 
     config = plan.config
@@ -144,17 +157,15 @@ def _print_plan(plan: Plan, checked: Checked | None = None) -> None:
         have = f"{size(plan.usable_bytes)} to use (the device has {size(plan.backend.memory_total_bytes)})"
         rows.append(("memory", f"about {size(plan.estimated_bytes)} for a full step (estimated), of {have}"))
     for name, value in rows:
-        print_line(f"{name:<12} {value}")
+        yield f"{name:<12} {value}", None
     for adjustment in plan.adjustments:
         label = {"change": "changed", "warning": "warning", "name": "read as"}.get(adjustment.kind, "chosen")
-        print_line(
-            f"{label:<12} {adjustment.sentence()}", style=WARNING if label in ("changed", "warning") else None
-        )
+        yield f"{label:<12} {adjustment.sentence()}", WARNING if label in ("changed", "warning") else None
     if checked is None:
         return
     for sentence in checked.warnings:
-        print_line(f"{'warning':<12} {sentence}", style=WARNING)
+        yield f"{'warning':<12} {sentence}", WARNING
     for sentence in checked.not_checked:
-        print_line(f"{'not checked':<12} {sentence}")
+        yield f"{'not checked':<12} {sentence}", None
     for problem in checked.problems:
-        print_line(f"{'cannot train':<12} {problem.asked}", style=ERROR)
+        yield f"{'cannot train':<12} {problem.asked}", ERROR

@@ -40,14 +40,16 @@ NOT_SHOWN: tuple[type[Event], ...] = (Failed, Interrupted)
 """Events that print nothing here: the command prints the error that ended the run."""
 
 
-def open_screen(config: Config, *, as_json: bool = False) -> Screen:
+def open_screen(config: Config, *, as_json: bool = False, quiet: bool = False) -> Screen:
     """Return the screen that a configuration asks for. With `as_json`, standard output is for the result alone."""
-    return Screen(
-        live=config.log_to == "tqdm",
+    screen = Screen(
+        live=config.log_to == "tqdm" and not quiet,
         every=config.log_every_n_steps if "log_every_n_steps" in config.asked else None,
         verbose=config.verbose,
         stream=sys.stdout if config.log_to == "stdout" and not as_json else None,
     )
+    screen.output.console.quiet = quiet
+    return screen
 
 
 class Screen:

@@ -11,11 +11,14 @@ from crosstune.cli.arguments import Parser, parse_config, print_json, read_path_
 from crosstune.cli.errors import print_error
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, PeerLost, UserError
+from crosstune.core.events import Observer
 from crosstune.core.ranks import Group
 from crosstune.distributed.environment import read_ranks
 
 if TYPE_CHECKING:
     from crosstune.cli.screen import Screen
+    from crosstune.loop.stop import StopSignal
+    from crosstune.run import RunResult
 
 EXAMPLES = """examples:
   crosstune train
@@ -75,25 +78,46 @@ def _launch(words: Sequence[str], size: int) -> int:
 
 
 def _train(config: Config, command: Sequence[str], group: Group, *, as_json: bool) -> int:
+    result, report = show_training(config, group, command=command, as_json=as_json)
+    summary = result.summary
+    if as_json and group.ranks.first:
+        print_json(summary | {"folder": str(result.folder), "report": str(report) if report else None})
+    leave_together(result, group)
+    return EXIT_DONE if summary["status"] == "finished" else EXIT_STOPPED
+
+
+def show_training(
+    config: Config,
+    group: Group,
+    *,
+    command: Sequence[str] | None = None,
+    observers: Sequence[Observer] = (),
+    stop: StopSignal | None = None,
+    quiet: bool = False,
+    as_json: bool = False,
+) -> tuple[RunResult, Path | None]:
+    """Train, show the progress and the outcome unless `quiet`, and write the report; return the run and the report."""
     from crosstune.cli.ending import print_ending
     from crosstune.cli.screen import open_screen
     from crosstune.loop.stop import StopSignal
     from crosstune.run import train
 
-    with open_screen(config, as_json=as_json) as screen:
-        result = train(config, observers=[screen], command=command, group=group)
-    summary = result.summary
+    with open_screen(config, as_json=as_json, quiet=quiet) as screen:
+        result = train(config, observers=[screen, *observers], command=command, group=group, stop=stop)
+    report = None
     if group.ranks.first:
         with StopSignal().listening():  # the run is over: a signal must not interrupt its report
             report = _write_report(result.folder, screen)
-        if as_json:
-            print_json(summary | {"folder": str(result.folder), "report": str(report) if report else None})
-        print_ending(summary, result.folder, report, screen.output)
+        print_ending(result.summary, result.folder, report, screen.output)
+    return result, report
+
+
+def leave_together(result: RunResult, group: Group) -> None:
+    """Wait for the other processes of a run, and raise the error that ended it early."""
     if not isinstance(result.failure, PeerLost):
         group.meet()  # under mlx.launch, the first process to exit ends the others
     if result.failure is not None:
         raise result.failure
-    return EXIT_DONE if summary["status"] == "finished" else EXIT_STOPPED
 
 
 def _write_report(folder: Path, screen: Screen) -> Path | None:

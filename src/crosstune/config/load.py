@@ -17,6 +17,7 @@ from crosstune.config.schema import Config, option_list, options_by_name
 from crosstune.config.values import convert_value, expectation, wrong_path
 from crosstune.core.backend import BackendSpec, backend_specs
 from crosstune.core.errors import UserError, raise_all, shown
+from crosstune.core.yaml_files import read_yaml
 
 
 @dataclass(frozen=True)
@@ -145,20 +146,9 @@ def _add_mlx_settings(given: Given, problems: list[UserError]) -> Given:
 def _read_file(path: Path, problems: list[UserError]) -> Given:
     given: Given = {}
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        problems.append(UserError(f"Cannot read the configuration file {path}.", why=str(error)))
-        return given
-    except (
-        yaml.YAMLError,
-        ValueError,
-        OverflowError,
-        RecursionError,
-        AttributeError,
-        LookupError,
-        TypeError,
-    ) as error:
-        problems.append(UserError(f"{path} is not valid YAML.", why=" ".join(str(error).split())))
+        data = read_yaml(path)
+    except UserError as error:
+        problems.append(UserError(f"Cannot read the configuration file {path}.", why=error.why, do=error.do))
         return given
     if data is not None and not isinstance(data, dict):
         problems.append(UserError(f"{path} has no options.", why="it must consist of `option: value` lines."))

@@ -9,13 +9,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from crosstune.config.option_names import find_option
 from crosstune.config.peer_names import DIFFERENT, LORA_NAMES, SAME, SAME_FOR_VALUES
 from crosstune.config.schema import options_by_name
 from crosstune.core.errors import UserError, raise_all, shown
 from crosstune.core.names import nearest
+from crosstune.core.yaml_files import read_yaml
 
 _LORA = "lora_parameters"
 _IDLE = {
@@ -168,11 +167,11 @@ def _read(path: Path) -> tuple[dict[str, Any], list[UserError]]:
     """Return the settings in the file, flattened, and their problems. JSON is read as YAML. Null values are left out:
     mlx-lm writes null for settings that are not set."""
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"Cannot read the file of --mlx_config, {path}.", why=str(error)) from error
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        raise UserError(f"{path} is neither JSON nor YAML.", why=" ".join(str(error).split())) from error
+        data = read_yaml(path)
+    except UserError as error:
+        raise UserError(
+            f"Cannot read the file of --mlx_config, {path}.", why=error.why, do=error.do
+        ) from error
     if not isinstance(data, dict):
         raise UserError(f"{path} has no settings.", why="it must consist of `key: value` lines.")
     inner = {} if data.get(_LORA) is None else data[_LORA]

@@ -167,7 +167,6 @@ DIFFERENT: Mapping[str, str] = {
     "template": _TEMPLATE,
     "chat_template_path": _TEMPLATE,
     "tokenizer_type": "the tokenizer is the one in the model's folder",
-    "tokenizer": "the tokenizer is the one in the model's folder",
     "special_tokens": "the special tokens are those in the model's tokenizer",
     "trust_remote_code": "code from a model's repository is never run",
     "per_device_eval_batch_size": "evaluation uses --batch_size",

@@ -116,7 +116,7 @@ def markdown_table() -> str:
         "",
         "Generated from the schema by `crosstune options --markdown`; edit the schema, not this page.",
         "Each option is a flag (`--name value`, dashes and underscores alike), a key of the YAML file given with",
-        "`--config`, and an argument of `crosstune.config.load.make_config`. A flag wins over the environment,",
+        "`--config`, and a keyword of `crosstune.train`. A flag wins over the environment,",
         "the environment over the file, the file over the default. `plan` and `train` warn about an option that is set but",
         "has no effect; `train` stops with an error for what is marked as not built yet.",
     ]

@@ -16,6 +16,19 @@ EXIT_PEER_LOST = 4
 EXIT_PORT_TAKEN = 5
 EXIT_AT_ONCE = 130
 
+LIBRARY_FAULTS = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    NameError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    OSError,
+    ImportError,
+    RuntimeError,
+)
+"""What a library may raise that builds a model from files with settings it does not expect."""
 LONGEST_TEXT = 2000
 """Characters in each part of an error; the middle of a longer one is left out."""
 LONGEST_VALUE = 80

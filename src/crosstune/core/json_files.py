@@ -4,47 +4,110 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from crosstune.core.atomic_files import write_text
-from crosstune.core.errors import UserError
+from crosstune.core.errors import UserError, shown
+from crosstune.core.plain_files import MissingFile, UnreadableFile, not_utf8, open_plain, read_plain
+
+JSON_LIMIT = 64 << 20
+"""The largest JSON file in bytes, unless a reader sets another limit."""
+LINE_LIMIT = 16 << 20
+"""The largest line of a JSON Lines file that a run wrote."""
+DEPTH_LIMIT = 64
+_DIGITS_LIMIT = 40
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 def write_json(path: Path, data: Any) -> None:
     """Write an indented JSON file atomically; NaN and infinities become null."""
-    write_text(path, json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(path, to_json(data, indent=2) + "\n")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def to_json(data: Any, *, indent: int | None = None) -> str:
+    """Return the JSON text of a value, as plain ASCII if UTF-8 cannot encode it: a file name may hold any bytes, and a
+    model may write half of a surrogate pair."""
+    text = json.dumps(finite(data), indent=indent, ensure_ascii=False, allow_nan=False)
+    if _HALF.search(text):
+        return json.dumps(finite(data), indent=indent, allow_nan=False)
+    return text
+
+
+def read_json(path: Path, *, foreign: bool = False, limit: int = JSON_LIMIT) -> dict[str, Any]:
     """Return the object in a JSON file, or an empty one if the file does not exist."""
-    if not path.exists():
-        return {}
     try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON.", why=str(error), do="restore it from a copy") from error
+        return read_object(path, foreign=foreign, limit=limit)
+    except MissingFile:
+        return {}
+
+
+def read_object(path: Path, *, foreign: bool = False, limit: int = JSON_LIMIT) -> dict[str, Any]:
+    """Return the object in a JSON file; `foreign` is passed to `parse_json`."""
+    raw = read_plain(path, limit=limit)
+    try:
+        found = parse_json(raw, foreign=foreign)
+    except ValueError as error:
+        raise UnreadableFile(path, f"it is not JSON ({error})") from error
     if not isinstance(found, dict):
-        raise UserError(f"{path} holds no JSON object.", do="restore it from a copy")
+        raise UnreadableFile(path, "it does not hold a JSON object")
     return found
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSON Lines file. A truncated last line is left out; any other bad line is an error."""
-    if not path.exists():
-        return []
-    rows: list[dict[str, Any]] = []
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+def parse_json(raw: bytes | str, *, foreign: bool = False) -> Any:
+    """Return the value of a JSON text; raise ValueError when it is not JSON, nested too deeply, or holds a number or
+    character that no file should. In a `foreign` file keys may repeat and numbers may be NaN, as other tools write them;
+    in our own, file names may hold bytes that are not UTF-8."""
+    if isinstance(raw, bytes):
         try:
-            rows.append(json.loads(line))
-        except (ValueError, RecursionError) as error:
-            if number == len(lines):
-                break
-            raise UserError(f"{path}, line {number} is not JSON.", why=str(error)) from error
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(not_utf8(error)) from error
+    else:
+        text = raw
+    try:
+        value = (FOREIGN if foreign else _STRICT).decode(text)
+    except RecursionError as error:
+        raise ValueError(f"it is nested deeper than {DEPTH_LIMIT} levels") from error
+    check_parsed(value, text, foreign=foreign)
+    return value
+
+
+def check_parsed(value: Any, text: str, *, foreign: bool) -> None:
+    """Raise ValueError when the value of a JSON text is nested too deeply or, in a foreign file, cannot be encoded."""
+    if text.count("[") + text.count("{") > DEPTH_LIMIT:
+        _check_depth(value)
+    if foreign and _SURROGATE.search(text):
+        _check_characters(value)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a JSON Lines file that a run wrote; none if it does not exist. A truncated last line is left
+    out, and so are lines without an object; any other bad line is an error."""
+    rows: list[dict[str, Any]] = []
+    try:
+        file = open_plain(path)
+    except MissingFile:
+        return rows
+    with file:
+        number = 0
+        while line := file.readline(LINE_LIMIT):
+            number += 1
+            if len(line) == LINE_LIMIT:
+                raise UserError(f"{path}, line {number} is longer than {LINE_LIMIT >> 20} MiB.")
+            if not line.strip():
+                continue
+            try:
+                row = parse_json(line)
+            except ValueError as error:
+                if not line.endswith(b"\n"):
+                    break
+                raise UserError(f"{path}, line {number} is not JSON.", why=str(error)) from error
+            if isinstance(row, dict):
+                rows.append(row)
     return rows
 
 
@@ -64,10 +127,52 @@ def finite(value: Any) -> Any:
     return value
 
 
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object from pairs, as an `object_pairs_hook`; raise ValueError when a key occurs twice."""
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{max(names, key=names.count)!r} occurs twice")
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"{shown(twice)} occurs twice")
     return found
+
+
+def _short_integer(text: str) -> int:
+    """Parse an integer; longer ones overflow the floats and sizes they are used as."""
+    if len(text) > _DIGITS_LIMIT:
+        raise ValueError(f"a number has {len(text):,} digits")
+    return int(text)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+FOREIGN = json.JSONDecoder(parse_int=_short_integer)
+"""The decoder of foreign files, for readers that parse value by value."""
+_STRICT = json.JSONDecoder(
+    parse_int=_short_integer, parse_constant=_no_constant, object_pairs_hook=_unique_keys
+)
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(DEPTH_LIMIT):
+        level = [
+            child
+            for item in level
+            for child in (item.values() if isinstance(item, dict) else item)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return
+    raise ValueError(f"it is nested deeper than {DEPTH_LIMIT} levels")
+
+
+def _check_characters(value: Any) -> None:
+    """Raise ValueError for half of a surrogate pair, which no file or terminal can encode."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            "a text in it holds half of a character, a surrogate without its other half"
+        ) from error

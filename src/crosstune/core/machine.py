@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from crosstune.core.errors import UserError
+from crosstune.core.errors import UserError, shown
+from crosstune.core.json_fields import FLAG, OBJECT, TEXT, Rule, list_of, map_of, real, whole, wrong_field
+from crosstune.core.json_files import read_object
 
 MACHINE_FORMAT = 1
+_NAMES = list_of(TEXT)
+_MACHINE_FIELDS = {
+    "name": TEXT,
+    "system": TEXT,
+    "processor": TEXT,
+    "num_cores": whole(1, 2**20),
+    "memory_total_bytes": whole(0),
+    "backends": map_of(OBJECT),
+}
+_BACKEND_FIELDS = {
+    "name": TEXT,
+    "engine": Rule("torch or mlx", lambda value: value in ("torch", "mlx")),
+    "available": FLAG,
+    "reason": TEXT,
+    "device": TEXT,
+    "devices": list_of(OBJECT),
+    "unified_memory": FLAG,
+    "dtypes": _NAMES,
+    "bf16_speedup": real(0),
+    "quantizers": map_of(list_of(whole(1, 64))),
+    "collectives": _NAMES,
+    "attention": _NAMES,
+    "notes": _NAMES,
+}
+_DEVICE_FIELDS = {"name": TEXT, "memory_total_bytes": whole(0), "memory_free_bytes": whole(0)}
+_MAKE_ONE = "make one on that computer with: crosstune doctor --json > machine.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,19 +114,16 @@ class Machine:
         if data.get("format") != MACHINE_FORMAT:
             raise UserError(
                 f"{source} is not a machine report this version can read.",
-                why=f"its format is {data.get('format')!r}, not {MACHINE_FORMAT}.",
-                do="make one on that computer with: crosstune doctor --json > machine.json",
+                why=f"its format is {shown(data.get('format'))}, not {MACHINE_FORMAT}.",
+                do=_MAKE_ONE,
             )
-        try:
-            backends = {name: _backend_from_json(report) for name, report in data["backends"].items()}
-            known = {item.name for item in fields(cls)} - {"backends"}
-            return cls(backends=backends, **{key: value for key, value in data.items() if key in known})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{source} is not a complete machine report.",
-                why=f"{type(error).__name__}: {error}",
-                do="make one on that computer with: crosstune doctor --json > machine.json",
-            ) from error
+        _check(data, _MACHINE_FIELDS, required=tuple(_MACHINE_FIELDS), source=source)
+        backends = {
+            name: _backend_from_json(report, place=f"backends.{name:.40}.", source=source)
+            for name, report in data["backends"].items()
+        }
+        known = {item.name for item in fields(cls)} - {"backends"}
+        return cls(backends=backends, **{key: value for key, value in data.items() if key in known})
 
 
 def choose_backend(machine: Machine, *, preference: Sequence[str]) -> str:
@@ -140,21 +164,34 @@ def _is_emulated(report: BackendReport) -> bool:
     return report.name != "cpu" and report.device == "cpu"
 
 
-def _backend_from_json(data: Mapping[str, Any]) -> BackendReport:
+def _backend_from_json(data: Mapping[str, Any], *, place: str, source: str) -> BackendReport:
+    _check(data, _BACKEND_FIELDS, required=("name", "engine", "available"), place=place, source=source)
+    for device in data.get("devices", ()):
+        required = tuple(_DEVICE_FIELDS)
+        _check(device, _DEVICE_FIELDS, required=required, place=f"{place}devices.", source=source)
     known = {item.name for item in fields(BackendReport)}
     values = {key: value for key, value in data.items() if key in known}
-    values["devices"] = tuple(Device(**device) for device in values.get("devices", ()))
+    values["devices"] = tuple(
+        Device(**{key: device[key] for key in _DEVICE_FIELDS}) for device in values.get("devices", ())
+    )
     values["quantizers"] = {name: tuple(bits) for name, bits in values.get("quantizers", {}).items()}
     for key in ("dtypes", "collectives", "attention", "notes"):
         values[key] = tuple(values.get(key, ()))
     return BackendReport(**values)
 
 
+def _check(
+    data: Mapping[str, Any],
+    rules: Mapping[str, Rule],
+    *,
+    required: tuple[str, ...],
+    source: str,
+    place: str = "",
+) -> None:
+    wrong = wrong_field(data, rules, required=required, place=place)
+    if wrong is not None:
+        raise UserError(f"{source} is not a complete machine report.", why=f"{wrong}.", do=_MAKE_ONE)
+
+
 def read_machine(path: Path) -> Machine:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"Cannot read the machine report {path}.", why=str(error)) from error
-    if not isinstance(data, dict):
-        raise UserError(f"{path} is not a machine report.", why="it holds no JSON object.")
-    return Machine.from_json(data, source=str(path))
+    return Machine.from_json(read_object(path), source=str(path))

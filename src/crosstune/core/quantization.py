@@ -7,10 +7,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.core.json_fields import FLAG, TEXT, whole, wrong_field
 from crosstune.core.quantizers import Quantizer, find_quantizer
 
 # Keys in records of older versions, which were named after the options.
 _OLDER_KEYS = {"backend": "quantizer", "type": "kind"}
+_FIELDS = {
+    "quantizer": TEXT,
+    "bits": whole(1, 64),
+    "group_size": whole(0, 2**31),
+    "kind": TEXT,
+    "double": FLAG,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +36,14 @@ class QuantSpec:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> QuantSpec:
         """Read a record that this version or an older one wrote."""
-        fields = {_OLDER_KEYS.get(key, key): value for key, value in data.items()}
-        unknown = sorted(fields.keys() - cls.__dataclass_fields__.keys())
-        missing = sorted({"quantizer", "bits", "group_size"} - fields.keys())
-        if unknown or missing:
+        wrong = wrong_spec(data)
+        if wrong is not None:
             raise UserError(
                 "The record of a quantization cannot be read.",
-                why=f"it has the keys {', '.join(data)}"
-                + (f" and lacks {', '.join(missing)}." if missing else "."),
+                why=f"{wrong}.",
                 do="use the version of crosstune that wrote it, or a newer one",
             )
-        return cls(**fields)
+        return cls(**{_OLDER_KEYS.get(key, key): value for key, value in data.items()})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -91,6 +96,18 @@ class QuantSpec:
         parts += [f"kind {self.resolved_kind()}"] if declared is None or declared.takes_kind else []
         parts += ["scales quantized too" if self.double else "plain scales"] if self.has_double() else []
         return ", ".join(parts)
+
+
+def wrong_spec(data: Mapping[str, Any] | None) -> str | None:
+    """Return why the record of a quantization cannot be read; None when it can, or when there is none."""
+    if data is None:
+        return None
+    fields = {_OLDER_KEYS.get(key, key): value for key, value in data.items()}
+    missing = sorted({"quantizer", "bits", "group_size"} - fields.keys())
+    if missing or fields.keys() - QuantSpec.__dataclass_fields__.keys():
+        lacks = f" and lacks {', '.join(missing)}" if missing else ""
+        return f"it has the keys {', '.join(data)[:200]}{lacks}"
+    return wrong_field(fields, _FIELDS)
 
 
 def read_spec(data: Mapping[str, Any] | None) -> QuantSpec | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any, Protocol, TextIO
 from crosstune.core.atomic_files import clear_leftovers, set_aside, write_text
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, StepMetrics
-from crosstune.core.json_files import finite, read_json, read_jsonl, write_json
+from crosstune.core.json_files import finite, read_json, read_jsonl, to_json, write_json
+from crosstune.core.plain_files import MissingFile, open_plain
 from crosstune.core.secrets import redact_values
 
 RUN_FILES = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "summary.json")
@@ -20,12 +20,14 @@ _KEPT_FOLDERS = ("checkpoints", "adapter", "model")
 
 def _end_line(path: Path) -> None:
     """Remove a last line that a kill left incomplete."""
-    if not path.exists():
+    try:
+        with open_plain(path) as file:
+            written = file.read()
+    except MissingFile:
         return
-    written = path.read_bytes()
     if written and not written.endswith(b"\n"):
-        with path.open("r+b") as file:
-            file.truncate(written.rfind(b"\n") + 1)
+        with path.open("r+b") as opened:
+            opened.truncate(written.rfind(b"\n") + 1)
 
 
 def holds_record(folder: Path) -> bool:
@@ -190,7 +192,7 @@ class RunRecord:
         path = self.folder / "metrics.jsonl"
         if self._resumes_at is not None:
             rows = [r for r in read_jsonl(self._carried or path) if r.get("step", 0) <= self._resumes_at]
-            lines = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+            lines = "".join(to_json(row) + "\n" for row in rows)
             write_text(path, lines)
         return path.open("a", encoding="utf-8")
 
@@ -225,7 +227,7 @@ class RunRecord:
     def _append(self, file: TextIO | None, data: Mapping[str, Any]) -> None:
         assert file is not None, "the record is closed"
         try:
-            file.write(json.dumps(finite(data), ensure_ascii=False, allow_nan=False) + "\n")
+            file.write(to_json(data) + "\n")
             file.flush()
         except OSError as error:
             raise RecordFailed(Path(file.name), error) from error

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypedDict
 
-from crosstune.core.errors import UserError
-from crosstune.core.json_files import unique_keys
+from crosstune.core.errors import shown
+from crosstune.core.json_files import parse_json
+from crosstune.core.plain_files import UnreadableFile, open_plain
 
 HEADER_LIMIT = 100_000_000
 """The format's limit on the size of a header in bytes, checked before the header is read."""
 _PREFIX_BYTES = 8
+_DIMENSIONS_LIMIT = 16
 _METADATA = "__metadata__"
 _DTYPE_BITS: Mapping[str, int] = {
     "BOOL": 8,
@@ -42,20 +43,13 @@ _DTYPE_BITS: Mapping[str, int] = {
 }
 
 
-class BadSafetensors(UserError):
+class BadSafetensors(UnreadableFile):
     """The file is not a complete and unambiguous safetensors file."""
 
-    def __init__(self, path: Path, why: str) -> None:
-        super().__init__(
-            f"{path} is not a complete safetensors file.",
-            why=f"{why}.",
-            do="download, copy or write the file again",
-        )
-        self.path = path
+    problem = "is not a complete safetensors file"
 
-    def short(self) -> str:
-        """Return the file name and the reason, for an error about its folder."""
-        return f"{self.path.name}: {self.why}"
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(path, why, do="download, copy or write the file again")
 
 
 class TensorEntry(TypedDict):
@@ -79,7 +73,7 @@ class Header(NamedTuple):
 
 def read_header(path: Path) -> Header:
     """Return the header of a file; raise BadSafetensors unless its tensors fill the file without gaps or overlaps."""
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         return read_header_of(file, path=path)
 
 
@@ -102,8 +96,8 @@ def _parse(raw: bytes, path: Path) -> dict[str, Any]:
     if not raw.startswith(b"{"):
         raise BadSafetensors(path, "its header is not a JSON object")
     try:
-        described: dict[str, Any] = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
+        described: dict[str, Any] = parse_json(raw)
+    except ValueError as error:
         raise BadSafetensors(path, f"its header is not JSON: {error}") from error
     return described
 
@@ -115,17 +109,18 @@ def _check_metadata(metadata: Any, path: Path) -> None:
 
 def _check_entry(name: str, entry: Any, path: Path) -> TensorEntry:
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise BadSafetensors(path, f"its header describes {name!r} without dtype, shape or data_offsets")
+        raise BadSafetensors(path, f"its header describes {shown(name)} without dtype, shape or data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPE_BITS:
-        raise BadSafetensors(path, f"its header gives {name!r} the unknown dtype {dtype!r}")
-    if not _are_counts(shape):
-        raise BadSafetensors(path, f"its header gives {name!r} the shape {shape!r}")
+        raise BadSafetensors(path, f"its header gives {shown(name)} the unknown dtype {shown(dtype)}")
+    if not _are_counts(shape) or len(shape) > _DIMENSIONS_LIMIT:
+        raise BadSafetensors(path, f"its header gives {shown(name)} the shape {shown(shape)}")
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise BadSafetensors(path, f"its header places {name!r} at {offsets!r}")
+        raise BadSafetensors(path, f"its header places {shown(name)} at {shown(offsets)}")
     if (offsets[1] - offsets[0]) * 8 != math.prod(shape) * _DTYPE_BITS[dtype]:
         raise BadSafetensors(
-            path, f"its header gives {name!r} {offsets[1] - offsets[0]:,} bytes for {dtype} of shape {shape}"
+            path,
+            f"its header gives {shown(name)} {offsets[1] - offsets[0]:,} bytes for {dtype} of shape {shown(shape)}",
         )
     return TensorEntry(dtype=dtype, shape=shape, data_offsets=offsets)
 
@@ -140,7 +135,7 @@ def _check_layout(tensors: Mapping[str, TensorEntry], *, size: int, data_start: 
     for name, entry in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = entry["data_offsets"]
         if begin != expected:
-            raise BadSafetensors(path, f"its header leaves a gap or an overlap before {name!r}")
+            raise BadSafetensors(path, f"its header leaves a gap or an overlap before {shown(name)}")
         expected = end
     if data_start + expected != size:
         raise BadSafetensors(path, f"it has {size:,} bytes and its header declares {data_start + expected:,}")

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from crosstune.core.errors import UserError
 from crosstune.core.names import nearest
+from crosstune.core.plain_files import UnreadableFile, read_plain_text
+from crosstune.data.tokenizer import TEMPLATE_LIMIT
 
 # For models without a chat template: each turn on its own line, the end token after each answer.
 PLAIN_TEMPLATE = (
@@ -87,9 +89,9 @@ def read_template(value: str, *, adds_bos: bool = False) -> str:
             do=f"{hint}Give the path of a Jinja file, or one of: {', '.join(TEMPLATES)}.",
         )
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"The chat template {path} cannot be read.", why=str(error)) from error
+        text = read_plain_text(path, limit=TEMPLATE_LIMIT)
+    except UnreadableFile as error:
+        raise UserError(f"The chat template {path} cannot be read.", why=error.why, do=error.do) from error
     if not text.strip():
         raise UserError(f"The chat template {path} is empty.")
     return text

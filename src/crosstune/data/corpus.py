@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from crosstune.core.atomic_files import clear_leftovers, put_in_place, staging_folder
 from crosstune.core.disk import NO_ROOM
 from crosstune.core.errors import UserError
-from crosstune.core.json_files import write_json
+from crosstune.core.json_files import read_object, write_json
+from crosstune.core.plain_files import UnreadableFile
+from crosstune.core.user_paths import cache_base
 from crosstune.data.columns import Columns
 from crosstune.data.encode import Encoder, OnProgress, encode_source
 from crosstune.data.formats import WITHOUT_TURNS
@@ -289,10 +291,7 @@ def _split(lengths: NDArray[np.int64], context_length: int) -> tuple[NDArray[np.
 
 def cache_folder(cache: Path | None) -> Path:
     """Return the folder for the tokens of large datasets."""
-    import platformdirs
-
-    base = platformdirs.user_cache_path("crosstune") if cache is None else cache.expanduser().absolute()
-    return base / "data"
+    return cache_base(cache) / "data"
 
 
 def _cached_store(
@@ -339,12 +338,12 @@ def _write_store(
 def _read_facts(folder: Path) -> dict[str, Any] | None:
     """Return the facts of a complete store; None when it is missing or damaged."""
     try:
-        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        marker = read_object(folder / MARKER)
         sizes = {name: (folder / f"{name}.bin").stat().st_size for name in ARRAYS}
-    except (OSError, ValueError):
+    except (OSError, UnreadableFile):
         return None
     is_valid = marker.get("layout") == LAYOUT and marker.get("bytes") == sizes
-    return dict(marker["facts"]) if is_valid else None
+    return dict(marker["facts"]) if is_valid and isinstance(marker.get("facts"), dict) else None
 
 
 def _sha256(value: Any) -> str:

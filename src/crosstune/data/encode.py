@@ -153,6 +153,7 @@ class _Pass:
             return
         batch, encoded = self.pending
         for (row, _), (tokens, mask) in zip(batch, encoded.result(), strict=True):
+            self.encoder.tokenizer.check_largest(int(tokens.max(initial=0)))
             self.writer.append(tokens, mask, row=row)
         self.pending = None
 

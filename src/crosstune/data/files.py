@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import hashlib
 import io
-import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from crosstune.core.errors import UserError
+from crosstune.core.errors import UserError, shown
+from crosstune.core.json_files import FOREIGN, check_parsed, parse_json
+from crosstune.core.plain_files import UnreadableFile, open_plain
 
 Row = dict[str, Any]
 
@@ -96,9 +99,9 @@ def file_part(path: Path) -> FilePart:
 
 def _open(path: Path) -> BinaryIO:
     try:
-        return path.open("rb")
-    except OSError as error:
-        raise UserError(f"Cannot read the dataset {path}.", why=str(error)) from error
+        return open_plain(path)
+    except UnreadableFile as error:
+        raise UserError(f"Cannot read the dataset {path}.", why=error.why, do=error.do) from error
 
 
 def _read_lines(path: Path, file: BinaryIO) -> Iterator[Found]:
@@ -111,8 +114,8 @@ def _read_lines(path: Path, file: BinaryIO) -> Iterator[Found]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            row = parse_json(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, foreign=True)
+        except ValueError as error:
             raise UserError(
                 f"{path}, line {number} is not JSON.", why=str(error), do=_hint(path, number)
             ) from error
@@ -148,7 +151,7 @@ def _first_character(file: BinaryIO) -> str:
 
 
 def _read_array(path: Path, raw: BinaryIO) -> Iterator[Found]:
-    decoder, file = json.JSONDecoder(), io.TextIOWrapper(raw, encoding="utf-8-sig")
+    file = io.TextIOWrapper(raw, encoding="utf-8-sig")
     text, number, need, ended = "", 0, _CHUNK_BYTES, False
     place, opened = 0, False
     while True:
@@ -158,7 +161,7 @@ def _read_array(path: Path, raw: BinaryIO) -> Iterator[Found]:
             _check_rest(path, text[place + 1 :])
             return
         try:
-            row, end = decoder.raw_decode(text, place)
+            row, end = FOREIGN.raw_decode(text, place)
         except (ValueError, RecursionError) as error:
             if ended:
                 raise UserError(
@@ -177,8 +180,12 @@ def _read_array(path: Path, raw: BinaryIO) -> Iterator[Found]:
         number += 1
         if not isinstance(row, dict):
             raise UserError(
-                f"{path} is not a list of rows.", why=f"row {number} is not a JSON object: {row!r:.60}."
+                f"{path} is not a list of rows.", why=f"row {number} is not a JSON object: {shown(row)}."
             )
+        try:
+            check_parsed(row, text[place:end], foreign=True)
+        except ValueError as error:
+            raise UserError(f"Row {number} of {path} cannot be read.", why=f"{error}.") from error
         yield Found(row, number, raw.tell())
         place = end
 
@@ -276,16 +283,16 @@ def _read_parquet(path: Path) -> Iterator[Found]:
         raise UserError(
             f"Cannot read {path}.", why="Parquet files need pyarrow.", do=f"run: {INSTALL_DATA}"
         ) from error
-    size = path.stat().st_size
     number = 0
     try:
-        with pq.ParquetFile(path) as file:
+        with _open(path) as opened, pq.ParquetFile(opened) as file:
+            size = os.fstat(opened.fileno()).st_size
             total = file.metadata.num_rows
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
                 for row in batch.to_pylist():
                     number += 1
                     yield Found(row, number, size * number // total)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(
             f"{path} cannot be read as Parquet.",
             why=f"after row {number}: {' '.join(str(error).split())[:200]}",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.core.json_files import parse_json
 from crosstune.data.render_types import NO_LOSS
 
 Row = Mapping[str, Any]
@@ -266,7 +267,7 @@ def _listed(value: Any) -> Any:
     if not (isinstance(value, str) and value.lstrip().startswith("[")):
         return value
     try:
-        found = json.loads(value)
+        found = parse_json(value, foreign=True)
     except ValueError:
         return value
     is_messages = isinstance(found, list) and found and all(isinstance(item, dict) for item in found)
@@ -290,7 +291,7 @@ def _parsed(value: Any) -> Any:
     """Parse a list that is given as JSON text, since CSV has no lists."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            return json.loads(value)
+            return parse_json(value, foreign=True)
         except ValueError as error:
             raise UserError("A conversation written as text must be JSON.", why=str(error)) from error
     return value

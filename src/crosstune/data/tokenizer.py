@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crosstune.core.errors import UserError
+from crosstune.config.load import cache_override
+from crosstune.core.errors import UserError, shown
+from crosstune.core.json_fields import NOTHING, TEXT, check_fields, list_of, object_with, whole
+from crosstune.core.json_files import parse_json, read_json
+from crosstune.core.plain_files import MissingFile, UnreadableFile, read_plain, read_plain_text
 from crosstune.data.render_types import ChatTokens
+from crosstune.data.tokenizer_limits import needs_trial, wrong_structure
+from crosstune.data.tokenizer_trial import try_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
     from tokenizers import Tokenizer as RustTokenizer
+
+GENERATION = "generation_config.json"
+TOKENIZER_LIMIT = 256 << 20
+TEMPLATE_LIMIT = 4 << 20
+_TOKEN = TEXT | NOTHING | object_with({"content": TEXT})
+_TOKEN_ID = whole(-1, 2**31)
+_FIELDS = {
+    **{f"{role}_token": _TOKEN for role in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")},
+    "chat_template": TEXT | NOTHING | list_of(object_with({"name": TEXT, "template": TEXT})),
+}
 
 
 _NAMES = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -40,43 +56,49 @@ class Tokenizer:
     """sha256 of tokenizer.json."""
     template_file: str = ""
     """The file that holds the chat template."""
+    num_rows: int | None = None
+    """The number of tokens that the model has embeddings for, if its config.json is beside the tokenizer."""
 
     @classmethod
-    def from_folder(cls, folder: Path) -> Tokenizer:
-        from tokenizers import Tokenizer as RustTokenizer
-
-        if not (folder / "tokenizer.json").exists():
-            raise UserError(
-                f"{folder} has no tokenizer.json.",
-                why="crosstune reads fast tokenizers only.",
-                do="make one with: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
-            )
-        written = (folder / "tokenizer.json").read_bytes()
-        try:
-            rust = RustTokenizer.from_buffer(written)
-        except ValueError as error:
-            raise _damaged(folder / "tokenizer.json", str(error)) from error
+    def from_folder(cls, folder: Path, *, model: Path | None = None) -> Tokenizer:
+        """Read the tokenizer of a folder; one without generation_config.json stops where that of `model` says."""
+        path = folder / "tokenizer.json"
+        written = _read_tokenizer(folder)
+        rust = _open(written, path)
         # The file may have truncation and padding settings; we do both elsewhere.
         rust.no_truncation()
         rust.no_padding()
-        settings = _read(folder / "tokenizer_config.json")
-        tokens = _read(folder / "special_tokens_map.json") | settings
+        settings = _read_settings(folder / "tokenizer_config.json")
+        tokens = _read_settings(folder / "special_tokens_map.json") | settings
         eos = _token_text(tokens.get("eos_token"))
         pad = _token_text(tokens.get("pad_token")) or eos
         bos = _token_text(tokens.get("bos_token"))
+        with _readable_panics(str(path)):
+            starts_with = rust.encode("a").ids[:1]
         return cls(
             rust=rust,
             chat_template=_chat_template(folder, settings),
             bos_token=bos,
             eos_token=eos,
             pad_id=(rust.token_to_id(pad) if pad else None) or 0,
-            stop_ids=_stop_ids(folder, rust, eos),
+            stop_ids=_stop_ids(_generation_folder(folder, model), rust, eos),
             special=tuple(t.content for t in rust.get_added_tokens_decoder().values() if t.special),
-            adds_bos=bos is not None and rust.encode("a").ids[:1] == [rust.token_to_id(bos)],
+            adds_bos=bos is not None and starts_with == [rust.token_to_id(bos)],
             other_named=tuple((name, text) for name in _NAMES if (text := _token_text(tokens.get(name)))),
             digest=hashlib.sha256(written).hexdigest(),
             template_file=str(_template_file(folder)),
+            num_rows=_num_rows(folder / "config.json"),
         )
+
+    def check_fits(self, vocab_size: int, *, source: str) -> None:
+        """Raise a UserError when a token has no embedding in the model; `source` names the tokenizer."""
+        highest = max(self.rust.get_vocab(with_added_tokens=True).values())
+        if highest >= vocab_size:
+            raise UserError(
+                f"The tokenizer {source} does not fit the model.",
+                why=f"its highest token id is {highest}, and the model has embeddings for {vocab_size} tokens.",
+                do="use a tokenizer without added tokens, or save the model with more embeddings (resize_token_embeddings)",
+            )
 
     @property
     def leading_bos(self) -> str:
@@ -105,11 +127,15 @@ class Tokenizer:
 
     def encode(self, text: str) -> Encoding:
         """Return token ids with their offsets. Adds no special tokens, since templates write their own."""
-        return self.rust.encode(text, add_special_tokens=False)
+        with _readable_panics("The tokenizer of the model"):
+            found = self.rust.encode(text, add_special_tokens=False)
+        self.check_largest(max(found.ids, default=0))
+        return found
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoding]:
-        """Encode several texts on all cores."""
-        return self.rust.encode_batch(list(texts), add_special_tokens=False)
+        """Encode several texts on all cores. The caller checks the largest id."""
+        with _readable_panics("The tokenizer of the model"):
+            return self.rust.encode_batch(list(texts), add_special_tokens=False)
 
     def encode_plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of texts that no template rendered, each with one BOS token if the tokenizer adds it,
@@ -121,8 +147,10 @@ class Tokenizer:
         bos, eos = (
             self.rust.token_to_id(text) if text else None for text in (self.bos_token, self.eos_token)
         )
+        with _readable_panics("The tokenizer of the model"):
+            encodings = self.rust.encode_batch_fast(list(texts), add_special_tokens=True)
         found = []
-        for encoding in self.rust.encode_batch_fast(list(texts), add_special_tokens=True):
+        for encoding in encodings:
             ids = list(encoding.ids)
             # The text may have them already.
             if ids[:2] == [bos, bos]:
@@ -134,26 +162,74 @@ class Tokenizer:
             found.append(ids)
         return found
 
+    def check_largest(self, largest: int) -> None:
+        """Raise a UserError when the model has no embedding for the largest id in a text."""
+        if self.num_rows is not None and largest >= self.num_rows:
+            raise UserError(
+                f"The tokenizer and the model do not fit: token {largest} is {shown(self.rust.id_to_token(largest))}.",
+                why=f"vocab_size in config.json is {self.num_rows}, so the model has no embedding for it.",
+                do="use the tokenizer of this model, or resize the model's embeddings",
+            )
+
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
-        return str(self.rust.decode(list(ids), skip_special_tokens=not keep_special))
+        with _readable_panics("The tokenizer of the model"):
+            return str(self.rust.decode(list(ids), skip_special_tokens=not keep_special))
 
 
-def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
+def _read_tokenizer(folder: Path) -> bytes:
+    """Return tokenizer.json after checking its structure and, where that does not suffice, trying it."""
+    path = folder / "tokenizer.json"
     try:
-        settings = json.loads(path.read_bytes())
+        raw = read_plain(path, limit=TOKENIZER_LIMIT)
+    except MissingFile as error:
+        raise UserError(
+            f"{folder} has no tokenizer.json.",
+            why="crosstune reads fast tokenizers only.",
+            do="make one with: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
+        ) from error
+    try:
+        tokenizer = parse_json(raw, foreign=True)
     except ValueError as error:
-        raise _damaged(path, f"it is not JSON ({error})") from error
-    if not isinstance(settings, dict):
-        raise _damaged(path, "it does not hold a JSON object")
+        raise UnreadableFile(path, f"it is not JSON ({error})") from error
+    if not isinstance(tokenizer, dict):
+        raise UnreadableFile(path, "it does not hold a JSON object")
+    wrong = wrong_structure(tokenizer)
+    if wrong is not None:
+        raise UnreadableFile(path, wrong)
+    if needs_trial(tokenizer):
+        try_tokenizer(raw, path=path, cache=cache_override())
+    return raw
+
+
+def _open(raw: bytes, path: Path) -> RustTokenizer:
+    from tokenizers import Tokenizer as RustTokenizer
+
+    with _readable_panics(str(path)):
+        try:
+            return RustTokenizer.from_buffer(raw)
+        except ValueError as error:
+            raise UnreadableFile(path, str(error)[:300]) from error
+
+
+@contextlib.contextmanager
+def _readable_panics(what: str) -> Iterator[None]:
+    """Turn a panic of the tokenizers library into a UserError. It is no `Exception`, and has no name to import."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(
+            f"{what} cannot be used.",
+            why=f"the tokenizers library fails: {shown(str(error))}.",
+            do="download or copy tokenizer.json again, or use another tokenizer",
+        ) from error
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    settings = read_json(path, foreign=True)
+    check_fields(settings, _FIELDS, source=path)
     return settings
-
-
-def _damaged(path: Path, why: str) -> UserError:
-    return UserError(
-        f"{path} cannot be read.", why=f"{why.rstrip('.')}.", do="download or copy the file again"
-    )
 
 
 def _token_text(entry: Any) -> str | None:
@@ -166,21 +242,32 @@ def _template_file(folder: Path) -> Path:
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        try:
-            return file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise _damaged(file, f"it is not UTF-8 text ({error})") from error
-    template = settings.get("chat_template")
+    try:
+        return read_plain_text(folder / "chat_template.jinja", limit=TEMPLATE_LIMIT)
+    except MissingFile:
+        template = settings.get("chat_template")
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")
     return template
 
 
+def _generation_folder(folder: Path, model: Path | None) -> Path:
+    return folder if model is None or (folder / GENERATION).exists() else model
+
+
+def _num_rows(path: Path) -> int | None:
+    config = read_json(path, foreign=True)
+    inner = config.get("text_config")
+    found = (inner if isinstance(inner, dict) else config).get("vocab_size")
+    return found if whole(1).fits(found) else None
+
+
 def _stop_ids(folder: Path, rust: RustTokenizer, eos: str | None) -> frozenset[int]:
-    declared = _read(folder / "generation_config.json").get("eos_token_id")
+    path = folder / GENERATION
+    settings = read_json(path, foreign=True)
+    check_fields(settings, {"eos_token_id": _TOKEN_ID | NOTHING | list_of(_TOKEN_ID)}, source=path)
+    declared = settings.get("eos_token_id")
     ids = set(declared if isinstance(declared, list) else [declared])
     ids.add(rust.token_to_id(eos) if eos else None)
     return frozenset(token for token in ids if token is not None)

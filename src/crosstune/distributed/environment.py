@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from crosstune.core.errors import UserError, shown
+from crosstune.core.json_files import JSON_LIMIT, parse_json
+from crosstune.core.plain_files import UnreadableFile, read_plain_text
 from crosstune.core.ranks import Ranks
 
 LAUNCHER = "CROSSTUNE_LAUNCHER"
@@ -75,12 +76,12 @@ def _read_number(environment: Mapping[str, str], name: str, *, high: int, low: i
 def _read_hosts(path: Path) -> list[str]:
     """Return the address of each rank without its port; mlx.launch gives a single process an empty file."""
     try:
-        text = path.read_text(encoding="utf-8")
-        found = json.loads(text) if text.strip() else []
+        text = read_plain_text(path, limit=JSON_LIMIT)
+        found = parse_json(text) if text.strip() else []
         return [str(addresses[0]).rsplit(":", 1)[0] for addresses in found]
-    except OSError as error:
-        raise UserError(f"Cannot read the host file {path} (MLX_HOSTFILE).", why=str(error)) from error
-    except (ValueError, TypeError, LookupError, RecursionError) as error:
+    except UnreadableFile as error:
+        raise UserError(f"Cannot read the host file {path} (MLX_HOSTFILE).", why=error.why) from error
+    except (ValueError, TypeError, LookupError) as error:
         raise UserError(
             f"{path} is not a host file of an MLX ring.",
             why=f"{type(error).__name__}: {error}",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from crosstune.core.protocols import Backward, Memory
+
+_Key = TypeVar("_Key", int, str)
 
 # Fields stored in a checkpoint. The token rate belongs to the process that measured it.
 _CARRIED = (
@@ -112,6 +115,12 @@ class Progress:
         known |= {"weight": int(carried.get(weight_name) or 0), "weight_name": weight_name}
         progress = cls(**known, eval_before=dict(carried.get("eval_before") or {}))
         progress.start_step = progress.steps
-        progress.evaluations = {int(s): float(v) for s, v in (carried.get("evaluations") or {}).items()}
-        progress.eval_metrics = {int(s): dict(v) for s, v in (carried.get("eval_metrics") or {}).items()}
+        progress.evaluations = _numbers(carried.get("evaluations") or {}, int)
+        metrics = carried.get("eval_metrics") or {}
+        progress.eval_metrics = {int(step): _numbers(found, str) for step, found in metrics.items()}
         return progress
+
+
+def _numbers(carried: Mapping[str, Any], read_key: Callable[[str], _Key]) -> dict[_Key, float]:
+    """Return numbers from JSON, which has null for one that is not finite."""
+    return {read_key(key): math.nan if value is None else float(value) for key, value in carried.items()}

@@ -20,7 +20,7 @@ class StopSignal:
 
     def __init__(self, *, shared: bool = False) -> None:
         self.reason = ""
-        self._shared = shared
+        self.shared = shared
         self._droppable = False
 
     @property
@@ -47,7 +47,7 @@ class StopSignal:
     @contextlib.contextmanager
     def droppable(self) -> Iterator[None]:
         """Raise StopRequested as soon as a signal arrives inside the block, which must not change the model."""
-        if self._shared:
+        if self.shared:
             yield
             return
         if self.requested:

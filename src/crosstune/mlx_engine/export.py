@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from crosstune.core.errors import UserError
+from crosstune.core.errors import LIBRARY_FAULTS, UserError
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.model_folders import PLAIN_BITS
+from crosstune.core.out_of_memory import is_out_of_memory
 from crosstune.core.quiet import hide_output
 from crosstune.mlx_engine.quant import mlx as limits
 from crosstune.models.config_spelling import respell_folder
@@ -42,8 +43,12 @@ def convert_folder(view: Path, target: Path, *, bits: int, group_size: int) -> l
                 q_bits=bits if bits != PLAIN_BITS else None,
                 q_group_size=group_size if bits != PLAIN_BITS else None,
             )
-    except ValueError as error:
-        raise UserError(f"mlx-lm cannot convert {view}.", why=str(error)) from error
+    except LIBRARY_FAULTS as error:
+        if is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"mlx-lm cannot convert {view}.", why=f"{type(error).__name__}: {str(error)[:400]}"
+        ) from error
     return warnings
 
 

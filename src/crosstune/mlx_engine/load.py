@@ -15,18 +15,21 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from crosstune.config.plan import Plan
-from crosstune.core.errors import UserError
+from crosstune.core.errors import LIBRARY_FAULTS, UserError
+from crosstune.core.out_of_memory import is_out_of_memory
 from crosstune.core.safetensors_header import read_header
 from crosstune.mlx_engine.adapters import linear_layers
 from crosstune.mlx_engine.quant.mlx import check_form
 from crosstune.mlx_engine.quantized import dense_weight, linear_shape, quantize_layers
-from crosstune.models.config_spelling import spell_positions
+from crosstune.models.config_spelling import spell_config
 from crosstune.models.folder import read_config_json, weight_files
 from crosstune.models.quantized_folder import FolderQuantization, read_quantization
 from crosstune.models.weights import read_rows
 
 READ_BY_MLX_LM = ("bitnet", "mxfp4", "mxfp8", "fp8", "compressed-tensors", "modelopt", "awq", "gptq")
 """Foreign quantizations that mlx-lm converts to its own on load."""
+_PACKED = ("awq", "gptq")
+"""Those of them that store each layer as a tensor named .qweight, and others beside it."""
 _ROWS_COMPARED = 8
 _QUANTIZATION_ERROR = {2: 0.25, 3: 0.1}
 """Bits -> largest relative change of a weight's squared norm by quantization; with more bits it is below 0.05."""
@@ -53,7 +56,7 @@ def read_model(folder: Path, config: Mapping[str, Any]) -> nn.Module:
     from mlx_lm.utils import load_model as load
 
     with readable_errors(folder):
-        model, _ = load(folder, lazy=True, model_config=spell_positions(dict(config)))
+        model, _ = load(folder, lazy=True, model_config=spell_config(dict(config)))
     return model
 
 
@@ -86,7 +89,19 @@ def check_readable(folder: Path, config: Mapping[str, Any]) -> FolderQuantizatio
             do="use the original weights (--train_type qlora quantizes them on load), or "
             f"dequantize them on a machine with torch: crosstune convert {folder} --to none",
         )
+    if method in _PACKED:
+        _check_packed(folder, method)
     return quantized
+
+
+def _check_packed(folder: Path, method: str) -> None:
+    names = (name for path in weight_files(folder) for name in read_header(path)[0])
+    if not any(name.endswith(".qweight") for name in names):
+        raise UserError(
+            f"The weights in {folder} are not quantized by {method}, as its config.json says.",
+            why="no tensor in its files is named .qweight.",
+            do="download the model again; if its weights are plain, remove quantization_config from config.json",
+        )
 
 
 def knows_type(config: Mapping[str, Any]) -> bool:
@@ -210,9 +225,11 @@ def check_window(config: Mapping[str, Any], plan: Plan) -> None:
 def readable_errors(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (ValueError, KeyError, OSError, TypeError, RuntimeError) as error:
+    except LIBRARY_FAULTS as error:
+        if is_out_of_memory(error):
+            raise
         raise UserError(
             f"mlx-lm cannot load the model in {folder}.",
-            why=" ".join(str(error).split())[:400],
+            why=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}",
             do="check that it is a causal language model and that its files are complete",
         ) from error

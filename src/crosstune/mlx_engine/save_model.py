@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from crosstune.core.model_folders import OnBytes
 from crosstune.core.protocols import Array
 from crosstune.models.adapter_files import copy_tokenizer, write_json
-from crosstune.models.config_spelling import spell_positions
+from crosstune.models.config_spelling import spell_config
 from crosstune.models.folder import INDEXES, read_config_json
 from crosstune.models.llama_layout import CONFIG
 
@@ -50,7 +50,7 @@ def save_arrays(
     config = {
         key: value for key, value in read_config_json(base).items() if not key.startswith("quantization")
     }
-    write_json(folder / CONFIG, spell_positions(config) | {"dtype": dtype, "torch_dtype": dtype})
+    write_json(folder / CONFIG, spell_config(config) | {"dtype": dtype, "torch_dtype": dtype})
     copy_tokenizer(base, folder)
 
 

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
+from crosstune.core.name_patterns import match_names
 
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 """Names of the weights that hold several experts, in the order in which a model defines them."""
 _PEFT_TAKES_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+_WORD = re.compile(r"[A-Za-z0-9_]+")
 DEFAULT_TARGETS = ("q_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn")
 
 
@@ -111,16 +113,16 @@ def _attention_names(layers: Sequence[str], model: str) -> list[str]:
 def _named(linears: Sequence[str], targets: str) -> set[str]:
     """Return the layers that a comma-separated list of names or a regex selects."""
     parts = DEFAULT_TARGETS if targets == "default" else tuple(part.strip() for part in targets.split(","))
-    by_target = {part: {name for name in linears if _is_named(name, part)} for part in parts}
+    by_target = _by_target(parts, linears)
     unmatched = [part for part, names in by_target.items() if not names]
     chosen = set[str]().union(*by_target.values())
     if unmatched and targets != "default":
         # The comma may be part of a regex.
-        chosen = {name for name in linears if _matches(targets, name)}
+        chosen = _matching(targets, linears)
     if not chosen:
         kinds = sorted({name.rpartition(".")[2] for name in linears})
         raise UserError(
-            f"lora_target_modules '{', '.join(unmatched)}' matches no linear layer of this model.",
+            f"lora_target_modules '{', '.join(unmatched)[:200]}' matches no linear layer of this model.",
             do=f"use all, names among: {', '.join(kinds)}, or a regex that matches full names",
         )
     return chosen
@@ -192,18 +194,26 @@ def _block(name: str) -> int:
     return next((int(part) for part in name.split(".") if part.isdigit()), -1)
 
 
-def _is_named(name: str, target: str) -> bool:
-    """Return whether a target is the full or last name of a layer, or a regex that matches it."""
-    if name == target or name.endswith("." + target):
-        return True
-    try:
-        return re.fullmatch(target, name) is not None
-    except re.error:  # it may be one part of a regex with commas
-        return False
+def _by_target(targets: Sequence[str], linears: Sequence[str]) -> dict[str, set[str]]:
+    """Return for each target the layers whose full or last name it is, and those that it matches as a regex."""
+    endings: dict[str, set[str]] = {}
+    for name in linears:
+        endings.setdefault(name, set()).add(name)
+        for place, character in enumerate(name):
+            if character == ".":
+                endings.setdefault(name[place + 1 :], set()).add(name)
+    patterns = [target for target in targets if not _WORD.fullmatch(target)]
+    matched = dict(zip(patterns, match_names(patterns, linears), strict=True))
+    # A target that is no valid pattern may be one part of a regex with commas.
+    found = {target: matched.get(target, set()) for target in targets}
+    return {
+        target: endings.get(target, set()) | (names if isinstance(names, set) else set())
+        for target, names in found.items()
+    }
 
 
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.fullmatch(pattern, name) is not None
-    except re.error as error:
-        raise UserError(f"lora_target_modules '{pattern}' is not a valid pattern.", why=str(error)) from error
+def _matching(pattern: str, linears: Sequence[str]) -> set[str]:
+    found = match_names([pattern], linears)[0]
+    if isinstance(found, str):
+        raise UserError(f"lora_target_modules '{pattern[:80]}' is not a valid pattern.", why=found)
+    return found

@@ -8,18 +8,20 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from crosstune.core.errors import UserError
+from crosstune.core.errors import UserError, shown
 from crosstune.core.json_files import read_json
 from crosstune.core.protocols import Array
 from crosstune.models.adapter_choice import STACKS, AdapterSettings, Targets
+from crosstune.models.adapter_fields import SETTINGS, read_settings
+from crosstune.models.folder_record import RECORD, read_record
 from crosstune.models.llama_layout import CHAT_TEMPLATE
 from crosstune.models.weights import Tensor, read_arrays, to_float32, write_safetensors
 
 PEFT_PREFIX = "base_model.model."
 PEFT_WEIGHTS = "adapter_model.safetensors"
-SETTINGS = "adapter_config.json"
-RECORD = "crosstune.json"
 GENERATION = "generation_config.json"
+UNREAD = ("rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication")
+"""Features of PEFT that crosstune does not read."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -147,27 +149,10 @@ def load_adapter(
     return tensors
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
-    path = folder / SETTINGS
-    if not path.is_file():
-        raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} cannot be read.", why=f"it is not JSON ({error}).") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} cannot be read.", why="it does not hold a JSON object.")
-    return config
-
-
 def check_settings(folder: Path, settings: AdapterSettings) -> None:
     """Check that rank, scale and kind of an adapter match the options."""
     config = read_settings(folder)
-    unread = [name for name in ("rank_pattern", "alpha_pattern", "modules_to_save") if config.get(name)]
-    if unread:
-        raise UserError(
-            f"The adapter {folder} uses {', '.join(unread)}.", why="crosstune does not support such adapters."
-        )
+    check_kind(folder, config)
     pairs = {
         "lora_rank": (config["r"], settings.rank),
         "lora_alpha": (config["lora_alpha"], settings.alpha),
@@ -185,6 +170,23 @@ def check_settings(folder: Path, settings: AdapterSettings) -> None:
         )
 
 
+def check_kind(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Raise unless the settings are those of a plain LoRA or DoRA adapter in PEFT's layout."""
+    if "fine_tune_type" in settings:
+        raise UserError(
+            f"{folder} holds an adapter in the layout of mlx-lm.",
+            do=f"convert it first: crosstune convert {folder} --to peft",
+        )
+    unread = [name for name in UNREAD if settings.get(name)]
+    if settings.get("peft_type") != "LORA" or settings.get("bias", "none") != "none" or unread:
+        kind = f"{shown(settings.get('peft_type'))}, bias {shown(settings.get('bias'))}"
+        raise UserError(
+            f"{folder} is an unsupported kind of adapter.",
+            why=f"it uses {', '.join(unread) or kind}.",
+            do="use a plain LoRA or DoRA adapter",
+        )
+
+
 def copy_tokenizer(source: Path, target: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).exists():
@@ -196,19 +198,22 @@ def save_template(folder: Path, template: str, *, stop_ids: Collection[int]) -> 
     answer in it. The record says so, for everything that is made from the result."""
     (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
     _drop_own_template(folder)
-    settings = read_json(folder / GENERATION)
+    settings = read_json(folder / GENERATION, foreign=True)
     write_json(folder / GENERATION, settings | {"eos_token_id": sorted(stop_ids)})
-    write_json(folder / RECORD, read_json(folder / RECORD) | {"chat_template": "trained"})
+    write_json(folder / RECORD, read_record(folder) | {"chat_template": "trained"})
 
 
 def has_trained_template(folder: Path) -> bool:
     """Return whether a result was trained with another chat template than that of its base."""
-    return bool(read_json(folder / RECORD).get("chat_template")) and (folder / CHAT_TEMPLATE).is_file()
+    return bool(read_record(folder).get("chat_template")) and (folder / CHAT_TEMPLATE).is_file()
 
 
-def tokenizer_folder(adapter: Path | None, base: Path) -> Path:
-    """Return the folder with the tokenizer and the chat template that an adapter was trained with."""
-    return adapter if adapter is not None and has_trained_template(adapter) else base
+def replace_tokenizer(source: Path, target: Path) -> None:
+    """Put the tokenizer files of `source` in place of those in `target`."""
+    for name in TOKENIZER_FILES:
+        if name != "generation_config.json":  # also tells what else ends an answer
+            (target / name).unlink(missing_ok=True)
+    copy_tokenizer(source, target)
 
 
 def copy_template(adapter: Path, model: Path) -> None:
@@ -219,8 +224,7 @@ def copy_template(adapter: Path, model: Path) -> None:
                 shutil.copy2(adapter / name, model / name)
         _drop_own_template(model)
         return
-    settings = model / "tokenizer_config.json"
-    known = settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))
+    known = "chat_template" in read_json(model / "tokenizer_config.json", foreign=True)
     if not known and not (model / CHAT_TEMPLATE).exists() and (adapter / CHAT_TEMPLATE).exists():
         shutil.copy2(adapter / CHAT_TEMPLATE, model / CHAT_TEMPLATE)
 
@@ -228,7 +232,7 @@ def copy_template(adapter: Path, model: Path) -> None:
 def _drop_own_template(folder: Path) -> None:
     """Remove the template from tokenizer_config.json, where some tools would find it first."""
     path = folder / "tokenizer_config.json"
-    settings = read_json(path)
+    settings = read_json(path, foreign=True)
     if "chat_template" in settings:
         del settings["chat_template"]
         write_json(path, settings)

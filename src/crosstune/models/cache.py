@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import tempfile
@@ -13,13 +12,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from crosstune import __version__
 from crosstune.core.atomic_files import put_in_place, remove_folder, staged_name, staging_folder
 from crosstune.core.disk import file_sha256
 from crosstune.core.errors import UserError
-from crosstune.core.json_files import write_json
+from crosstune.core.json_fields import OBJECT, TEXT, map_of, object_with, whole, wrong_field
+from crosstune.core.json_files import read_object, write_json
 from crosstune.core.names import unknown_name
-from crosstune.models.disk import CACHE_VARIABLE, disk_errors, ensure_space
+from crosstune.core.plain_files import UnreadableFile
+from crosstune.core.user_paths import CACHE_VARIABLE, cache_base
+from crosstune.core.version import __version__
+from crosstune.models.disk import disk_errors, ensure_space
 from crosstune.models.progress import Progress, silent
 
 MARKER = "crosstune.json"
@@ -30,6 +32,11 @@ Build = Callable[[Path, Path], Mapping[str, Any]]
 """(empty folder, scratch folder) -> the source of the model, after writing it into the folder."""
 
 _LOCKS = ".locks"
+_MARKER_FIELDS = {
+    "files": map_of(object_with({"bytes": whole(0), "sha256": TEXT})),
+    "source": OBJECT,
+    "made_at": TEXT,
+}
 _log = logging.getLogger(__name__)
 
 
@@ -46,10 +53,7 @@ class CachedModel:
 
 def cache_root(override: Path | None = None) -> Path:
     """Return the folder of cached models, in `override` or in the user's cache folder."""
-    import platformdirs
-
-    base = platformdirs.user_cache_path("crosstune") if override is None else override.expanduser().absolute()
-    return base / "models"
+    return cache_base(override) / "models"
 
 
 def install(
@@ -224,10 +228,10 @@ def _lock_path(root: Path, name: str) -> Path:
 
 def _read_marker(folder: Path) -> dict[str, Any] | None:
     try:
-        marker = json.loads((folder / MARKER).read_bytes())
-    except (OSError, ValueError):
+        marker = read_object(folder / MARKER)
+    except UnreadableFile:
         return None
-    return marker if isinstance(marker, dict) and isinstance(marker.get("files"), dict) else None
+    return marker if wrong_field(marker, _MARKER_FIELDS, required=("files", "source")) is None else None
 
 
 def _describe(folder: Path) -> CachedModel:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path, PurePosixPath
 
 from crosstune.core.errors import UserError
+from crosstune.core.plain_files import UnreadableFile, read_plain_text
 from crosstune.models.file_hashes import sha256_of_all
 
 SUMS = "SHA256SUMS"
@@ -40,12 +41,10 @@ def check_checksums(folder: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, str]:
-    if path.stat().st_size > _LIMIT_BYTES:
-        raise _damaged(path.parent, f"{SUMS} is larger than {_LIMIT_BYTES} bytes")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise _damaged(path.parent, f"{SUMS} cannot be read: {error.reason}") from error
+        lines = read_plain_text(path, limit=_LIMIT_BYTES).splitlines()
+    except UnreadableFile as error:
+        raise _damaged(path.parent, f"{SUMS} cannot be read: {error.why.rstrip('.')}") from error
     wanted = {}
     for number, line in enumerate(lines, start=1):
         found = _LINE.fullmatch(line)

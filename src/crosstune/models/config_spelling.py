@@ -1,4 +1,4 @@
-"""Write the RoPE and attention-window settings of config.json under the names that all readers know."""
+"""Write the settings of config.json under the names that all readers know: RoPE, attention windows, experts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,21 @@ from crosstune.core.json_files import write_json
 from crosstune.models.folder import read_config_json
 from crosstune.models.llama_layout import CONFIG
 
+_EXPERT_NAMES = ("num_experts", "num_local_experts")
+_DERIVED_HEADS = ("qwen3_moe",)
+"""Types whose head size is hidden_size / num_attention_heads unless it is given, and that mlx-lm reads only with it."""
 
-def spell_positions(config: dict[str, Any]) -> dict[str, Any]:
-    """Add the names of transformers 4 and mlx-lm to the `rope_parameters` of transformers 5, which alone would make
-    other readers use defaults silently."""
+
+def spell_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Add the names of transformers 4 and mlx-lm to those of transformers 5. With the newer names alone, other readers
+    fail or use defaults silently."""
+    return {**_spell_positions(config), **_spell_windows(config), **_spell_sizes(config), **config}
+
+
+def _spell_positions(config: dict[str, Any]) -> dict[str, Any]:
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict):
-        return config
+        return {}
     older: dict[str, Any] = {}
     local = rope.get("sliding_attention")
     if isinstance(local, dict) and "rope_theta" in local:
@@ -25,7 +33,24 @@ def spell_positions(config: dict[str, Any]) -> dict[str, Any]:
         older["rope_theta"] = whole["rope_theta"]
         if whole.get("rope_type", "default") != "default":
             older["rope_scaling"] = whole
-    return {**older, **_spell_windows(config), **config}
+        if "partial_rotary_factor" in whole:
+            older["partial_rotary_factor"] = whole["partial_rotary_factor"]
+        if config.get("model_type") == "gpt_neox":
+            older["rotary_emb_base"] = whole["rope_theta"]
+            older["rotary_pct"] = whole.get("partial_rotary_factor", 0.25)
+    return older
+
+
+def _spell_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    experts = next((config[name] for name in _EXPERT_NAMES if config.get(name) is not None), None)
+    if experts is not None:
+        found |= dict.fromkeys(_EXPERT_NAMES, experts)
+    if config.get("model_type") in _DERIVED_HEADS and config.get("hidden_size"):
+        found["head_dim"] = config["hidden_size"] // config.get("num_attention_heads", 1)
+    if config.get("model_type") == "gpt2" and "n_positions" in config:
+        found["n_ctx"] = config["n_positions"]
+    return found
 
 
 def _spell_windows(config: dict[str, Any]) -> dict[str, Any]:
@@ -41,4 +66,4 @@ def _spell_windows(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def respell_folder(folder: Path) -> None:
-    write_json(folder / CONFIG, spell_positions(read_config_json(folder)))
+    write_json(folder / CONFIG, spell_config(read_config_json(folder)))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from crosstune.core.disk import NO_ROOM, free_space, readable_bytes
 from crosstune.core.errors import UserError
+from crosstune.core.user_paths import CACHE_VARIABLE
 
-CACHE_VARIABLE = "CROSSTUNE_CACHE"
 HUB_VARIABLE = "HF_HOME"
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from crosstune.config.load import cache_override
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import read_json, write_json
+from crosstune.core.plain_files import open_plain
+from crosstune.core.user_paths import cache_base
 
 NUM_THREADS = 4
 _BLOCK_BYTES = 4 * 2**20
@@ -38,7 +40,9 @@ def sha256_of(path: Path, *, on_bytes: Callable[[int], None] | None = None) -> s
     settled = time.time() - max(stamp["mtime_ns"], stamp["ctime_ns"]) / 1e9 > _SETTLED_S
     if settled and _stamp(path) == stamp:
         _known[key] = {"path": key, "stamp": stamp, "sha256": digest}
-        with contextlib.suppress(OSError):  # without a place for the cache, the next process hashes again
+        with contextlib.suppress(
+            OSError, UserError
+        ):  # without a place for the cache, the next process hashes again
             _cache_file(key).parent.mkdir(parents=True, exist_ok=True)
             write_json(_cache_file(key), _known[key])
     return digest
@@ -62,7 +66,7 @@ def sha256_of_all(
 
 def _hash(path: Path, on_bytes: Callable[[int], None] | None) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
             if on_bytes is not None:
@@ -90,8 +94,5 @@ def _read_cached(key: str) -> Mapping[str, Any]:
 
 
 def _cache_file(key: str) -> Path:
-    import platformdirs
-
-    override = os.environ.get("CROSSTUNE_CACHE")
-    base = Path(override).expanduser() if override else platformdirs.user_cache_path("crosstune")
-    return base / "hashes" / f"{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:32]}.json"
+    name = f"{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:32]}.json"
+    return cache_base(cache_override()) / "hashes" / name

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.core.json_fields import TEXT, check_fields, map_of
+from crosstune.core.json_files import read_json, read_object
 from crosstune.core.memory import ModelShape
+from crosstune.core.plain_files import UnreadableFile, check_regular_files
 from crosstune.core.safetensors_header import read_header
+from crosstune.models.config_fields import check_config
 from crosstune.models.llama_layout import CONFIG, Llama
 
 PLAIN_STEM, QUANTIZED_STEM = "model", "quantized"
@@ -24,15 +27,27 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
+_SETTINGS = (
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+"""Files that libraries read beside config.json."""
+_MOST_WEIGHTS_PER_BYTE = 16
+_SPARE_WEIGHTS = 10_000_000
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def check_folder(folder: Path) -> None:
     """Raise a UserError when a folder cannot be used as a model."""
+    check_regular_files(folder)
     if not (folder / CONFIG).is_file():
         raise _no_config(folder)
-    read_config_json(folder)
+    config = read_config_json(folder)
+    for name in _SETTINGS:
+        read_json(folder / name, foreign=True)
     files = weight_files(folder)
     if not files:
         raise _no_weights(folder)
@@ -43,8 +58,7 @@ def check_folder(folder: Path) -> None:
             why=f"its index names weight files that are not there: {', '.join(absent)}.",
             do="download or copy the missing files",
         )
-    for path in files:
-        read_header(path)
+    _check_sizes(folder, config, num_bytes=sum(_data_bytes(path) for path in files))
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(
             f"The model folder {folder} has no tokenizer.",
@@ -58,7 +72,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-    return _read_json(folder / CONFIG)
+    """Return the contents of config.json after checking its sizes."""
+    config = read_object(folder / CONFIG, foreign=True)
+    check_config(config, path=folder / CONFIG)
+    return config
 
 
 def folder_shape(folder: Path) -> ModelShape | None:
@@ -157,27 +174,42 @@ def _no_weights(folder: Path) -> UserError:
 
 def _indexed_files(folder: Path) -> set[str]:
     found = [folder / name for name in INDEXES if (folder / name).is_file()]
-    return {file for path in found for file in _read_json(path).get("weight_map", {}).values()}
+    return {file for path in found for file in _read_index(path).values()}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise UserError(
-            f"{path} cannot be read.", why=f"it is not JSON ({error}).", do="download or copy the file again"
-        ) from error
-    if not isinstance(data, dict):
-        raise UserError(
-            f"{path} cannot be read.",
-            why="it does not hold a JSON object.",
-            do="download or copy the file again",
+def _read_index(path: Path) -> dict[str, str]:
+    """Return tensor name -> file name."""
+    index = read_object(path, foreign=True)
+    check_fields(index, {"weight_map": map_of(TEXT)}, required=("weight_map",), source=path)
+    places: dict[str, str] = index["weight_map"]
+    return places
+
+
+def _data_bytes(path: Path) -> int:
+    read_header(path)
+    return path.stat().st_size
+
+
+def _check_sizes(folder: Path, config: dict[str, Any], *, num_bytes: int) -> None:
+    """Check that config.json does not describe a model far larger than the weights: a library would allocate it."""
+    shape = config_shape(config)
+    if shape is not None and shape.num_parameters > _MOST_WEIGHTS_PER_BYTE * num_bytes + _SPARE_WEIGHTS:
+        raise UnreadableFile(
+            folder / CONFIG,
+            f"its sizes give about {shape.num_parameters:,} weights, and the weight files have {num_bytes:,} bytes",
+            do="download or copy the model's files again",
         )
-    return data
 
 
 def _first(numbers: dict[str, Any], *keys: str) -> int | None:
-    return next((numbers[key] for key in keys if isinstance(numbers.get(key), int)), None)
+    """Return the first of these fields that is set; the largest size where every layer has its own."""
+    for key in keys:
+        found = numbers.get(key)
+        if isinstance(found, list):
+            found = max(found, default=None)
+        if isinstance(found, int):
+            return found
+    return None
 
 
 def _with_parameters(shape: ModelShape, count: int) -> ModelShape:

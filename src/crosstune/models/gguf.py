@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.core.errors import UserError
+from crosstune.core.errors import UserError, shown
+from crosstune.core.json_fields import NOTHING, TEXT, list_of, real, whole
 from crosstune.core.memory import ModelShape
+from crosstune.models.gguf_header import BadGguf, check_header
 from crosstune.models.gguf_tokenizer import build_tokenizer
 from crosstune.models.llama_layout import WEIGHTS, Llama, write_configs, write_tokenizer
 from crosstune.models.progress import Progress, silent
@@ -55,9 +57,44 @@ class Metadata:
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key)
         value = default if value is None else value
-        if not isinstance(value, (int, float)):
-            raise self.unsupported(f"its metadata has {value!r} for {key}, where a number is needed")
-        return value
+        if not real(0).fits(value):
+            raise self.unsupported(f"its metadata has {shown(value)} for {key}, where a number is needed")
+        return float(value)  # type: ignore[arg-type]
+
+    def count(self, key: str, default: int | None = None, *, most: int = 2**31) -> int:
+        """Return an integer of 1 or more."""
+        value = self.get(key)
+        value = default if value is None else value
+        if not whole(1, most).fits(value):
+            raise self.unsupported(f"its metadata has {shown(value)} for {key}, where a count is needed")
+        return int(value)  # type: ignore[arg-type]
+
+    def texts(self, key: str) -> list[str]:
+        """Return a list of strings; an empty one when the key is missing."""
+        value = self.get(key)
+        if value is None:
+            return []
+        if not list_of(TEXT).fits(value):
+            raise self.unsupported(
+                f"its metadata has {shown(value)} for {key}, where a list of texts is needed"
+            )
+        return list(value)
+
+    def text(self, key: str) -> str | None:
+        value = self.get(key)
+        if not (TEXT | NOTHING).fits(value):
+            raise self.unsupported(f"its metadata has {shown(value)} for {key}, where a text is needed")
+        return None if value is None else str(value)
+
+    def token(self, role: str) -> int | None:
+        """Return the id of the bos, eos, padding or unknown token."""
+        key = f"tokenizer.ggml.{role}_token_id"
+        value = self.get(key)
+        if not (whole(0, 2**31) | NOTHING).fits(value):
+            raise self.unsupported(
+                f"its metadata has {shown(value)} for {key}, where the number of a token is needed"
+            )
+        return None if value is None else int(value)
 
     def unsupported(
         self, why: str, *, do: str = "use another file, or the model's Hugging Face folder"
@@ -71,12 +108,12 @@ def convert(path: Path, folder: Path, *, progress: Progress = silent) -> None:
     metadata = Metadata(path, reader)
     llama = _read_llama(metadata, reader)
     tensors = _plan_tensors(metadata, reader, llama)
-    vocabulary = build_tokenizer(metadata)
+    vocabulary = build_tokenizer(metadata, num_rows=llama.vocab)
     write_tokenizer(
         folder,
         vocabulary.tokenizer,
         special=vocabulary.special,
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=metadata.text("tokenizer.chat_template"),
         max_context=llama.max_context,
     )
     write_configs(folder, llama)
@@ -112,48 +149,53 @@ def _open(path: Path) -> GGUFReader:
     require_gguf(str(path))
     from gguf import GGUFReader
 
+    check_header(path)
     try:
         return GGUFReader(path)
     except (ValueError, IndexError, KeyError) as error:
-        raise UserError(
-            f"{path} is not a complete GGUF file.", why=str(error), do="download or copy the file again"
-        ) from error
+        raise BadGguf(path, shown(str(error))) from error
 
 
 def _read_llama(metadata: Metadata, reader: GGUFReader) -> Llama:
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise metadata.unsupported(
-            f"its architecture is {architecture!r}; GGUF files can be read for: {', '.join(ARCHITECTURES)}",
+            f"its architecture is {shown(architecture)}; GGUF files can be read for: {', '.join(ARCHITECTURES)}",
             do="use the model's Hugging Face folder or hub id instead",
         )
     scaling = metadata.get("llama.rope.scaling.type")
     if scaling not in (None, "none"):
-        raise metadata.unsupported(f"its RoPE is scaled ({scaling}), which is not supported for GGUF files")
+        raise metadata.unsupported(
+            f"its RoPE is scaled ({shown(scaling)}), which is not supported for GGUF files"
+        )
     shapes = {tensor.name: tensor.shape for tensor in reader.tensors}
-    if "token_embd.weight" not in shapes:
-        raise metadata.unsupported("it has no token embeddings")
-    hidden = int(metadata.number("llama.embedding_length"))
-    heads = int(metadata.number("llama.attention.head_count"))
-    head_dim = int(metadata.number("llama.attention.key_length", hidden // heads))
-    if metadata.number("llama.rope.dimension_count", head_dim) != head_dim:
+    embeddings = shapes.get("token_embd.weight", ())
+    if len(embeddings) != 2:
+        raise metadata.unsupported("it has no token embeddings of two dimensions")
+    hidden = metadata.count("llama.embedding_length")
+    heads = metadata.count("llama.attention.head_count")
+    groups = metadata.count("llama.attention.head_count_kv", heads)
+    head_dim = metadata.count("llama.attention.key_length", hidden // heads)
+    if metadata.count("llama.rope.dimension_count", head_dim) != head_dim or head_dim % 2:
         raise metadata.unsupported("its rotary embedding covers only a part of each head")
+    if heads % groups:
+        raise metadata.unsupported(f"its {heads} attention heads do not divide into {groups} groups")
     return Llama(
-        vocab=int(shapes["token_embd.weight"][1]),
+        vocab=int(embeddings[1]),
         hidden=hidden,
-        intermediate=int(metadata.number("llama.feed_forward_length")),
-        num_layers=int(metadata.number("llama.block_count")),
+        intermediate=metadata.count("llama.feed_forward_length"),
+        num_layers=metadata.count("llama.block_count", most=10_000),
         num_heads=heads,
-        num_kv_heads=int(metadata.number("llama.attention.head_count_kv", heads)),
+        num_kv_heads=groups,
         head_dim=head_dim,
-        max_context=int(metadata.number("llama.context_length")),
+        max_context=metadata.count("llama.context_length"),
         rope_theta=_shortest(metadata.number("llama.rope.freq_base", 10000.0)),
         norm_eps=_shortest(metadata.number("llama.attention.layer_norm_rms_epsilon")),
         tied="output.weight" not in shapes,
         dtype="bfloat16",
-        bos=metadata.get("tokenizer.ggml.bos_token_id"),
-        eos=metadata.get("tokenizer.ggml.eos_token_id"),
-        pad=metadata.get("tokenizer.ggml.padding_token_id"),
+        bos=metadata.token("bos"),
+        eos=metadata.token("eos"),
+        pad=metadata.token("padding"),
     )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from crosstune.core.errors import UserError
+from crosstune.core.errors import UserError, shown
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -20,6 +21,9 @@ class Fields(Protocol):
     """The part of a GGUF file's metadata that is needed here."""
 
     def get(self, key: str) -> Any: ...
+    def text(self, key: str) -> str | None: ...
+    def texts(self, key: str) -> list[str]: ...
+    def token(self, role: str) -> int | None: ...
     def unsupported(self, why: str) -> UserError: ...
 
 
@@ -30,21 +34,27 @@ class Vocabulary:
     """The bos, eos, unk and pad tokens; None for one that the model does not have."""
 
 
-def build_tokenizer(metadata: Fields) -> Vocabulary:
+def build_tokenizer(metadata: Fields, *, num_rows: int) -> Vocabulary:
+    """Make the tokenizer of a model whose embedding has `num_rows` rows."""
     from tokenizers import Tokenizer, decoders, models
 
-    kind, tokens = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.tokens")
-    merges = metadata.get("tokenizer.ggml.merges")
+    kind, tokens = metadata.text("tokenizer.ggml.model"), metadata.texts("tokenizer.ggml.tokens")
+    merges = metadata.texts("tokenizer.ggml.merges")
     if kind != "gpt2" or not tokens or not merges:
         raise metadata.unsupported(
-            f"its tokenizer is of the kind {kind!r}; byte-level BPE ('gpt2') is supported"
+            f"its tokenizer is of the kind {shown(kind)}; byte-level BPE ('gpt2') is supported"
         )
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    pairs = [_split_merge(metadata, merge) for merge in merges]
+    if len(vocabulary) < len(tokens) or len(tokens) > num_rows:
+        raise metadata.unsupported(
+            f"its tokenizer has {len(tokens):,} tokens, {len(vocabulary):,} different ones, for {num_rows:,} embeddings"
+        )
+    pairs = [_split_merge(metadata, merge, vocabulary) for merge in merges]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
     tokenizer.pre_tokenizer = _pre_tokenizer(metadata)
     tokenizer.decoder = decoders.ByteLevel()
-    _add_marked_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type") or [])
+    kinds = metadata.get("tokenizer.ggml.token_type")
+    _add_marked_tokens(tokenizer, tokens, kinds if isinstance(kinds, list) else [])
     special = {role: _token(metadata, tokens, key) for role, key in _ROLES.items()}
     if metadata.get("tokenizer.ggml.add_bos_token") and special["bos"] is not None:
         _prepend(tokenizer, special["bos"], vocabulary[special["bos"]])
@@ -54,14 +64,14 @@ def build_tokenizer(metadata: Fields) -> Vocabulary:
 def _pre_tokenizer(metadata: Fields) -> PreTokenizer:
     from tokenizers import pre_tokenizers
 
-    name = metadata.get("tokenizer.ggml.pre") or "gpt-2"
+    name = metadata.text("tokenizer.ggml.pre") or "gpt-2"
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if name == "gpt-2":
         return byte_level
     if name == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     # With another pre-tokenizer the model would be trained on token sequences it has never seen.
-    raise metadata.unsupported(f"it splits text as {name!r}; supported: {', '.join(PRE_TOKENIZERS)}")
+    raise metadata.unsupported(f"it splits text as {shown(name)}; supported: {', '.join(PRE_TOKENIZERS)}")
 
 
 def _add_marked_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
@@ -87,18 +97,20 @@ def _prepend(tokenizer: Tokenizer, token: str, number: int) -> None:
     )
 
 
-def _split_merge(metadata: Fields, merge: str) -> tuple[str, str]:
+def _split_merge(metadata: Fields, merge: str, vocabulary: Mapping[str, int]) -> tuple[str, str]:
     left, _, right = merge.partition(" ")
-    if not left or not right:
-        raise metadata.unsupported(f"its tokenizer has the merge {merge!r}, which is not a pair")
+    if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+        raise metadata.unsupported(
+            f"its tokenizer has the merge {shown(merge)}, which is not a pair of tokens"
+        )
     return left, right
 
 
 def _token(metadata: Fields, tokens: list[str], key: str) -> str | None:
-    number = metadata.get(f"tokenizer.ggml.{key}_token_id")
+    number = metadata.token(key)
     if number is None:
         return None
-    if not 0 <= number < len(tokens):
+    if number >= len(tokens):
         raise metadata.unsupported(f"its {key} token is number {number} of {len(tokens)}")
     token: str = tokens[number]
     return token

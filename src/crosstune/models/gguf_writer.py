@@ -11,11 +11,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
-from crosstune.core.json_files import read_json
+from crosstune.core.json_fields import (
+    FLAG,
+    NOTHING,
+    OBJECT,
+    TEXT,
+    check_fields,
+    list_of,
+    map_of,
+    object_with,
+    real,
+    whole,
+)
+from crosstune.core.json_files import read_json, read_object
+from crosstune.core.plain_files import read_plain_text
 from crosstune.core.safetensors_header import TensorEntry, read_header
 from crosstune.models.folder import read_config_json, weight_files
 from crosstune.models.gguf import ARCHITECTURES, require_gguf
 from crosstune.models.gguf_tokenizer import PRE_TOKENIZERS
+from crosstune.models.llama_layout import CONFIG
 from crosstune.models.progress import Progress, silent
 from crosstune.models.weights import to_float32
 
@@ -27,6 +41,20 @@ _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8
 _NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+_NUMBERS = {
+    "vocab_size": whole(1),
+    "max_position_embeddings": whole(1),
+    "hidden_size": whole(1),
+    "num_hidden_layers": whole(1),
+    "intermediate_size": whole(1),
+    "num_attention_heads": whole(1),
+    "rms_norm_eps": real(0),
+}
+_TOKENIZER = {
+    "model": object_with({"vocab": map_of(whole(0)), "merges": list_of(TEXT | list_of(TEXT))}),
+    "added_tokens": list_of(object_with({"content": TEXT, "id": whole(0), "special": FLAG})),
+    "pre_tokenizer": OBJECT | NOTHING,
+}
 
 
 class _Stored(NamedTuple):
@@ -92,6 +120,7 @@ def _write_tensors(
 
 
 def _check_config(folder: Path, config: dict[str, Any]) -> None:
+    check_fields(config, _NUMBERS, required=tuple(_NUMBERS), source=folder / CONFIG)
     reasons = []
     if config.get("model_type") not in ARCHITECTURES:
         reasons.append(f"its model_type is {config.get('model_type')!r}")
@@ -150,7 +179,8 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path, *, num_rows: int) -> None:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise UserError(f"{folder} has no tokenizer.json.", why="GGUF files are made from fast tokenizers.")
-    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    tokenizer = read_object(path, foreign=True, limit=256 << 20)
+    check_fields(tokenizer, _TOKENIZER, required=("model",), source=path)
     model, added = tokenizer["model"], tokenizer.get("added_tokens", [])
     pre = _pre_tokenizer_name(folder, tokenizer)
     ids = {**model["vocab"], **{token["content"]: token["id"] for token in added}}
@@ -164,7 +194,9 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path, *, num_rows: int) -> None:
     writer.add_token_merges(
         [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     )
-    settings = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
+    settings = read_json(folder / "special_tokens_map.json", foreign=True) | read_json(
+        folder / "tokenizer_config.json", foreign=True
+    )
     for role, key in _ROLES.items():
         token = settings.get(f"{role}_token")
         token = token["content"] if isinstance(token, dict) else token
@@ -179,7 +211,7 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path, *, num_rows: int) -> None:
 def _pre_tokenizer_name(folder: Path, tokenizer: dict[str, Any]) -> str:
     """Return llama.cpp's name for the pre-tokenizer. With a wrong name, other programs would split text differently."""
     pre = tokenizer.get("pre_tokenizer") or {}
-    parts = pre["pretokenizers"] if pre.get("type") == "Sequence" else [pre]
+    parts = (pre.get("pretokenizers") or [{}]) if pre.get("type") == "Sequence" else [pre]
     kinds = [part.get("type") for part in parts]
     byte_level = parts[-1].get("use_regex", True) and not parts[-1].get("add_prefix_space")
     if tokenizer["model"].get("type") == "BPE" and byte_level and tokenizer.get("normalizer") is None:
@@ -204,7 +236,7 @@ def _adds_bos(tokenizer: dict[str, Any], ids: dict[str, int], settings: dict[str
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
-    template = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+    template = read_plain_text(path, limit=4 << 20) if path.is_file() else settings.get("chat_template")
     return template if isinstance(template, str) else None
 
 

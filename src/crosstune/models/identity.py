@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from crosstune.core.json_files import read_json
 from crosstune.models.file_hashes import sha256_of_all
 from crosstune.models.folder import read_config_json, weight_files
+from crosstune.models.folder_record import read_record
 from crosstune.models.progress import Progress, silent
 
 # Keys of config.json that do not change what the model computes from its weights: names, versions, defaults of
@@ -61,7 +61,7 @@ def config_identity(config: dict[str, Any]) -> str:
 
 def source_identity(folder: Path) -> dict[str, str]:
     """Return the identities of weights and configuration; for a folder converted by crosstune, those of its source."""
-    record = read_json(folder / "crosstune.json")
+    record = read_record(folder)
     conversion = record.get("converted") or record.get("exported") or {}
     found = identity(folder)
     return {

@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
 from crosstune.models.adapter_choice import AdapterSettings, Targets
+from crosstune.models.adapter_fields import SETTINGS, read_settings
 from crosstune.models.adapter_files import (
     PEFT_PREFIX,
     PEFT_WEIGHTS,
-    RECORD,
-    SETTINGS,
+    UNREAD,
     copy_tokenizer,
     peft_settings,
-    read_settings,
     write_json,
 )
+from crosstune.models.folder_record import RECORD
 from crosstune.models.weights import Tensor, read_arrays, write_safetensors
 
 MLX_WEIGHTS = "adapters.safetensors"
@@ -29,14 +29,8 @@ _MLX_PART = {"lora_A.weight": "lora_a", "lora_B.weight": "lora_b", "lora_magnitu
 _PEFT_PART = {mlx: peft for peft, mlx in _MLX_PART.items()}
 _KEPT = "peft"
 """The key for PEFT's settings in mlx-lm's, which ignores unknown keys."""
-_UNREAD = (
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "fan_in_fan_out",
-    "layer_replication",
-    "target_parameters",
-)
+_NOT_IN_MLX = (*UNREAD, "fan_in_fan_out", "target_parameters")
+"""Features of PEFT for which mlx-lm's adapters have no form or another one."""
 
 Stored = tuple[str, NDArray[Any]]
 """The name of a dtype, and the values or their bits."""
@@ -52,7 +46,7 @@ def adapter_form(folder: Path) -> str | None:
 def to_mlx(source: Path, target: Path, *, base: str | None = None) -> None:
     """Convert a PEFT adapter folder for mlx-lm. `base` replaces the name of the base model."""
     settings = {**read_settings(source), **({"base_model_name_or_path": base} if base else {})}
-    unread = [name for name in _UNREAD if settings.get(name)]
+    unread = [name for name in _NOT_IN_MLX if settings.get(name)]
     if settings.get("peft_type") != "LORA" or unread:
         unsupported = ", ".join(unread) or str(settings.get("peft_type"))
         raise UserError(
@@ -73,6 +67,10 @@ def to_mlx(source: Path, target: Path, *, base: str | None = None) -> None:
 def to_peft(source: Path, target: Path, *, base: str | None = None) -> None:
     """Convert an adapter folder of mlx-lm for PEFT. `base` is the name of the base model if the folder lacks it."""
     settings = read_settings(source)
+    if "lora_parameters" not in settings:
+        raise UserError(
+            f"{source} is not an adapter of mlx-lm.", why=f"its {SETTINGS} has no lora_parameters."
+        )
     if settings.get("fine_tune_type", "lora") not in ("lora", "dora"):
         raise UserError(
             f"{source} cannot be written for PEFT.",

@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crosstune.core.errors import UserError
-from crosstune.core.json_files import read_json
-from crosstune.core.quantization import QuantSpec
+from crosstune.core.errors import UserError, shown
+from crosstune.core.json_fields import (
+    NOTHING,
+    OBJECT,
+    TEXT,
+    check_fields,
+    list_of,
+    map_of,
+    object_with,
+    whole,
+)
+from crosstune.core.json_files import parse_json, read_object
+from crosstune.core.plain_files import UnreadableFile, open_plain
+from crosstune.core.quantization import QuantSpec, wrong_spec
 from crosstune.core.safetensors_header import read_header
 from crosstune.models.folder import read_config_json, weight_files
+from crosstune.models.folder_record import check_original, read_record
 
 RECORD = "crosstune_quantization.json"
 OWN_METHOD = "crosstune"
 FORMAT = 2
 """Format 1 has the offset of doubly quantized scales in JSON, and quanto's description of a weight."""
 _READ_FORMATS = (1, FORMAT)
+_STATE_LIMIT = 1 << 20
+_SHAPE = list_of(whole(0, 2**40))
+_OWN = {
+    "spec": OBJECT,
+    "dtype": TEXT,
+    "layers": map_of(object_with({"shape": _SHAPE})),
+    "original": OBJECT | NOTHING,
+}
+_STATE = {"blocksize": whole(1, 2**20), "quant_type": TEXT, "shape": _SHAPE}
 _PACKED_STATE = ".weight.quant_state.bitsandbytes__"
 
 
@@ -123,7 +143,7 @@ def _read_mlx(folder: Path, config: Mapping[str, Any]) -> FolderQuantization:
 
 def _made_from(folder: Path) -> dict[str, Any] | None:
     """Return the record of the original weights, if crosstune made the folder."""
-    record = read_json(folder / "crosstune.json")
+    record = read_record(folder)
     made = record.get("converted") or record.get("exported") or {}
     return made.get("original")
 
@@ -136,22 +156,26 @@ def _mlx_shape(scales: Sequence[int], layer: str, form: Mapping[str, Any]) -> li
 
 
 def _read_own(path: Path) -> FolderQuantization:
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if record["format"] not in _READ_FORMATS:
-            raise UserError(
-                f"{path} has the format {record['format']}.",
-                why=f"this crosstune reads formats up to {FORMAT}.",
-            )
-        return FolderQuantization(
-            spec=QuantSpec.from_json(record["spec"]),
-            own=True,
-            dtype=record["dtype"],
-            layers=record["layers"],
-            original=record.get("original"),
+    record = read_object(path)
+    if record.get("format") not in _READ_FORMATS:
+        raise UserError(
+            f"{path} has the format {shown(record.get('format'))}.",
+            why=f"this crosstune reads formats up to {FORMAT}.",
         )
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{path} cannot be read.", why=str(error), do="convert the model again") from error
+    check_fields(
+        record, _OWN, required=("spec", "dtype", "layers"), source=path, do="convert the model again"
+    )
+    check_original(record.get("original"), path=path)
+    wrong = wrong_spec(record["spec"])
+    if wrong is not None:
+        raise UnreadableFile(path, f"spec in it cannot be read: {wrong}", do="convert the model again")
+    return FolderQuantization(
+        spec=QuantSpec.from_json(record["spec"]),
+        own=True,
+        dtype=record["dtype"],
+        layers=record["layers"],
+        original=record.get("original"),
+    )
 
 
 def _read_packed_states(folder: Path) -> dict[str, dict[str, Any]]:
@@ -159,11 +183,22 @@ def _read_packed_states(folder: Path) -> dict[str, dict[str, Any]]:
     layers: dict[str, dict[str, Any]] = {}
     for path in weight_files(folder):
         header = read_header(path)
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             for name, entry in header.tensors.items():
                 layer, found, _ = name.partition(_PACKED_STATE)
                 if found:
                     start, end = entry["data_offsets"]
                     file.seek(header.data_start + start)
-                    layers[layer] = json.loads(file.read(end - start))
+                    layers[layer] = _parse_state(file.read(min(end - start, _STATE_LIMIT)), name, path)
     return layers
+
+
+def _parse_state(raw: bytes, name: str, path: Path) -> dict[str, Any]:
+    try:
+        state = parse_json(raw, foreign=True)
+    except ValueError as error:
+        raise UnreadableFile(path, f"{shown(name)} is not JSON ({error})") from error
+    if not isinstance(state, dict):
+        raise UnreadableFile(path, f"{shown(name)} is not a JSON object")
+    check_fields(state, _STATE, required=tuple(_STATE), source=path, place=f"{name}: ")
+    return state

@@ -28,8 +28,8 @@ from crosstune.data.rendering import encode_prompt
 from crosstune.data.row_order import RowOrder
 from crosstune.data.token_batch import TokenBatch
 from crosstune.data.tokenizer import Tokenizer
-from crosstune.models.adapter_files import has_trained_template, save_template
-from crosstune.models.folder import longest_context
+from crosstune.models.adapter_files import has_trained_template, replace_tokenizer, save_template
+from crosstune.models.folder import config_shape, longest_context, read_config_json
 from crosstune.models.llama_layout import CHAT_TEMPLATE
 
 
@@ -56,7 +56,7 @@ class SftRecipe:
         observer: Observer | None = None,
     ) -> None:
         self.config = config
-        self.tokenizer = _open_tokenizer(config, model_folder)
+        self.tokenizer = open_tokenizer(config, model_folder)
         opener = DataOpener(
             config=config,
             tokenizer=self.tokenizer,
@@ -206,8 +206,10 @@ class SftRecipe:
         return Evaluation(metrics=metrics, samples=samples[: self.config.num_samples])
 
     def complete_result(self, folder: Path) -> None:
-        """Write the chat template that the model was trained with: that of --chat_template, or the plain one if its
-        tokenizer has none."""
+        """Write the tokenizer that the model was trained with, and its chat template: that of --chat_template, or the
+        plain one if the tokenizer has none."""
+        if self.config.tokenizer is not None:
+            replace_tokenizer(Path(self.config.tokenizer).expanduser(), folder)
         if self.config.chat_template is not None:
             assert self.tokenizer.chat_template is not None
             save_template(folder, self.tokenizer.chat_template, stop_ids=self.tokenizer.stop_ids)
@@ -250,7 +252,7 @@ def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
     checker = RowChecker(
         asked_format=config.dataset_format,
         columns=parse_columns(config.columns),
-        tokenizer=_open_tokenizer(config, model_folder) if model_folder is not None else None,
+        tokenizer=open_tokenizer(config, model_folder) if model_folder is not None else None,
         whole=config.train_on_prompt,
     )
     left = checker.check(config.dataset, limit=config.dataset_samples)
@@ -274,10 +276,16 @@ def _identity(corpus: Corpus) -> str:
     return sha.hexdigest()
 
 
-def _open_tokenizer(config: Config, model_folder: Path) -> Tokenizer:
-    """Open the tokenizer with the template of --chat_template or the model's own. A special token that ends an answer in
-    the given template also ends generation."""
-    tokenizer = Tokenizer.from_folder(model_folder)
+def open_tokenizer(config: Config, model_folder: Path) -> Tokenizer:
+    """Open the tokenizer of --tokenizer or the model's own, with the template of --chat_template or its own. A special
+    token that ends an answer in the given template also ends generation."""
+    if config.tokenizer is None:
+        tokenizer = Tokenizer.from_folder(model_folder)
+    else:
+        tokenizer = Tokenizer.from_folder(Path(config.tokenizer).expanduser(), model=model_folder)
+        shape = config_shape(read_config_json(model_folder))
+        if shape is not None:
+            tokenizer.check_fits(shape.vocab, source=config.tokenizer)
     if config.chat_template is None:
         return tokenizer
     template = read_template(config.chat_template, adds_bos=tokenizer.adds_bos)

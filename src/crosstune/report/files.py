@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from crosstune.core.errors import UserError
 from crosstune.core.events import Adjusted, Event
-from crosstune.core.json_files import read_jsonl
+from crosstune.core.json_files import read_jsonl, read_object
+from crosstune.core.plain_files import MissingFile
 from crosstune.core.record import RUN_FILES
+from crosstune.core.yaml_files import read_yaml
 
 IDENTIFYING_FILES = ("plan.json", "config.yaml")
 """A run folder has at least one of these."""
@@ -118,21 +117,19 @@ def is_adjustment(event: Mapping[str, Any]) -> bool:
 
 def _read_rows(path: Path, problems: list[str]) -> list[Mapping[str, Any]]:
     try:
-        rows: list[Any] = list(read_jsonl(path))
-    except (UserError, OSError) as error:
+        return list(read_jsonl(path))
+    except UserError as error:
         problems.append(f"{path.name} could not be read: {error}")
         return []
-    return [row for row in rows if isinstance(row, Mapping)]
 
 
 def _read_mapping(path: Path, problems: list[str]) -> Mapping[str, Any]:
-    if not path.is_file():
-        return {}
     try:
-        text = path.read_text(encoding="utf-8")
-        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        problems.append(f"{path.name} could not be read: {error}")
+        data = read_object(path) if path.suffix == ".json" else read_yaml(path)
+    except MissingFile:
+        return {}
+    except UserError as error:
+        problems.append(f"{path.name} could not be read: {error.why}")
         return {}
     if not isinstance(data, Mapping):
         problems.append(f"{path.name} does not contain a mapping.")

@@ -12,9 +12,9 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from crosstune import __version__
 from crosstune.core.atomic_files import write_bytes
 from crosstune.core.errors import UserError
+from crosstune.core.version import __version__
 from crosstune.report.chart import draw, legend_key
 from crosstune.report.event_log import MOST_EVENTS, event_rows
 from crosstune.report.facts import (

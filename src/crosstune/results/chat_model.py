@@ -14,7 +14,6 @@ from crosstune.data.render_types import Message
 from crosstune.data.rendering import encode_prompt
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.machines.probe import probe_machine
-from crosstune.models.adapter_files import tokenizer_folder
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.planner.gather import make_plan, plan_over_quantized
 from crosstune.results.trained_folder import Trained, find_trained
@@ -38,14 +37,13 @@ class ChatModel:
     ) -> str:
         """Return the model's next turn. `on_text` receives it as it is generated."""
         stream = _TextStream(self.tokenizer, on_text) if on_text is not None else None
-        [tokens] = self.session.generate(
-            [encode_prompt(messages, self.tokenizer)],
+        [answer] = self.answers(
+            [messages],
             max_new_tokens=max_new_tokens,
-            stop_ids=sorted(self.tokenizer.stop_ids),
             sampling=sampling,
             on_token=stream.on_token if stream else None,
         )
-        return self.tokenizer.decode(tokens).strip()
+        return answer
 
     def answers(
         self,
@@ -53,6 +51,7 @@ class ChatModel:
         *,
         max_new_tokens: int,
         sampling: Sampling = GREEDY,
+        on_token: Callable[[int], None] | None = None,
     ) -> list[str]:
         """Return the model's next turn in each of several conversations, generated together."""
         generated = self.session.generate(
@@ -60,6 +59,7 @@ class ChatModel:
             max_new_tokens=max_new_tokens,
             stop_ids=sorted(self.tokenizer.stop_ids),
             sampling=sampling,
+            on_token=on_token,
         )
         return [self.tokenizer.decode(tokens).strip() for tokens in generated]
 
@@ -104,8 +104,8 @@ def open_chat_model(
         plan = plan_over_quantized(plan, held.spec, folder=model.path)
     session = open_session(plan, model, trained=False)
     assert isinstance(session, Generates), "a causal language model generates"
-    folder = tokenizer_folder(trained.adapter, model.path)
-    return ChatModel(session=session, tokenizer=Tokenizer.from_folder(folder))
+    tokenizer = Tokenizer.from_folder(trained.tokenizer_folder(model.path), model=model.path)
+    return ChatModel(session=session, tokenizer=tokenizer)
 
 
 def _needs_mlx(trained: Trained) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import codecs
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from crosstune.core.errors import UserError
+from crosstune.core.json_files import LINE_LIMIT, parse_json
+from crosstune.core.plain_files import UnreadableFile, open_plain
 from crosstune.data.formats import to_conversation
 from crosstune.data.render_types import Message
 from crosstune.results.prompt_file import check_output, open_output, write_row
@@ -43,13 +45,13 @@ class Conversation:
     def load(self, path: Path) -> None:
         """Replace this conversation with the first one in a file."""
         try:
-            with path.open(encoding="utf-8-sig") as file:
-                row = json.loads(file.readline())
+            with open_plain(path) as file:
+                row = parse_json(file.readline(LINE_LIMIT).removeprefix(codecs.BOM_UTF8), foreign=True)
             turns = to_conversation({"messages": row["messages"]}, "messages")
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (UnreadableFile, OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"Cannot read a conversation from {path}.",
-                why=str(error),
+                why=error.why if isinstance(error, UnreadableFile) else str(error),
                 do="give a file that /save wrote: a JSON object with `messages` per line",
             ) from error
         assert not isinstance(turns, str), "only the format text is a text"

@@ -13,6 +13,7 @@ from crosstune.core.events import Observer
 from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import Logits, measure_agreement
 from crosstune.core.model_folders import PLAIN_BITS, Rewrite, WeightForm
+from crosstune.models.folder_record import RECORD
 from crosstune.models.identity import source_record
 from crosstune.models.locate import ModelFolder
 from crosstune.models.number_format import stored_format
@@ -21,7 +22,6 @@ from crosstune.models.staged import check_out, staged
 from crosstune.results.convert_adapter import convert_adapter, holds_adapter
 from crosstune.results.export import Form, export
 from crosstune.results.opened import (
-    RECORD,
     Opened,
     Request,
     find_quantizer,

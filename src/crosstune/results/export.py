@@ -12,7 +12,7 @@ from crosstune.core.events import Observer
 from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.model_folders import PLAIN_BITS, DenseWeights, Rewrite, WeightForm
-from crosstune.models.adapter_files import tokenizer_folder
+from crosstune.models.folder_record import RECORD
 from crosstune.models.identity import source_record
 from crosstune.models.number_format import dense_bytes, stored_format
 from crosstune.models.quantized_folder import RECORD as QUANTIZATION_RECORD
@@ -20,7 +20,6 @@ from crosstune.models.quantized_folder import read_quantization
 from crosstune.models.staged import Stage, check_out, staged
 from crosstune.results.merge import DenseModel, merge_into, write_expanded
 from crosstune.results.opened import (
-    RECORD,
     Opened,
     Request,
     open_engine,
@@ -31,6 +30,7 @@ from crosstune.results.opened import (
 from crosstune.results.original_model import original_record
 from crosstune.results.verify import chat_problems, judge, refuse_unverified
 
+FORMATS = ("hf", "mlx", "gguf")
 _VERDICT = ("agreement", "bound", "verified")
 
 
@@ -76,10 +76,7 @@ def export(
         report |= {"to": form.to, "warnings": warnings, **(facts or {})}
         problems = [
             *report.pop("problems", ()),
-            *chat_problems(
-                tokenizer_folder(opened.trained.adapter, opened.model.path),
-                report.pop("reread", stage.result),
-            ),
+            *chat_problems(opened.tokenizer_folder, report.pop("reread", stage.result)),
         ]
         write_json(stage.result / RECORD, {"exported": report})
         refuse_unverified(report | {"problems": problems}, out)

@@ -13,11 +13,12 @@ from crosstune.core.events import Observer
 from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import Logits, measure_agreement
 from crosstune.core.model_folders import AdapterFolder, DenseWeights
-from crosstune.models.adapter_files import copy_template, tokenizer_folder
+from crosstune.models.adapter_files import copy_template, replace_tokenizer
+from crosstune.models.folder_record import RECORD
 from crosstune.models.number_format import dense_bytes, stored_format
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.models.staged import check_out, staged
-from crosstune.results.opened import RECORD, Opened, Request, open_adapter, open_request, show_bytes
+from crosstune.results.opened import Opened, Request, open_adapter, open_request, show_bytes
 from crosstune.results.original_model import find_original
 from crosstune.results.trained_folder import Trained
 from crosstune.results.verify import chat_problems, judge, refuse_unverified
@@ -48,8 +49,7 @@ def merge(request: Request, *, observer: Observer) -> dict[str, Any]:
         report = merge_into(stage.result, opened, request, observer).report
         report["warnings"] = [*warnings, *report.get("warnings", ())]
         write_json(stage.result / RECORD, {"merged": report})
-        trained = tokenizer_folder(opened.trained.adapter, opened.model.path)
-        problems = chat_problems(trained, stage.result)
+        problems = chat_problems(opened.tokenizer_folder, stage.result)
         refuse_unverified(report | {"problems": problems}, out)
     return report | {"path": str(out)}
 
@@ -73,7 +73,10 @@ def merge_into(folder: Path, opened: Opened, request: Request, observer: Observe
     on_bytes = show_bytes(observer, "merge", trained.base)
     engine.write_dense(folder, choices[into], session=session, on_bytes=on_bytes)
     session = None
-    copy_template(trained.adapter, folder)
+    if opened.tokenizer_folder == trained.adapter:
+        replace_tokenizer(trained.adapter, folder)
+    else:
+        copy_template(trained.adapter, folder)
     stored = stored_format(folder)
     others = {name: weights for name, weights in choices.items() if name != into}
     own, found = engine.variant_logits(folder, opened.prompts, others)

@@ -25,8 +25,6 @@ from crosstune.results.trained_folder import Trained, find_trained
 from crosstune.results.verify import make_prompts
 from crosstune.runs.open_parts import find_model, open_session
 
-RECORD = "crosstune.json"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -55,6 +53,10 @@ class Opened:
     @property
     def precision(self) -> str:
         return self.plan.precision
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        return self.trained.tokenizer_folder(self.model.path)
 
 
 def open_engine(name: str, plan: Plan | None = None) -> ModelFolders:

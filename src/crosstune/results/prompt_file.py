@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from crosstune.core.errors import UserError
+from crosstune.core.json_files import parse_json
+from crosstune.core.plain_files import UnreadableFile, read_plain_text
 from crosstune.data.formats import to_conversation
 from crosstune.data.render_types import Message
 
 JSON_LINES = (".jsonl", ".json", ".ndjson")
+PROMPTS_LIMIT = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +41,9 @@ def make_prompt(text: str, *, system: str = "") -> Prompt:
 def read_prompts(path: Path, *, system: str = "") -> list[Prompt]:
     """Read a text file with a prompt per line, or JSON lines with `messages` or `prompt`. Empty lines are left out."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"Cannot read the prompts in {path}.", why=str(error)) from error
+        lines = read_plain_text(path, limit=PROMPTS_LIMIT).removeprefix("\ufeff").split("\n")
+    except UnreadableFile as error:
+        raise UserError(f"Cannot read the prompts in {path}.", why=error.why, do=error.do) from error
     numbered = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise UserError(f"{path} has no prompts.", do="write one prompt per line, or JSON lines")
@@ -51,8 +54,8 @@ def read_prompts(path: Path, *, system: str = "") -> list[Prompt]:
 
 def _read_row(line: str, *, place: str, system: str) -> Prompt:
     try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+        row = parse_json(line, foreign=True)
+    except ValueError as error:
         raise UserError(f"{place} is not JSON.", why=str(error)) from error
     if isinstance(row, dict) and isinstance(row.get("prompt"), str):
         return make_prompt(row["prompt"], system=system)

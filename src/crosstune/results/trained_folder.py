@@ -9,17 +9,18 @@ from typing import Any
 
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
+from crosstune.core.json_fields import NOTHING, TEXT, check_fields
 from crosstune.core.json_files import read_json
 from crosstune.core.names import nearest
 from crosstune.core.quantization import QuantSpec, read_spec
 from crosstune.core.record import holds_run
 from crosstune.core.safetensors_header import read_header
-from crosstune.models.adapter_files import canonical_name
+from crosstune.models.adapter_fields import read_settings
+from crosstune.models.adapter_files import canonical_name, check_kind
 from crosstune.models.bundled import BUNDLED
 from crosstune.models.checksums import check_checksums
+from crosstune.models.folder_record import read_record
 from crosstune.models.quantized_folder import quantization_options
-
-_UNREAD = ("rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +49,11 @@ class Trained:
 
     @property
     def precision(self) -> str:
-        return str(self.record.get("precision", "auto"))
+        return str(self.record.get("precision") or "auto")
 
     @property
     def base_identity(self) -> str | None:
-        return self.record.get("base", {}).get("identity", {}).get("sha256")
+        return ((self.record.get("base") or {}).get("identity") or {}).get("sha256")
 
     def options(self, *, quantized: bool = True) -> dict[str, Any]:
         """Return the options to open the trained session again; with `quantized=False`, over the unquantized base."""
@@ -71,6 +72,11 @@ class Trained:
         spec = self.quantization if quantized else None
         return options | (quantization_options(spec) if spec else {})
 
+    def tokenizer_folder(self, model: Path) -> Path:
+        """Return the folder of the tokenizer: the adapter's own, which it was trained with, or that of its base."""
+        own = self.adapter is not None and (self.adapter / "tokenizer.json").is_file()
+        return self.adapter if own and self.adapter is not None else model
+
     def result_path(self, suffix: str) -> Path:
         """Return the default folder for a result: in a run, beside an adapter or model folder, else in the current one."""
         if self.home is None:
@@ -86,6 +92,7 @@ def find_trained(target: str, *, base: str | None = None) -> Trained:
     if is_run:
         _check_language_model(folder)
     method = read_json(folder / "plan.json").get("method")
+    check_fields({"method": method}, {"method": TEXT | NOTHING}, source=folder / "plan.json")
     place = _result_of_run(folder) if is_run else folder
     if not (place / "adapter_config.json").is_file():
         name = str(place) if place.is_dir() else target
@@ -94,14 +101,14 @@ def find_trained(target: str, *, base: str | None = None) -> Trained:
             home=folder if place.is_dir() else None,
             is_run=is_run,
             method=method,
-            record=read_json(place / "crosstune.json"),
+            record=read_record(place),
         )
     check_checksums(place)
-    settings = read_json(place / "adapter_config.json")
-    _check_kind(place, settings)
-    record = read_json(place / "crosstune.json")
+    settings = read_settings(place)
+    check_kind(place, settings)
+    record = read_record(place)
     return Trained(
-        base=base or _base_of(settings["base_model_name_or_path"], record),
+        base=base or _base_of(place, settings.get("base_model_name_or_path"), record),
         home=folder,
         is_run=is_run,
         method=method,
@@ -139,7 +146,8 @@ def _subfolders(folder: Path) -> list[Path]:
 def _check_language_model(run: Path) -> None:
     """Raise for a run whose recipe trains another kind of model."""
     if read_json(run / "summary.json").get("generates") is False:
-        recipe = read_json(run / "plan.json").get("options", {}).get("recipe")
+        options = read_json(run / "plan.json").get("options")
+        recipe = options.get("recipe") if isinstance(options, dict) else None
         raise UserError(
             f"The run {run} did not train a language model.",
             why=f"its recipe {recipe} brings a model of its own, which has no text to generate and no folder to merge.",
@@ -169,27 +177,19 @@ def _targets(adapter: Path, settings: Mapping[str, Any]) -> str:
     layers = {canonical_name(name, parameters).partition(".lora_")[0] for name in read_header(file)[0]}
     if parameters:
         return ",".join(sorted(layers))
-    return ",".join(word for word in written if any(f".{layer}".endswith(f".{word}") for layer in layers))
+    return ",".join(
+        word for word in written or () if any(f".{layer}".endswith(f".{word}") for layer in layers)
+    )
 
 
-def _check_kind(folder: Path, settings: Mapping[str, Any]) -> None:
-    if "fine_tune_type" in settings:
-        raise UserError(
-            f"{folder} holds an adapter in the layout of mlx-lm.",
-            do=f"convert it first: crosstune convert {folder} --to peft",
-        )
-    unread = [name for name in _UNREAD if settings.get(name)]
-    if settings.get("peft_type") != "LORA" or settings.get("bias", "none") != "none" or unread:
-        features = ", ".join(unread) or f"{settings.get('peft_type')}, bias {settings.get('bias')}"
-        raise UserError(
-            f"{folder} is an unsupported kind of adapter.",
-            why=f"it uses {features}.",
-            do="use a plain LoRA or DoRA adapter",
-        )
-
-
-def _base_of(written: str, record: Mapping[str, Any]) -> str:
+def _base_of(folder: Path, written: str | None, record: Mapping[str, Any]) -> str:
     """Return the base model as adapter_config.json names it; if that folder does not exist, the name used in training."""
+    if not written:
+        raise UserError(
+            f"The adapter {folder} does not name its base model.",
+            why="base_model_name_or_path in its adapter_config.json is empty.",
+            do="write the name or the path of the base model there",
+        )
     if not Path(written).is_absolute() or Path(written).is_dir():
         return written
-    return str(record.get("base", {}).get("name", written))
+    return str((record.get("base") or {}).get("name") or written)

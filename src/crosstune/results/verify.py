@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from crosstune.core.errors import shown
 from crosstune.core.logit_distance import BOUNDS, Agreement
 from crosstune.data.rendering import encode_prompt, render
 from crosstune.data.tokenizer import Tokenizer
@@ -17,6 +18,8 @@ _PROMPTS = (
     "Turn on the light in the kitchen at seven, and play some music after that.",
     "Write three short sentences about the sea, one for each of the colours blue, green and grey.",
 )
+_LONGEST_PROMPT = 512
+"""A chat template may add any number of tokens."""
 
 
 def make_prompts(folder: Path) -> list[list[int]]:
@@ -63,9 +66,10 @@ def chat_problems(before: Path, after: Path) -> list[str]:
         problems.append("the tokens of a prompt differ")
     for role, ours, theirs in (("bos", old.bos_token, new.bos_token), ("eos", old.eos_token, new.eos_token)):
         if ours != theirs:
-            problems.append(f"the {role} token is {theirs!r} instead of {ours!r}")
+            problems.append(f"the {role} token is {shown(theirs)} instead of {shown(ours)}")
     return problems
 
 
 def _encode_prompts(tokenizer: Tokenizer) -> list[list[int]]:
-    return [encode_prompt([{"role": "user", "content": text}], tokenizer) for text in _PROMPTS]
+    prompts = [encode_prompt([{"role": "user", "content": text}], tokenizer) for text in _PROMPTS]
+    return [prompt[:_LONGEST_PROMPT] for prompt in prompts]

@@ -26,12 +26,15 @@ from crosstune.data.check_rows import is_here
 from crosstune.data.columns import parse_columns
 from crosstune.data.dataset_list import parse_dataset
 from crosstune.data.sources import check_name
+from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.models.adapter_files import check_settings, read_settings
+from crosstune.models.adapter_fields import read_settings
+from crosstune.models.adapter_files import check_settings
 from crosstune.models.checksums import check_checksums
 from crosstune.models.identity import identity
 from crosstune.models.locate import ModelFolder, find_local
 from crosstune.planner.gather import gather, needs_base_model
+from crosstune.recipes.sft import open_tokenizer
 from crosstune.runs import resume
 from crosstune.runs.folder import run_folder
 from crosstune.runs.same_training import check_base
@@ -108,6 +111,8 @@ def check_request(
         _check_base_adapter(plan, checked, elsewhere=elsewhere)
     with checked.collecting():
         _check_local_model(plan, checkpoint, checked, elsewhere=elsewhere)
+    with checked.collecting():
+        _check_tokenizer(config, checked, elsewhere=elsewhere)
     return checked
 
 
@@ -244,6 +249,25 @@ def _check_local_model(
     check_model(plan, model, checked)
     checked.model = model
     check_base_adapter(plan, model)
+
+
+def _check_tokenizer(config: Config, checked: Checked, *, elsewhere: bool) -> None:
+    """Check the files of --tokenizer, and that they fit the model if that is on this machine."""
+    if config.tokenizer is None:
+        return
+    folder = Path(config.tokenizer).expanduser()
+    if not folder.is_dir():
+        if elsewhere:
+            checked.not_checked.append(f"the tokenizer {folder}, which is not on this machine")
+            return
+        raise UserError(
+            f"There is no tokenizer folder {folder}.",
+            do="give a folder with tokenizer.json; save_pretrained of a transformers tokenizer writes one",
+        )
+    if checked.model is not None:
+        open_tokenizer(config, checked.model.path)
+    else:
+        Tokenizer.from_folder(folder)
 
 
 def _continues(folder: Path, checkpoint: Checkpoint | None) -> bool:

@@ -98,6 +98,7 @@ class Execution:
     described: Mapping[str, Any]
     deadline: Deadline | None
     group: Group = field(default_factory=Alone)
+    stop: StopSignal = field(default_factory=StopSignal)
     failure: UserError | None = None
     """The error that ended the run early; all steps before it are kept."""
     checkpoints: Checkpoints | None = None
@@ -111,7 +112,8 @@ class Execution:
         plan, record = self.plan, self.record
         carried = self.start.checkpoint.manifest["progress"] if self.start else {}
         self.progress = Progress.from_manifest(carried, weight_name=self.recipe.weight_name)
-        stop = StopSignal(shared=self.ranks.size > 1)
+        stop = self.stop
+        stop.shared = self.ranks.size > 1
         extra: dict[str, Any] = {"name": record.folder.name, "backend": plan.backend.name}
         extra |= {"engine": plan.engine, "checkpoint": None, "result": None}
         if warnings := self.described.get("warnings"):
@@ -164,6 +166,8 @@ class Execution:
                 record.on_event(ending(error=extra["error"], step=self.progress.steps))
             raise
         finally:
+            if self.progress.status == "stopped" and stop.requested:
+                extra["stop_reason"] = stop.reason
             extra["seconds"] = self.progress.wall_s = time.perf_counter() - self._started
             record.finish(self.progress.summary() | extra)
 

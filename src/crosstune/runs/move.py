@@ -11,6 +11,7 @@ from typing import Any
 
 from crosstune.checkpoint.archive import SUFFIX, write_archive
 from crosstune.checkpoint.folders import FOLDER
+from crosstune.checkpoint.manifest import MANIFEST, SEAL
 from crosstune.checkpoint.read import Checkpoint, find_run
 from crosstune.config.plan import Plan
 from crosstune.core.backend import backend_specs
@@ -177,6 +178,6 @@ def _compare_here(
 
 def _members(checkpoint: Checkpoint, home: Path, files: Mapping[str, Path]) -> dict[str, Path]:
     members = {name: home / name for name in _LOGS if (home / name).is_file()}
-    for path in sorted(checkpoint.folder.iterdir()):
-        members[f"{FOLDER}/{checkpoint.folder.name}/{path.name}"] = path
+    for name in sorted([MANIFEST, SEAL, *checkpoint.manifest["files"]]):
+        members[f"{FOLDER}/{checkpoint.folder.name}/{name}"] = checkpoint.folder / name
     return members | {f"data/{name}": path for name, path in files.items()}

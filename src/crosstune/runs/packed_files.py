@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crosstune.checkpoint.archive import LISTED_OPTIONS
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.data.dataset_list import parse_dataset
+from crosstune.models.adapter_files import TOKENIZER_FILES
 from crosstune.runs.resume import KEPT_FILES
 
 DATA_LIMIT = 1_000_000_000
-_DATA_OPTIONS = ("dataset", "eval_dataset")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +29,11 @@ def pack_files(config: Config, *, with_data: bool) -> PackedFiles:
     """Return the local files of the options that name some; hub and bundled data are not included."""
     files: dict[str, Path] = {}
     options: dict[str, Any] = {}
-    for option in (*(_DATA_OPTIONS if with_data else ()), *KEPT_FILES):
+    for option in (*(LISTED_OPTIONS if with_data else ()), *KEPT_FILES, "tokenizer"):
         value = getattr(config, option)
         if not value:
             continue
-        names = parse_dataset(value) if option in _DATA_OPTIONS else []
+        names = parse_dataset(value) if option in LISTED_OPTIONS else []
         if len(names) > 1:
             options[option] = []
             for number, entry in enumerate(names, start=1):
@@ -52,6 +53,8 @@ def _files(name: str, *, prefix: str) -> dict[str, Path]:
     if not path.exists():
         return {}
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    if prefix == "tokenizer":  # the folder may be that of a whole model
+        files = [file for file in files if file.name in TOKENIZER_FILES and file.parent == path]
     total = sum(file.stat().st_size for file in files)
     if total > DATA_LIMIT:
         raise UserError(

@@ -18,10 +18,12 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, Observer, RunMovedAside, StepMetrics
 from crosstune.core.json_files import read_json
+from crosstune.core.plain_files import read_plain_text
 from crosstune.core.protocols import HasEvaluationData, Recipe
 from crosstune.core.ranks import Group
 from crosstune.core.record import Record, RunRecord, holds_run, move_aside
 from crosstune.core.secrets import redact, redact_command
+from crosstune.data.tokenizer import TEMPLATE_LIMIT
 from crosstune.distributed.group import (
     check_same_everywhere,
     check_started,
@@ -177,7 +179,7 @@ def _keep_files(folder: Path, config: Config) -> None:
     for option, name in resume.KEPT_FILES.items():
         source, copy = Path(getattr(config, option) or "").expanduser(), folder / name
         if source.is_file() and source.resolve() != copy.resolve():
-            text = source.read_text(encoding="utf-8")
+            text = read_plain_text(source, limit=TEMPLATE_LIMIT)
             copy.write_text(redact(text) if option == "mlx_config" else text, encoding="utf-8")
 
 

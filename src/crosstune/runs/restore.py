@@ -14,6 +14,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
 from crosstune.core.protocols import Session
 from crosstune.core.record import holds_record
+from crosstune.models.adapter_files import replace_tokenizer
 from crosstune.models.identity import source_identity
 from crosstune.models.locate import ModelFolder
 from crosstune.models.staged import check_out, staged
@@ -104,5 +105,8 @@ def export_checkpoint(
     with staged(out, need_bytes=need) as stage:
         written = session.save_result(stage.scratch)
         assert written is not None
+        tokenizer = (checkpoint.manifest.get("options") or {}).get("tokenizer")
+        if tokenizer is not None:
+            replace_tokenizer(Path(tokenizer).expanduser(), written)
         written.rename(stage.result)
     return {"path": str(out), "step": checkpoint.step, "checkpoint": str(checkpoint.folder)}

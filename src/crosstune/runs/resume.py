@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-from crosstune.checkpoint.archive import NOTE, read_note, unpack_archive
+from crosstune.checkpoint.archive import read_note, read_unpacked_note, unpack_archive
 from crosstune.checkpoint.eight_bit import holds_eight_bit, plain_moments
 from crosstune.checkpoint.folders import FOLDER, checkpoint_folders, step_of
 from crosstune.checkpoint.manifest import DamagedCheckpoint
@@ -19,7 +19,6 @@ from crosstune.config.schema import Config, options_on_resume
 from crosstune.core.atomic_files import set_aside
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer, Observers, Warned
-from crosstune.core.json_files import read_json
 from crosstune.core.measured import Measured
 from crosstune.core.protocols import Array, SessionState
 from crosstune.core.record import holds_record
@@ -146,16 +145,16 @@ def _unpacked(config: Config) -> tuple[Path, dict[str, Any]]:
     target: dict[str, Any] = {}
     if path.is_file():
         note = read_note(path)
-        folder = Path(config.output_dir).expanduser() / (config.name or PurePosixPath(str(note["run"])).name)
+        folder = Path(config.output_dir).expanduser() / (config.name or note["run"])
         if not folder.exists():
             unpack_archive(path, folder)
-        elif read_json(folder / NOTE) != note:
+        elif read_unpacked_note(folder) != note:
             raise UserError(
                 f"{folder} already exists and is not from {path}.",
                 do="choose another --name for the run in the archive",
             )
-        path, target = folder, {"backend": str(note["to"])}
-    note = read_json(path / NOTE) if path.is_dir() else {}
+        path, target = folder, {"backend": note["to"]}
+    note = read_unpacked_note(path) if path.is_dir() else {}
     files = {option: _unpacked_value(path, place) for option, place in (note.get("options") or {}).items()}
     return path, files | target
 
@@ -166,7 +165,9 @@ def _unpacked_value(run: Path, place: Any) -> str:
         return str(run / place)
     return join_entries(
         [
-            DatasetEntry(name=str(run / one["file"]) if "file" in one else one["name"], weight=one["weight"])
+            DatasetEntry(
+                name=str(run / one["file"]) if "file" in one else one["name"], weight=one.get("weight")
+            )
             for one in place
         ]
     )
@@ -177,7 +178,7 @@ def _warn_of_older_archive(request: Config, checkpoint: Checkpoint) -> str | Non
     path = Path(request.resume).expanduser()
     if not path.is_file():
         return None
-    step = int(read_note(path)["step"])
+    step: int = read_note(path)["step"]
     if step == checkpoint.step:
         return None
     return (
@@ -205,7 +206,7 @@ def continues_in_place(folder: Path, checkpoint: Checkpoint) -> bool:
 
 def measured_before(checkpoint: Checkpoint) -> Measured | None:
     """Return the loss that `crosstune move` measured at this checkpoint, if any."""
-    note = read_json(find_run(checkpoint.folder) / NOTE)
+    note = read_unpacked_note(find_run(checkpoint.folder))
     found = note.get("measured")
     return Measured.from_json(found) if found and found["step"] == checkpoint.step else None
 

@@ -13,8 +13,8 @@ from crosstune.config.options.run import MISMATCHES, mismatches
 from crosstune.config.plan import Plan
 from crosstune.config.schema import Config, options_on_resume
 from crosstune.core.errors import UserError
-from crosstune.core.json_files import read_json
 from crosstune.core.quantization import QuantSpec, read_spec, same_meaning
+from crosstune.models.folder_record import read_record
 
 # Optimizers that keep the same moments.
 _FAMILIES = {"fused_adamw": "adamw", "fused_adam": "adam", "paged_adamw_8bit": "adamw_8bit"}
@@ -156,9 +156,9 @@ def changed_options(manifest: Mapping[str, Any], config: Config) -> list[Differe
 def check_base(adapter: Path, *, identity: str, quantization: QuantSpec | None) -> list[str]:
     """Check the base of an adapter to continue: raise if it is not the model the adapter was trained on, and return a
     warning if it is quantized differently. Adapters of other tools have no record to check."""
-    record = read_json(adapter / "crosstune.json")
-    base = record.get("base", {})
-    recorded = base.get("identity", {}).get("sha256")
+    record = read_record(adapter)
+    base = record.get("base") or {}
+    recorded = (base.get("identity") or {}).get("sha256")
     if recorded is None:
         return []
     if recorded != identity:

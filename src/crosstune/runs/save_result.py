@@ -9,10 +9,10 @@ from safetensors import SafetensorError
 
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.core import atomic_files
-from crosstune.core.json_files import read_json
 from crosstune.core.out_of_memory import OutOfMemory, memory_errors
 from crosstune.core.protocols import Recipe, Session
 from crosstune.models.checksums import write_checksums
+from crosstune.models.folder_record import read_record
 
 _STAGED = "result"
 
@@ -55,6 +55,4 @@ def clear_leftovers(folder: Path) -> None:
 
 def cost_of_saving(result: Path) -> dict[str, Any] | None:
     """Return the distance of the saved model from the trained one, if they differ."""
-    record = result / "crosstune.json"
-    costs = read_json(record).get("against_trained") if record.is_file() else None
-    return costs or None
+    return read_record(result).get("against_trained") or None

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array
 from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.models.adapter_files import copy_tokenizer, write_json
+from crosstune.models.adapter_files import PEFT_WEIGHTS, copy_tokenizer, write_json
 from crosstune.models.adapter_files import load_adapter as read_adapter_files
 from crosstune.models.config_spelling import respell_folder
 from crosstune.models.folder import PLAIN_STEM
 from crosstune.torch_engine.adapters import Adapted
+from crosstune.torch_engine.stream import places_in, read_tensor
 
 SHARD_BYTES = 4 * 2**30
 
@@ -37,13 +37,10 @@ def host_weights(adapters: Mapping[str, Adapted]) -> dict[str, Array]:
 
 def read_adapter_file(folder: Path) -> dict[str, torch.Tensor]:
     """Read the tensors of a PEFT adapter folder under the names in its file."""
-    path = folder / "adapter_model.safetensors"
+    path = folder / PEFT_WEIGHTS
     if not path.is_file():
         raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise UserError(f"The weights of the adapter {folder} cannot be read.", why=str(error)) from error
+    return {name: read_tensor(place) for name, place in places_in(path).items()}
 
 
 def load_adapter(folder: Path, adapters: Mapping[str, Adapted], *, settings: AdapterSettings) -> None:

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from crosstune.config.plan import Plan
-from crosstune.core.errors import UserError
+from crosstune.core.errors import LIBRARY_FAULTS, UserError
 from crosstune.core.expanded_name import read_expanded_name
+from crosstune.core.out_of_memory import is_out_of_memory
 from crosstune.core.quantization import QuantSpec
 from crosstune.torch_engine.adapters import AdaptedStack
 from crosstune.torch_engine.blocks import (
@@ -342,11 +343,15 @@ def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
 
 @contextlib.contextmanager
 def readable_errors(folder: Path) -> Iterator[None]:
+    from huggingface_hub.errors import StrictDataclassError  # transformers' check of the fields of a config
+
     try:
         yield
-    except (ValueError, KeyError, OSError, ImportError, RuntimeError) as error:
+    except (*LIBRARY_FAULTS, StrictDataclassError) as error:
+        if is_out_of_memory(error):
+            raise
         raise UserError(
             f"transformers cannot load the model in {folder}.",
-            why=" ".join(str(error).split())[:400],
+            why=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}",
             do="check that it is a causal language model and that its files are complete",
         ) from error

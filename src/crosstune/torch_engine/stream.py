@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from crosstune.core.errors import UserError
+from crosstune.core.plain_files import open_plain
 from crosstune.core.safetensors_header import read_header
 
 _DTYPES = {
@@ -43,11 +44,11 @@ def find_tensors(folder: Path) -> dict[str, Place]:
     """Return the place of every tensor of a model folder, reading only the file headers."""
     places: dict[str, Place] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        places |= _places_in(file)
+        places |= places_in(file)
     return places
 
 
-def _places_in(path: Path) -> dict[str, Place]:
+def places_in(path: Path) -> dict[str, Place]:
     """Return places for plain reads; the pages of a memory map would stay resident while the file is open."""
     header = read_header(path)
     places = {}
@@ -62,10 +63,10 @@ def _places_in(path: Path) -> dict[str, Place]:
 
 
 def read_tensor(place: Place) -> torch.Tensor:
-    with place.file.open("rb") as file:
+    with open_plain(place.file) as file:
         file.seek(place.start)
         buffer = bytearray(place.end - place.start)
-        if file.readinto(buffer) != len(buffer):
+        if file.readinto(buffer) != len(buffer):  # type: ignore[attr-defined]
             raise UserError(f"{place.file} is truncated.", do="fetch the model again")
     if not buffer:
         return torch.empty(place.shape, dtype=place.dtype)

@@ -20,6 +20,17 @@ from crosstune.compat.torch_parts.layer_storage import LayerStorage, name_dtype,
 from crosstune.compat.torch_parts.replace_layers import HalfLinear, QuantizedLinear, put_module
 from crosstune.core.disk import file_sha256
 from crosstune.core.errors import UserError
+from crosstune.core.json_fields import (
+    FLAG,
+    NOTHING,
+    OBJECT,
+    TEXT,
+    check_fields,
+    list_of,
+    map_of,
+    object_with,
+    whole,
+)
 from crosstune.core.json_files import read_json, write_json
 from crosstune.core.quantization import QuantSpec
 from crosstune.models.adapter_files import copy_tokenizer
@@ -35,6 +46,20 @@ from crosstune.torch_engine.stream import find_tensors, read_tensor
 DESCRIPTION = "crosstune.json"
 _KEY = "replaced_layers"
 """Key of this module's part of the description."""
+_RECIPE = {
+    "spec": OBJECT | NOTHING,
+    "compute": TEXT | NOTHING,
+    "kept_in": TEXT | NOTHING,
+    "small_zeros": FLAG,
+    "small_scales": FLAG,
+}
+_LAYER = {"shape": list_of(whole(1)), "bias": FLAG, "dtype": TEXT | NOTHING, "recipe": object_with(_RECIPE)}
+_FIELDS = {
+    "files": map_of(TEXT),
+    "layers": map_of(object_with(_LAYER)),
+    "tied": map_of(TEXT),
+    "architecture": TEXT | NOTHING,
+}
 _STORED, _MARK = ".stored.", ".weight."
 """Separates a layer's name from that of a tensor of its quantized weight: in the model, and in the folder."""
 
@@ -78,6 +103,7 @@ def read_description(folder: Path) -> dict[str, Any]:
             why=f"it has no valid {DESCRIPTION}, which is written last.",
             do="pass a folder that save_quantized_model wrote",
         )
+    check_fields(data, _FIELDS, required=tuple(_FIELDS), source=folder / DESCRIPTION)
     return data
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from crosstune.config.conditions import ADAPTERS, LLAMA_PRO, MLX_ENGINE
-from crosstune.config.option import Holds, option
+from crosstune.config.option import Holds, OnResume, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,12 @@ class ModelOptions:
     )
     base_adapter: str | None = option(
         None, "Adapter folder to start from", needs=(ADAPTERS,), holds=Holds.PATH
+    )
+    tokenizer: str | None = option(
+        None,
+        "Folder with tokenizer files to use instead of the model's own",
+        holds=Holds.PATH,
+        on_resume=OnResume.DIVIDES_DATA,
     )
     llama_pro_path: str | None = option(
         None,

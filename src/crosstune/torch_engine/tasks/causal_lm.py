@@ -16,6 +16,7 @@ from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.protocols import Array
 from crosstune.data.token_batch import IGNORED, TokenBatch
+from crosstune.models.folder_record import RECORD
 from crosstune.models.identity import identity
 from crosstune.torch_engine import export
 from crosstune.torch_engine.blocks import Expansion
@@ -97,7 +98,7 @@ class CausalLM:
         base = self._opened().folder
         assert base is not None
         export.save_model(folder, model.config, self._result_tensors(model, base, trained), base=base)
-        write_json(folder / "crosstune.json", self.base_record() | self._expansion_record(model, base))
+        write_json(folder / RECORD, self.base_record() | self._expansion_record(model, base))
 
     def _result_tensors(
         self, model: nn.Module, base: Path, trained: Tensors

@@ -1,0 +1,133 @@
+"""Thousands of damaged files of every format, through the commands that read them, with limits on time and memory.
+
+    make fuzz
+    python benchmarks/fuzz_files.py --cases 3000 --seed 1
+    python benchmarks/fuzz_files.py --cases 1 --seed 4711      # one case again, with its files kept
+
+A case passes when its command ends with exit code 0 or 2, in time, and the error names the file. Each that does not is
+printed as a line of JSON with its seed. The exit code is 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import queue
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "faults"))
+
+SECONDS = 120.0
+"""For one case, with the children it starts."""
+MEMORY_BYTES = 1 << 30
+"""How much the memory of the process may grow in one case."""
+ADDRESS_BYTES = 24 << 30
+
+
+def work(home: Path, seeds: range) -> None:
+    """Run cases in this process; print a line of JSON before and after each."""
+    from injection.hostile_files import Workshop, run_case
+
+    out = sys.stdout
+    with contextlib.redirect_stdout(io.StringIO()):
+        shop = Workshop(home)
+        shop.import_libraries()
+    print(json.dumps({"seed": seeds.start - 1, "problem": None, "kind": "start"}), file=out, flush=True)
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES, ADDRESS_BYTES))
+    for seed in seeds:
+        print(json.dumps({"seed": seed}), file=out, flush=True)
+        said, problem, case = io.StringIO(), None, None
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        try:
+            case = shop.case(seed)
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                problem = run_case(case, out=said.getvalue)
+        except BaseException as error:  # noqa: BLE001 (a failure of the case, whatever it is)
+            problem = "".join(traceback.format_exception(error)[-3:])
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+        if problem is None and grown > MEMORY_BYTES:
+            problem = f"the memory grew by {grown >> 20:,} MiB"
+        kind = case.kind if case is not None else "?"
+        print(json.dumps({"seed": seed, "kind": kind, "problem": problem}), file=out, flush=True)
+
+
+def watch(home: Path, seeds: range) -> list[dict[str, Any]]:
+    """Run cases in child processes; kill one whose case takes too long, and go on behind it."""
+    failures: list[dict[str, Any]] = []
+    counts: dict[str, int] = {}
+    next_seed = seeds.start
+    while next_seed < seeds.stop:
+        command = [sys.executable, __file__, "--worker", str(home), "--seed", str(next_seed)]
+        command += ["--cases", str(seeds.stop - next_seed)]
+        # The errors of libraries go nowhere; those of commands are part of the answer.
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        done: dict[str, Any] = {}
+        lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=_read_lines, args=(child, lines), daemon=True).start()
+        while line := _next_line(lines, SECONDS if done else 600.0):
+            done = json.loads(line)
+            next_seed = done["seed"] + 1
+            if "problem" in done and done["kind"] != "start":
+                counts[done["kind"].split()[0]] = counts.get(done["kind"].split()[0], 0) + 1
+                if done["problem"]:
+                    failures.append(done)
+                    print(json.dumps(done), flush=True)
+        child.kill()
+        child.wait()
+        if "problem" not in done:
+            failures.append({**done, "problem": f"it took more than {SECONDS:g} s, or the process died"})
+            print(json.dumps(failures[-1]), flush=True)
+            if not done:
+                break
+    print(f"{sum(counts.values()):,} cases: {counts}; {len(failures)} failures")
+    return failures
+
+
+def _read_lines(child: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
+    assert child.stdout is not None
+    for line in child.stdout:
+        lines.put(line)
+    lines.put("")
+
+
+def _next_line(lines: queue.Queue[str], seconds: float) -> str:
+    """Return the next line; an empty one at the end, or when there is none in time."""
+    try:
+        return lines.get(timeout=seconds)
+    except queue.Empty:
+        return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    own = parser.parse_args()
+    seeds = range(own.seed, own.seed + own.cases)
+    if own.worker is not None:
+        work(own.worker, seeds)
+        return 0
+    home = Path(tempfile.mkdtemp(prefix="fuzz-files-"))
+    os.environ["CROSSTUNE_CACHE"] = str(home / "cache")
+    started = time.monotonic()
+    failures = watch(home, seeds)
+    print(f"{time.monotonic() - started:.0f} s; the last files are in {home / 'work'}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Turn the arguments of a Python program into the configuration that the same flags give."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from crosstune.config.load import cache_override, make_config
+from crosstune.config.schema import Config, options_by_name
+from crosstune.core.atomic_files import put_in_place, staging_folder
+from crosstune.core.errors import UserError, raise_all
+from crosstune.data.corpus import cache_folder
+from crosstune.data.in_memory import write_in_memory
+from crosstune.data.tokenizer import Tokenizer
+
+PathLike: TypeAlias = str | os.PathLike[str]
+OptionValue: TypeAlias = str | int | float | bool | os.PathLike[str] | Sequence[str] | None
+"""The value of an option; `crosstune options` lists what each one takes."""
+
+
+class Table(Protocol):
+    """A `datasets.Dataset`."""
+
+    @property
+    def column_names(self) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
+class SavesTokenizer(Protocol):
+    """A fast tokenizer of transformers."""
+
+    def save_pretrained(self, save_directory: str, /) -> Any: ...
+
+
+Rows: TypeAlias = Sequence[Mapping[str, Any]] | Table
+Data: TypeAlias = PathLike | Rows | Mapping[str, Rows]
+"""A path, a name or a hub id; rows in memory; or rows by the name of their split."""
+
+
+def read_config(options: Mapping[str, Any], **objects: Data | SavesTokenizer | None) -> Config:
+    """Make a configuration of options and of `objects`: options that may be in memory, None where they are not set.
+
+    Rows and tokenizers in memory are written to the cache, after all problems with names and values were raised.
+    """
+    values, in_memory = dict[str, Any](), dict[str, Any]()
+    given = {name: value for name, value in objects.items() if value is not None}
+    for name, value in (given | dict(options)).items():
+        option = options_by_name().get(name)
+        if isinstance(value, os.PathLike):
+            values[name] = os.fspath(value)
+        elif option is None or option.name not in _WRITERS or isinstance(value, str):
+            values[name] = value
+        else:
+            in_memory[option.name] = value
+    raise_all([problem for name, value in values.items() if (problem := _object_problem(name, value))])
+    config = make_config(**values)
+    if not in_memory:
+        return config
+    return make_config(
+        **values, **{name: str(_WRITERS[name](value, name)) for name, value in in_memory.items()}
+    )
+
+
+def _object_problem(name: str, value: Any) -> UserError | None:
+    """Return the error for a model object where the name or the folder of a model belongs."""
+    option = options_by_name().get(name)
+    is_model = option is not None and option.name in ("model_name", "base_adapter")
+    if not is_model or isinstance(value, (str, int, float, type(None))):
+        return None
+    return UserError(
+        f"{name} cannot be a {type(value).__qualname__} object.",
+        why="a run reads weights from files, so that it can record which model it trains and be resumed.",
+        do=f'save model and tokenizer with save_pretrained("my-model"), and pass {name}="my-model"',
+    )
+
+
+def _write_data(data: object, option: str) -> Path:
+    return write_in_memory(data, option=option, cache=cache_override())
+
+
+def _write_tokenizer(tokenizer: Any, option: str) -> Path:
+    """Save a tokenizer of transformers to a folder in the cache, named by its contents."""
+    if not callable(getattr(tokenizer, "save_pretrained", None)):
+        raise UserError(
+            f"{option} cannot be a {type(tokenizer).__qualname__} object.",
+            do="pass a fast tokenizer of transformers, as AutoTokenizer.from_pretrained returns it, or a folder with its files",
+        )
+    root = cache_folder(cache_override()) / "tokenizers"
+    root.mkdir(parents=True, exist_ok=True)
+    with staging_folder(root / "tokenizer") as staging:
+        saved = staging / "saved"
+        tokenizer.save_pretrained(str(saved))
+        if not (saved / "tokenizer.json").is_file():
+            raise UserError(
+                f"{option} cannot be a {type(tokenizer).__qualname__} object.",
+                why="it is not a fast tokenizer: it has no tokenizer.json.",
+                do="load it with AutoTokenizer.from_pretrained(..., use_fast=True)",
+            )
+        Tokenizer.from_folder(saved)
+        digest = hashlib.sha256()
+        for path in sorted(saved.rglob("*")):
+            if path.is_file():
+                digest.update(f"{path.relative_to(saved)}\0".encode() + path.read_bytes())
+        target = root / digest.hexdigest()[:16]
+        put_in_place(saved, target, aside=staging / "old")
+    return target
+
+
+_WRITERS: Mapping[str, Callable[[Any, str], Path]] = {
+    "dataset": _write_data,
+    "eval_dataset": _write_data,
+    "tokenizer": _write_tokenizer,
+}
+"""Option whose value may be in memory -> function that writes it and returns the path."""

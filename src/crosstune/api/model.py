@@ -1,0 +1,220 @@
+"""`crosstune.load`: open a trained run or any model to generate, merge and export."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from crosstune.api.arguments import PathLike
+from crosstune.core.errors import UserError
+from crosstune.core.events import Observer, Observers, Warned
+from crosstune.core.sampling import Sampling
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from crosstune.data.tokenizer import Tokenizer
+    from crosstune.results.chat_model import ChatModel
+    from crosstune.results.opened import Request
+
+_TOGETHER = 16
+"""Prompts answered in one batch."""
+
+
+class Model:
+    """A trained run, an adapter over its base, or a model. The weights are read when they are first needed."""
+
+    def __init__(self, target: str, *, backend: str, precision: str, observer: Observer) -> None:
+        self.target, self.backend, self.precision = target, backend, precision
+        self._observer = observer
+        self._opened: ChatModel | None = None
+
+    @overload
+    def generate(
+        self,
+        prompt: str,
+        *,
+        system: str = ...,
+        max_new_tokens: int = ...,
+        on_text: Callable[[str], None] | None = ...,
+        **sampling: float,
+    ) -> str: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | tuple[str, ...],
+        *,
+        system: str = ...,
+        max_new_tokens: int = ...,
+        on_text: None = ...,
+        **sampling: float,
+    ) -> list[str]: ...
+
+    def generate(
+        self,
+        prompt: str | list[str] | tuple[str, ...],
+        *,
+        system: str = "",
+        max_new_tokens: int = 256,
+        on_text: Callable[[str], None] | None = None,
+        **sampling: float,
+    ) -> str | list[str]:
+        """Answer a prompt, or several together, each as the first message of a chat.
+
+        `sampling` is temperature, top_k, top_p, min_p, repetition_penalty and seed; by default the likeliest token is taken.
+        `on_text` receives the answer to a single prompt as it is generated.
+        """
+        start = [{"role": "system", "content": system}] * bool(system)
+        if isinstance(prompt, str):
+            messages = [*start, {"role": "user", "content": prompt}]
+            return self.chat(messages, max_new_tokens=max_new_tokens, on_text=on_text, **sampling)
+        conversations = [[*start, {"role": "user", "content": text}] for text in prompt]
+        answers: list[str] = []
+        for place in range(0, len(conversations), _TOGETHER):
+            settings = _read_sampling(sampling)
+            answers += self._chat_model().answers(
+                conversations[place : place + _TOGETHER],
+                max_new_tokens=max_new_tokens,
+                sampling=replace(settings, seed=settings.seed + place),
+            )
+        return answers
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        max_new_tokens: int = 256,
+        on_text: Callable[[str], None] | None = None,
+        **sampling: float,
+    ) -> str:
+        """Return the model's next turn of a conversation: dicts with `role` and `content`."""
+        return self._chat_model().answer(
+            [dict(message) for message in messages],
+            max_new_tokens=max_new_tokens,
+            sampling=_read_sampling(sampling),
+            on_text=on_text,
+        )
+
+    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Return the logits after each of these tokens, as an array of (tokens, vocabulary)."""
+        session: Any = self._chat_model().session
+        [found] = session.logits([list(tokens)])
+        logits: NDArray[np.float32] = found
+        return logits
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer: `encode(text).ids` and `decode(ids)`."""
+        return self._chat_model().tokenizer
+
+    def merge(
+        self,
+        out: PathLike | None = None,
+        *,
+        into: str | None = None,
+        dtype: str = "auto",
+        base: str | None = None,
+        force: bool = False,
+    ) -> Path:
+        """Merge the adapter into its base as `crosstune merge` does; return the new model folder."""
+        from crosstune.results.merge import merge
+
+        return self._written(merge(self._request(out, into, dtype, base, force), observer=self._observer))
+
+    def export(
+        self,
+        out: PathLike | None = None,
+        *,
+        to: str = "hf",
+        n_bits: int = 16,
+        group_size: int = 64,
+        gguf_type: str = "auto",
+        into: str | None = None,
+        dtype: str = "auto",
+        base: str | None = None,
+        force: bool = False,
+    ) -> Path:
+        """Write the model for other tools as `crosstune export` does, to `hf`, `mlx` or `gguf`; return its folder."""
+        from crosstune.results.export import FORMATS, Form, export
+
+        if to not in FORMATS:
+            raise UserError(
+                f"A model cannot be exported to {to!r}.", do=f"to is one of: {', '.join(FORMATS)}"
+            )
+        form = Form(to=to, bits=n_bits, group_size=group_size, kind=gguf_type)
+        request = self._request(out, into, dtype, base, force)
+        return self._written(export(request, form, observer=self._observer))
+
+    def close(self) -> None:
+        """Release the weights; they are read again when they are needed."""
+        self._opened = None
+        gc.collect()  # a session holds reference cycles
+
+    def __repr__(self) -> str:
+        return f"Model({self.target!r})"
+
+    def _chat_model(self) -> ChatModel:
+        from crosstune.results.chat_model import open_chat_model
+
+        if self._opened is None:
+            self._opened = open_chat_model(
+                self.target, observer=self._observer, backend=self.backend, precision=self.precision
+            )
+        return self._opened
+
+    def _request(
+        self, out: PathLike | None, into: str | None, dtype: str, base: str | None, force: bool
+    ) -> Request:
+        from crosstune.results.opened import Request
+
+        self.close()  # merging and exporting read the weights themselves
+        return Request(
+            target=self.target,
+            out=Path(out).expanduser().absolute() if out is not None else None,
+            into=into,
+            dtype=dtype,
+            base=base,
+            force=force,
+            backend=self.backend,
+        )
+
+    def _written(self, report: Mapping[str, Any]) -> Path:
+        for sentence in report.get("warnings", ()):
+            self._observer.on_event(Warned(message=sentence))
+        return Path(report["path"])
+
+
+def load(target: PathLike, *, backend: str = "auto", precision: str = "auto", progress: bool = True) -> Model:
+    """Open a run folder, an adapter folder, or a model: a folder, a .gguf file, a hub id or a bundled name.
+
+    A model that is not on this machine is fetched. With `progress=False`, nothing is printed.
+    """
+    from crosstune.cli.screen import Screen
+    from crosstune.config.load import make_config
+    from crosstune.results.trained_folder import find_trained
+    from crosstune.runs.open_parts import find_model
+
+    if not isinstance(target, (str, os.PathLike)):
+        raise UserError(
+            f"A {type(target).__qualname__} cannot be loaded.",
+            do="pass the folder of a run, an adapter or a model, or the name of a model; a model object is loaded already",
+        )
+    observer: Observer = Screen(live=True) if progress else Observers()
+    name = os.fspath(target)
+    find_model(make_config(model_name=find_trained(name).base), observer)
+    return Model(name, backend=backend, precision=precision, observer=observer)
+
+
+def _read_sampling(settings: Mapping[str, float]) -> Sampling:
+    known = {field.name for field in fields(Sampling)}
+    unknown = sorted(settings.keys() - known)
+    if unknown:
+        raise UserError(f"Unknown setting {unknown[0]!r}.", do=f"sampling takes {', '.join(sorted(known))}")
+    whole = {name: int(settings[name]) for name in ("seed", "top_k") if name in settings}
+    return Sampling(**{**settings, **whole})  # type: ignore[arg-type]

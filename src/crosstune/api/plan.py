@@ -1,0 +1,87 @@
+"""`crosstune.plan`: what `train` would do with the same arguments, without doing it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from crosstune.api.arguments import Data, OptionValue, PathLike, SavesTokenizer, read_config
+from crosstune.cli.plan import describe_plan, plan_to_json
+from crosstune.config.plan import Adjustment, Plan
+from crosstune.core.errors import UserError
+from crosstune.runs.check_request import Checked, check_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedMemory:
+    """The memory of a training step, as estimated, and that of the device."""
+
+    estimated_bytes: int | None
+    """None when the shape of the model is not known."""
+    total_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PlanReport:
+    """A plan for a machine, and what is wrong with it. It prints as `crosstune plan` does."""
+
+    plan: Plan
+    checked: Checked
+
+    @property
+    def problems(self) -> Sequence[UserError]:
+        """Why `train` would refuse the request; empty when it would not."""
+        return tuple(self.checked.problems)
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        return tuple(self.checked.warnings)
+
+    @property
+    def not_checked(self) -> Sequence[str]:
+        return tuple(self.checked.not_checked)
+
+    @property
+    def memory(self) -> PlannedMemory:
+        plan = self.plan
+        return PlannedMemory(
+            estimated_bytes=plan.estimated_bytes, total_bytes=plan.backend.memory_total_bytes
+        )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options as they would be used, with those that were chosen or changed."""
+        return self.plan.config.options()
+
+    @property
+    def adjustments(self) -> Sequence[Adjustment]:
+        """What was chosen, what was changed, and warnings."""
+        return self.plan.adjustments
+
+    def to_json(self) -> dict[str, Any]:
+        return plan_to_json(self.plan, self.checked)
+
+    def __repr__(self) -> str:
+        return "\n".join(describe_plan(self.plan, self.checked))
+
+
+def plan(
+    *,
+    dataset: Data | None = None,
+    eval_dataset: Data | None = None,
+    tokenizer: PathLike | SavesTokenizer | None = None,
+    machine: PathLike | None = None,
+    **options: OptionValue,
+) -> PlanReport:
+    """Plan a training with the arguments of `train`, on this machine or on `machine`, a profile or a doctor's report."""
+    from crosstune.distributed.environment import read_ranks
+    from crosstune.machines.probe import load_machine
+
+    config = read_config(options, dataset=dataset, eval_dataset=eval_dataset, tokenizer=tokenizer)
+    if config.emulate is not None:
+        raise UserError("plan does not emulate.", do="use the command: crosstune plan --emulate")
+    if machine is None:
+        read_ranks()  # refuses what train refuses
+    found, checked = check_plan(config, machine=load_machine(str(machine)) if machine is not None else None)
+    return PlanReport(plan=found, checked=checked)

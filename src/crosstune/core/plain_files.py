@@ -1,0 +1,132 @@
+"""Open files from outside: regular files only, never blocking, with a limit on their size."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from crosstune.core.disk import readable_bytes
+from crosstune.core.errors import UserError
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a symbolic link",
+}
+_UNSIZED_BYTES = 1 << 16
+
+
+class UnreadableFile(UserError):
+    """A file is missing, is not a regular file, is too large, or does not hold what it should."""
+
+    problem = "cannot be read"
+
+    def __init__(self, path: Path | str, why: str, *, do: str = "download or copy the file again") -> None:
+        super().__init__(f"{path} {self.problem}.", why=f"{why.rstrip('.')}.", do=do)
+        self.path = Path(path)
+
+    def short(self) -> str:
+        """Return the file name and the reason, for an error about its folder."""
+        return f"{self.path.name}: {self.why}"
+
+
+class MissingFile(UnreadableFile):
+    """There is no such file."""
+
+
+def open_plain(path: Path, *, follow_links: bool = True) -> BinaryIO:
+    """Open a regular file for reading; raise UnreadableFile at once for a pipe, a device, a socket or a folder."""
+    # Without O_NONBLOCK, opening a named pipe waits for its writer.
+    flags = (
+        os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    )
+    try:
+        # The kind is checked before opening too, since opening a device may act on it.
+        _check_regular(path, path.stat() if follow_links else path.lstat())
+        handle = os.open(path, flags | (0 if follow_links else getattr(os, "O_NOFOLLOW", 0)))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingFile(path, "it is missing", do="check the path") from error
+    except OSError as error:
+        raise UnreadableFile(path, error.strerror or str(error), do="check the file") from error
+    except ValueError as error:  # a NUL character, or characters that the file system cannot encode
+        raise UnreadableFile(
+            repr(str(path)), f"no file can have this name ({error})", do="check the path"
+        ) from error
+    file = os.fdopen(handle, "rb")
+    try:
+        _check_regular(path, os.fstat(handle))
+    except UnreadableFile:
+        file.close()
+        raise
+    return file
+
+
+def read_plain(path: Path, *, limit: int, follow_links: bool = True) -> bytes:
+    """Return the contents of a regular file of at most `limit` bytes."""
+    with open_plain(path, follow_links=follow_links) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= limit:
+            try:
+                # Files in /proc report no size, and a file may grow: what is read is limited too.
+                most = min(limit, max(size, _UNSIZED_BYTES))
+                data = file.read(most + 1)
+            except OSError as error:
+                raise UnreadableFile(path, error.strerror or str(error), do="check the file") from error
+            if len(data) <= most:
+                return data
+            size, limit = len(data), most
+    raise UnreadableFile(
+        path,
+        f"it has {readable_bytes(size)} or more, and the limit for such a file is {readable_bytes(limit)}",
+        do="check that it is the file you meant",
+    )
+
+
+def read_plain_text(path: Path, *, limit: int) -> str:
+    """Return the contents of a UTF-8 text file of at most `limit` bytes."""
+    try:
+        return read_plain(path, limit=limit).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UnreadableFile(path, not_utf8(error), do="save the file as UTF-8") from error
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Describe where a text is not UTF-8."""
+    return f"it is not UTF-8 text: byte {error.start:,} is 0x{error.object[error.start]:02x}"
+
+
+def is_file_name(name: str, *, longest_bytes: int = 255) -> bool:
+    """Return whether a text can be the name of one file or folder on every system."""
+    try:
+        length = len(name.encode("utf-8", errors="surrogateescape"))
+    except UnicodeEncodeError:
+        return False
+    plain = not any(character in "/\\" or ord(character) < 32 for character in name)
+    return plain and 0 < length <= longest_bytes and name not in (".", "..")
+
+
+def check_regular_files(folder: Path) -> None:
+    """Raise UnreadableFile when a folder holds anything but regular files and folders, which libraries would open."""
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        raise UnreadableFile(folder, error.strerror or str(error), do="check the folder") from error
+    for entry in entries:
+        path = Path(entry.path)
+        try:
+            found = path.stat()
+        except OSError:  # a link to nowhere, which no library can open either
+            continue
+        if not stat.S_ISDIR(found.st_mode):
+            _check_regular(path, found)
+
+
+def _check_regular(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "a special file")
+        raise UnreadableFile(path, f"it is {kind}, not a regular file", do="put the file itself there")

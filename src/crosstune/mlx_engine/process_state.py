@@ -1,0 +1,21 @@
+"""Keep what belongs to the whole process: MLX's random state."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+
+@contextlib.contextmanager
+def keep_process_state() -> Iterator[None]:
+    """Put the random state back afterwards."""
+    state: Any = mx.random.state
+    high, low = np.array(state[0]).tolist()
+    try:
+        yield
+    finally:
+        mx.random.seed(high << 32 | low)  # the key of a seed is its two halves

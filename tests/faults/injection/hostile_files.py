@@ -1,0 +1,508 @@
+"""Damaged files of every format that crosstune reads, each with the command that meets it.
+
+A case is a function of its seed, so `benchmarks/fuzz_files.py --seed N --cases 1` shows it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import random
+import shutil
+import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from crosstune.checkpoint.archive import NOTE
+from crosstune.checkpoint.manifest import MANIFEST, SEAL, seal
+from crosstune.cli.main import main
+from crosstune.models.adapter_choice import AdapterSettings, Targets
+from crosstune.models.adapter_files import PEFT_WEIGHTS, save_adapter
+from crosstune.models.tiny import tiny_model
+from injection.mutations import (
+    damage_bytes,
+    damage_gguf,
+    damage_json,
+    damage_safetensors,
+    damage_tar,
+    damage_yaml,
+)
+
+MODEL_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "chat_template.jinja",
+)
+RUN_FILES = ("plan.json", "summary.json", "metrics.jsonl", "events.jsonl", "config.yaml")
+_ROWS = [
+    {"messages": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": str(n)}]}
+    for n in range(8)
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command over a damaged file; `names` are words of which an error must contain one."""
+
+    kind: str
+    words: list[str]
+    names: tuple[str, ...]
+
+
+class Workshop:
+    """Intact files of every format, made once, and damaged copies of them."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.good = home / "good"
+        if not self.good.exists():
+            self._make()
+
+    def _make(self) -> None:
+        self.good.mkdir(parents=True)
+        tiny = tiny_model(
+            self.good / "model",
+            vocab=300,
+            hidden=16,
+            intermediate=32,
+            num_layers=1,
+            num_heads=2,
+            num_kv_heads=1,
+        )
+        weights = sorted(path.name for path in tiny.glob("*.safetensors"))
+        index = {"metadata": {}, "weight_map": {"model.norm.weight": weights[0]}}
+        (tiny / "model.safetensors.index.json").write_text(json.dumps(index))
+        (tiny / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+        data = self.good / "data.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in _ROWS))
+        self._make_adapter(tiny)
+        options = [
+            "--model_name",
+            str(tiny),
+            "--dataset",
+            str(data),
+            "--output_dir",
+            str(self.good),
+            "--name",
+            "run",
+        ]
+        run = [
+            "train",
+            *FIXED,
+            *options,
+            "--max_steps",
+            "2",
+            "--save_steps",
+            "1",
+            "--train_type",
+            "lora",
+            "--lora_rank",
+            "2",
+        ]
+        assert main(run) == 0
+        archive = [
+            "move",
+            str(self.good / "run"),
+            "--to",
+            "cpu",
+            "--out",
+            str(self.good / "run.crosstune.tar"),
+        ]
+        assert main(archive) == 0
+        export = [
+            "export",
+            str(tiny),
+            "--to",
+            "gguf",
+            "--gguf_type",
+            "f16",
+            "--out",
+            str(self.good / "gguf"),
+            "--backend",
+            "cpu",
+        ]
+        assert main(export) == 0
+        next((self.good / "gguf").glob("*.gguf")).rename(self.good / "model.gguf")
+
+    def _make_adapter(self, base: Path) -> None:
+        layers = {"model.layers.0.self_attn.q_proj": (16, 16), "model.layers.0.self_attn.v_proj": (8, 16)}
+        tensors = {}
+        for layer, (rows, columns) in layers.items():
+            tensors[f"{layer}.lora_A.weight"] = np.full((2, columns), 0.01, np.float32)
+            tensors[f"{layer}.lora_B.weight"] = np.full((rows, 2), 0.01, np.float32)
+        settings = AdapterSettings(rank=2, alpha=4.0, dropout=0.0, rank_stabilized=False, magnitudes=False)
+        record = {"base": {"name": str(base), "identity": {}}, "quantization": None, "precision": "fp32"}
+        save_adapter(
+            self.good / "adapter",
+            tensors,
+            settings=settings,
+            targets=Targets(modules=["q_proj", "v_proj"]),
+            base=base,
+            record=record,
+        )
+
+    def import_libraries(self) -> None:
+        """Run one intact command of each engine, since the first import of a library takes longer than a case may."""
+        words = [
+            "generate",
+            str(self.good / "adapter"),
+            "--prompt",
+            "Hi",
+            "--max_new_tokens",
+            "1",
+            "--backend",
+            "cpu",
+        ]
+        assert main(words) == 0
+
+    def case(self, seed: int) -> Case:
+        """Make the damaged files of a seed in a fresh folder."""
+        chance = random.Random(seed)
+        work = self.home / "work"
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        kind = chance.choice(list(KINDS))
+        return KINDS[kind](self, work, chance)
+
+    def copy(self, name: str, work: Path) -> Path:
+        """Copy a folder; its files are damaged by replacing them, never in place."""
+        return Path(shutil.copytree(self.good / name, work / name, copy_function=os.link, symlinks=True))
+
+
+FIXED = ("--backend", "cpu", "--precision", "fp32", "--eval_samples", "2")
+
+
+def run_case(case: Case, *, out: Callable[[], str]) -> str | None:
+    """Run the command of a case in this process; return what is wrong with its end, None if nothing is. `out` returns
+    what it printed."""
+    try:
+        code = main(list(case.words))
+    except SystemExit as error:
+        code = int(error.code or 0)
+    said = out()
+    if code not in (0, 2):
+        return f"exit code {code}: {said[-300:]}"
+    if "Traceback" in said:
+        return f"a traceback: {said[-300:]}"
+    if len(said) > 20_000:
+        return f"{len(said):,} characters"
+    if code == 2 and not any(name in said for name in case.names):
+        return f"the error names none of {case.names}: {said[-300:]}"
+    return None
+
+
+def _put(path: Path, contents: bytes) -> None:
+    path.unlink(missing_ok=True)
+    path.write_bytes(contents)
+
+
+def _put_special(path: Path, chance: random.Random) -> None:
+    """Put something that is not a regular file there."""
+    path.unlink(missing_ok=True)
+    kind = chance.randrange(4)
+    if kind == 0:
+        os.mkfifo(path)
+    elif kind == 1:
+        path.mkdir()
+    elif kind == 2:
+        path.symlink_to("/dev/zero")
+    else:
+        path.symlink_to(path.name)
+
+
+def _damage(path: Path, chance: random.Random) -> None:
+    """Damage a file by its format, or replace it with something that is not a file."""
+    raw = path.read_bytes()
+    if chance.random() < 0.06:
+        _put_special(path, chance)
+    elif path.suffix == ".safetensors":
+        _put(path, damage_safetensors(raw, chance))
+    elif path.suffix == ".json" and chance.random() < 0.75:
+        _put(path, damage_json(json.loads(raw), chance))
+    elif path.suffix == ".jsonl" and chance.random() < 0.6:
+        lines = raw.splitlines()
+        place = chance.randrange(len(lines))
+        lines[place] = damage_json(json.loads(lines[place]), chance).replace(b"\n", b"")
+        _put(path, b"\n".join(lines) + b"\n")
+    else:
+        _put(path, damage_bytes(raw, chance))
+
+
+def _model(shop: Workshop, work: Path, chance: random.Random) -> Case:
+    folder = shop.copy("model", work)
+    name = chance.choice(MODEL_FILES)
+    if name == "config.json" or chance.random() < 0.3:
+        name = "config.json"
+    if name == "tokenizer.json" and chance.random() < 0.4:
+        _put(folder / name, _hostile_tokenizer(json.loads((folder / name).read_bytes()), chance))
+    else:
+        _damage(folder / name, chance)
+    commands = {
+        "plan": ["plan", "--backend", "cpu", "--model_name", str(folder)],
+        "data": ["data", "--model_name", str(folder), "--dataset", str(shop.good / "data.jsonl")],
+        "train": [*_train(shop, work), "--model_name", str(folder)],
+        "generate": ["generate", str(folder), "--prompt", "Hi", "--max_new_tokens", "2", "--backend", "cpu"],
+        "export": ["export", str(folder), "--to", "gguf", "--backend", "cpu", "--out", str(work / "out")],
+    }
+    command = chance.choice(["plan", "data", "data", "train", "generate", "export"])
+    return Case(
+        f"model {name} {command}",
+        commands[command],
+        (str(folder), name, "lora_target_modules", "token", "template", "context"),
+    )
+
+
+def _train(shop: Workshop, work: Path) -> list[str]:
+    data = ["--dataset", str(shop.good / "data.jsonl"), "--output_dir", str(work / "runs"), "--name", "r"]
+    return ["train", *FIXED, *data, "--max_steps", "1", "--lora_rank", "2", "--lr", "1e-4"]
+
+
+def _hostile_tokenizer(tokenizer: dict[str, Any], chance: random.Random) -> bytes:
+    double = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    patterns = [
+        "(a*)*\\d",
+        "(?:a|a)*\\d",
+        ".*.*.*\\d{9}",
+        "(\\w+\\s?)*\\d$",
+        "[",
+        "(?<=a",
+        "a{1,99999}{1,99999}",
+    ]
+    part = chance.choice(["normalizer", "normalizer regex", "pre", "decoder", "added", "vocab"])
+    if part == "normalizer":
+        tokenizer["normalizer"] = {"type": "Sequence", "normalizers": [double] * chance.choice([3, 24, 300])}
+    elif part == "normalizer regex":
+        regex = {"type": "Replace", "pattern": {"Regex": chance.choice(patterns)}, "content": "b" * 50}
+        tokenizer["normalizer"] = {"type": "Sequence", "normalizers": [regex] * chance.choice([1, 3])}
+    elif part == "pre":
+        tokenizer["pre_tokenizer"] = split | {"pattern": {"Regex": chance.choice(patterns)}}
+    elif part == "decoder":
+        tokenizer["decoder"] = {"type": "Sequence", "decoders": [double] * 24}
+    elif part == "added":
+        tokenizer["added_tokens"] = [
+            dict(token, id=chance.choice([-1, 2**31, 10**9])) for token in tokenizer["added_tokens"]
+        ]
+    else:
+        tokenizer["model"]["vocab"] = {
+            token: chance.choice([0, number, 2**31]) for token, number in tokenizer["model"]["vocab"].items()
+        }
+    return json.dumps(tokenizer).encode()
+
+
+def _adapter(shop: Workshop, work: Path, chance: random.Random) -> Case:
+    folder = shop.copy("adapter", work)
+    name = chance.choice(
+        [
+            "adapter_config.json",
+            "adapter_config.json",
+            PEFT_WEIGHTS,
+            "crosstune.json",
+            "tokenizer_config.json",
+        ]
+    )
+    _damage(folder / name, chance)
+    commands = [
+        ["convert", str(folder), "--to", "mlx", "--out", str(work / "out")],
+        ["merge", str(folder), "--backend", "cpu", "--out", str(work / "out")],
+        ["generate", str(folder), "--prompt", "Hi", "--max_new_tokens", "2", "--backend", "cpu"],
+        [*_train(shop, work), "--model_name", str(shop.good / "model"), "--base_adapter", str(folder)],
+    ]
+    place = chance.randrange(4)
+    words = (
+        "lora_rank",
+        "lora_alpha",
+        "lora_target_modules",
+        "Unknown model",
+        "There is no folder",
+        "too long",
+        "precision",
+        "pattern",
+    )
+    return Case(f"adapter {name} {commands[place][0]}", commands[place], (str(folder), name, *words))
+
+
+def _checkpoint(shop: Workshop, work: Path, chance: random.Random) -> Case:
+    run = shop.copy("run", work)
+    folder = sorted((run / "checkpoints").glob("step-*"))[-1]
+    name = chance.choice(
+        [
+            MANIFEST,
+            MANIFEST,
+            MANIFEST,
+            SEAL,
+            "weights.safetensors",
+            "moments.safetensors",
+            "random.safetensors",
+        ]
+    )
+    before = (folder / name).read_bytes()
+    _damage(folder / name, chance)
+    if name == MANIFEST and (folder / name).is_file() and chance.random() < 0.7:
+        _put(folder / SEAL, seal((folder / name).read_bytes()))
+    elif name.endswith(".safetensors") and (folder / name).is_file() and chance.random() < 0.6:
+        _reseal(folder, name, before)
+    commands = [
+        ["checkpoint", "verify", str(run)],
+        ["checkpoint", "show", str(folder)],
+        ["checkpoint", "list", str(run)],
+        [
+            "train",
+            "--resume",
+            str(folder),
+            "--output_dir",
+            str(work / "runs"),
+            "--name",
+            "r",
+            "--max_steps",
+            "2",
+        ],
+    ]
+    command = chance.choice(commands)
+    return Case(
+        f"checkpoint {name} {command[1]}",
+        command,
+        (str(folder), folder.name, str(run), "checkpoint", "cannot be"),
+    )
+
+
+def _reseal(folder: Path, name: str, before: bytes) -> None:
+    """Write the size and hash of a damaged file into the manifest, as an attacker would."""
+    if not (folder / name).is_file():
+        return
+    manifest, raw = json.loads((folder / MANIFEST).read_bytes()), (folder / name).read_bytes()
+    manifest["files"][name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    encoded = json.dumps(manifest).encode()
+    _put(folder / MANIFEST, encoded)
+    _put(folder / SEAL, seal(encoded))
+
+
+def _archive(shop: Workshop, work: Path, chance: random.Random) -> Case:
+    path = work / "run.crosstune.tar"
+    good = shop.good / "run.crosstune.tar"
+    if chance.random() < 0.5:
+        path.write_bytes(damage_tar(good.read_bytes(), chance))
+    else:
+        _rewrite_note(good, path, chance)
+    words = ["train", "--resume", str(path), "--output_dir", str(work / "runs"), "--max_steps", "2"]
+    return Case("archive", words, (str(path), str(work / "runs"), "option", "base model", "backend"))
+
+
+def _rewrite_note(good: Path, path: Path, chance: random.Random) -> None:
+    """Write the archive with a damaged note whose hash fits, or with more members."""
+    with tarfile.open(good) as source, tarfile.open(path, "w") as target:
+        members = [(member, source.extractfile(member).read()) for member in source]  # type: ignore[union-attr]
+        note = json.loads(members[0][1])
+        note.pop("sha256")
+        extra = chance.choice(
+            [None, None, "x/y", "plan.json/y", "../x", "n" * 300, "a\\b", "/abs", ".", "a/../b"]
+        )
+        if extra is not None:
+            members.append((tarfile.TarInfo(extra), b"text"))
+            note["files"][extra] = hashlib.sha256(b"text").hexdigest()
+        else:
+            try:
+                note = json.loads(damage_json(note, chance))
+            except ValueError:
+                note = {}
+        if isinstance(note, dict):
+            note["sha256"] = hashlib.sha256(json.dumps(note, sort_keys=True).encode()).hexdigest()
+        members[0] = (members[0][0], json.dumps(note).encode())
+        for member, raw in members:
+            found = tarfile.TarInfo(member.name)
+            found.size = len(raw)
+            target.addfile(found, io.BytesIO(raw))
+
+
+def _gguf(shop: Workshop, work: Path, chance: random.Random) -> Case:
+    path = work / "model.gguf"
+    path.write_bytes(damage_gguf((shop.good / "model.gguf").read_bytes(), chance))
+    data = ["data", "--model_name", str(path), "--dataset", str(shop.good / "data.jsonl")]
+    plan = ["plan", "--backend", "cpu", "--model_name", str(path)]
+    return Case("gguf", chance.choice([data, plan]), (str(path), "template", "tokenizer"))
+
+
+def _yaml(shop: Workshop, work: Path, chance: random.Random) -> Case:
+    path = work / "c.yaml"
+    if chance.random() < 0.08:
+        _put_special(path, chance)
+    elif chance.random() < 0.2:
+        path.write_bytes(damage_bytes(b"lr: 0.1\nbatch_size: 4\nmodel_name: x\n", chance))
+    else:
+        path.write_text(damage_yaml(chance))
+    option = chance.choice(["--config", "--config", "--mlx_config"])
+    words = ["plan", "--machine", "cpu-laptop", "--model_name", str(shop.good / "model"), option, str(path)]
+    return Case(
+        f"yaml {option}", words, (str(path), "cannot be", "dataset", "Unknown", "lora_target_modules", "lr")
+    )
+
+
+def _data(shop: Workshop, work: Path, chance: random.Random) -> Case:
+    suffix = chance.choice([".jsonl", ".json", ".csv", ".tsv"])
+    path = work / f"d{suffix}"
+    if suffix in (".csv", ".tsv"):
+        mark = "," if suffix == ".csv" else "\t"
+        raw = "".join(
+            mark.join(row) + "\n" for row in [("prompt", "completion"), ("a", "b"), ("c", '"d\n e"')]
+        ).encode()
+        path.write_bytes(damage_bytes(raw, chance))
+    elif suffix == ".json":
+        path.write_bytes(
+            damage_json(_ROWS, chance)
+            if chance.random() < 0.7
+            else damage_bytes(json.dumps(_ROWS).encode(), chance)
+        )
+    else:
+        shutil.copy(shop.good / "data.jsonl", path)
+        _damage(path, chance)
+    return Case(
+        f"data {suffix}",
+        ["data", "--model_name", str(shop.good / "model"), "--dataset", str(path)],
+        (str(path),),
+    )
+
+
+def _report(shop: Workshop, work: Path, chance: random.Random) -> Case:
+    run = shop.copy("run", work)
+    name = chance.choice(RUN_FILES)
+    _damage(run / name, chance)
+    command = chance.choice(
+        [["report", str(run)], ["generate", str(run), "--prompt", "Hi", "--max_new_tokens", "1"]]
+    )
+    return Case(f"{command[0]} {name}", command, (str(run), name))
+
+
+def _machine(shop: Workshop, work: Path, chance: random.Random) -> Case:
+    from crosstune.machines.probe import load_machine
+
+    path = work / "m.json"
+    path.write_bytes(damage_json(json.loads(json.dumps(load_machine("cpu-laptop").to_json())), chance))
+    words = ["plan", "--machine", str(path), "--model_name", str(shop.good / "model")]
+    return Case("machine", words, (str(path), "cpu-laptop", "backend", "Backend", "memory"))
+
+
+KINDS: dict[str, Callable[[Workshop, Path, random.Random], Case]] = {
+    "model": _model,
+    "model again": _model,
+    "model once more": _model,
+    "adapter": _adapter,
+    "checkpoint": _checkpoint,
+    "archive": _archive,
+    "gguf": _gguf,
+    "yaml": _yaml,
+    "data": _data,
+    "report": _report,
+    "machine": _machine,
+}
+NOTE_NAME = NOTE

@@ -1,0 +1,235 @@
+"""Damage the contents of files at random: bytes, JSON values, and the headers of binary formats."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import struct
+from typing import Any
+
+HOSTILE: tuple[Any, ...] = (
+    0,
+    -1,
+    1,
+    7,
+    2**31,
+    2**63,
+    10**9,
+    10**30,
+    1.5,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "many",
+    "",
+    "x" * 3000,
+    "\ud800",
+    "a\0b",
+    "../../etc/passwd",
+    "/dev/zero",
+    "\x1b]52;c;aGk=\x07",
+    "(.*)*(.*)*(.*)*x",
+    [],
+    {},
+    [[]],
+    [None],
+    ["q_proj"],
+    {"a": {"b": []}},
+    None,
+    True,
+    False,
+)
+
+
+def damage_bytes(raw: bytes, chance: random.Random) -> bytes:
+    """Change, cut, repeat or insert bytes anywhere."""
+    data = bytearray(raw)
+    kind = chance.randrange(8)
+    place = chance.randrange(len(data) + 1)
+    if kind == 0:
+        return bytes(data[:place])
+    if kind == 1:
+        return bytes(data[:place]) + chance.randbytes(chance.randrange(1, 64)) + bytes(data[place:])
+    if kind == 2:
+        return bytes(data) + chance.choice([b"\0" * 600, b"x", b"}", b"[" * 5000, raw[:200]])
+    if kind == 3:
+        return chance.choice([b"", b" ", b"\0", b"null", b"[]", b"{}", b"3", b'"text"', b"\xff\xfe{\0}\0"])
+    if kind == 4:
+        return chance.choice([b"[" * 100_000, b'{"a":' * 3000, b"- " * 3000, b"1" * 6000])
+    for _ in range(chance.choice([1, 1, 3, 20])):
+        if data:
+            data[chance.randrange(len(data))] = chance.randrange(256)
+    return bytes(data)
+
+
+def damage_json(value: Any, chance: random.Random) -> bytes:
+    """Replace, remove, rename or repeat a value anywhere in a JSON document."""
+    value = copy.deepcopy(value)
+    for _ in range(chance.choice([1, 1, 2])):
+        _change_inside(value, chance)
+    text = json.dumps(value, indent=1)
+    if chance.random() < 0.05 and "\n" in text:  # a key that occurs twice
+        lines = text.split("\n")
+        place = chance.randrange(1, len(lines))
+        lines.insert(place, lines[place].rstrip(",") + ",")
+        text = "\n".join(lines)
+    return text.encode()
+
+
+def _change_inside(value: Any, chance: random.Random) -> None:
+    holder = value
+    while True:
+        keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
+        if not keys:
+            return
+        key = chance.choice(keys)
+        inner = holder[key]
+        if isinstance(inner, (dict, list)) and inner and chance.random() < 0.7:
+            holder = inner
+            continue
+        break
+    act = chance.random()
+    if act < 0.7:
+        holder[key] = copy.deepcopy(chance.choice(HOSTILE))
+    elif act < 0.85:
+        del holder[key]
+    elif act < 0.92:
+        holder[key] = _deep(chance.choice([30, 70, 400]))
+    elif isinstance(holder, dict):
+        holder[chance.choice(["", "x\0", "../x", key + key])] = holder.pop(key)
+    else:
+        holder.extend([inner] * chance.choice([1, 100]))
+
+
+def _deep(levels: int) -> Any:
+    value: Any = 1
+    for level in range(levels):
+        value = [value] if level % 2 else {"a": value}
+    return value
+
+
+def damage_safetensors(raw: bytes, chance: random.Random) -> bytes:
+    """Damage the header as JSON with a length that fits, or the bytes of the file."""
+    if chance.random() < 0.35:
+        return damage_bytes(raw, chance)
+    (length,) = struct.unpack("<Q", raw[:8])
+    if chance.random() < 0.15:
+        wrong = chance.choice([0, 1, length - 1, length + 8, 2**32, 2**63, 2**64 - 1])
+        return struct.pack("<Q", wrong) + raw[8:]
+    header = damage_json(json.loads(raw[8 : 8 + length]), chance)
+    return struct.pack("<Q", len(header)) + header + raw[8 + length :]
+
+
+def damage_gguf(raw: bytes, chance: random.Random) -> bytes:
+    """Overwrite counts, lengths and values in the header, where all of its structure is."""
+    if chance.random() < 0.2:
+        return damage_bytes(raw, chance)
+    data = bytearray(raw)
+    end = min(len(data), raw.find(b"tokenizer.ggml.tokens") if chance.random() < 0.6 else len(data))
+    for _ in range(chance.choice([1, 1, 2])):
+        place = chance.randrange(4, max(5, end - 8))
+        form, most = chance.choice([("<Q", 2**64), ("<I", 2**32), ("<B", 2**8)])
+        value = chance.choice([0, 1, 2, 255, 2**31, 2**32 - 1, 2**61, 2**63, 2**64 - 1]) % most
+        data[place : place + struct.calcsize(form)] = struct.pack(form, value)
+    return bytes(data)
+
+
+def damage_tar(raw: bytes, chance: random.Random) -> bytes:
+    """Overwrite fields of a member's header with a valid checksum, or any bytes."""
+    if chance.random() < 0.3:
+        return damage_bytes(raw, chance)
+    data = bytearray(raw)
+    headers = [
+        place for place in range(0, len(data) - 512, 512) if data[place + 257 : place + 262] == b"ustar"
+    ]
+    if not headers:
+        return damage_bytes(raw, chance)
+    start = chance.choice(headers)
+    field, value = chance.choice(
+        [
+            (
+                slice(0, 100),
+                chance.choice([b"../x", b"/x", b"a\0b", b"x" * 100, b"move.json", b".", b"plan.json/x"]),
+            ),
+            (
+                slice(124, 136),
+                chance.choice([b"77777777777\0", b"00000000000\0", b"\x80" + b"\xff" * 11, b"zzz"]),
+            ),
+            (
+                slice(156, 157),
+                chance.choice([b"1", b"2", b"3", b"5", b"6", b"S", b"x", b"g", b"L", b"K", b"?"]),
+            ),
+            (slice(345, 500), chance.choice([b"..", b"deep/" * 30, b"\xff" * 20])),
+        ]
+    )
+    width = field.stop - field.start
+    data[start + field.start : start + field.stop] = value[:width].ljust(width, b"\0")
+    data[start + 148 : start + 156] = b" " * 8
+    data[start + 148 : start + 156] = b"%06o\0 " % sum(data[start : start + 512])
+    return bytes(data)
+
+
+def damage_yaml(chance: random.Random) -> str:
+    """Return a configuration with one to three hostile values."""
+    lines = chance.sample(YAML_VALUES, chance.choice([1, 1, 3]))
+    names = [
+        "lr",
+        "batch_size",
+        "model_name",
+        "dataset",
+        "name",
+        "max_steps",
+        "seed",
+        "precision",
+        "lora_target_modules",
+    ]
+    text = "".join(f"{chance.choice(names)}: {value}\n" for value in lines)
+    return chance.choice(["", "backend: cpu\n", "---\n", "%YAML 1.1\n---\n"]) + text
+
+
+_BOMB = "{a: &a [x, x, x, x, x, x, x, x, x], " + ", ".join(
+    f"{chr(98 + n)}: &{chr(98 + n)} [{', '.join(['*' + chr(97 + n)] * 9)}]" for n in range(9)
+)
+YAML_VALUES = (
+    "2024-13-45",
+    "2024-01-01",
+    "1" + "0" * 400,
+    "7" * 5000,
+    "0b_",
+    "!!int abc",
+    "!!int ''",
+    "!!float x",
+    "!!bool x",
+    "!!timestamp abc",
+    "!!binary x",
+    "!!python/object:os.system x",
+    "!!set {a, b}",
+    "[" * 3000,
+    "{" * 400,
+    '"\\0"',
+    '"\\UFFFFFFFF"',
+    '"\\ud800"',
+    '"\\x1b[31m"',
+    ".nan",
+    ".inf",
+    "-.inf",
+    "1:20:30",
+    "0x" + "f" * 40,
+    "1_000",
+    "*missing",
+    "&a [*a]",
+    _BOMB + "}",
+    "{<<: {lr: 1}}",
+    "[1, 2]",
+    "{a: 1}",
+    "? [1]",
+    "null",
+    "''",
+    "true",
+    "'" + "x" * 5000 + "'",
+    "\t- x",
+    "@x",
+    "`x`",
+    "|\n  text\n",
+)

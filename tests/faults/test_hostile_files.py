@@ -1,0 +1,78 @@
+"""Damaged files of every format through the commands that read them: exit code 0 or 2, and the error names the file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from injection.hostile_files import Workshop, run_case
+
+from crosstune.cli.main import main
+
+BATCHES, CASES = 10, 30
+FIRST_SEED = 1
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    home = tmp_path_factory.mktemp("hostile")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CROSSTUNE_CACHE", str(home / "cache"))
+        yield Workshop(home)
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_damaged_files(shop: Workshop, batch: int, capfd: pytest.CaptureFixture[str]) -> None:
+    first = FIRST_SEED + batch * CASES
+    for seed in range(first, first + CASES):
+        case = shop.case(seed)
+        problem = run_case(case, out=lambda: "".join(capfd.readouterr()))
+        assert problem is None, f"seed {seed}, {case.kind}: {problem}\n{case.words}"
+
+
+def test_a_file_name_that_is_not_utf8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = os.fsdecode(bytes(tmp_path) + b"/d\xff.jsonl")
+    assert main(["train", "--backend", "cpu", "--dataset", data]) == 2
+    assert "not text in UTF-8" in capsys.readouterr().err
+
+
+def test_a_name_of_300_characters(shop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (
+        ["--name", "x" * 300],
+        ["--output_dir", str(tmp_path / ("x" * 300))],
+        ["--config", "x" * 300],
+    ):
+        model = ["--model_name", str(shop.good / "model"), "--dataset", str(shop.good / "data.jsonl")]
+        assert main(["train", "--backend", "cpu", *model, *words]) == 2
+        assert "x" * 30 in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variables", "words", "code", "said"),
+    [
+        ({"PYTHONIOENCODING": "ascii", "HOME": "/"}, ["report", "na\u00efve"], 2, r"na\xefve"),
+        ({}, ["plan", "--model_name", "~nobody-here/x"], 2, "home folder"),
+    ],
+)
+def test_terminals_and_accounts(
+    variables: dict[str, str], words: list[str], code: int, said: str, tmp_path: Path
+) -> None:
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "PYTHONUTF8": "1",
+    } | variables
+    done = subprocess.run(
+        [sys.executable, "-m", "crosstune", *words],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+    assert said in done.stderr

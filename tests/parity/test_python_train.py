@@ -1,0 +1,176 @@
+"""`crosstune.train` in a program is `crosstune train` in a shell, bit for bit, and leaves the program as it was."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from injection.bench import Bench, read_bits
+
+import crosstune
+from crosstune.checkpoint.folders import checkpoint_folders
+from crosstune.core.json_files import read_json, read_jsonl
+from crosstune.core.signals import stop_signals
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("python"))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path / "cache"))
+
+
+def train(bench: Bench, folder: Path, **more: Any) -> crosstune.Run:
+    options = bench.options("lora", folder) | {"progress": False} | more
+    return crosstune.train(**options)
+
+
+def global_state() -> dict[str, Any]:
+    return {
+        "torch": torch.get_rng_state().tolist(),
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "grad": torch.is_grad_enabled(),
+        "numpy": str(np.random.get_state()),
+        "python": random.getstate(),
+        "signals": [signal.getsignal(number) for number in stop_signals()],
+        "environment": dict(os.environ),
+        "folder": Path.cwd(),
+        "started": [thread.name for thread in threading.enumerate()],
+    }
+
+
+def test_two_runs_in_one_program_are_those_of_two_processes(bench: Bench, tmp_path: Path) -> None:
+    wanted = bench.reference("lora")
+    torch.manual_seed(123)
+    before = global_state()
+    for name in ("first", "second"):
+        run = train(bench, tmp_path / name)
+        assert read_bits(run.folder) == wanted, name
+        assert global_state() == before, name
+
+
+def test_rows_in_memory_are_those_of_the_file(bench: Bench, tmp_path: Path) -> None:
+    run = train(bench, tmp_path / "rows", dataset=read_jsonl(bench.data))
+    assert read_bits(run.folder) == bench.reference("lora")
+    ours, theirs = (
+        read_json(folder / "plan.json")["identity"] for folder in (run.folder, bench.home / "straight-lora")
+    )
+    assert ours == theirs
+
+
+def test_in_another_thread(bench: Bench, tmp_path: Path) -> None:
+    """Where no signal handler can be installed."""
+    found: list[crosstune.Run] = []
+    thread = threading.Thread(target=lambda: found.append(train(bench, tmp_path / "thread")))
+    thread.start()
+    thread.join()
+    assert read_bits(found[0].folder) == bench.reference("lora")
+
+
+class Meddler:
+    """A callback that draws random numbers and changes what it is given."""
+
+    def on_step(self, metrics: Any) -> None:
+        torch.randn(3)
+        torch.manual_seed(7)
+        metrics.clear()
+
+
+def stop_at(step: int) -> Any:
+    def callback(metrics: Any) -> object:
+        return crosstune.STOP if metrics["step"] == step else None
+
+    return callback
+
+
+def test_stopped_by_a_callback_and_continued(bench: Bench, tmp_path: Path) -> None:
+    rows, folder = read_jsonl(bench.data), tmp_path / "stopped"
+    run = train(bench, folder, dataset=rows, callbacks=[stop_at(3), Meddler()])
+    assert (run.status, run.stop_reason, run.summary["steps"]) == ("stopped", "a callback", 3)
+    assert run.checkpoint == folder / "checkpoints" / "step-00000003"
+    assert run.result is not None and run.result.is_dir()
+    assert [event["reason"] for event in run.events if event["kind"] == "stopped"] == ["a callback"]
+    again = train(bench, folder, dataset=rows, resume="auto")
+    assert again.status == "finished"
+    assert again.stop_reason is None
+    assert read_bits(folder) == bench.reference("lora")
+
+
+def test_continued_without_the_rows(bench: Bench, tmp_path: Path) -> None:
+    """The run names the file that they were written to, so that a shell can continue it too."""
+    run = train(bench, tmp_path / "stopped", dataset=read_jsonl(bench.data), callbacks=[stop_at(1)])
+    again = crosstune.train(resume=run.folder, progress=False)
+    assert read_bits(again.folder) == bench.reference("lora")
+
+
+def test_other_rows_are_another_training(bench: Bench, tmp_path: Path) -> None:
+    rows, folder = read_jsonl(bench.data), tmp_path / "other"
+    train(bench, folder, dataset=rows, callbacks=[stop_at(1)])
+    with pytest.raises(crosstune.UserError, match="from another training"):
+        train(bench, folder, dataset=rows[::-1], resume="auto")
+
+
+def test_an_error_in_a_callback_loses_no_step(bench: Bench, tmp_path: Path) -> None:
+    def fail(metrics: Any) -> None:
+        if metrics["step"] == 3:
+            raise ZeroDivisionError("in the callback")
+
+    folder = tmp_path / "error"
+    with pytest.raises(ZeroDivisionError, match="in the callback"):
+        train(bench, folder, callbacks=[fail], save_steps=0)
+    assert [step for step, _ in checkpoint_folders(folder / "checkpoints")] == [3]
+    run = crosstune.Run(folder)
+    assert run.status == "stopped"
+    assert run.stop_reason == "ZeroDivisionError in a callback: in the callback"
+    train(bench, folder, resume="auto")
+    assert read_bits(folder)["result"] == bench.reference("lora")["result"]
+
+
+@pytest.mark.parametrize("kind", ["start", "loading", "evaluation", "checkpoint", "saved"])
+def test_an_error_at_any_event_is_raised(bench: Bench, tmp_path: Path, kind: str) -> None:
+    class Fails:
+        def on_event(self, event: Any) -> None:
+            if event.kind == kind:
+                raise KeyError(kind)
+
+    folder = tmp_path / kind
+    with pytest.raises(KeyError):
+        train(bench, folder, callbacks=[Fails()], skip_eval=False, eval_samples=2, max_new_tokens=2)
+    train(bench, folder, resume="auto", skip_eval=False, eval_samples=2, max_new_tokens=2)
+    assert crosstune.Run(folder).summary["steps"] == 4
+
+
+def test_a_run_tells_about_itself(bench: Bench, tmp_path: Path) -> None:
+    run = train(bench, tmp_path / "told")
+    assert [row["step"] for row in run.metrics] == [1, 2, 3, 4]
+    assert run.report() == run.folder / "report.html"
+    assert run.result == run.folder / "adapter"
+    assert repr(run).startswith(f"Run('{run.folder}', status='finished', steps=4, final_loss=")
+    assert crosstune.Run(run.folder).summary == run.summary | {
+        "seconds": crosstune.Run(run.folder).summary["seconds"]
+    }
+    with pytest.raises(crosstune.UserError, match="is not a run"):
+        crosstune.Run(tmp_path / "nothing")
+
+
+def test_progress_is_printed_unless_it_is_not_wanted(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(bench, tmp_path / "quiet")
+    assert capsys.readouterr() == ("", "")
+    train(bench, tmp_path / "loud", progress=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "step 4/4" in err
+    assert "finished 4 steps" in err

@@ -1,0 +1,156 @@
+"""Archives of runs: what they hold is checked before anything is written, and a refusal leaves nothing behind."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crosstune.checkpoint.archive import (
+    LISTED_OPTIONS,
+    NOTE,
+    PACKED_OPTIONS,
+    read_note,
+    unpack_archive,
+    write_archive,
+)
+from crosstune.core.errors import UserError
+from crosstune.runs.resume import KEPT_FILES
+
+NOTE_FIELDS = {
+    "version": 1,
+    "run": "r",
+    "step": 2,
+    "to": "cpu",
+    "options": {"dataset": "data/d.jsonl"},
+    "measured": None,
+}
+
+
+def make(
+    path: Path, members: dict[str, bytes], *, note: dict[str, Any] | None = None, sparse: bool = False
+) -> Path:
+    """Write an archive as an attacker would: every hash fits."""
+    full = {
+        **NOTE_FIELDS,
+        "files": {name: hashlib.sha256(raw).hexdigest() for name, raw in members.items()},
+    } | (note or {})
+    full["sha256"] = hashlib.sha256(json.dumps(full, sort_keys=True).encode()).hexdigest()
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT if sparse else tarfile.PAX_FORMAT) as tar:
+        for name, raw in {NOTE: json.dumps(full).encode(), **members}.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(raw)
+            tar.addfile(member, io.BytesIO(raw))
+    return path
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    (tmp_path / "plan").write_text("{}")
+    write_archive(tmp_path / "a.tar", {"plan.json": tmp_path / "plan"}, NOTE_FIELDS)
+    assert read_note(tmp_path / "a.tar")["run"] == "r"
+    unpack_archive(tmp_path / "a.tar", tmp_path / "new" / "runs" / "r")
+    assert (tmp_path / "new" / "runs" / "r" / "plan.json").read_text() == "{}"
+
+
+def test_the_files_of_every_option_that_names_some(tmp_path: Path) -> None:
+    sources = [{"file": "data/d.jsonl", "weight": 0.5}, {"name": "alpaca", "weight": None}]
+    options = {"dataset": sources, "mlx_config": "data/m.yaml", "chat_template": "data/t.jinja"}
+    path = make(tmp_path / "a.tar", {"plan.json": b"{}"}, note={"options": options})
+    assert read_note(path)["options"] == options
+    assert set(PACKED_OPTIONS) == {*LISTED_OPTIONS, *KEPT_FILES}
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"../x": b""},
+        {"/x": b""},
+        {"a/../x": b""},
+        {"./x": b""},
+        {"a//x": b""},
+        {"a\\x": b""},
+        {"n" * 300: b""},
+        {"x": b"", "x/y": b""},
+        {"x/y": b"", "x": b""},
+        {"\x1b[2J": b""},
+    ],
+)
+def test_names_that_are_not_those_of_a_run(tmp_path: Path, members: dict[str, bytes]) -> None:
+    path = make(tmp_path / "a.tar", members)
+    with pytest.raises(UserError, match=r"a\.tar is not an archive of a run"):
+        unpack_archive(path, tmp_path / "runs" / "r")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.tar"]
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        {"run": None},
+        {"run": ".."},
+        {"run": "a/b"},
+        {"run": "r" * 300},
+        {"to": 5},
+        {"step": "2"},
+        {"step": -1},
+        {"files": ["x"]},
+        {"files": {"x": 5}},
+        {"options": ["dataset"]},
+        {"options": {"dataset": "/etc/passwd"}},
+        {"options": {"dataset": "data/../../x"}},
+        {"options": {"hub_token": "data/x"}},
+        {"options": {"dataset": None}},
+        {"options": {"dataset": []}},
+        {"options": {"dataset": [{"file": "/etc/passwd"}]}},
+        {"options": {"dataset": [{"file": None, "name": "a"}]}},
+        {"options": {"dataset": [{"weight": 1.0}]}},
+        {"options": {"dataset": [{"name": "a", "weight": "1"}]}},
+        {"options": {"chat_template": [{"file": "data/x"}]}},
+        {"measured": {"step": 2}},
+        {"deep": json.loads("[" * 100 + "]" * 100)},
+    ],
+)
+def test_notes_with_wrong_types(tmp_path: Path, note: dict[str, Any]) -> None:
+    path = make(tmp_path / "a.tar", {"plan.json": b"{}"}, note=note)
+    with pytest.raises(UserError, match=r"a\.tar is not an archive of a run"):
+        read_note(path)
+    with pytest.raises(UserError):
+        unpack_archive(path, tmp_path / "runs" / "r")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.tar"]
+
+
+def test_a_sparse_member_takes_no_space_in_the_archive_and_is_refused(tmp_path: Path) -> None:
+    path = make(tmp_path / "a.tar", {"x": b"\0" * 512}, sparse=True)
+    raw = bytearray(path.read_bytes())
+    start = next(place for place in range(0, len(raw), 512) if raw[place : place + 2] == b"x\0")
+    raw[start + 156 : start + 157] = b"S"
+    raw[start + 483 : start + 495] = b"%011o\0" % (3 << 30)  # its size when it is unpacked
+    raw[start + 148 : start + 156] = b" " * 8
+    raw[start + 148 : start + 156] = b"%06o\0 " % sum(raw[start : start + 512])
+    path.write_bytes(raw)
+    with pytest.raises(UserError, match="not a plain file"):
+        unpack_archive(path, tmp_path / "runs" / "r")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.tar"]
+
+
+def test_a_changed_member_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = make(tmp_path / "a.tar", {"plan.json": b"{}", "x": b"text"})
+    raw = path.read_bytes().replace(b"text", b"tent")
+    path.write_bytes(raw)
+    with pytest.raises(UserError, match="x has changed"):
+        unpack_archive(path, tmp_path / "new" / "runs" / "r")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.tar"]
+
+
+def test_large_extended_attributes_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+        member = tarfile.TarInfo(NOTE)
+        member.pax_headers = {"comment": "x" * (1 << 20)}
+        tar.addfile(member)
+    with pytest.raises(UserError, match=r"a\.tar is not an archive of a run"):
+        read_note(path)

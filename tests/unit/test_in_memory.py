@@ -1,0 +1,104 @@
+"""Rows in memory become the file that they would have been."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crosstune.core.errors import UserError
+from crosstune.core.json_files import read_jsonl
+from crosstune.data.in_memory import write_in_memory
+from crosstune.data.sources import open_source
+
+ROWS: list[dict[str, Any]] = [{"prompt": f"ä {n}", "completion": [n, None, 0.5]} for n in range(5)]
+
+
+def write(data: object, cache: Path) -> Path:
+    return write_in_memory(data, option="dataset", cache=cache)
+
+
+def test_the_rows_are_those_of_a_file(tmp_path: Path, write_jsonl: Any) -> None:
+    written, file = write(ROWS, tmp_path), write_jsonl(ROWS)
+    assert read_jsonl(written) == ROWS
+    assert open_source(str(written)).digest() == open_source(str(file)).digest()
+
+
+def test_the_name_is_that_of_the_contents(tmp_path: Path) -> None:
+    first = write(ROWS, tmp_path)
+    before = first.read_bytes()
+    assert write(tuple(MappingProxyType(row) for row in ROWS), tmp_path) == first
+    assert first.read_bytes() == before
+    assert write(ROWS[::-1], tmp_path) != first
+    assert sorted(path.name for path in first.parent.iterdir() if path.name.startswith(".")) == []
+
+
+def test_splits_are_the_files_of_a_folder(tmp_path: Path) -> None:
+    folder = write({"train": ROWS, "test": ROWS[:1]}, tmp_path)
+    source = open_source(str(folder))
+    assert [found.row for _, found, _ in source.rows()] == ROWS
+    assert [found.row for _, found, _ in source.own_held_out().rows()] == ROWS[:1]
+
+
+def test_a_dataset_gives_its_rows(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": f"q {n}", "completion": f"a {n}"} for n in range(5)]
+    table = datasets.Dataset.from_list(rows)
+    assert write(table, tmp_path) == write(rows, tmp_path)
+    assert write(table.select([3, 1]), tmp_path) == write([rows[3], rows[1]], tmp_path)
+    splits = table.train_test_split(test_size=2, shuffle=False)
+    assert write(splits, tmp_path) == write({"train": rows[:3], "test": rows[3:]}, tmp_path)
+
+
+def test_values_of_other_libraries_are_plain_ones(tmp_path: Path) -> None:
+    row = {
+        "text": np.str_("x"),
+        "score": np.float32(0.5),
+        "ids": np.arange(2),
+        "day": datetime.date(2024, 5, 1),
+    }
+    [found] = read_jsonl(write([row], tmp_path))
+    assert found == {"text": "x", "score": 0.5, "ids": [0, 1], "day": "2024-05-01"}
+
+
+class Streamed:
+    """As `datasets.IterableDataset`: with columns, and without a length."""
+
+    column_names = ("text",)
+
+    def __iter__(self) -> Any:
+        return iter(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ((row for row in ROWS), "list(rows)"),
+        (Streamed(), "rows.take(1000)"),
+        ({"prompt": ["a"], "completion": ["b"]}, "Dataset.from_dict"),
+        ([], "has no rows"),
+        (["a", "b"], "Row 1 of dataset is not a row"),
+        ([ROWS[0], {1: "a"}], "Row 2 of dataset is not a row"),
+        ([{"text": object()}], "a column holds a builtins.object"),
+        (7, "list of rows"),
+        (b"data.jsonl", "as a list"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, data: object, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        write(data, tmp_path)
+    assert words in str(caught.value)
+    assert not list((tmp_path / "data").iterdir())
+
+
+def test_a_data_frame_is_told_its_way(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    rows = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
+    frame = pandas.DataFrame(rows)
+    with pytest.raises(UserError, match=r"to_dict\('records'\)"):
+        write(frame, tmp_path)
+    assert read_jsonl(write(frame.to_dict("records"), tmp_path)) == rows
