@@ -111,7 +111,7 @@ def check_request(
         _check_base_adapter(plan, checked, elsewhere=elsewhere)
     with checked.collecting():
         _check_local_model(plan, checkpoint, checked, elsewhere=elsewhere)
-    with checked.collecting():
+    with checked.collecting("tokenizer"):
         _check_tokenizer(config, checked, elsewhere=elsewhere)
     return checked
 
@@ -140,7 +140,8 @@ def check_plan(config: Config, *, machine: Machine | None = None) -> tuple[Plan,
     if resume.names_path(config) and _is_packed_or_elsewhere(config, elsewhere=elsewhere):
         left.append(f"the run of --resume {config.resume}, which is packed or not on this machine")
     else:
-        request = resume.read_request(config, observer=Observers())
+        with naming("resume"):
+            request = resume.read_request(config, observer=Observers())
     config, checkpoint = request.config, request.checkpoint
     folder = run_folder(config)
     if checkpoint is not None:
@@ -186,14 +187,16 @@ def _check_data_name(name: str, checked: Checked, *, elsewhere: bool) -> None:
 
 def _check_reading(config: Config, checked: Checked, *, elsewhere: bool) -> None:
     """Check --columns and --chat_template as far as that needs no data."""
-    parse_columns(config.columns)
+    with naming("columns"):
+        parse_columns(config.columns)
     template = config.chat_template
     if template is None:
         return
     if _is_only_elsewhere(template, elsewhere=elsewhere):
         checked.not_checked.append(f"the chat template {template}, which is not on this machine")
         return
-    read_template(template)
+    with naming("chat_template"):
+        read_template(template)
 
 
 def _is_only_elsewhere(path: str, *, elsewhere: bool) -> bool:

@@ -78,6 +78,7 @@ def warm_up() -> None:
     import bitsandbytes  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
+    import crosstune.cli.main
     import crosstune.cli.screen
     import crosstune.cli.train
     import crosstune.recipes.sft
