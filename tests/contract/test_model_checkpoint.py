@@ -72,6 +72,22 @@ def test_what_is_not_a_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "notes" / "text").read_text() == "mine"
 
 
+def test_without_strict_what_only_one_side_has_stays(tmp_path: Path) -> None:
+    wrapper, (model, _) = MPSFSDPWrapper(), make(0)
+    wrapper.save_checkpoint(model, tmp_path / "a", epoch=3)
+    other, longer = make(1)[0], nn.Sequential(*make(2)[0], nn.Linear(4, 2))
+    extra = longer[4].weight.clone()
+    for target in (other[:2], longer):
+        with pytest.raises(UserError, match="not a checkpoint of this model"):
+            wrapper.load_checkpoint(target, tmp_path / "a")
+        assert wrapper.load_checkpoint(target, tmp_path / "a", strict=False)["epoch"] == 3
+        assert torch.equal(target[0].weight, model[0].weight)
+    assert torch.equal(longer[4].weight, extra)
+    for foreign in (nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3)):  # another shape, no name in common
+        with pytest.raises(UserError, match="not a checkpoint of this model"):
+            wrapper.load_checkpoint(foreign, tmp_path / "a", strict=False)
+
+
 def test_another_model_and_strange_metadata_are_refused(tmp_path: Path) -> None:
     wrapper = MPSFSDPWrapper()
     wrapper.save_checkpoint(make(0)[0], tmp_path / "a")

@@ -53,20 +53,26 @@ SESSION = "crosstune.torch_engine.session.TorchSession"
 
 @pytest.mark.parametrize("allocate", [torch_allocation, numpy_allocation])
 @pytest.mark.parametrize(
-    ("where", "name", "call", "steps"),
+    ("where", "name", "call", "steps", "advice"),
     [
-        (SESSION, "_backward", 4, 3),
-        ("crosstune.recipes.sft.SftRecipe", "window", 4, 3),
-        ("crosstune.torch_engine.tasks.causal_lm.CausalLM", "build", 1, 0),
+        (SESSION, "_backward", 4, 3, "--use_gradient_checkpointing"),
+        ("crosstune.recipes.sft.SftRecipe", "window", 4, 3, "--use_gradient_checkpointing"),
+        (
+            "crosstune.torch_engine.tasks.causal_lm.CausalLM",
+            "build",
+            1,
+            0,
+            "start a new run with --train_type qlora",
+        ),
     ],
 )
 def test_a_step_or_a_load_that_does_not_fit(
-    bench: Bench, allocate: Callable[[], None], where: str, name: str, call: int, steps: int
+    bench: Bench, allocate: Callable[[], None], where: str, name: str, call: int, steps: int, advice: str
 ) -> None:
     folder = bench.home / f"{name}-{allocate.__name__}"
     ended = bench.start("lora", folder, before=partial(fail, where, name, allocate, call=call)).wait()
     assert ended.code == 2 and "Traceback" not in ended.said, ended
-    assert "not enough memory" in ended.said and "--batch_size" in ended.said
+    assert "not enough memory" in ended.said and advice in ended.said
     newest = newest_valid(folder / "checkpoints")
     assert (newest.step if newest else 0) == steps
     again = bench.start("lora", folder, resume="auto").wait()

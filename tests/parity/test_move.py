@@ -93,6 +93,7 @@ def test_an_archive_goes_on_in_another_place(tiny_model: Path, data: Path, tmp_p
     folder = train(make_config(**asked)).folder
     report = move(folder, to="mlx", observer=Observers())
     assert report["compared"]["difference"] < 1e-5
+    assert (report["machine"], report["assumed_machine"]) == ("apple-m1-16gb", True)
     shutil.rmtree(tmp_path / "here" / "run")
     data.unlink()  # it is in the archive
     words = [

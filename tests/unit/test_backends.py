@@ -13,6 +13,7 @@ from crosstune.cli.units import ratio
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
 from crosstune.core.machine import BackendReport, Machine, auto_order, auto_reason, choose_backend
+from crosstune.core.quantizers import read_quantizers
 from crosstune.machines import probe
 from crosstune.machines.doctor import Diagnosis
 
@@ -262,3 +263,16 @@ def test_container_limit_counts_when_there_is_one(tmp_path: Path, limit: str, us
 def test_host_has_a_name_and_cores() -> None:
     assert _host.processor_name()
     assert _host.num_cores() >= 1
+
+
+@pytest.mark.parametrize("name", probe.profile_names())
+def test_profiles_have_every_bit_width_of_mlx(name: str) -> None:
+    report = probe.load_machine(name).backends["mlx"]
+    if report.available:
+        assert report.quantizers["mlx"] == tuple(sorted(read_quantizers()["mlx"].bits)) == (2, 3, 4, 5, 6, 8)
+
+
+def test_low_memory_releases_the_cache_of_a_gpu_after_every_step() -> None:
+    intervals = {name: spec.cache_interval(low_memory=True) for name, spec in backend_specs().items()}
+    assert intervals == {"cuda": 1, "rocm": 1, "xpu": 1, "mlx": 1, "mps": 1, "cpu": 0}
+    assert backend_specs()["mps"].cache_interval(low_memory=False) == 100

@@ -72,6 +72,10 @@ def test_folder_without_weights(model: Path) -> None:
     assert "there is no *.safetensors file" in refused(model)
     (model / "m.gguf").write_bytes(b"GGUF")
     assert f"give the file itself as the model: {model / 'm.gguf'}" in refused(model)
+    (model / "weights.npz").write_bytes(b"")
+    assert "its weights are in weights.npz, the format of early MLX releases" in refused(model)
+    assert "crosstune convert MODEL --to mlx" in refused(model)
+    assert "mx.save_safetensors('model.safetensors', mx.load('weights.npz'))" in refused(model)
     (model / "pytorch_model.bin").write_bytes(b"")
     assert "its weights are pickles (pytorch_model.bin)" in refused(model)
 

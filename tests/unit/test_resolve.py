@@ -200,6 +200,18 @@ def test_nccl_becomes_gloo_on_a_cpu() -> None:
     assert adjustment(plan, "distributed_backend", "change").used == "gloo"
 
 
+def test_nccl_becomes_gloo_on_mps() -> None:
+    for machine in ("apple-m1-16gb", "apple-m2-max-64gb"):
+        plan = plan_on(machine, backend="mps", distributed_backend="nccl")
+        change = adjustment(plan, "distributed_backend", "change")
+        assert (change.used, plan.config.distributed_backend) == ("gloo", "gloo")
+        assert change.reason == "nccl does not run on mps (Apple GPU), gloo does"
+    assert (
+        plan_on("apple-m1-16gb", backend="mps", distributed_backend="gloo").config.distributed_backend
+        == "gloo"
+    )
+
+
 def test_without_flash_attention_the_context_is_cut() -> None:
     plan = plan_on("apple-m1-16gb", backend="mps", use_flash_attention=True, context_length=8192)
     assert plan.config.use_flash_attention is False

@@ -11,6 +11,7 @@ SPEC = BackendSpec(
     device="mps",
     torch_build="mps",
     preference=50,
+    collective="gloo",
     install=(
         "It needs a Mac with Apple silicon, macOS 12.3 or later and the torch wheel for macOS; "
         "on another computer use --backend auto, or name a backend that is available here"

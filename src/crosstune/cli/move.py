@@ -67,6 +67,10 @@ def run(words: Sequence[str]) -> int:
 
 
 def _print(report: Mapping[str, Any]) -> None:
+    assumed = (
+        ", a typical one with this backend: name yours with --machine" if report["assumed_machine"] else ""
+    )
+    print_line(f"machine  planned for {report['machine']}{assumed}")
     if report["compared"] is None:
         why = f"this machine has no {report['to']}"
         if report["to"] == report["from"]:

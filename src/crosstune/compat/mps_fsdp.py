@@ -20,11 +20,13 @@ class MPSFSDPWrapper:
         return save_model_checkpoint(model, path, optimizer=optimizer, metadata=metadata)
 
     def load_checkpoint(
-        self, model: Any, checkpoint_path: str | Path, optimizer: Any = None
+        self, model: Any, checkpoint_path: str | Path, optimizer: Any = None, strict: bool = True
     ) -> dict[str, Any]:
+        """Return the metadata. Without `strict`, weights that only one side has are left as they are."""
         from crosstune.compat.torch_parts.model_checkpoint import load_model_checkpoint
 
-        return load_model_checkpoint(model, Path(checkpoint_path).expanduser(), optimizer=optimizer)
+        path = Path(checkpoint_path).expanduser()
+        return load_model_checkpoint(model, path, optimizer=optimizer, strict=strict)
 
     def wrap_model(self, model: Any, *options: Any, **named: Any) -> Any:
         raise UserError(

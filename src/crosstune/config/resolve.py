@@ -159,7 +159,11 @@ def _fit_world(draft: Draft) -> tuple[int, str | None]:
         () if report.engine == "mlx" else report.collectives
     )  # MLX has others; only its ring is supported
     if wanted not in ("auto", collective) and wanted not in offers:
-        draft.set("distributed_backend", collective or "auto", f"{report.name} has no {wanted}")
+        title = draft.facts.backends[report.name].title
+        used = collective or "auto"
+        draft.set(
+            "distributed_backend", used, f"{wanted} does not run on {report.name} ({title}), {used} does"
+        )
     elif wanted != "auto":
         collective = wanted
     return world_size, collective if world_size > 1 else None

@@ -89,6 +89,8 @@ def move(
         "step": checkpoint.step,
         "from": trained_on,
         "to": to,
+        "machine": there.machine.name,
+        "assumed_machine": machine is None,
         "model_name": model_name,
         "processes": int((checkpoint.manifest.get("options") or {}).get("world_size", 1)),
         "measured": measured.to_json(),

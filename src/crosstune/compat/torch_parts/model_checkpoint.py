@@ -61,20 +61,26 @@ def save_model_checkpoint(
 
 
 def load_model_checkpoint(
-    model: nn.Module, path: Path, *, optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module,
+    path: Path,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    strict: bool = True,
 ) -> dict[str, Any]:
-    """Load a checkpoint into a model and an optimizer. Return its metadata, step, backend, precision, quantization."""
+    """Load a checkpoint into a model and an optimizer. Return its metadata, step, backend, precision, quantization.
+
+    Without `strict`, weights that only the model or only the checkpoint has are left out; shapes must match anyway.
+    """
     found = open_checkpoint(path)
     state, own = found.load(), model.state_dict()
     tensors = {name: torch.from_numpy(np.array(array)) for name, array in state.weights.items()}
-    differing = [name for name in own if name not in tensors or not _fits(name, tensors[name], own[name])]
-    differing += [name for name in tensors if name not in own]
-    if differing:
-        raise UserError(
-            f"{path} is not a checkpoint of this model.",
-            why=f"{differing[0]} is missing or has another shape.",
-        )
-    model.load_state_dict(tensors)
+    differing = [name for name in own if name in tensors and not _fits(name, tensors[name], own[name])]
+    if strict:
+        differing += sorted(own.keys() ^ tensors.keys())
+    if differing or not own.keys() & tensors.keys():
+        names = f"{differing[0]} is missing or has another shape" if differing else "they share no weight"
+        raise UserError(f"{path} is not a checkpoint of this model.", why=f"{names}.")
+    model.load_state_dict(tensors, strict=strict)
     if optimizer is not None:
         states.import_moments(optimizer, dict(model.named_parameters()), state.moments)
     states.import_random(next((p.device for p in model.parameters()), torch.device("cpu")), state.random)
