@@ -6,22 +6,33 @@ clipboard or reverse the order of letters. Lines and tabs stay.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Mapping
 from types import NoneType
 from typing import Any, TextIO
 
 _KEPT = "\n\t"
-# C0, DEL and C1; what embeds, overrides or isolates the direction of writing; and halves of characters.
+# C0, DEL and C1; what embeds, overrides, isolates or marks the direction of writing; line separators; byte order marks;
+# invisible tags; and halves of characters.
 _CONTROLS = (
     *range(0x20),
     *range(0x7F, 0xA0),
+    0x061C,
+    0x200E,
+    0x200F,
+    0x2028,
+    0x2029,
+    0xFEFF,
+    *range(0xE0000, 0xE0080),
     *range(0x202A, 0x202F),
     *range(0x2066, 0x206A),
     *range(0xD800, 0xE000),
 )
 _ESCAPED: Mapping[int, str] = {code: ascii(chr(code))[1:-1] for code in _CONTROLS if chr(code) not in _KEPT}
-_ESCAPED_IN_JSON: Mapping[int, str] = {code: f"\\u{code:04x}" for code in _CONTROLS if code >= 0x20}
+_ESCAPED_IN_JSON: Mapping[int, str] = {
+    code: json.dumps(chr(code))[1:-1] for code in _CONTROLS if code >= 0x20
+}
 
 
 def printable(text: str) -> str:

@@ -149,7 +149,7 @@ def check_plan(config: Config, *, machine: Machine | None = None) -> tuple[Plan,
     plan = resolve(config, gather(config, machine=machine))
     checked = check_request(plan, folder=folder, checkpoint=checkpoint, elsewhere=elsewhere)
     checked.not_checked += left
-    with checked.collecting():
+    with checked.collecting("dataset" if not plan.config.eval_dataset else ""):
         _check_data(plan.config, checked, elsewhere=elsewhere)
     return plan, checked
 

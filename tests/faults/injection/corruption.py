@@ -87,13 +87,6 @@ def delete_file(subject: Subject) -> None:
     subject.file().unlink()
 
 
-def add_file(subject: Subject) -> None:
-    name = subject.rng.choice(
-        ["extra.safetensors", "weights.pt", "__init__.py", ".hidden", "weights.safetensors~"]
-    )
-    (subject.folder / name).write_bytes(b"x")
-
-
 def edit_manifest(subject: Subject) -> None:
     """One value of the manifest changed, with the old seal."""
     manifest = _read(subject)
@@ -134,7 +127,6 @@ KINDS: tuple[Callable[[Subject], None], ...] = (
     file_of_older,
     folder_of_older,
     delete_file,
-    add_file,
     edit_manifest,
     edit_and_seal,
     edit_seal,

@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import yaml
 
+from crosstune.cli.escape_controls import printable
 from crosstune.cli.main import main
 from crosstune.config.option import Option
 from crosstune.config.peer_names import DIFFERENT, SAME, SAME_FOR_VALUES, SECTIONS
@@ -347,7 +348,7 @@ def problems(request: Request, answer: Answer) -> list[str]:
         found.append(f"{len(answer.said):,} characters of answer")
     if "Traceback" in answer.said:
         found.append("a traceback")
-    if any(char != "\n" and not char.isprintable() for char in answer.said):
+    if printable(answer.said) != answer.said:
         found.append("control characters")
     names = {*request.names, *(repr(name)[1:-1] for name in request.names), "request.yaml"}
     if answer.code == 2 and not any(name in answer.said for name in names if len(name) > 1):

@@ -85,7 +85,7 @@ def stop_by_time(bench: Bench, method: str) -> Trial:
 def diverge(bench: Bench, method: str) -> Trial:
     """A learning rate that no weight survives: the step after is not finite."""
     folder = bench.home / f"diverge-{method}"
-    ended = bench.start(method, folder, lr=1e30, warmup_steps=0, save_steps=1).wait()
+    ended = bench.start(method, folder, before=_raise_rate, save_steps=1).wait()
     problems = lost_or_torn(folder)
     if ended.code != 2 or "not a finite number" not in ended.said or "Traceback" in ended.said:
         problems.append(f"it ended with {ended}")
@@ -94,6 +94,13 @@ def diverge(bench: Bench, method: str) -> Trial:
     if event["step"] != len(done) + 1 or not event["examples"] or not event["blame"]:
         problems.append(f"the event is {event}")
     return _trial("diverges", method, 0, problems, folder)
+
+
+def _raise_rate() -> None:
+    """The option takes no such rate."""
+    from crosstune.loop import train
+
+    train.learning_rate = lambda *args, **options: 1e30
 
 
 def bad_example(bench: Bench, method: str, *, allowed: int) -> Trial:
