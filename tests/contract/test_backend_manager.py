@@ -189,7 +189,9 @@ def test_the_manager_and_train_agree(profile: str, backend: str) -> None:
     if plan.world_size == 2:  # else the machine has one device
         assert capabilities.supports_distributed == (not unbuilt_parts(plan) and plan.collective is not None)
         assert capabilities.supports_fsdp == (capabilities.supports_distributed and plan.engine == "torch")
-    assert manager.get_distributed_backend() in (plan.collective, None, *manager.report.collectives)
+    asked = make_config(backend=backend, model_name="x/7b", distributed_backend="nccl")
+    used = make_plan(asked, machine=load_machine(profile)).config.distributed_backend
+    assert manager.get_distributed_backend() == used
 
 
 @pytest.mark.parametrize(("profile", "backend"), available_backends())

@@ -190,7 +190,8 @@ class BackendManager:
             f"  dtypes               {', '.join(report.dtypes)} (bf16 matmul {report.bf16_speedup:g}x fp32)",
             f"  quantization bits    {', '.join(map(str, capabilities.quantization_bits))} "
             f"({'; '.join(quantizers) or 'none'})",
-            f"  distributed          {capabilities.distributed_backend or 'no'}",
+            f"  distributed          {'yes' if capabilities.supports_distributed else 'no'}"
+            f" ({capabilities.distributed_backend or 'no library'})",
             f"  FSDP                 {'yes' if capabilities.supports_fsdp else 'no'}",
             f"  attention            {', '.join(report.attention) or 'plain'}",
             f"  largest model        about {capabilities.max_model_size:g}B parameters"
