@@ -43,7 +43,14 @@ class _SameDay:
 def base(tiny_model: Path) -> Tokenizer:
     made = Tokenizer.from_folder(tiny_model)
     made.rust.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIAL])
-    return replace(made, bos_token="<s>", eos_token="</s>", special=(*made.special, *SPECIAL), other_named=())
+    return replace(
+        made,
+        bos_token="<s>",
+        eos_token="</s>",
+        special=(*made.special, *SPECIAL),
+        other_named=(),
+        num_rows=None,
+    )
 
 
 @pytest.fixture(scope="module", params=CASES)

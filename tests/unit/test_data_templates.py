@@ -110,7 +110,7 @@ SYSTEM = [{"role": "system", "content": "Be brief."}]
 def base(tiny_model: Path) -> Tokenizer:
     made = Tokenizer.from_folder(tiny_model)
     made.rust.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIAL])
-    return replace(made, bos_token="<s>", eos_token="</s>", special=(*made.special, *SPECIAL))
+    return replace(made, bos_token="<s>", eos_token="</s>", special=(*made.special, *SPECIAL), num_rows=None)
 
 
 def spans(example: Example, tokenizer: Tokenizer) -> list[str]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from crosstune.core.errors import UserError
-from crosstune.models.adapter_choice import AdapterSettings
+from crosstune.models.adapter_choice import AdapterSettings, Targets
 from crosstune.models.adapter_fields import read_settings
 from crosstune.models.adapter_files import PEFT_WEIGHTS, load_adapter, save_adapter
 from crosstune.models.config_spelling import spell_config
@@ -41,7 +41,7 @@ def adapter(tmp_path: Path) -> Path:
         tmp_path / "adapter",
         tensors,
         settings=SETTINGS,
-        targets=["q_proj"],
+        targets=Targets(modules=["q_proj"]),
         base=None,
         base_name="x/y",
         record={},
