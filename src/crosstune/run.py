@@ -14,10 +14,9 @@ from crosstune.config.schema import Config
 from crosstune.core.durations import parse_duration
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.events import Observer, Observers, Started, Warned
-from crosstune.core.json_files import read_json
 from crosstune.core.metric_names import check_metric_names
 from crosstune.core.ranks import Alone, Group
-from crosstune.core.record import SilentRecord
+from crosstune.core.record import SilentRecord, read_log
 from crosstune.core.run_lock import InUse, hold
 from crosstune.loop.stop import StopSignal
 from crosstune.loop.train import Deadline
@@ -131,7 +130,7 @@ def _execute(
 def _finished(ready: Ready, group: Group) -> RunResult | None:
     """Return the existing result if the run is finished and has no further steps."""
     folder, start = ready.folder, ready.start
-    summary = read_json(folder / "summary.json") if ready.in_place and group.ranks.first else {}
+    summary = read_log(folder / "summary.json") if ready.in_place and group.ranks.first else {}
     finished = start is not None and start.step >= ready.recipe.num_steps()
     if not group.any(finished and summary.get("status") == "finished"):
         return None

@@ -106,3 +106,15 @@ def test_mlx_takes_the_best_weights_too(tmp_path: Path, tiny_model: Path, data: 
     pytest.importorskip("mlx_lm")
     summary = train(make_config(**options(tmp_path, tiny_model, data, backend="mlx", max_steps=20))).summary
     assert summary["result_step"] == summary["best"]["step"] < 20
+
+
+def test_the_best_weights_of_the_run_that_is_continued_elsewhere(
+    tmp_path: Path, tiny_model: Path, data: tuple[str, str]
+) -> None:
+    config = options(tmp_path, tiny_model, data, max_steps=20)
+    first = train(make_config(**config))
+    best = first.summary["result_step"]
+    assert best < 20
+    other = train(make_config(resume=str(first.folder), name="other", max_steps=25))
+    assert other.summary["result_step"] == best
+    assert result_bytes(other.folder) == result_bytes(first.folder)

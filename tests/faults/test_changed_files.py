@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from injection.bench import Bench, make_model, write_chats
+from injection.bench import Bench, make_model, read_bits, write_chats
 
 from crosstune.cli.main import main
 
@@ -98,3 +98,54 @@ def test_a_changed_model_that_crosstune_wrote_is_not_used(
     flip_every(merged / "model.safetensors", 10**6)
     assert main(bench.words("lora", tmp_path / "next", model_name=merged)) == 2
     assert "model.safetensors has changed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", [change_weights, change_config])
+@pytest.mark.parametrize("command", ["generate", "checkpoint export", "merge"])
+def test_an_adapter_is_not_used_over_a_changed_base(
+    bench: Bench, tmp_path: Path, capsys: Captured, change: Any, command: str
+) -> None:
+    model = make_model(tmp_path / "model")
+    assert bench.start("lora", tmp_path / "run", model_name=model).wait().code == 0
+    change(model, bench.data)
+    words = {
+        "generate": ["generate", str(tmp_path / "run"), "--prompt", "count 3"],
+        "checkpoint export": ["checkpoint", "export", str(tmp_path / "run"), "--out", str(tmp_path / "out")],
+        "merge": ["merge", str(tmp_path / "run"), "--out", str(tmp_path / "out")],
+    }[command]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "another base" in said or "is not the model" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_converted_base_is_known_by_its_own_bytes(bench: Bench, tmp_path: Path, capsys: Captured) -> None:
+    """Its record of the source counts only while its weights are those that were written."""
+    exported = tmp_path / "exported"
+    assert main(["export", str(bench.model), "--to", "hf", "--out", str(exported)]) == 0
+    options = {"model_name": exported, "resume": "auto"}
+    assert bench.start("lora", tmp_path / "run", **options).wait().code == 0
+    flip_every(exported / "model.safetensors", 10**6)
+    (exported / "SHA256SUMS").unlink()
+    assert main(bench.words("lora", tmp_path / "run", **options, max_steps=6)) == 2
+    assert "from another training" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("metrics.jsonl", '{"step": "x"}\n'),
+        ("metrics.jsonl", "garbage\n"),
+        ("plan.json", "garbage"),
+        ("summary.json", "[" * 5000),
+    ],
+)
+def test_a_damaged_log_does_not_keep_a_run_from_continuing(
+    bench: Bench, tmp_path: Path, name: str, text: str
+) -> None:
+    folder = bench.copy_halfway("lora", tmp_path / "run")
+    (folder / name).write_text(text)
+    ended = bench.again("lora", folder).wait()
+    assert ended.code == 0 and "Traceback" not in ended.said, ended
+    found, wanted = read_bits(folder), bench.reference("lora")
+    assert found["state"] == wanted["state"] and found["result"] == wanted["result"]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 from injection import competing, signals
 from injection.bench import Bench
+
+from crosstune.core.run_lock import InUse, hold
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +34,18 @@ def test_signals_of_terminals_and_schedulers_stop_with_a_checkpoint(
     bench: Bench, number: signal.Signals
 ) -> None:
     assert signals.stop_by_signal(bench, "lora", number, 3).problems == []
+
+
+def test_a_link_to_a_run_is_locked_under_both_names(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "runs").mkdir()
+    link = tmp_path / "runs" / "link"
+    link.symlink_to(tmp_path / "real")
+    with hold(link):
+        for other in (link, tmp_path / "real"):
+            with pytest.raises(InUse), hold(other):
+                pass
+        link.rename(tmp_path / "runs" / "link~1")  # as --overwrite does
+        link.mkdir()
+        with pytest.raises(InUse), hold(link):
+            pass

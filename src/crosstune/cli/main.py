@@ -15,6 +15,7 @@ from crosstune.cli.streams import lasting_output
 from crosstune.cli.words import check_words
 from crosstune.core.errors import EXIT_DONE, UserError
 from crosstune.core.names import unknown_name
+from crosstune.core.out_of_memory import memory_errors
 from crosstune.core.user_paths import check_home
 
 # Subcommand -> its one-line help. The code is in crosstune.cli.<name>, imported on use.
@@ -89,7 +90,8 @@ def _run(command: str, words: list[str]) -> int:
             raise unknown_name("command", command, COMMANDS)
         check_words(words)
         check_home(words)
-        return int(importlib.import_module(f"crosstune.cli.{command}").run(words))
+        with memory_errors(doing=f"crosstune {command}"):
+            return int(importlib.import_module(f"crosstune.cli.{command}").run(words))
     except UserError as error:
         print_error(error.lines())
         return error.exit_code

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TextIO
 
 from crosstune.core.atomic_files import clear_leftovers, set_aside, write_text
 from crosstune.core.errors import UserError
-from crosstune.core.events import Event, StepMetrics
+from crosstune.core.events import Event, StepMetrics, Warned
 from crosstune.core.json_files import finite, read_json, read_jsonl, to_json, write_json
 from crosstune.core.plain_files import MissingFile, open_plain
 from crosstune.core.secrets import redact_values
@@ -53,6 +53,15 @@ def _is_without_steps(folder: Path) -> bool:
     return read_json(folder / "summary.json").get("status") != "finished"
 
 
+def read_log(path: Path) -> dict[str, Any]:
+    """Return the contents of plan.json or summary.json; nothing if it is missing or damaged, as a log must not keep a
+    run from continuing."""
+    try:
+        return read_json(path)
+    except UserError:
+        return {}
+
+
 def check_free(folder: Path, *, resuming: bool = False) -> None:
     """Raise a UserError when the folder holds a run already. With `resuming`, an unfinished run without a checkpoint is
     allowed: there is nothing to continue from, and it is moved aside."""
@@ -60,7 +69,7 @@ def check_free(folder: Path, *, resuming: bool = False) -> None:
         return
     if not resuming:
         raise _taken(folder)
-    if read_json(folder / "summary.json").get("status") == "finished":
+    if read_log(folder / "summary.json").get("status") == "finished":
         raise _without_checkpoint(folder)
 
 
@@ -191,10 +200,23 @@ class RunRecord:
         """Open metrics.jsonl for the first step. Rows of later steps are removed, since they are trained again."""
         path = self.folder / "metrics.jsonl"
         if self._resumes_at is not None:
-            rows = [r for r in read_jsonl(self._carried or path) if r.get("step", 0) <= self._resumes_at]
+            rows = self._rows_until(self._resumes_at)
             lines = "".join(to_json(row) + "\n" for row in rows)
             write_text(path, lines)
         return path.open("a", encoding="utf-8")
+
+    def _rows_until(self, last: int) -> list[dict[str, Any]]:
+        """Return the rows up to a step. A damaged file is set aside: a log must not keep a run from continuing."""
+        path = self._carried or self.folder / "metrics.jsonl"
+        try:
+            rows = read_jsonl(path)
+        except UserError as error:
+            kept = path if self._carried is not None else set_aside(path)
+            self.on_event(
+                Warned(message=f"the earlier rows are not shown: {error.asked} It is kept as {kept}")
+            )
+            return []
+        return [row for row in rows if isinstance(row.get("step"), int) and row["step"] <= last]
 
     def on_step(self, metrics: StepMetrics) -> None:
         if self._metrics is None:

@@ -31,17 +31,26 @@ def hold(folder: Path) -> Iterator[None]:
 
     The system releases the lock when the process ends, however it ends. If no run folder was made, no trace is left.
     """
-    run = folder.resolve()
+    # A link is locked under its own name and under that of its target: a run may be moved aside under either.
+    names = {folder.parent.resolve() / folder.name, folder.resolve()}
+    with contextlib.ExitStack() as stack:
+        for run in sorted(names):
+            stack.enter_context(_hold_one(run, shown=folder))
+        yield
+
+
+@contextlib.contextmanager
+def _hold_one(run: Path, *, shown: Path) -> Iterator[None]:
     locks = run.parent / LOCKS
     made = [path for path in (locks, *locks.parents) if not path.exists()]
     lock = FileLock(locks / f"{run.name}.lock")
     try:
         _acquire(lock, locks)
     except Timeout:
-        raise InUse(folder) from None
+        raise InUse(shown) from None
     except OSError as error:
         raise UserError(
-            f"Cannot write the run folder {folder}.", why=str(error), do="choose another --output_dir"
+            f"Cannot write the run folder {shown}.", why=str(error), do="choose another --output_dir"
         ) from error
     try:
         yield

@@ -15,11 +15,17 @@ _URL_LOGIN = re.compile(
 )
 _NAMED_VALUE = re.compile(
     r"(?P<keep>(?:^|[?&;#\s,'\"({]|--)"
-    r"(?:(?:[a-z0-9]+[_-])*(?:password|passwd|secret|api[_-]?key|access[_-]?key|signature|credentials?)"
+    r"(?:[a-z0-9_-]*(?:password|passwd|secret|api[_-]?key|access[_-]?key|signature|credentials?)"
     r"|(?:(?:access|auth|api|hub|hf|bearer|refresh|session|private|wandb)[_-])?token|sig|pwd)=)"
     r"[^\s&#;,'\"]{4,}",
     re.I,
 )
+_NAMED_FIELD = re.compile(
+    r"(?P<keep>[\"']?[a-z0-9_-]*(?:password|passwd|secret|api[_-]?key|access[_-]?key|token)[\"']?\s*:\s*[\"']?)"
+    r"(?=[^\s\"',}]*[0-9])[^\s\"',}]{8,}",
+    re.I,
+)
+_BEARER = re.compile(r"(?P<keep>\bauthorization\s*[:=]\s*(?:bearer|basic|token)\s+)[^\s'\"]+", re.I)
 _TOKENS = re.compile(
     r"(?<![A-Za-z0-9])(?:"
     # A folder may be called hf_checkpoints2024, so a short one needs capitals and digits.
@@ -40,7 +46,8 @@ _TOKENS = re.compile(
 def redact(text: str) -> str:
     """Return the text with every secret in it replaced."""
     text = _URL_LOGIN.sub(lambda found: f"{found['keep'] or found['keep_web']}{HIDDEN}", text)
-    text = _NAMED_VALUE.sub(rf"\g<keep>{HIDDEN}", text)
+    for pattern in (_BEARER, _NAMED_VALUE, _NAMED_FIELD):
+        text = pattern.sub(rf"\g<keep>{HIDDEN}", text)
     return _TOKENS.sub(HIDDEN, text)
 
 

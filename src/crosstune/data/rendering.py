@@ -135,6 +135,12 @@ def _result(fields: Any) -> Rendered | UserError:
     if isinstance(fields, dict):
         return UserError(fields["asked"], why=fields["why"], do=fields["do"])
     text, spans, num_unlocated, extras = fields
+    if any(0xD800 <= ord(char) < 0xE000 for char in text) if not text.isascii() else False:
+        return UserError(
+            "The chat template writes half of a character.",
+            why="a surrogate without its other half is no text that a tokenizer takes.",
+            do="correct the template, or pass another with --chat_template",
+        )
     return Rendered(
         text=text,
         spans=[(start, end) for start, end in spans],

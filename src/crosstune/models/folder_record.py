@@ -22,8 +22,13 @@ _FIELDS = {
     "chat_template": TEXT | NOTHING,
 }
 _BASE = {"name": TEXT | NOTHING, "identity": OBJECT | NOTHING}
-_IDENTITY = {"sha256": TEXT | NOTHING, "weights_sha256": TEXT | NOTHING}
-_MADE = {"original": OBJECT | NOTHING, "source_identity": TEXT | NOTHING, "source_config": TEXT | NOTHING}
+_IDENTITY = {"version": whole(1) | NOTHING, "sha256": TEXT | NOTHING, "weights_sha256": TEXT | NOTHING}
+_MADE = {
+    "original": OBJECT | NOTHING,
+    "source_identity": TEXT | NOTHING,
+    "source_config": TEXT | NOTHING,
+    "own_identity": TEXT | NOTHING,
+}
 
 
 def read_record(folder: Path) -> dict[str, Any]:

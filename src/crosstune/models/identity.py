@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,10 @@ _NOT_NUMBERS = frozenset(
 )
 
 
+VERSION = 2
+"""Version 1 covered samples of the files only, and cannot be compared."""
+
+
 def identity(folder: Path, *, progress: Progress = silent) -> dict[str, Any]:
     """Return the identity of a model folder.
 
@@ -51,7 +56,19 @@ def identity(folder: Path, *, progress: Progress = silent) -> dict[str, Any]:
     config = config_identity(read_config_json(folder))
     both = hashlib.sha256(f"{config}\0{weights.hexdigest()}".encode()).hexdigest()
     files = {path.name: path.stat().st_size for path in paths}
-    return {"sha256": both, "config_sha256": config, "weights_sha256": weights.hexdigest(), "files": files}
+    return {
+        "version": VERSION,
+        "sha256": both,
+        "config_sha256": config,
+        "weights_sha256": weights.hexdigest(),
+        "files": files,
+    }
+
+
+def recorded_sha256(record: Mapping[str, Any]) -> str | None:
+    """Return the identity of the base in the record of an adapter; None if it has none of this version."""
+    found = (record.get("base") or {}).get("identity") or {}
+    return found.get("sha256") if found.get("version") == VERSION else None
 
 
 def config_identity(config: dict[str, Any]) -> str:
@@ -60,20 +77,29 @@ def config_identity(config: dict[str, Any]) -> str:
 
 
 def source_identity(folder: Path) -> dict[str, str]:
-    """Return the identities of weights and configuration; for a folder converted by crosstune, those of its source."""
+    """Return the identities of weights and configuration; for a folder converted by crosstune, those of its source.
+
+    The record of the source counts only while the folder still holds the weights that it was written with.
+    """
     record = read_record(folder)
     conversion = record.get("converted") or record.get("exported") or {}
     found = identity(folder)
+    if conversion.get("own_identity") != found["weights_sha256"]:
+        conversion = {}
     return {
         "weights": str(conversion.get("source_identity") or found["weights_sha256"]),
         "config": str(conversion.get("source_config") or found["config_sha256"]),
     }
 
 
-def source_record(folder: Path) -> dict[str, str]:
-    """Return what the record of a conversion says about the model it is made from."""
-    found = source_identity(folder)
-    return {"source_identity": found["weights"], "source_config": found["config"]}
+def source_record(source: Path, *, result: Path) -> dict[str, str]:
+    """Return what the record of a conversion says about the model it is made from, and about its own weights."""
+    found = source_identity(source)
+    return {
+        "source_identity": found["weights"],
+        "source_config": found["config"],
+        "own_identity": identity(result)["weights_sha256"],
+    }
 
 
 def _numbers(value: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from crosstune.config.load import load_config, make_config
-from crosstune.core.events import Observer
+from crosstune.core.events import Observer, Warned
 from crosstune.core.protocols import Generates
 from crosstune.core.sampling import GREEDY, Sampling
 from crosstune.data.render_types import Message
@@ -16,6 +16,7 @@ from crosstune.data.tokenizer import Tokenizer
 from crosstune.machines.probe import probe_machine
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.planner.gather import make_plan, plan_over_quantized
+from crosstune.results.opened import check_base
 from crosstune.results.trained_folder import Trained, find_trained
 from crosstune.runs.open_parts import find_model, open_session
 
@@ -99,6 +100,8 @@ def open_chat_model(
         if adjustment.kind == "change":
             observer.on_event(adjustment.to_event())
     model = find_model(plan.config, observer)
+    for sentence in check_base(trained, model):
+        observer.on_event(Warned(message=sentence))
     held = read_quantization(model.path) if trained.adapter is None else None
     if held is not None:
         plan = plan_over_quantized(plan, held.spec, folder=model.path)

@@ -142,7 +142,7 @@ def _rewrite(request: ConvertRequest, source: _Source, out: Path, observer: Obse
         else:
             report |= _judge_result(opened, form, expected, stage.result) | {"warnings": written.warnings}
             report |= _report_before(errors, expected, before)
-        report |= source_record(source.start) | {"original": record}
+        report |= source_record(source.start, result=stage.result) | {"original": record}
         write_json(stage.result / RECORD, {"converted": report})
         if "verified" in report:
             refuse_unverified(report, out)

@@ -68,7 +68,7 @@ def export(
         source = _make_dense(stage, opened, request, observer)
         report = source.report | write(stage, source, opened, form, observer)
         if opened.trained.adapter is None:
-            report |= source_record(opened.model.path)
+            report |= source_record(opened.model.path, result=stage.result)
         if form.to == "mlx" and opened.trained.adapter is None and opened.trained.quantization is None:
             held = read_quantization(opened.model.path)
             report["original"] = original_record(opened.model, held, None)

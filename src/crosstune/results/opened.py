@@ -84,7 +84,7 @@ def open_request(
     opened = open_trained(trained, engine=engine, backend=request.backend, observer=observer)
     if trained.quantization is not None:
         opened = find_quantizer(opened, trained.quantization)
-    return opened, [*warnings, *_check_base(trained, opened.model, force=request.force)]
+    return opened, [*warnings, *check_base(trained, opened.model, force=request.force)]
 
 
 def open_trained(trained: Trained, *, engine: str, backend: str, observer: Observer) -> Opened:
@@ -199,7 +199,7 @@ def _over_original(trained: Trained, request: Request) -> tuple[Trained, list[st
     ]
 
 
-def _check_base(trained: Trained, model: ModelFolder, *, force: bool) -> list[str]:
+def check_base(trained: Trained, model: ModelFolder, *, force: bool = False) -> list[str]:
     """Check by its identity that the base is the one the adapter was trained over; return warnings."""
     if trained.adapter is None:
         return []

@@ -20,6 +20,7 @@ from crosstune.models.adapter_files import canonical_name, check_kind
 from crosstune.models.bundled import BUNDLED
 from crosstune.models.checksums import check_checksums
 from crosstune.models.folder_record import read_record
+from crosstune.models.identity import recorded_sha256
 from crosstune.models.quantized_folder import quantization_options
 
 
@@ -53,7 +54,7 @@ class Trained:
 
     @property
     def base_identity(self) -> str | None:
-        return ((self.record.get("base") or {}).get("identity") or {}).get("sha256")
+        return recorded_sha256(self.record)
 
     def options(self, *, quantized: bool = True) -> dict[str, Any]:
         """Return the options to open the trained session again; with `quantized=False`, over the unquantized base."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from crosstune.checkpoint.folders import FOLDER, name_of
@@ -15,9 +16,10 @@ from crosstune.loop.progress import Progress
 
 
 def best_weights(
-    config: Config, progress: Progress, run: Path, observer: Observer
+    config: Config, progress: Progress, runs: Sequence[Path], observer: Observer
 ) -> tuple[Checkpoint | None, int | None]:
-    """Return the checkpoint to make the result from, None for the weights of the last step; and the best step.
+    """Return the checkpoint to make the result from, None for the weights of the last step; and the best step. It is
+    looked for in `runs`: this one, and the one that it continues.
 
     `auto` takes the best weights if there was more than one evaluation after the start. Weights that are no longer
     there are replaced by the last ones, with a warning.
@@ -33,9 +35,14 @@ def best_weights(
                 )
             )
         return None, best
-    try:
-        return open_checkpoint(run / FOLDER / name_of(best)), best
-    except (DamagedCheckpoint, UserError) as error:
-        message = f"result: the best weights, of step {best}, are not there, so the last ones are the result ({error.asked})"
-        observer.on_event(Warned(message=message, step=progress.steps))
-        return None, best
+    reason = ""
+    for run in runs:
+        try:
+            return open_checkpoint(run / FOLDER / name_of(best)), best
+        except (DamagedCheckpoint, UserError) as error:
+            reason = reason or error.asked
+    message = (
+        f"result: the best weights, of step {best}, are not there, so the last ones are the result ({reason})"
+    )
+    observer.on_event(Warned(message=message, step=progress.steps))
+    return None, best

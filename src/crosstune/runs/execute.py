@@ -14,7 +14,7 @@ import numpy as np
 
 from crosstune.checkpoint.folders import FOLDER as CHECKPOINTS
 from crosstune.checkpoint.folders import clear_leftovers
-from crosstune.checkpoint.read import Checkpoint
+from crosstune.checkpoint.read import Checkpoint, find_run
 from crosstune.checkpoint.rotate import Keep
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.config.options.run import mismatches
@@ -173,7 +173,10 @@ class Execution:
 
     def _write_result(self, session: Session, extra: dict[str, Any]) -> None:
         """Write the best or the last weights as the result, and record which."""
-        chosen, best = best_weights(self.plan.config, self.progress, self.record.folder, self.observer)
+        runs = [self.record.folder]
+        if self.start is not None:
+            runs.append(find_run(self.start.checkpoint.folder))
+        chosen, best = best_weights(self.plan.config, self.progress, runs, self.observer)
         extra["best"], extra["last"] = (self._evaluation(step) for step in (best, self.progress.steps))
         if self.group.any(chosen is not None):
             self._keep_last(session)

@@ -17,11 +17,10 @@ from crosstune.config.resolve import resolve
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, Observer, RunMovedAside, StepMetrics
-from crosstune.core.json_files import read_json
 from crosstune.core.plain_files import read_plain_text
 from crosstune.core.protocols import HasEvaluationData, Recipe
 from crosstune.core.ranks import Group
-from crosstune.core.record import Record, RunRecord, holds_run, move_aside
+from crosstune.core.record import Record, RunRecord, holds_run, move_aside, read_log
 from crosstune.core.secrets import redact, redact_command
 from crosstune.data.tokenizer import TEMPLATE_LIMIT
 from crosstune.distributed.group import (
@@ -145,7 +144,7 @@ def describe(ready: Ready, *, command: Sequence[str] | None) -> dict[str, Any]:
     described |= {"identity": ready.identified, "resumed_from": start.facts() if start else None}
     described["warnings"] = list(ready.warnings)
     if ready.in_place:  # keep the time of the first process
-        described["created"] = read_json(ready.folder / "plan.json").get("created", described["created"])
+        described["created"] = read_log(ready.folder / "plan.json").get("created", described["created"])
     return described
 
 

@@ -65,11 +65,16 @@ def check_model(checkpoint: Checkpoint, model: ModelFolder | None) -> None:
     """Raise if the base is not the one the checkpoint was trained from."""
     if model is None:  # the recipe brings its own
         return
-    recorded = checkpoint.manifest["identity"].get("model", {})
-    if recorded.get("identity") not in (None, source_identity(model.path)["weights"]):
+    recorded, found = checkpoint.manifest["identity"].get("model", {}), source_identity(model.path)
+    other = [
+        what
+        for key, what in (("identity", "weights"), ("config", "config.json"))
+        if recorded.get(key) not in (None, found["weights" if key == "identity" else key])
+    ]
+    if other:
         raise UserError(
             f"{model.name} is not the model that {checkpoint.folder} was trained from.",
-            why=f"its weights differ from those of {recorded.get('name')}, which the checkpoint names.",
+            why=f"its {other[0]} differ{'s' * (other[0] != 'weights')} from {recorded.get('name')}, which the checkpoint names.",
             do="put the original model back, or give its path with --model_name",
         )
 

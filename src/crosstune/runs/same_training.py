@@ -15,6 +15,7 @@ from crosstune.config.schema import Config, options_on_resume
 from crosstune.core.errors import UserError
 from crosstune.core.quantization import QuantSpec, read_spec, same_meaning
 from crosstune.models.folder_record import read_record
+from crosstune.models.identity import recorded_sha256
 
 # Optimizers that keep the same moments.
 _FAMILIES = {"fused_adamw": "adamw", "fused_adam": "adam", "paged_adamw_8bit": "adamw_8bit"}
@@ -158,7 +159,7 @@ def check_base(adapter: Path, *, identity: str, quantization: QuantSpec | None) 
     warning if it is quantized differently. Adapters of other tools have no record to check."""
     record = read_record(adapter)
     base = record.get("base") or {}
-    recorded = (base.get("identity") or {}).get("sha256")
+    recorded = recorded_sha256(record)
     if recorded is None:
         return []
     if recorded != identity:
