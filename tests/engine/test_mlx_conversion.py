@@ -119,7 +119,8 @@ def test_other_weights_are_not_the_original(
     assert "the record names weights" in capsys.readouterr().err
     assert main([*words, "--original", str(wide)]) == 2
     assert "(64, 256) there and (64, 128) here" in capsys.readouterr().err
-    (two / "crosstune.json").unlink()
+    for name in ("crosstune.json", "SHA256SUMS"):
+        (two / name).unlink()
     assert main([*words, "--original", str(other)]) == 2
     assert "(relative) from them" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
