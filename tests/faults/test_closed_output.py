@@ -80,6 +80,20 @@ def test_a_closed_terminal_does_not_end_the_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+def test_a_terminal_that_takes_no_text_does_not_stop_the_training(tmp_path: Path) -> None:
+    """As after Ctrl-S, or with a connection that has stalled: a write to it would wait for ever."""
+    master, slave = os.openpty()
+    termios.tcflow(slave, termios.TCOOFF)
+    process = subprocess.Popen(training(tmp_path), stdout=slave, stderr=slave)
+    try:
+        assert process.wait(timeout=300) == 0
+    finally:
+        process.kill()
+        os.close(slave)
+        os.close(master)
+    check_finished(tmp_path / "run")
+
+
 def test_a_full_disk_under_the_result_is_an_error() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

@@ -10,6 +10,7 @@ from rich.text import Text
 from crosstune.cli.console import EscapingConsole
 from crosstune.cli.escape_controls import printable
 from crosstune.cli.fold import fold
+from crosstune.cli.unblocked import UnblockedStream
 
 WARNING, ERROR, GOOD, QUIET, STRONG = "yellow", "bold red", "green", "dim", "bold"
 
@@ -27,6 +28,11 @@ class Output:
     def is_terminal(self) -> bool:
         """Whether a line can be rewritten in place."""
         return self.console.is_terminal and not self.console.is_dumb_terminal
+
+    def drain(self) -> None:
+        """Wait a little until a terminal has taken what was printed."""
+        if isinstance(self.console.file, UnblockedStream):
+            self.console.file.drain()
 
     def line(self, text: str, *, style: str | None = None, label_style: str | None = None) -> None:
         """Print a text line by line. `label_style` is for the first word of each line alone."""

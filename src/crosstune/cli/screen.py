@@ -12,6 +12,7 @@ from crosstune.cli.event_lines import event_lines
 from crosstune.cli.live_line import BarLine, LiveLine
 from crosstune.cli.output import GOOD, QUIET, STRONG, WARNING, Output
 from crosstune.cli.pace import RecentPace
+from crosstune.cli.unblocked import unblocked
 from crosstune.cli.units import duration, figure, size
 from crosstune.config.schema import Config
 from crosstune.core.events import (
@@ -42,11 +43,12 @@ NOT_SHOWN: tuple[type[Event], ...] = (Failed, Interrupted)
 
 def open_screen(config: Config, *, as_json: bool = False, quiet: bool = False) -> Screen:
     """Return the screen that a configuration asks for. With `as_json`, standard output is for the result alone."""
+    stream = sys.stdout if config.log_to == "stdout" and not as_json else sys.stderr
     screen = Screen(
         live=config.log_to == "tqdm" and not quiet,
         every=config.log_every_n_steps if "log_every_n_steps" in config.asked else None,
         verbose=config.verbose,
-        stream=sys.stdout if config.log_to == "stdout" and not as_json else None,
+        stream=unblocked(stream) if stream is not None else None,
     )
     screen.output.console.quiet = quiet
     return screen
@@ -89,6 +91,7 @@ class Screen:
     def close(self) -> None:
         self._line.clear()
         self._bar = None
+        self.output.drain()
 
     def on_step(self, metrics: StepMetrics) -> None:
         step = metrics["step"]

@@ -11,6 +11,7 @@ from typing import Any
 from crosstune.models.file_hashes import sha256_of_all
 from crosstune.models.folder import read_config_json, weight_files
 from crosstune.models.folder_record import read_record
+from crosstune.models.llama_layout import CONFIG
 from crosstune.models.progress import Progress, silent
 
 # Keys of config.json that do not change what the model computes from its weights: names, versions, defaults of
@@ -95,11 +96,10 @@ def source_identity(folder: Path) -> dict[str, str]:
 def source_record(source: Path, *, result: Path) -> dict[str, str]:
     """Return what the record of a conversion says about the model it is made from, and about its own weights."""
     found = source_identity(source)
-    return {
-        "source_identity": found["weights"],
-        "source_config": found["config"],
-        "own_identity": identity(result)["weights_sha256"],
-    }
+    record = {"source_identity": found["weights"], "source_config": found["config"]}
+    if (result / CONFIG).is_file():  # not for a GGUF file
+        record["own_identity"] = identity(result)["weights_sha256"]
+    return record
 
 
 def _numbers(value: Any) -> Any:

@@ -107,6 +107,7 @@ def prepare(asked: Config, folder: Path, group: Group, screen: Observer) -> Read
     identified = identity_now(plan, model, recipe)
     start = _start(plan, checkpoint, identified)
     if start is not None:
+        _check_not_past(start, recipe)
         warnings = [*warnings, *_warn_of_skipped_rows(start, recipe)]
     step = start.step if start is not None else None
     check_same_everywhere(group, {"options": plan.config.options(), **identified, "checkpoint": step})
@@ -201,6 +202,16 @@ def _start(plan: Plan, checkpoint: Checkpoint | None, identified: Mapping[str, A
         changes=same_training.changed_options(manifest, plan.config),
         measured=measured,
     )
+
+
+def _check_not_past(start: Start, recipe: Recipe) -> None:
+    """Raise if the run has more steps already than are asked for."""
+    if start.step > recipe.num_steps():
+        raise UserError(
+            f"The run is at step {start.step} already, past the {recipe.num_steps()} steps that are asked for.",
+            why="--max_steps and --num_epochs count all steps of a run, with those before it was resumed.",
+            do=f"ask for more than {start.step} steps, or resume from an earlier checkpoint: --resume RUN/checkpoints/step-...",
+        )
 
 
 def _warn_of_skipped_rows(start: Start, recipe: Recipe) -> list[str]:
