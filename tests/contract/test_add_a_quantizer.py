@@ -7,6 +7,8 @@ import json
 import pytest
 from pages import Followed, Page, Workshop, check_house_style, open_workshop
 
+pytestmark = pytest.mark.slow
+
 PAGE = Page("add-a-quantizer.md")
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 OPTIONS = (
     "--model_name tiny-random --max_steps 4 --save_steps 2 --batch_size 2 --eval_samples 4 --max_new_tokens 4"

@@ -198,3 +198,18 @@ def test_no_step_is_empty_whatever_the_epochs(num_examples: int, num_epochs: flo
     ]
     assert all(taken)
     assert sum(map(len, taken)) == num_rows
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"Prompt": "a", "Completion": "b"}, "--columns Prompt=prompt,Completion=completion"),
+        ({"Question;Answer": "a;b"}, "save the file with commas"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "--columns chosen=completion"),
+        ({"a": 1}, "--columns query=prompt,reply=completion"),
+    ],
+)
+def test_columns_that_fit_no_format_are_explained(row: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        recognise(row, asked="auto", source="data.csv")
+    assert expected in caught.value.do

@@ -95,7 +95,10 @@ def test_a_checkpoint_of_an_older_version_is_of_the_same_training() -> None:
 
 @pytest.mark.parametrize("recorded", [MLX_ADAPTER, MLX_CHECKPOINT, {**MLX_ADAPTER, "double": True}])
 def test_an_adapter_goes_on_over_the_base_of_its_record(recorded: dict[str, Any], tmp_path: Path) -> None:
-    record = {"base": {"name": "tiny", "identity": {"sha256": "a" * 64}}, "quantization": recorded}
+    record = {
+        "base": {"name": "tiny", "identity": {"version": 2, "sha256": "a" * 64}},
+        "quantization": recorded,
+    }
     (tmp_path / "crosstune.json").write_text(json.dumps(record))
     same = QuantSpec(quantizer="mlx", bits=4, group_size=64)
     assert check_base(tmp_path, identity="a" * 64, quantization=same) == []

@@ -286,10 +286,10 @@ def test_values_arrive_as_they_were(tiny_model: Path) -> None:
     base = Tokenizer.from_folder(tiny_model)
     template = "{{ messages[0].content }}|{{ messages[0].name }}|{{ tools | tojson }}|{{ tools[0].n + 1 }}"
     tokenizer = replace(base, chat_template=template)
-    turns = [{"role": "user", "content": "half \ud83d, \0, \u2028, 日本 🙂", "name": date(2024, 2, 29)}]
+    turns = [{"role": "user", "content": "whole \0, \u2028, 日本 🙂", "name": date(2024, 2, 29)}]
     text = render(turns, tokenizer, add_generation_prompt=False, tools=[{"n": 2**70, "f": float("inf")}])
     assert text == (
-        "half \ud83d, \0, \u2028, 日本 🙂|2024-02-29|"
+        "whole \0, \u2028, 日本 🙂|2024-02-29|"
         '[{"n": 1180591620717411303424, "f": Infinity}]|1180591620717411303425'
     )
 

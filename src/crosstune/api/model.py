@@ -215,6 +215,7 @@ def _read_sampling(settings: Mapping[str, float]) -> Sampling:
     known = {field.name for field in fields(Sampling)}
     unknown = sorted(settings.keys() - known)
     if unknown:
-        raise UserError(f"Unknown setting {unknown[0]!r}.", do=f"sampling takes {', '.join(sorted(known))}")
+        names = ", ".join(["system", "max_new_tokens", "on_text", *sorted(known)])
+        raise UserError(f"Unknown setting {unknown[0]!r}.", do=f"use one of: {names}")
     whole = {name: int(settings[name]) for name in ("seed", "top_k") if name in settings}
     return Sampling(**{**settings, **whole})  # type: ignore[arg-type]

@@ -13,16 +13,11 @@ from types import NoneType
 from typing import Any, TextIO
 
 _KEPT = "\n\t"
-# C0, DEL and C1; what embeds, overrides, isolates or marks the direction of writing; line separators; byte order marks;
-# invisible tags; and halves of characters.
+# C0, DEL and C1; what embeds, overrides or isolates the direction of writing; byte order marks; invisible tags; and halves
+# of characters.
 _CONTROLS = (
     *range(0x20),
     *range(0x7F, 0xA0),
-    0x061C,
-    0x200E,
-    0x200F,
-    0x2028,
-    0x2029,
     0xFEFF,
     *range(0xE0000, 0xE0080),
     *range(0x202A, 0x202F),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from crosstune.core.secrets import redact
@@ -135,3 +136,14 @@ def raise_all(problems: Sequence[UserError]) -> None:
     """Raise one ConfigError with all problems; do nothing when there are none."""
     if problems:
         raise ConfigError(problems)
+
+
+@contextlib.contextmanager
+def naming(option: str) -> Iterator[None]:
+    """Add the option to an error about its value that does not name it."""
+    try:
+        yield
+    except UserError as error:
+        if option not in error.asked:
+            error.asked = f"{error.asked.rstrip('.')} (--{option})."
+        raise

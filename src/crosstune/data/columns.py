@@ -38,6 +38,12 @@ def parse_columns(text: str | None) -> dict[str, str]:
             held += f"{piece},"
             continue
         held, source, target = "", source.strip(), target.strip()
+        if target not in TARGETS and source in TARGETS:
+            raise UserError(
+                f"--columns cannot map {source} to '{target}'.",
+                why=f"the column of the file comes first, and {source} is a name of ours.",
+                do=f"write it the other way round: {target}={source}",
+            )
         if target not in TARGETS:
             raise UserError(
                 f"--columns cannot map {source} to '{target}'.",

@@ -63,8 +63,7 @@ def recognise(first: Row, *, asked: str, source: str) -> str:
     if not found:
         raise UserError(
             f"The columns of {source} fit no known format: {', '.join(map(str, first)) or 'none'}.",
-            do="name the columns to read with --columns, as in --columns query=prompt,reply=completion; the formats are: "
-            f"{known_columns()}",
+            **_how_to_read(first),
         )
     return found[0]
 
@@ -228,6 +227,29 @@ def _check_media(row: Row, *, what: str) -> None:
             why="this recipe reads text only.",
             do="use a text dataset, or remove these columns",
         )
+
+
+def _how_to_read(row: Row) -> dict[str, str]:
+    """Return why no format fits the columns of a row, where that can be told, and what to do."""
+    names = [str(name) for name in row]
+    if len(names) == 1 and any(mark in names[0] for mark in ";|\t"):
+        return {
+            "why": "there is one column, whose name looks like several with another mark between them than a comma.",
+            "do": "save the file with commas, or with tabs as .tsv",
+        }
+    if {"chosen", "rejected"} <= row.keys():
+        return {
+            "why": "these are preferences, and crosstune has no preference training.",
+            "do": "train on the chosen answers with --columns chosen=completion",
+        }
+    lower = {name.lower(): name for name in names}
+    close = next((cs for cs in COLUMNS.values() if all(column in lower for column in cs)), ())
+    if close:
+        return {"do": f"--columns {','.join(f'{lower[column]}={column}' for column in close)}"}
+    return {
+        "do": "name the columns to read with --columns, as in --columns query=prompt,reply=completion; the formats are: "
+        f"{known_columns()}"
+    }
 
 
 def fitting_formats(row: Row) -> list[str]:

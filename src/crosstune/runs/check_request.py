@@ -16,7 +16,7 @@ from crosstune.config.load import cache_override
 from crosstune.config.plan import Plan
 from crosstune.config.resolve import resolve
 from crosstune.config.schema import Config
-from crosstune.core.errors import UserError, raise_all
+from crosstune.core.errors import UserError, naming, raise_all
 from crosstune.core.events import Observers
 from crosstune.core.machine import Machine
 from crosstune.core.names import load_plugin
@@ -67,19 +67,15 @@ class Checked:
             with naming(option) if option else contextlib.nullcontext():
                 yield
         except UserError as error:
-            if all(error.lines() != other.lines() for other in self.problems):
+            if not any(_same(error, other) for other in self.problems):
                 self.problems.append(error)
 
 
-@contextlib.contextmanager
-def naming(option: str) -> Iterator[None]:
-    """Add the option to an error about its value that does not name it."""
-    try:
-        yield
-    except UserError as error:
-        if option not in error.asked:
-            error.asked = f"{error.asked.rstrip('.')} (--{option})."
-        raise
+def _same(error: UserError, other: UserError) -> bool:
+    """Return whether two errors are about the same, one of them perhaps with the option that it is about."""
+    if error.lines() == other.lines():
+        return True
+    return bool(error.do) and (error.why, error.do) == (other.why, other.do)
 
 
 def check_request(
@@ -140,8 +136,7 @@ def check_plan(config: Config, *, machine: Machine | None = None) -> tuple[Plan,
     if resume.names_path(config) and _is_packed_or_elsewhere(config, elsewhere=elsewhere):
         left.append(f"the run of --resume {config.resume}, which is packed or not on this machine")
     else:
-        with naming("resume"):
-            request = resume.read_request(config, observer=Observers())
+        request = resume.read_request(config, observer=Observers())
     config, checkpoint = request.config, request.checkpoint
     folder = run_folder(config)
     if checkpoint is not None:
@@ -149,7 +144,7 @@ def check_plan(config: Config, *, machine: Machine | None = None) -> tuple[Plan,
     plan = resolve(config, gather(config, machine=machine))
     checked = check_request(plan, folder=folder, checkpoint=checkpoint, elsewhere=elsewhere)
     checked.not_checked += left
-    with checked.collecting("dataset" if not plan.config.eval_dataset else ""):
+    with checked.collecting():
         _check_data(plan.config, checked, elsewhere=elsewhere)
     return plan, checked
 

@@ -17,7 +17,7 @@ from crosstune.config.load import make_config
 from crosstune.config.option import OnResume
 from crosstune.config.schema import Config, options_on_resume
 from crosstune.core.atomic_files import set_aside
-from crosstune.core.errors import UserError
+from crosstune.core.errors import UserError, naming
 from crosstune.core.events import Observer, Observers, Warned
 from crosstune.core.measured import Measured
 from crosstune.core.protocols import Array, SessionState
@@ -59,8 +59,9 @@ def read_request(request: Config, *, observer: Observer, hashes: bool = True) ->
         checkpoint = _newest(run_folder(request) / FOLDER, observer, hashes=hashes)
         config = request if checkpoint is None else _continue_named(request, checkpoint)
         return Request(config=config, checkpoint=checkpoint)
-    path, packed = _unpacked(request)
-    checkpoint = _checkpoint_at(path, observer, hashes=hashes)
+    with naming("resume"):
+        path, packed = _unpacked(request)
+        checkpoint = _checkpoint_at(path, observer, hashes=hashes)
     if message := _warn_of_older_archive(request, checkpoint):
         observer.on_event(Warned(message=message))
     return Request(config=_continue_path(request, path, packed, checkpoint), checkpoint=checkpoint)

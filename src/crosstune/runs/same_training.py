@@ -160,9 +160,9 @@ def check_base(adapter: Path, *, identity: str, quantization: QuantSpec | None) 
     record = read_record(adapter)
     base = record.get("base") or {}
     recorded = recorded_sha256(record)
-    if recorded is None:
+    if not base:
         return []
-    if recorded != identity:
+    if recorded not in (None, identity):
         raise UserError(
             f"The adapter {adapter} was trained on another base.",
             why=f"it was trained on {base.get('name')} with the identity {recorded[:12]}; this model has {identity[:12]}.",
