@@ -13,11 +13,13 @@ CACHE_VARIABLE = "CROSSTUNE_CACHE"
 
 def check_home(words: Sequence[str]) -> None:
     """Raise a UserError when a path begins with ~ and the system does not know the home folder."""
-    paths = [word.partition("=")[2] if word.startswith("--") else word for word in words]
-    for path in paths:
+    flag = ""
+    for word in words:
+        name, _, path = word.partition("=") if word.startswith("--") else (flag, "", word)
+        flag = word if word.startswith("--") and "=" not in word else ""
         if path.startswith("~") and os.path.expanduser(path) == path:  # noqa: PTH111 (Path raises RuntimeError)
             raise UserError(
-                f"The home folder in {path} is not known.",
+                f"{f'{name}: the' if name else 'The'} home folder in {path} is not known.",
                 why="the variable HOME is not set, or there is no such account.",
                 do="give the whole path",
             )

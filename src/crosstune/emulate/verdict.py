@@ -17,7 +17,7 @@ from crosstune.config.options.hardware import EMULATED_PACKAGE
 from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
-from crosstune.core.errors import UserError, raise_all
+from crosstune.core.errors import UserError, naming, raise_all
 from crosstune.core.events import Loaded, Loading, Observer, Observers
 from crosstune.core.names import load_plugin
 from crosstune.core.protocols import Evaluation, Recipe
@@ -115,7 +115,8 @@ def emulate(config: Config, *, machine: str | None = None, observers: Sequence[O
     plan = make_plan(config, machine=there)
     raise_all(unbuilt_parts(plan))
     _check_quantizer(plan)
-    model = find_model(plan.config, screen)
+    with naming("model_name"):
+        model = find_model(plan.config, screen)
     recipe = open_recipe(_shorten(plan).config, model, screen)
     plan = make_plan(config, machine=there, longest_row=recipe.longest_row())
     for adjustment in plan.adjustments:
