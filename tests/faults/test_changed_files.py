@@ -149,3 +149,13 @@ def test_a_damaged_log_does_not_keep_a_run_from_continuing(
     assert ended.code == 0 and "Traceback" not in ended.said, ended
     found, wanted = read_bits(folder), bench.reference("lora")
     assert found["state"] == wanted["state"] and found["result"] == wanted["result"]
+
+
+def test_a_run_past_the_steps_that_are_asked_for_is_left_as_it_was(
+    bench: Bench, trained: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert main(["train", "--resume", str(tmp_path / "run"), "--max_steps", "2"]) == 2
+    assert "at step 4 already, past the 2 steps" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
