@@ -47,7 +47,7 @@ def exhaustive_kills(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
         for scene in kills.SCENES:
             num = len(kills.count_points(bench, method, scene))
             last = num if scene == kills.SCENES[0] else min(num, RESUME_CALLS)
-            for number in range(1, last + 1):
+            for number in range(own.part[0], last + 1, own.part[1]):
                 yield kills.kill_at_point(bench, method, scene, number)
 
 
@@ -195,6 +195,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas")
+    parser.add_argument(
+        "--part",
+        type=_read_part,
+        default=(1, 1),
+        metavar="I/N",
+        help="of the kills at every call, only those of process I of N, to divide them over processes",
+    )
     parser.add_argument("--random_kills", type=int, default=120)
     parser.add_argument("--corruptions", type=int, default=2000)
     parser.add_argument("--signals", type=int, default=12, help="of each kind")
@@ -213,6 +220,13 @@ def main() -> None:
     for row in rows:
         print("| " + " | ".join(str(cell) for cell in row) + " |")
     sys.exit(any(row[3] for row in rows))
+
+
+def _read_part(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not 1 <= int(part) <= int(parts):
+        raise argparse.ArgumentTypeError("give I/N with I from 1 to N")
+    return int(part), int(parts)
 
 
 def _run_section(name: str, bench: Bench, own: argparse.Namespace) -> tuple[str, int, int, int, int]:

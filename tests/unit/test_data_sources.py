@@ -275,3 +275,27 @@ def test_a_folder_of_everything_is_no_data(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / f"{number}.txt").touch()
     with pytest.raises(UserError, match="more than 5 files"):
         sources.open_source(str(tmp_path))
+
+
+@pytest.mark.parametrize(("needs_training", "option"), [(True, "--dataset"), (False, "--eval_dataset")])
+def test_what_cannot_be_data_is_named_with_its_option(
+    tmp_path: Path, needs_training: bool, option: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for name in (str(tmp_path / "empty"), "/dev/null"):
+        with pytest.raises(UserError) as caught:
+            open_source(name, needs_training=needs_training)
+        assert name in caught.value.asked
+        assert option in caught.value.asked or (needs_training and "dataset" in caught.value.asked)
+
+
+def test_a_folder_that_the_system_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}")
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(UserError) as caught:
+        open_source(str(tmp_path))
+    assert str(tmp_path) in caught.value.asked and "Permission denied" in caught.value.why

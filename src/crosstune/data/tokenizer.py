@@ -270,4 +270,4 @@ def _stop_ids(folder: Path, rust: RustTokenizer, eos: str | None) -> frozenset[i
     declared = settings.get("eos_token_id")
     ids = set(declared if isinstance(declared, list) else [declared])
     ids.add(rust.token_to_id(eos) if eos else None)
-    return frozenset(token for token in ids if token is not None)
+    return frozenset(token for token in ids if token is not None and token >= 0)  # some models write -1

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.config.schema import Config
-from crosstune.core.errors import UserError
+from crosstune.core.errors import UserError, shown
 from crosstune.core.json_fields import NOTHING, TEXT, check_fields
 from crosstune.core.json_files import read_json
 from crosstune.core.names import nearest
@@ -189,6 +189,12 @@ def _base_of(folder: Path, written: str | None, record: Mapping[str, Any]) -> st
         raise UserError(
             f"The adapter {folder} does not name its base model.",
             why="base_model_name_or_path in its adapter_config.json is empty.",
+            do="write the name or the path of the base model there",
+        )
+    if not written.isprintable():
+        raise UserError(
+            f"The adapter {folder} names a base model that cannot be: {shown(written)}.",
+            why="base_model_name_or_path in its adapter_config.json holds control characters.",
             do="write the name or the path of the base model there",
         )
     if not Path(written).is_absolute() or Path(written).is_dir():
