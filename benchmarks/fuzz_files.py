@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "faults")
 SECONDS = 120.0
 """For one case, with the children it starts."""
 MEMORY_BYTES = 1 << 30
-"""How much the memory of the process may grow in one case."""
+"""The largest growth of the process's memory in one case."""
 ADDRESS_BYTES = 24 << 30
 
 

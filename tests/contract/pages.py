@@ -104,7 +104,7 @@ class Workshop:
 
 @dataclass
 class Followed:
-    """What the commands of a page print, by their number; each is run once, in order, when it is first asked for."""
+    """The output of a page's commands, by their number; each is run once, in order, when it is first asked for."""
 
     workshop: Workshop
     page: Page

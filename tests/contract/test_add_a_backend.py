@@ -46,7 +46,7 @@ def test_the_loss_falls_and_the_run_goes_on_elsewhere(shop: Workshop, followed: 
 
 
 def test_it_is_planned_as_the_device_it_is(shop: Workshop, followed: Followed) -> None:
-    """What is decided by the kind of device does not depend on the name of the backend."""
+    """The kind of device decides, not the name of the backend."""
 
     def plan(backend: str) -> dict[str, object]:
         asked = f"--backend {backend} --model_name tiny-random --optimizer fused_adamw --train_type qlora"

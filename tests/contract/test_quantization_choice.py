@@ -1,4 +1,4 @@
-"""What the guides' quantization_wrapper decides: what runs where, what is recommended, and what is said about the rest."""
+"""Decisions of the guides' quantization_wrapper: what runs where, what is recommended, and the messages about the rest."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def test_limits_are_set_and_memory_is_counted(tiny_model: Path, tmp_path: Path, 
 
 
 def test_a_step_meets_few_shapes_and_pays_nothing_for_it(tiny_model: Path, window: list[Any]) -> None:
-    """What a compiled step is given is longer than the batch, and its loss is the same."""
+    """A compiled step gets more rows and columns than the batch has, and its loss is the same."""
     session = open_session(tiny_model)
     for batch in window:
         exact, rounded = feed(session, batch), feed(session, batch, compiled=True)

@@ -48,7 +48,7 @@ class MlxSettings:
     memory_limit_gb: float | None = None
     """The memory use that MLX tries to stay below."""
     compile: bool | None = None
-    """Whether steps are compiled; by default on a GPU only."""
+    """True to compile the steps; by default on a GPU only."""
     num_layers: int | None = None
     """Number of layers, from the last, that get adapters; -1 for all."""
 

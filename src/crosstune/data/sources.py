@@ -58,7 +58,7 @@ class Source:
     columns: tuple[tuple[str, str], ...] = ()
     """Columns of the rows that were renamed, and their new names."""
     splits: bool = False
-    """Whether examples longer than the context are split: those of text files."""
+    """True if examples longer than the context are split: those of text files."""
     unused: tuple[str, ...] = ()
     """Files of further held-out splits, which are not read."""
     samples: int = -1
