@@ -13,7 +13,7 @@ from crosstune.config.option_names import find_option
 from crosstune.config.peer_names import DIFFERENT, LORA_NAMES, SAME, SAME_FOR_VALUES
 from crosstune.config.schema import options_by_name
 from crosstune.core.errors import UserError, raise_all, shown
-from crosstune.core.names import nearest
+from crosstune.core.names import did_you_mean
 from crosstune.core.yaml_files import read_yaml
 
 _LORA = "lora_parameters"
@@ -187,8 +187,5 @@ def _read(path: Path) -> tuple[dict[str, Any], list[UserError]]:
 
 
 def _unknown(key: str, known: set[str], path: Path) -> UserError:
-    close = nearest(key, known)
     has = f"it has: {', '.join(sorted(_MLX_ONLY))}, and options"
-    return UserError(
-        f"Unknown setting '{key}' in {path}.", do=f"did you mean {' or '.join(close)}?" if close else has
-    )
+    return UserError(f"Unknown setting '{key}' in {path}.", do=did_you_mean(key, known).strip() or has)
