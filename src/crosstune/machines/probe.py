@@ -83,6 +83,12 @@ def fastest_backend(machine: Machine) -> str:
     return choose_backend(machine, preference=preference())
 
 
+def typical_machine(backend: str) -> Machine | None:
+    """Return the first profile that has the backend, best as its fastest one; None if no profile has it."""
+    machines = [found for found in map(load_machine, profile_names()) if backend in found.available()]
+    return min(machines, key=lambda found: fastest_backend(found) != backend, default=None)
+
+
 def recommend(machine: Machine) -> list[str]:
     """Return advice on what to run: sentences, each followed by an indented command."""
     if not machine.available():
