@@ -1,4 +1,4 @@
-"""What several tiers share: a tiny model, the marker for GPUs, small ways to run things."""
+"""Fixtures that several tiers share: a tiny model, the marker for GPUs, small ways to run things."""
 
 from __future__ import annotations
 

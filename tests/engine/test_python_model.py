@@ -1,4 +1,4 @@
-"""What `crosstune.load` opens, and training with another tokenizer than the model's."""
+"""Models that `crosstune.load` opens, and training with another tokenizer than the model's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every engine promises the loop: one suite, run against each engine that is here."""
+"""The promises of every engine to the loop: one suite, run against each engine that is here."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def run(session: Session, windows: list[list[TokenBatch]]) -> list[tuple[float, 
 
 
 def moved(session: Session, window: list[TokenBatch]) -> dict[str, Any]:
-    """How far one step at the rate 1 moves every weight."""
+    """Return the distance that one step at the rate 1 moves every weight."""
     before = session.export_state().weights
     train_step(session, window, lr=1.0)
     return {name: before[name] - after for name, after in session.export_state().weights.items()}

@@ -1,4 +1,4 @@
-"""What is asked and what a machine can do, to what will run: a table over the bundled machines."""
+"""Resolve requests and machines to the plan that will run: a table over the bundled machines."""
 
 from __future__ import annotations
 

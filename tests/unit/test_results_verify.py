@@ -1,4 +1,4 @@
-"""What a written tokenizer may do differently, and the number format and size that headers tell."""
+"""Allowed differences of a written tokenizer, and the number format and size that headers tell."""
 
 from __future__ import annotations
 

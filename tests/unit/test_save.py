@@ -1,4 +1,4 @@
-"""When a checkpoint is due, and what the loop hears of one that is written beside the training."""
+"""The times at which a checkpoint is due, and the events of one that is written beside the training."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class OneWeight:
 
 
 def fields(step: int) -> Mapping[str, Any]:
-    """What the run says of a checkpoint besides its state."""
+    """The fields of a checkpoint besides its state."""
     known = {"step": step, "engine": "torch", "backend": "cpu", "precision": "fp32", "quantization": None}
     return known | {"identity": {}, "schedule": {"step": step}, "data": {}, "progress": {"steps": step}}
 

@@ -1,4 +1,4 @@
-"""When a checkpoint is due, and who writes it."""
+"""The times at which a checkpoint is due, and the process that writes it."""
 
 from __future__ import annotations
 

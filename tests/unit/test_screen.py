@@ -1,4 +1,4 @@
-"""What a run prints on a terminal of any width, and without one."""
+"""The output of a run on a terminal of any width, and without one."""
 
 from __future__ import annotations
 

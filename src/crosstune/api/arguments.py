@@ -12,8 +12,8 @@ from crosstune.config.load import cache_override, make_config
 from crosstune.config.schema import Config, options_by_name
 from crosstune.core.atomic_files import put_in_place, staging_folder
 from crosstune.core.errors import UserError, raise_all
-from crosstune.data.corpus import cache_folder
 from crosstune.data.in_memory import write_in_memory
+from crosstune.data.tokenize_source import cache_folder
 from crosstune.data.tokenizer import Tokenizer
 
 PathLike: TypeAlias = str | os.PathLike[str]

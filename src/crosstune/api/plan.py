@@ -31,7 +31,7 @@ class PlanReport:
 
     @property
     def problems(self) -> Sequence[UserError]:
-        """Why `train` would refuse the request; empty when it would not."""
+        """The errors with which `train` would refuse the request; empty when it would not."""
         return tuple(self.checked.problems)
 
     @property
@@ -56,7 +56,7 @@ class PlanReport:
 
     @property
     def adjustments(self) -> Sequence[Adjustment]:
-        """What was chosen, what was changed, and warnings."""
+        """Automatic choices, changes to the request, and warnings."""
         return self.plan.adjustments
 
     def to_json(self) -> dict[str, Any]:

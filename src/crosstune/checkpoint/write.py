@@ -30,7 +30,7 @@ class Committed:
     folder: Path
     num_bytes: int
     latest_error: str = ""
-    """Why `latest` could not be updated; the checkpoint itself is valid."""
+    """The reason that `latest` could not be updated; the checkpoint itself is valid."""
 
 
 def write_checkpoint(root: Path, state: SessionState, fields: Mapping[str, Any]) -> Committed:

@@ -11,7 +11,7 @@ NARROWEST_TEXT = 24
 """Columns that the text beside a label needs; on a narrower terminal it continues below the label instead."""
 
 _LABEL = re.compile(r"\s*\S+(?: \S+)*\s{2,}|[a-z]{8} ")
-"""What a continued line is aligned after: words and a gap, or a label that fills its column of eight."""
+"""The start of a line that continued lines are aligned after: words and a gap, or a label that fills its column of eight."""
 
 
 def fold(line: str, width: int) -> list[str]:

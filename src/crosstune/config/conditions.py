@@ -37,7 +37,7 @@ class Condition:
     """For the table of options, after "only with"; empty when the option's own text says it."""
     holds: Callable[[Decided], bool]
     otherwise: str
-    """Why the option has no effect; a template for `Decided.values`."""
+    """The reason that the option has no effect; a template for `Decided.values`."""
 
 
 def idle_reason(needs: tuple[Condition, ...], decided: Decided) -> str | None:

@@ -18,7 +18,7 @@ Check = Callable[[Any], str | None]
 
 
 class Holds(Enum):
-    """What the string of an option is."""
+    """The content of an option's string."""
 
     WORDS = auto()
     PATH = auto()
@@ -28,7 +28,7 @@ class Holds(Enum):
 
 
 class OnResume(Flag):
-    """What a change of an option means when a run is resumed."""
+    """The effect of a changed option on a resumed run."""
 
     REPORTED = 0
     """The option affects what is learned: a change is allowed and reported."""

@@ -29,11 +29,11 @@ class Named:
     name: str
     """The name that was used."""
     is_peers: bool = False
-    """Whether it is another trainer's name."""
+    """True for another trainer's name."""
 
     @property
     def is_switch(self) -> bool:
-        """Whether a flag of this name may stand without a value."""
+        """True if a flag of this name may stand without a value."""
         if self.name in SAME_FOR_VALUES:
             return "true" in SAME_FOR_VALUES[self.name][1]
         return self.option.type is bool

@@ -29,7 +29,7 @@ LIBRARY_FAULTS = (
     ImportError,
     RuntimeError,
 )
-"""What a library may raise that builds a model from files with settings it does not expect."""
+"""Errors of a library that builds a model from files with settings it does not expect."""
 LONGEST_TEXT = 2000
 """Characters in each part of an error; the middle of a longer one is left out."""
 LONGEST_VALUE = 80

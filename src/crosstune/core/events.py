@@ -226,7 +226,7 @@ class CheckpointSaved(Event):
     path: str
     bytes: int
     blocked_s: float
-    """How long training waited."""
+    """Time that training waited."""
     seconds: float
     removed: Sequence[str]
     """Older checkpoints that rotation deleted."""

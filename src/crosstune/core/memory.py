@@ -22,7 +22,7 @@ class ModelShape:
     num_heads: int
     max_context: int | None = None
     source: str = "config"
-    """Where the sizes come from: `config`, or `name` for a guess from the model's name."""
+    """The source of the sizes: `config`, or `name` for a guess from the model's name."""
     num_experts: int = 1
     """Experts of each layer in a mixture."""
     expert_intermediate: int = 0

@@ -19,7 +19,7 @@ _MESSAGE = re.compile(
 
 
 LOADING, EVALUATING, GENERATING = "loading the model", "an evaluation", "generating text"
-"""What the engines do besides steps."""
+"""Work of the engines besides steps."""
 
 
 class OutOfMemory(UserError):

@@ -215,7 +215,7 @@ class Recipe(Protocol):
     """One kind of training without engine code: its data, batching and evaluation."""
 
     weight_name: str
-    """What the weight of a batch counts, named as in metrics.jsonl: `supervised_tokens`, `examples`, ..."""
+    """The unit of a batch's weight, named as in metrics.jsonl: `supervised_tokens`, `examples`, ..."""
 
     def task(self, engine: str) -> Task:
         """Return the recipe's task for an engine; raise a UserError when there is none."""

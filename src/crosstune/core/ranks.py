@@ -22,7 +22,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this process writes the run folder and prints."""
+        """True for the process that writes the run folder and prints."""
         return self.rank == 0
 
 

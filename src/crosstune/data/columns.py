@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from crosstune.core.errors import UserError
-from crosstune.core.names import nearest
+from crosstune.core.names import did_you_mean
 from crosstune.data.files import Found
 from crosstune.data.formats import COLUMNS, OPTIONAL_COLUMNS, Row, fitting_formats, recognise
 
@@ -48,7 +48,7 @@ def parse_columns(text: str | None) -> dict[str, str]:
             raise UserError(
                 f"--columns cannot map {source} to '{target}'.",
                 why="no format reads such a column.",
-                do=f"{_hint(target, TARGETS)}map it to one of: {', '.join(TARGETS)}",
+                do=f"{did_you_mean(target, TARGETS)}map it to one of: {', '.join(TARGETS)}",
             )
         if not source or source in found or target in found.values():
             raise UserError(
@@ -142,7 +142,7 @@ def check_columns(parts: list[Part], columns: Columns, *, source: str) -> None:
         if name not in present:
             raise UserError(
                 f"{source} has no column '{name}', which --columns maps to {columns[name]}.",
-                do=f"{_hint(name, present)}its columns are: {', '.join(present)}",
+                do=f"{did_you_mean(name, present)}its columns are: {', '.join(present)}",
             )
 
 
@@ -190,8 +190,3 @@ def _well_known(row: Row) -> Columns:
         for source, target in zip((questions[0], answers[0]), targets, strict=True)
         if source != target
     }
-
-
-def _hint(name: str, names: Any) -> str:
-    close = nearest(name, list(names))
-    return f"did you mean {' or '.join(close)}? " if close else ""

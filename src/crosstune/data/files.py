@@ -53,7 +53,7 @@ class FilePart:
 
     @property
     def is_text(self) -> bool:
-        """Whether it is a text file, whose documents have any length."""
+        """True for a text file, whose documents have any length."""
         return self.path.suffix.lower() == ".txt"
 
     @property

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from crosstune.core.errors import UserError, naming
-from crosstune.core.names import nearest
+from crosstune.core.names import did_you_mean
 from crosstune.data.files import SUFFIXES, FilePart, Found, file_part
 from crosstune.data.hub import HELD_OUT_SPLITS, HubPart, open_hub
 from crosstune.data.named_datasets import BUNDLED, DUMMY, HUB_NAMES, RowsPart, known_names
@@ -58,7 +58,7 @@ class Source:
     columns: tuple[tuple[str, str], ...] = ()
     """Columns of the rows that were renamed, and their new names."""
     splits: bool = False
-    """Whether examples longer than the context are split: those of text files."""
+    """True if examples longer than the context are split: those of text files."""
     unused: tuple[str, ...] = ()
     """Files of further held-out splits, which are not read."""
     samples: int = -1
@@ -205,8 +205,7 @@ def _is_data(path: Path, folder: Path) -> bool:
 
 def _unknown(name: str) -> UserError:
     names = known_names()
-    close = nearest(name, names)
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    hint = did_you_mean(name, names)
     return UserError(
         f"There is no dataset '{name}'.",
         why="it is neither a known name nor a file or folder here.",

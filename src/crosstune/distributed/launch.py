@@ -30,7 +30,7 @@ from crosstune.distributed.environment import LAUNCHER
 
 NUM_ATTEMPTS = 4
 PATIENCE_S = 5.0
-"""How long the others have to save and exit after one process failed."""
+"""Time for the others to save and exit after one process failed."""
 GRACE_S = 30.0
 """Time between SIGTERM and SIGKILL."""
 POLL_S = 0.05

@@ -51,7 +51,7 @@ class Tried:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether a run would work on the emulated device, and what was found."""
+    """The outcome of an emulated run: usable on the device or not, and the findings."""
 
     emulated: str
     title: str

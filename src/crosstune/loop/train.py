@@ -37,7 +37,7 @@ from crosstune.loop.stop import StopRequested, StopSignal
 
 @dataclass(frozen=True, kw_only=True)
 class Deadline:
-    """When a run must end, in the time of `time.monotonic`."""
+    """The time by which a run must end, in the time of `time.monotonic`."""
 
     at: float
 
@@ -60,7 +60,7 @@ class Training:
     group: Group = field(default_factory=Alone)
     scale: LossScale = field(default_factory=lambda: LossScale(enabled=False))
     _overfits: bool = False
-    """Whether the last evaluation was clearly worse than the best one, which was reported."""
+    """True if the last evaluation was clearly worse than the best one, which was reported."""
 
     def run(self) -> None:
         """Run the remaining steps. Progress is always up to date; a stop writes a checkpoint."""
@@ -171,16 +171,24 @@ class Training:
 
     @contextlib.contextmanager
     def _saving_on_error(self) -> Iterator[None]:
-        """Write a checkpoint when a recipe's own code raises: the weights are those of the last completed step."""
+        """Write a checkpoint when a recipe's own code raises, whatever it raises: the weights are those of the last
+        completed step."""
+        saves = True
         try:
             yield
-        except (StopRequested, OutOfMemory, PeerLost, MemoryError):  # which `run` saves for
+            saves = False
+        except (StopRequested, OutOfMemory, PeerLost, MemoryError, KeyboardInterrupt, SystemExit):
+            saves = False  # `run` saves for the first four, the others leave at once
             raise
-        except Exception:
-            if self.checkpoints.policy.at_end or self.checkpoints.newest is not None:
-                with contextlib.suppress(SaveFailed):
-                    self._save(wait=True)
-            raise
+        finally:
+            if saves:
+                self._save_where_kept()
+
+    def _save_where_kept(self) -> None:
+        """Write a checkpoint unless the run keeps none."""
+        if self.checkpoints.policy.at_end or self.checkpoints.newest is not None:
+            with contextlib.suppress(SaveFailed):  # already reported as an event
+                self._save(wait=True)
 
     def _save(self, *, wait: bool = False) -> None:
         progress = self.progress

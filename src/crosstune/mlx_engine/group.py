@@ -16,7 +16,7 @@ from crosstune.core.ranks import Ranks
 BUFFER_BYTES = 64 * 2**20
 """Arrays are all-reduced in buckets of up to this size: few messages and little extra memory."""
 PATIENCE_S = 120.0
-"""How long to wait for the peer to listen, beyond MLX's own 15 s."""
+"""Time to wait for the peer to listen, beyond MLX's own 15 s."""
 
 
 class RingGroup:

@@ -53,7 +53,7 @@ class Targets:
     stacks: Sequence[str] = ()
     """The full names of all adapted expert stacks."""
     fan_in_fan_out: bool = False
-    """Whether the layers are GPT-2's, which store weights transposed."""
+    """True for GPT-2's layers, which store weights transposed."""
 
 
 def choose_names(

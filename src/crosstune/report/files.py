@@ -34,7 +34,7 @@ class RunFiles:
     summary: Mapping[str, Any] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
-    """Why existing files could not be read."""
+    """The reasons that existing files could not be read."""
     num_repeated_steps: int = 0
     """Rows dropped because the run was resumed from an earlier step."""
     read_time: float = 0.0

@@ -35,8 +35,8 @@ from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import gather, model_facts, probe_for
 from crosstune.runs import resume, same_training
 from crosstune.runs.check_request import check_base_adapter, check_model, check_request
-from crosstune.runs.execute import Start
 from crosstune.runs.open_parts import find_base, open_recipe
+from crosstune.runs.restore_session import Start
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Ready:
     plan: Plan
     folder: Path
     in_place: bool
-    """Whether the run continues in its own folder."""
+    """True if the run continues in its own folder."""
     model: ModelFolder | None
     """None for a recipe that brings its own."""
     recipe: Recipe
