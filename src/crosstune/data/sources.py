@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from crosstune.core.errors import UserError
+from crosstune.core.missing_paths import near_paths
 from crosstune.core.names import nearest
 from crosstune.data.files import SUFFIXES, FilePart, Found, file_part
 from crosstune.data.hub import HELD_OUT_SPLITS, HubPart, open_hub
@@ -193,7 +194,7 @@ def _is_data(path: Path, folder: Path) -> bool:
 
 def _unknown(name: str) -> UserError:
     names = known_names()
-    close = nearest(name, names)
+    close = [*near_paths(name), *nearest(name, names)]
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     return UserError(
         f"There is no dataset '{name}'.",

@@ -19,6 +19,7 @@ from crosstune.core.events import (
     SampleRow,
     StepMetrics,
     Stopped,
+    TrainingEnded,
     TrainingStarted,
     Warned,
 )
@@ -95,6 +96,7 @@ class Training:
         if progress.steps not in progress.evaluations:
             self._evaluate_if_due(num_steps)  # the run was stopped between a step and its evaluation
         self._take_steps(num_steps)
+        self.observer.on_event(TrainingEnded(steps=progress.steps))
         progress.status = "finished"  # also if the last evaluation does not fit into memory
         done = progress.eval_metrics.get(progress.steps) if progress.stopped_early else None
         progress.eval_after = done if done is not None else self._evaluate(when="after")
