@@ -16,10 +16,14 @@ MOST_RUNS = 5
 def near_paths(path: str | Path) -> list[str]:
     """Return the existing paths beside a missing one whose names are near, written as the missing one is."""
     wanted = Path(path)
-    names = {entry.name.lower(): entry.name for entry in _entries(wanted.expanduser().parent)}
-    # Case and ending are typed wrong as often as letters are.
-    close = nearest(wanted.name.lower(), names) or nearest(Path(wanted.name.lower()).stem, names)
-    return [str(wanted.with_name(names[name])) for name in close]
+    if not wanted.name:
+        return []
+    # Case and ending are typed wrong as often as letters are, and equal endings alone make no names alike.
+    stems: dict[str, list[str]] = {}
+    for entry in _entries(wanted.expanduser().parent):
+        stems.setdefault(Path(entry.name).stem.lower(), []).append(entry.name)
+    close = [name for stem in nearest(wanted.stem.lower(), stems) for name in sorted(stems[stem])]
+    return [str(wanted.with_name(name)) for name in close[:3]]
 
 
 def did_you_mean(path: str | Path) -> str:
