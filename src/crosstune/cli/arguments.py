@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         return fold_help(super().format_help())
 
-    def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def, override]
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.refuse_unknown(unknown)
@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            name = argparse._get_action_name(action)
+            name = argparse._get_action_name(action) or "argument"
             names = [str(choice) for choice in action.choices]
             wrong = unknown_name(name, str(value), names)
             raise UserError(f"{self.prog}: {wrong.asked}", do=f"{wrong.do} See: {self.prog} --help")

@@ -26,6 +26,7 @@ from crosstune.core.events import (
 from crosstune.core.out_of_memory import OutOfMemory, memory_errors
 from crosstune.core.protocols import Backward, PreparedBatch, Recipe, Session
 from crosstune.core.ranks import Alone, Group
+from crosstune.core.record import RecordFailed
 from crosstune.core.scaling import LossScale
 from crosstune.core.schedule import learning_rate, warmup_steps
 from crosstune.loop.best import best_step, overfits, overfitting_warning, stops_early
@@ -75,11 +76,14 @@ class Training:
             progress.status = "stopped"
             self._save(wait=True)
             self.observer.on_event(Stopped(reason=self.stop.reason, step=progress.steps, num_steps=num_steps))
-        except (NonFiniteError, OutOfMemory, PeerLost) as error:
+        except (NonFiniteError, OutOfMemory, PeerLost, RecordFailed) as error:
             try:
                 self._save(wait=True)  # the weights are those of the last completed step
                 self.checkpoints.finish()  # an earlier write may still be in progress
-            except SaveFailed:  # already reported as an event; raise the error that stopped the run
+            except (
+                SaveFailed,
+                RecordFailed,
+            ):  # reported as far as it can be; raise the error that stopped the run
                 raise error from None
             raise
         except BaseException:
