@@ -124,7 +124,8 @@ def _execute(
         group=group,
         stop=stop,
     )
-    return RunResult(folder=folder, summary=execution.run(), failure=execution.failure)
+    summary = execution.run()
+    return RunResult(folder=record.folder, summary=summary, failure=execution.failure)
 
 
 def _finished(ready: Ready, group: Group) -> RunResult | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from crosstune.cli.plan import describe_plan
 from crosstune.config.facts import Facts
 from crosstune.config.load import make_config
 from crosstune.config.plan import Adjustment, Plan
@@ -243,7 +244,7 @@ def test_a_model_far_too_large_is_a_warning_with_a_way_out() -> None:
 
 def test_slow_paths_are_warned_about() -> None:
     plan = plan_on("cpu-laptop", train_type="qlora")
-    assert "slow" in adjustment(plan, "backend", "warning").reason
+    assert "slow" in adjustment(plan, "backend", "choice").reason
     assert "limited support" in adjustment(plan, "n_bits", "warning").reason
     mps = plan_on("apple-m1-16gb", backend="mps", train_type="qlora")
     assert "slow" in adjustment(mps, "n_bits", "warning").reason
@@ -258,8 +259,19 @@ def test_an_option_without_effect_is_told_and_not_swallowed(tmp_path: Path) -> N
     assert {"mlx_config", "n_bits", "with_stack", "sharding_strategy"} <= idle
 
 
+def test_a_cpu_that_was_asked_for_gets_no_warning() -> None:
+    plan = plan_on("cpu-laptop", backend="cpu", precision="fp32")
+    assert not [a for a in plan.adjustments if a.option == "backend"]
+
+
 def test_max_steps_alone_decides_when_to_stop() -> None:
-    assert plan_on("h200", max_steps=500).config.num_epochs == 0
+    plan = plan_on("h200", max_steps=500)
+    assert plan.config.num_epochs == 0
+    assert not [a for a in plan.adjustments if a.option == "num_epochs"], "nobody asked for 0 epochs"
+    assert "length       500 steps, however much of the data that is" in describe_plan(plan)
+    assert "length       1 epoch of the data" in describe_plan(plan_on("h200"))
+    both = describe_plan(plan_on("h200", max_steps=500, num_epochs=2))
+    assert "length       2 epochs of the data, at most 500 steps" in both
     assert plan_on("h200", max_steps=500, num_epochs=2).config.num_epochs == 2
 
 

@@ -22,6 +22,7 @@ from crosstune.checkpoint.manifest import (
 )
 from crosstune.checkpoint.tensors import CHUNK_BYTES, describe_tensors, read_tensors
 from crosstune.core.errors import UserError
+from crosstune.core.missing_paths import what_runs_exist
 from crosstune.core.plain_files import UnreadableFile, open_plain, read_plain
 from crosstune.core.protocols import Array, SessionState
 
@@ -64,10 +65,7 @@ def open_checkpoint(folder: Path, *, hashes: bool = True) -> Checkpoint:
     Without `hashes` the contents of the files are not read, which is enough for a listing.
     """
     if not folder.is_dir():
-        raise UserError(
-            f"There is no checkpoint at {folder}.",
-            do="list the checkpoints of a run with: crosstune checkpoint list RUN",
-        )
+        raise missing_checkpoint(folder)
     try:
         manifest = _read_manifest(folder)
         _check_step(folder, manifest)
@@ -80,6 +78,16 @@ def open_checkpoint(folder: Path, *, hashes: bool = True) -> Checkpoint:
     except OSError as error:
         raise DamagedCheckpoint(folder, f"it cannot be read: {error}") from error
     return Checkpoint(folder=folder, manifest=manifest)
+
+
+def missing_checkpoint(folder: Path) -> UserError:
+    """Return the error for a checkpoint that does not exist, with those that do."""
+    others = [path.name for _, path in checkpoint_folders(folder.parent)]
+    if folder.parent.name == FOLDER:
+        do = f"the run has: {', '.join(others[:5])}" if others else "the run has no checkpoints"
+    else:
+        do = f"{what_runs_exist(folder)}; crosstune checkpoint list RUN lists those of a run"
+    return UserError(f"There is no checkpoint at {folder}.", do=do)
 
 
 def newest_valid(

@@ -104,7 +104,8 @@ def _check_room(root: Path, need: int) -> None:
 
 def _failed(target: Path, need: int, error: OSError) -> SaveFailed:
     if error.errno in NO_ROOM:
-        why = f"the disk is full or a limit was reached ({error.strerror}); it takes {readable_bytes(need)}."
+        free = readable_bytes(free_space(target.parent))
+        why = f"the disk is full or a limit was reached ({error.strerror}); it takes {readable_bytes(need)}, {free} are free."
     else:
         why = f"{error.strerror or error}."
     return SaveFailed(

@@ -58,6 +58,10 @@ class LiveLine:
         self.console = console
         self._live: Live | None = None
 
+    @property
+    def is_shown(self) -> bool:
+        return self._live is not None
+
     def show(self, line: BarLine) -> None:
         if self._live is None:
             self._live = Live(

@@ -15,7 +15,7 @@ from crosstune.cli.streams import lasting_output
 from crosstune.cli.words import check_words
 from crosstune.core.errors import EXIT_DONE, UserError
 from crosstune.core.names import unknown_name
-from crosstune.core.out_of_memory import memory_errors
+from crosstune.core.out_of_memory import OutOfMemory, memory_errors
 from crosstune.core.user_paths import check_home
 
 # Subcommand -> its one-line help. The code is in crosstune.cli.<name>, imported on use.
@@ -94,6 +94,9 @@ def _run(command: str, words: list[str]) -> int:
             return int(importlib.import_module(f"crosstune.cli.{command}").run(words))
     except UserError as error:
         print_error(error.lines())
+        if isinstance(error, OutOfMemory):
+            # Libraries that clean up when the process ends have no memory either, and would print tracebacks.
+            sys.unraisablehook = lambda _: None
         return error.exit_code
     except OSError as error:
         if error.filename is None:
@@ -105,7 +108,10 @@ def _run(command: str, words: list[str]) -> int:
 
 
 def _print_any_character() -> None:
-    """Escape what the terminal's encoding lacks, and bytes of file names that are not UTF-8, instead of failing."""
+    """Escape what the terminal's encoding lacks, and bytes of file names that are not UTF-8, instead of failing; read
+    what is not text as the replacement character."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     for stream in (raw_stream(sys.stdout), raw_stream(sys.stderr)):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

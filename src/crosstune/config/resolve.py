@@ -114,9 +114,9 @@ def _choose_backend(config: Config, facts: Facts) -> Draft:
         name = choose_backend(machine, preference=list(facts.backends))
         draft = Draft(asked=config, facts=facts, report=machine.backends[name])
         reason = auto_reason(machine, preference=list(facts.backends))
-        draft.set("backend", name, reason, kind="choice")
         if draft.report.is_torch_cpu:
-            draft.warn("backend", "training on a CPU is very slow: use it for small models and for tests")
+            reason += "; a CPU is slow: for small models and tests"
+        draft.set("backend", name, reason, kind="choice")
         return draft
     report = machine.backends.get(config.backend)
     if report is None or not report.available:
@@ -127,10 +127,7 @@ def _choose_backend(config: Config, facts: Facts) -> Draft:
             do=f"{facts.backends[config.backend].install.rstrip('.')}; or use --backend auto, or one that is available here: "
             f"{', '.join(machine.available())}",
         )
-    draft = Draft(asked=config, facts=facts, report=report)
-    if report.is_torch_cpu:
-        draft.warn("backend", "training on a CPU is very slow: use it for small models and for tests")
-    return draft
+    return Draft(asked=config, facts=facts, report=report)
 
 
 def _fit_world(draft: Draft) -> tuple[int, str | None]:

@@ -44,7 +44,10 @@ class UserError(Exception):
 
     def __init__(self, asked: str, *, why: str = "", do: str = "") -> None:
         self.asked, self.why, self.do = readable(asked), readable(why), readable(do)
-        super().__init__("\n".join(self.lines()))
+        super().__init__(self.asked)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())  # which may have been completed since it was raised
 
     def lines(self) -> list[str]:
         return [

@@ -184,6 +184,14 @@ class TrainingStarted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainingEnded(Event):
+    """No step comes any more; the last evaluation and the result may follow."""
+
+    kind = "training_end"
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluationStarted(Event):
     kind = "evaluation_start"
     step: int

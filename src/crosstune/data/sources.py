@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Protocol
 
 from crosstune.core.errors import UserError, naming
-from crosstune.core.names import did_you_mean
+from crosstune.core.missing_paths import near_paths
+from crosstune.core.names import nearest
 from crosstune.data.files import SUFFIXES, FilePart, Found, file_part
 from crosstune.data.hub import HELD_OUT_SPLITS, HubPart, open_hub
 from crosstune.data.named_datasets import BUNDLED, DUMMY, HUB_NAMES, RowsPart, known_names
@@ -205,7 +206,8 @@ def _is_data(path: Path, folder: Path) -> bool:
 
 def _unknown(name: str) -> UserError:
     names = known_names()
-    hint = did_you_mean(name, names)
+    close = [*near_paths(name), *nearest(name, names)]
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
     return UserError(
         f"There is no dataset '{name}'.",
         why="it is neither a known name nor a file or folder here.",

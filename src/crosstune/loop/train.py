@@ -19,12 +19,14 @@ from crosstune.core.events import (
     SampleRow,
     StepMetrics,
     Stopped,
+    TrainingEnded,
     TrainingStarted,
     Warned,
 )
 from crosstune.core.out_of_memory import OutOfMemory, memory_errors
 from crosstune.core.protocols import Backward, PreparedBatch, Recipe, Session
 from crosstune.core.ranks import Alone, Group
+from crosstune.core.record import RecordFailed
 from crosstune.core.scaling import LossScale
 from crosstune.core.schedule import learning_rate, warmup_steps
 from crosstune.loop.best import best_step, overfits, overfitting_warning, stops_early
@@ -74,11 +76,14 @@ class Training:
             progress.status = "stopped"
             self._save(wait=True)
             self.observer.on_event(Stopped(reason=self.stop.reason, step=progress.steps, num_steps=num_steps))
-        except (NonFiniteError, OutOfMemory, PeerLost) as error:
+        except (NonFiniteError, OutOfMemory, PeerLost, RecordFailed) as error:
             try:
                 self._save(wait=True)  # the weights are those of the last completed step
                 self.checkpoints.finish()  # an earlier write may still be in progress
-            except SaveFailed:  # already reported as an event; raise the error that stopped the run
+            except (
+                SaveFailed,
+                RecordFailed,
+            ):  # reported as far as it can be; raise the error that stopped the run
                 raise error from None
             raise
         except BaseException:
@@ -95,6 +100,7 @@ class Training:
         if progress.steps not in progress.evaluations:
             self._evaluate_if_due(num_steps)  # the run was stopped between a step and its evaluation
         self._take_steps(num_steps)
+        self.observer.on_event(TrainingEnded(steps=progress.steps))
         progress.status = "finished"  # also if the last evaluation does not fit into memory
         done = progress.eval_metrics.get(progress.steps) if progress.stopped_early else None
         progress.eval_after = done if done is not None else self._evaluate(when="after")

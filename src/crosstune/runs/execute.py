@@ -20,7 +20,6 @@ from crosstune.config.plan import Plan
 from crosstune.core.errors import NonFiniteError, PeerLost, UserError
 from crosstune.core.events import (
     CheckpointSetAside,
-    Event,
     Failed,
     Interrupted,
     Loaded,
@@ -28,7 +27,6 @@ from crosstune.core.events import (
     Observer,
     Observers,
     ResultSaved,
-    StepMetrics,
     Stopped,
     Warned,
 )
@@ -48,6 +46,7 @@ from crosstune.runs.memory_failure import with_advice
 from crosstune.runs.restore_session import Start, restore_session
 from crosstune.runs.save_result import clear_leftovers as clear_results
 from crosstune.runs.save_result import cost_of_saving, save_result
+from crosstune.runs.watch_folder import FirstStep, FolderWatch
 
 
 @dataclass(kw_only=True)
@@ -93,6 +92,7 @@ class Execution:
     def _execute(self, stop: StopSignal, extra: dict[str, Any]) -> None:
         """Execute the run and record how it ends. Fills `extra` with the summary's fields besides the progress."""
         plan, record, observer = self.plan, self.record, self.observer
+        self._watch = FolderWatch(record.folder, found=self._write_to) if self.ranks.first else None
         self._started = time.perf_counter() - self.progress.wall_s
         try:
             self.checkpoints = self._open_checkpoints()
@@ -137,6 +137,9 @@ class Execution:
             if self.progress.status == "stopped" and stop.requested:
                 extra["stop_reason"] = stop.reason
             extra["seconds"] = self.progress.wall_s = time.perf_counter() - self._started
+            if self._watch is not None:
+                self.failure = self._watch.look() or self.failure
+                self._watch.close()
             record.finish(self.progress.summary() | extra)
 
     def _write_result(self, session: Session, extra: dict[str, Any]) -> None:
@@ -194,7 +197,7 @@ class Execution:
             session=session,
             recipe=self.recipe,
             config=self.plan.config,
-            observer=Observers([_FirstStep(self._set_later_aside), self.observer]),
+            observer=Observers([FirstStep(self._set_later_aside), self.observer, *self._watchers()]),
             stop=stop,
             progress=self.progress,
             checkpoints=self.checkpoints,
@@ -207,9 +210,24 @@ class Execution:
             training.run()
         except OutOfMemory as error:
             return with_advice(error, self.plan, longest_row=self.recipe.longest_row())
-        except (NonFiniteError, PeerLost, SaveFailed) as error:
+        except SaveFailed as error:
+            if self._watch is None or self._watch.look() is None:
+                return error
+            self.progress.status = "stopped"
+            with contextlib.suppress(SaveFailed):  # already reported as an event
+                self._save_checkpoint(session)
+        except (NonFiniteError, PeerLost) as error:
             return error
-        return None
+        return self._watch.error if self._watch is not None else None
+
+    def _watchers(self) -> list[Observer]:
+        return [self._watch] if self._watch is not None else []
+
+    def _write_to(self, folder: Path) -> None:
+        """Write to another folder from now on, and stop: the lock of the run does not hold there."""
+        assert self.checkpoints is not None
+        self.record.folder, self.checkpoints.root = folder, folder / CHECKPOINTS
+        self.stop.request("the loss of its folder")
 
     def _restore(self, session: Session, start: Start) -> None:
         restore_session(
@@ -298,18 +316,3 @@ class Execution:
                 raise
             kept = f"{error.do}; the newest checkpoint is {newest}, and --resume auto continues from it"
             raise SaveFailed(error.asked, why=error.why, do=kept) from error
-
-
-class _FirstStep:
-    """Call a function at the first completed step: a start that fails before it must change nothing."""
-
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._act: Callable[[], None] | None = act
-
-    def on_step(self, metrics: StepMetrics) -> None:
-        act, self._act = self._act, None
-        if act is not None:
-            act()
-
-    def on_event(self, event: Event) -> None:
-        return None

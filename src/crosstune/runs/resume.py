@@ -22,6 +22,7 @@ from crosstune.core.events import Observer, Observers, Warned
 from crosstune.core.measured import Measured
 from crosstune.core.protocols import Array, SessionState
 from crosstune.core.record import holds_record
+from crosstune.core.run_lock import hold
 from crosstune.data.dataset_list import DatasetEntry, join_entries
 from crosstune.runs.folder import run_folder
 
@@ -148,8 +149,8 @@ def _unpacked(config: Config) -> tuple[Path, dict[str, Any]]:
         note = read_note(path)
         folder = Path(config.output_dir).expanduser() / (config.name or note["run"])
         if not folder.exists():
-            unpack_archive(path, folder)
-        elif read_unpacked_note(folder) != note:
+            _unpack_once(path, folder)
+        if read_unpacked_note(folder) != note:
             raise UserError(
                 f"{folder} already exists and is not from {path}.",
                 do="choose another --name for the run in the archive",
@@ -158,6 +159,13 @@ def _unpacked(config: Config) -> tuple[Path, dict[str, Any]]:
     note = read_unpacked_note(path) if path.is_dir() else {}
     files = {option: _unpacked_value(path, place) for option, place in (note.get("options") or {}).items()}
     return path, files | target
+
+
+def _unpack_once(archive: Path, folder: Path) -> None:
+    """Unpack an archive under the lock of its run: of several starts at once, one unpacks it."""
+    with hold(folder):
+        if not folder.exists():
+            unpack_archive(archive, folder)
 
 
 def _unpacked_value(run: Path, place: Any) -> str:
