@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -28,48 +27,19 @@ def run_ranks(script: str, *arguments: str, ranks: int, **environment: str) -> s
     return done
 
 
-def results(tmp_path: Path, *, backend: str, device: str, ranks: int) -> list[dict[str, str]]:
-    out = tmp_path / f"{backend}-{device}"
-    done = run_ranks("staged_ranks.py", backend, device, str(out), ranks=ranks)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(ranks)]
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_staged_collectives_equal_gloo_on_host_tensors(tmp_path: Path, ranks: int) -> None:
-    plain = results(tmp_path, backend="gloo", device="cpu", ranks=ranks)
-    staged = results(tmp_path, backend="staged_copies", device="cpu", ranks=ranks)
-    assert len(plain[0]) > 20
-    assert staged == plain
+def test_collectives_and_fsdp_equal_gloo_on_host_tensors(ranks: int) -> None:
+    done = run_ranks("staged_ranks.py", "cpu", "stage_host", ranks=ranks)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert int(done.stdout.split()[0]) > 20
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_staged_collectives_equal_gloo_on_one_gpu(tmp_path: Path, ranks: int) -> None:
-    plain = results(tmp_path, backend="gloo", device="cpu", ranks=ranks)
-    staged = results(tmp_path, backend="staged", device="cuda:0", ranks=ranks)
-    assert staged == plain
-
-
-def train(tmp_path: Path, *, backend: str, device: str, ranks: int) -> list[float]:
-    out = tmp_path / f"train-{backend}-{device}.json"
-    done = run_ranks("staged_training.py", backend, device, str(out), ranks=ranks)
+def test_collectives_and_fsdp_of_processes_on_one_gpu_equal_gloo_on_the_cpu(ranks: int) -> None:
+    done = run_ranks("staged_ranks.py", "cuda", ranks=ranks)
+    print(done.stdout)
     assert done.returncode == 0, done.stderr[-4000:]
-    losses: list[float] = json.loads(out.read_text())
-    assert losses[-1] < losses[0]
-    return losses
-
-
-def test_fsdp_over_the_staged_backend_equals_gloo_on_host_tensors(tmp_path: Path) -> None:
-    plain = train(tmp_path, backend="gloo", device="cpu", ranks=2)
-    assert train(tmp_path, backend="staged_copies", device="cpu", ranks=2) == plain
-
-
-@pytest.mark.cuda
-def test_fsdp_of_two_processes_on_one_gpu_equals_gloo_on_the_cpu(tmp_path: Path) -> None:
-    plain = train(tmp_path, backend="gloo", device="cpu", ranks=2)
-    staged = train(tmp_path, backend="staged", device="cuda", ranks=2)
-    assert staged == pytest.approx(plain, rel=1e-5)
 
 
 def test_mismatched_collectives_are_found_in_debug_mode() -> None:

@@ -32,17 +32,23 @@ def shard(
     cpu_offload: bool = False,
     blocks: Iterable[nn.Module] | None = None,
     compute: torch.dtype | None = None,
+    precision: MixedPrecisionPolicy | None = None,
 ) -> nn.Module:
     """Shard a model in place and return it; with a strategy that does not shard, leave it as it is.
 
     `blocks` are the modules to gather one at a time, by default those of `find_blocks`. `compute` is the dtype of
-    trained fp32 parameters in the forward and backward pass, by default their own.
+    trained fp32 parameters in the forward and backward pass, by default their own; `precision` replaces it by a policy
+    for all parameters.
     """
     if not strategy.sharded:
         return model
     for block in find_blocks(model).values() if blocks is None else blocks:
-        shard_module(block, mesh=mesh, strategy=strategy, cpu_offload=cpu_offload, compute=compute)
-    return shard_root(model, mesh=mesh, strategy=strategy, cpu_offload=cpu_offload, compute=compute)
+        shard_module(
+            block, mesh=mesh, strategy=strategy, cpu_offload=cpu_offload, compute=compute, precision=precision
+        )
+    return shard_root(
+        model, mesh=mesh, strategy=strategy, cpu_offload=cpu_offload, compute=compute, precision=precision
+    )
 
 
 def shard_root(
@@ -52,14 +58,28 @@ def shard_root(
     strategy: Strategy,
     cpu_offload: bool = False,
     compute: torch.dtype | None = None,
+    precision: MixedPrecisionPolicy | None = None,
 ) -> nn.Module:
     """Shard what is not in a block: the input embedding by itself, unless the head has the same weight, and the rest."""
     embedding = _own_embedding(model)
     if embedding is not None and not isinstance(embedding, FSDPModule):
-        shard_module(embedding, mesh=mesh, strategy=strategy, cpu_offload=cpu_offload, compute=compute)
+        shard_module(
+            embedding,
+            mesh=mesh,
+            strategy=strategy,
+            cpu_offload=cpu_offload,
+            compute=compute,
+            precision=precision,
+        )
     # The parameters of the root are used first in the backward pass, so they are kept after the forward pass.
     shard_module(
-        model, mesh=mesh, strategy=strategy, cpu_offload=cpu_offload, compute=compute, reshard=False
+        model,
+        mesh=mesh,
+        strategy=strategy,
+        cpu_offload=cpu_offload,
+        compute=compute,
+        precision=precision,
+        reshard=False,
     )
     if hasattr(model, "set_reduce_scatter_unused_params"):  # torch 2.12 and later
         # A weight that only some ranks use, such as an expert's, would make their messages differ in length.
@@ -74,6 +94,7 @@ def shard_module(
     strategy: Strategy,
     cpu_offload: bool = False,
     compute: torch.dtype | None = None,
+    precision: MixedPrecisionPolicy | None = None,
     reshard: bool | None = None,
 ) -> None:
     """Shard one module, with the parameters in it that are not sharded yet. Scalars stay whole on every rank."""
@@ -85,7 +106,7 @@ def shard_module(
         module,
         mesh=mesh,
         reshard_after_forward=strategy.reshard_after_forward if reshard is None else reshard,
-        mp_policy=_precision(module, compute),
+        mp_policy=_precision(module, compute) if precision is None else precision,
         offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
         if cpu_offload
         else OffloadPolicy(),
