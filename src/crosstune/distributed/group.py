@@ -14,13 +14,15 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import finite
 from crosstune.core.machine import Machine
-from crosstune.core.ranks import Alone, Group, Ranks
+from crosstune.core.ranks import Alone, Group, Limits, Ranks
 
 
-def connect(ranks: Ranks | None) -> Group:
+def connect(ranks: Ranks | None, limits: Limits | None = None) -> Group:
+    """Connect to the other processes of the run."""
     if ranks is None:
         return Alone()
-    group: Group = importlib.import_module(f"crosstune.{ranks.engine}_engine.group").connect(ranks)
+    engine = importlib.import_module(f"crosstune.{ranks.engine}_engine.group")
+    group: Group = engine.connect(ranks, limits if limits is not None else Limits())
     return group
 
 

@@ -24,7 +24,9 @@ def choose_blocks(model: nn.Module, *, policy: Any, min_num_params: int) -> list
     A policy is one of torch's for FSDP, a function of the same form, or a collection of classes.
     """
     if policy is None:
-        chosen = list(_select(model, lambda module, recurse, nonwrapped_numel: nonwrapped_numel >= min_num_params))
+        chosen = list(
+            _select(model, lambda module, recurse, nonwrapped_numel: nonwrapped_numel >= min_num_params)
+        )
     elif isinstance(policy, _Policy):
         chosen = _inner_first(model, policy._run_policy(model, set(), {}))
     elif isinstance(policy, type) or isinstance(policy, (set, frozenset, list, tuple)):
@@ -49,12 +51,16 @@ def blocks_of_class(model: nn.Module, classes: Any) -> list[nn.Module]:
             "transformer_layer_cls must be the class of the model's layers.",
             do="pass a subclass of torch.nn.Module, such as nn.TransformerEncoderLayer, or several in a set",
         )
-    found = _inner_first(model, {module for module in model.modules() if isinstance(module, wanted)} - {model})
+    found = _inner_first(
+        model, {module for module in model.modules() if isinstance(module, wanted)} - {model}
+    )
     if not found:
         repeated = sorted({type(block).__name__ for block in find_blocks(model).values()})
         raise UserError(
             f"The model has no {' or '.join(kind.__name__ for kind in wanted)}.",
-            do=f"its repeated layers are: {', '.join(repeated)}" if repeated else "use wrap_model, which goes by size",
+            do=f"its repeated layers are: {', '.join(repeated)}"
+            if repeated
+            else "use wrap_model, which goes by size",
         )
     return [module for module in found if not _shares_weights(model, module)]
 
@@ -79,7 +85,11 @@ def _walk(module: nn.Module, policy: Policy, seen: set[int]) -> list[tuple[nn.Mo
         for child in module.children():
             found += _walk(child, policy, seen)
     left = own - sum(taken for _, taken in found)
-    if left and not isinstance(module, _CONTAINERS) and policy(module=module, recurse=False, nonwrapped_numel=left):
+    if (
+        left
+        and not isinstance(module, _CONTAINERS)
+        and policy(module=module, recurse=False, nonwrapped_numel=left)
+    ):
         found.append((module, left))
     return found
 
@@ -87,7 +97,11 @@ def _walk(module: nn.Module, policy: Policy, seen: set[int]) -> list[tuple[nn.Mo
 def _inner_first(model: nn.Module, chosen: Iterable[nn.Module]) -> list[nn.Module]:
     wanted = set(map(id, chosen))
     found = [(name.count("."), module) for name, module in model.named_modules() if id(module) in wanted]
-    return [module for _, module in sorted(found, key=lambda entry: -entry[0]) if not isinstance(module, _CONTAINERS)]
+    return [
+        module
+        for _, module in sorted(found, key=lambda entry: -entry[0])
+        if not isinstance(module, _CONTAINERS)
+    ]
 
 
 def _shares_weights(model: nn.Module, module: nn.Module) -> bool:

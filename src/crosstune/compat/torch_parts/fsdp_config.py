@@ -71,7 +71,9 @@ class MPSFSDPConfig:
                 problems.append(error)
         if not problems and self.rank >= self.world_size:
             problems.append(
-                UserError(f"rank={self.rank} does not exist.", why=f"world_size={self.world_size} counts from 0.")
+                UserError(
+                    f"rank={self.rank} does not exist.", why=f"world_size={self.world_size} counts from 0."
+                )
             )
         if problems:
             raise ConfigError(problems) if len(problems) > 1 else problems[0]
@@ -101,7 +103,9 @@ def _read_strategy(name: str, value: Any) -> ShardingStrategy:
     found = _member(ShardingStrategy, value)
     if found in _STRATEGIES:
         return found
-    why = "a Mac has one GPU, so sharding within a machine leaves the model whole." if found is not None else ""
+    why = (
+        "a Mac has one GPU, so sharding within a machine leaves the model whole." if found is not None else ""
+    )
     raise UserError(
         f"{name}={shown(value)} cannot be used.",
         why=why,
@@ -147,13 +151,17 @@ def _read_backend(name: str, value: Any) -> str:
 
 def _read_text(name: str, value: Any) -> str:
     if not isinstance(value, str) or "://" not in value:
-        raise UserError(f"{name}={shown(value)} is not an address.", do="use env://, tcp://HOST:PORT or file:///PATH")
+        raise UserError(
+            f"{name}={shown(value)} is not an address.", do="use env://, tcp://HOST:PORT or file:///PATH"
+        )
     return value
 
 
 def _read_names(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str) or not all(isinstance(entry, str) for entry in value):
-        raise UserError(f"{name}={shown(value)} is not a list of operators.", do="use a list such as ['aten::sort']")
+        raise UserError(
+            f"{name}={shown(value)} is not a list of operators.", do="use a list such as ['aten::sort']"
+        )
     return tuple(value)
 
 
@@ -161,7 +169,9 @@ def _count(least: int) -> Callable[[str, Any], int]:
     def read(name: str, value: Any) -> int:
         is_whole = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1
         if not is_whole or value < least:
-            raise UserError(f"{name}={shown(value)} cannot be used.", do=f"use a whole number from {least} on")
+            raise UserError(
+                f"{name}={shown(value)} cannot be used.", do=f"use a whole number from {least} on"
+            )
         return int(value)
 
     return read

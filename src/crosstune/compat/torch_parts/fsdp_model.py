@@ -35,10 +35,16 @@ def find_device(model: nn.Module | None = None) -> torch.device:
         return on_gpu[0]
     if torch.backends.mps.is_available():
         return torch.device("mps")
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
-def usable_dtype(wanted: torch.dtype, device: torch.device, *, dtypes: Sequence[str] | None = None) -> torch.dtype:
+def usable_dtype(
+    wanted: torch.dtype, device: torch.device, *, dtypes: Sequence[str] | None = None
+) -> torch.dtype:
     """Return a dtype that computes correctly on the device: bfloat16 becomes float16, and that float32, where needed."""
     works = working_dtypes(device.type, notes=[]) if dtypes is None else dtypes
     order = {torch.bfloat16: ("bf16", "fp16"), torch.float16: ("fp16",)}.get(wanted, ())
@@ -49,7 +55,9 @@ def list_adjustments(config: MPSFSDPConfig) -> list[str]:
     """Return which settings FSDP2 replaces by its own way."""
     found = []
     if config.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
-        found.append("backward_prefetch: FSDP2 gathers the next layer before the gradients of the present one")
+        found.append(
+            "backward_prefetch: FSDP2 gathers the next layer before the gradients of the present one"
+        )
     if not config.limit_all_gathers:
         found.append("limit_all_gathers: FSDP2 always holds at most two gathered layers")
     if not config.use_orig_params:
@@ -233,6 +241,10 @@ def _log_passes(model: nn.Module) -> None:
             continue
         label = name or type(model).__name__
         local = sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in module.parameters())
-        LOG.debug("sharded %s: %d parameters, %d here", label, sum(p.numel() for p in module.parameters()), local)
+        LOG.debug(
+            "sharded %s: %d parameters, %d here", label, sum(p.numel() for p in module.parameters()), local
+        )
         module.register_forward_pre_hook(lambda _, __, label=label: LOG.debug("forward gathers %s", label))
-        module.register_full_backward_pre_hook(lambda _, __, label=label: LOG.debug("backward gathers %s", label))
+        module.register_full_backward_pre_hook(
+            lambda _, __, label=label: LOG.debug("backward gathers %s", label)
+        )

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 
 from crosstune.torch_engine.quantized import StoredWeight
 from crosstune.torch_engine.sharding.find_blocks import find_blocks
+from crosstune.torch_engine.sharding.parts import is_sharded
 from crosstune.torch_engine.sharding.strategies import Strategy
 
 SHARDED_SCALES = 1024
@@ -31,24 +32,18 @@ def shard(
     strategy: Strategy,
     cpu_offload: bool = False,
     blocks: Iterable[nn.Module] | None = None,
-    compute: torch.dtype | None = None,
     precision: MixedPrecisionPolicy | None = None,
 ) -> nn.Module:
     """Shard a model in place and return it; with a strategy that does not shard, leave it as it is.
 
-    `blocks` are the modules to gather one at a time, by default those of `find_blocks`. `compute` is the dtype of
-    trained fp32 parameters in the forward and backward pass, by default their own; `precision` replaces it by a policy
-    for all parameters.
+    `blocks` are the modules to gather one at a time, by default those of `find_blocks`. Trained 16-bit parameters are kept
+    in fp32 and computed with in 16 bits, unless `precision` says otherwise.
     """
     if not strategy.sharded:
         return model
     for block in find_blocks(model).values() if blocks is None else blocks:
-        shard_module(
-            block, mesh=mesh, strategy=strategy, cpu_offload=cpu_offload, compute=compute, precision=precision
-        )
-    return shard_root(
-        model, mesh=mesh, strategy=strategy, cpu_offload=cpu_offload, compute=compute, precision=precision
-    )
+        shard_module(block, mesh=mesh, strategy=strategy, cpu_offload=cpu_offload, precision=precision)
+    return shard_root(model, mesh=mesh, strategy=strategy, cpu_offload=cpu_offload, precision=precision)
 
 
 def shard_root(
@@ -57,34 +52,33 @@ def shard_root(
     mesh: DeviceMesh,
     strategy: Strategy,
     cpu_offload: bool = False,
-    compute: torch.dtype | None = None,
     precision: MixedPrecisionPolicy | None = None,
 ) -> nn.Module:
     """Shard what is not in a block: the input embedding by itself, unless the head has the same weight, and the rest."""
     embedding = _own_embedding(model)
     if embedding is not None and not isinstance(embedding, FSDPModule):
-        shard_module(
-            embedding,
-            mesh=mesh,
-            strategy=strategy,
-            cpu_offload=cpu_offload,
-            compute=compute,
-            precision=precision,
-        )
+        shard_module(embedding, mesh=mesh, strategy=strategy, cpu_offload=cpu_offload, precision=precision)
     # The parameters of the root are used first in the backward pass, so they are kept after the forward pass.
     shard_module(
-        model,
-        mesh=mesh,
-        strategy=strategy,
-        cpu_offload=cpu_offload,
-        compute=compute,
-        precision=precision,
-        reshard=False,
+        model, mesh=mesh, strategy=strategy, cpu_offload=cpu_offload, precision=precision, reshard=False
     )
     if hasattr(model, "set_reduce_scatter_unused_params"):  # torch 2.12 and later
         # A weight that only some ranks use, such as an expert's, would make their messages differ in length.
         model.set_reduce_scatter_unused_params(True)
     return model
+
+
+def _widen_trained(module: nn.Module) -> torch.dtype | None:
+    """Keep the trained parameters of a module in fp32 if all of its parameters are trained in one 16-bit dtype, which is
+    returned: FSDP2 casts to it when it gathers them. So the parts are their own masters, and gradients of several ranks
+    are summed without rounding."""
+    own = [p for p in module.parameters() if not is_sharded(p) and p.is_floating_point()]
+    dtypes = {p.dtype for p in own}
+    if len(dtypes) != 1 or dtypes == {torch.float32} or not all(p.requires_grad for p in own):
+        return None
+    for parameter in own:
+        parameter.data = parameter.data.float()
+    return dtypes.pop()
 
 
 def shard_module(
@@ -93,12 +87,13 @@ def shard_module(
     mesh: DeviceMesh,
     strategy: Strategy,
     cpu_offload: bool = False,
-    compute: torch.dtype | None = None,
     precision: MixedPrecisionPolicy | None = None,
     reshard: bool | None = None,
 ) -> None:
     """Shard one module, with the parameters in it that are not sharded yet. Scalars stay whole on every rank."""
     _make_scales_parameters(module)
+    if precision is None:
+        precision = _precision(_widen_trained(module))
     for parameter in module.parameters():
         if not parameter.is_contiguous():  # which FSDP2 refuses
             parameter.data = parameter.data.contiguous()
@@ -106,7 +101,7 @@ def shard_module(
         module,
         mesh=mesh,
         reshard_after_forward=strategy.reshard_after_forward if reshard is None else reshard,
-        mp_policy=_precision(module, compute) if precision is None else precision,
+        mp_policy=precision,
         offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
         if cpu_offload
         else OffloadPolicy(),
@@ -118,42 +113,15 @@ def shard_module(
     sharded.set_gradient_divide_factor(1.0)
 
 
-def sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def free_gathered(model: nn.Module) -> None:
-    """Free the gathered parameters of all modules. The next pass gathers them again, with their present values."""
-    for module in sharded_modules(model):
-        module.reshard()
-
-
-def set_gradient_sync(model: nn.Module, reduces: bool) -> None:
-    """Choose whether the next backward pass reduces gradients over the ranks or keeps them for a later one."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(reduces)
-
-
-def _precision(module: nn.Module, compute: torch.dtype | None) -> MixedPrecisionPolicy:
-    """Return how parameters are cast when gathered: only where every floating-point one computes in the same dtype.
-
-    Adapters, scales and a frozen base have dtypes of their own, which must arrive as they are. Gradients are always
-    reduced in fp32.
-    """
-    own = [p for p in module.parameters() if not _is_sharded(p) and p.is_floating_point()]
-    casts = compute is not None and own and all(p.dtype == torch.float32 and p.requires_grad for p in own)
+def _precision(compute: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Return how parameters are cast when gathered: not at all unless they were widened. Adapters, scales and a frozen
+    base have dtypes of their own, which must arrive as they are. Gradients are always reduced in fp32."""
     return MixedPrecisionPolicy(
-        param_dtype=compute if casts else None,
+        param_dtype=compute,
         reduce_dtype=torch.float32,
         output_dtype=None,
         cast_forward_inputs=False,
     )
-
-
-def _is_sharded(parameter: nn.Parameter) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(parameter, DTensor)
 
 
 def _make_scales_parameters(module: nn.Module) -> None:

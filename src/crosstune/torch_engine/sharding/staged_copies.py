@@ -62,4 +62,3 @@ def on_host(tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
 def as_bytes(host: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor as bytes: gloo moves only some dtypes, without fp8 and int16."""
     return host.view(-1).view(torch.uint8)
-
