@@ -24,7 +24,9 @@ Sum, Mean = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
     generator = torch.Generator().manual_seed(17 * dist.get_rank() + seed)
     values = torch.randn(shape, generator=generator) * 3
-    if dist.get_world_size() > 2:  # three numbers can be added in several orders: take some that need no rounding
+    if (
+        dist.get_world_size() > 2
+    ):  # three numbers can be added in several orders: take some that need no rounding
         values = values.round()
     return values.to(dtype).to(device)
 
@@ -84,7 +86,9 @@ def collectives(device: str, group: Any) -> Iterator[tuple[str, Callable[[], Any
     def scattered(op: Any, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
         one, two = torch.empty(2, 3, dtype=dtype, **new), torch.empty(2, 3, dtype=dtype, **new)
         dist.reduce_scatter_tensor(one, draw(size * 2, 3, dtype=dtype, **new), op=op, group=group)
-        dist.reduce_scatter(two, [draw(2, 3, seed=n, dtype=dtype, **new) for n in range(size)], op=op, group=group)
+        dist.reduce_scatter(
+            two, [draw(2, 3, seed=n, dtype=dtype, **new) for n in range(size)], op=op, group=group
+        )
         return [one, two]
 
     yield "reduce_scatter", lambda: scattered(Sum)

@@ -14,7 +14,9 @@ pytest.importorskip("torch", reason="the torch extra")
 HERE = Path(__file__).parent
 
 
-def run_ranks(script: str, *arguments: str, ranks: int, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_ranks(
+    script: str, *arguments: str, ranks: int, **environment: str
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(

@@ -65,7 +65,7 @@ class TorchGroup:
 
         `collective` is the plan's communication library; None takes the one of the device.
         """
-        name = collective or collective_for(device)
+        name = collective_for(device, asked=collective)
         is_for_both = device.type == "cpu" or name == STAGED
         backend = name if is_for_both else f"cpu:gloo,{device.type}:{name}"
         if self.limits.debug:
@@ -86,11 +86,12 @@ class TorchGroup:
             dist.destroy_process_group()
 
 
-def collective_for(device: torch.device) -> str:
-    """Return the backend of torch.distributed for a device: its own, or gloo on copies in host memory."""
+def collective_for(device: torch.device, *, asked: str | None = None) -> str:
+    """Return the backend of torch.distributed for a device. gloo takes no MPS tensors, so copies are staged for it."""
     if device.type == "mps":
         prepare_mps()
-    return backend_for(device.type)
+        return backend_for("mps")
+    return asked or backend_for(device.type)
 
 
 def connect(ranks: Ranks, limits: Limits | None = None) -> TorchGroup:

@@ -54,18 +54,18 @@ def disconnect() -> None:
 def make_mesh(strategy: ShardingStrategy, device: str) -> DeviceMesh:
     """Return the mesh over all processes. With NO_SHARD each process is a replica with one shard, the whole model."""
     if strategy is not ShardingStrategy.NO_SHARD:
-        return DeviceMesh.from_group(_group(device), device, mesh_dim_names=(SHARDS,))
+        return DeviceMesh.from_group(open_group(device), device, mesh_dim_names=(SHARDS,))
     ranks = list(range(dist.get_world_size()))
-    alone = [_group(device, [rank]) for rank in ranks][dist.get_rank()]
+    alone = [open_group(device, [rank]) for rank in ranks][dist.get_rank()]
     return DeviceMesh.from_group(
-        [_group(device), alone],
+        [open_group(device), alone],
         device,
         mesh=torch.tensor(ranks).view(-1, 1),
         mesh_dim_names=(REPLICAS, SHARDS),
     )
 
 
-def _group(device: str, ranks: list[int] | None = None) -> Any:
+def open_group(device: str, ranks: list[int] | None = None) -> Any:
     """Return a group that takes tensors of this device. Collective: every process makes every group."""
     if device == "cpu":
         if ranks is None and dist.get_backend() == "gloo":

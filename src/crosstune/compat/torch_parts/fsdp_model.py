@@ -16,12 +16,13 @@ from torch.distributed.fsdp import BackwardPrefetch, MixedPrecisionPolicy, Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from crosstune.compat.torch_parts.fsdp_config import MPSFSDPConfig
-from crosstune.compat.torch_parts.fsdp_groups import make_mesh
+from crosstune.compat.torch_parts.fsdp_groups import make_mesh, open_group
 from crosstune.core.errors import UserError
 from crosstune.torch_engine.capabilities import DTYPES, working_dtypes
 from crosstune.torch_engine.quantized import StoredWeight
+from crosstune.torch_engine.sharding.gathered import free_gathered, sharded_modules
 from crosstune.torch_engine.sharding.mps_streams import prepare_mps
-from crosstune.torch_engine.sharding.shard import shard, sharded_modules
+from crosstune.torch_engine.sharding.shard import shard
 from crosstune.torch_engine.sharding.strategies import STRATEGIES
 
 LOG = logging.getLogger("crosstune.mps_fsdp")
@@ -79,7 +80,7 @@ def wrap(
     if config.sync_module_states and dist.get_world_size() > 1:
         _sync_states(model)
     casts = config.use_mixed_precision and not _is_quantized(model)
-    _place_buffers(model, device, config.buffer_dtype if casts else None)
+    _place_unsharded(model, device, config.buffer_dtype if casts else None)
     if device.type == "mps":
         prepare_mps()
     strategy = STRATEGIES["full_shard" if _frees(config.sharding_strategy) else "shard_grad_op"]
@@ -92,9 +93,14 @@ def wrap(
     shard(
         model, mesh=mesh, strategy=strategy, cpu_offload=config.cpu_offload, blocks=blocks, precision=policy
     )
+    _reduce_scalars(model)
     for module in sharded_modules(model):
-        # The loss of each process is a mean over its own rows, so the gradient is the mean over the processes.
-        module.set_gradient_divide_factor(float(dist.get_world_size()))
+        # The loss of each process is a mean over its own rows, so the gradient is the mean over the processes: FSDP2's
+        # own division. An explicit factor would divide twice where each process holds one whole shard.
+        module.set_gradient_divide_factor(None)
+    if _frees(config.sharding_strategy):
+        model.set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
+    model.register_forward_hook(_free_without_gradients)
     if config.forward_prefetch and in_order:
         for block, following in zip(blocks, blocks[1:], strict=False):
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
@@ -137,18 +143,16 @@ def fsdp_problem(device: torch.device) -> str:
 
 def missing_kernels(patterns: Sequence[str], key: str) -> list[str]:
     """Return the operators that match a pattern and have no kernel for a dispatch key; they run on the CPU."""
-    names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
-    matching = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
     keys = (key, "CompositeImplicitAutograd", "CompositeExplicitAutograd")
-    return sorted(name for name in matching if not any(_has_kernel(name, entry) for entry in keys))
-
-
-def _has_kernel(name: str, key: str) -> bool:
-    overloads = torch._C._jit_get_operation(name)[1]
-    return any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(f"{name}.{overload}" if overload else name, key)
-        for overload in overloads
-    )
+    found: dict[str, bool] = {}
+    for overload in torch._C._dispatch_get_all_op_names():
+        name = overload.partition(".")[0]
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            has_kernel = any(
+                torch._C._dispatch_has_kernel_for_dispatch_key(overload, entry) for entry in keys
+            )
+            found[name] = found.get(name, False) or has_kernel
+    return sorted(name for name, has_kernel in found.items() if not has_kernel)
 
 
 def _frees(strategy: Any) -> bool:
@@ -170,9 +174,7 @@ def _check_wrappable(model: nn.Module) -> None:
 
 def _sync_states(model: nn.Module) -> None:
     """Copy the weights and buffers of rank 0 to every process, one at a time, through host memory."""
-    from crosstune.compat.torch_parts.fsdp_groups import _group
-
-    group = _group("cpu")
+    group = open_group("cpu")
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             host = tensor.detach().to("cpu", copy=True).contiguous()
@@ -180,12 +182,37 @@ def _sync_states(model: nn.Module) -> None:
             tensor.copy_(host)
 
 
-def _place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Move buffers to the device and cast floating-point ones; statistics of batch norm keep their precision."""
+def _place_unsharded(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Move buffers and scalars to the device and cast floating-point buffers; batch norm keeps its precision."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             casts = dtype is not None and buffer.is_floating_point() and not isinstance(module, _BatchNorm)
             module._buffers[name] = buffer.to(device, dtype if casts else buffer.dtype)
+    for parameter in model.parameters():
+        if parameter.ndim == 0:  # which FSDP2 leaves where it is
+            parameter.data = parameter.data.to(device)
+
+
+def _reduce_scalars(model: nn.Module) -> None:
+    """Average the gradients of scalar parameters over the processes: FSDP2 cannot shard them and leaves them alone."""
+    scalars = [p for p in model.parameters() if p.ndim == 0 and p.requires_grad]
+    if not scalars or dist.get_world_size() == 1:
+        return
+    group = open_group(scalars[0].device.type)
+
+    def average(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad, group=group)
+        parameter.grad /= dist.get_world_size()
+
+    for scalar in scalars:
+        scalar.register_post_accumulate_grad_hook(average)
+
+
+def _free_without_gradients(model: Any, inputs: Any, output: Any) -> None:
+    """Free gathered weights after a pass that no backward pass follows: an optimizer made now must see the shards."""
+    if not torch.is_grad_enabled():
+        free_gathered(model)
 
 
 def _finish(model: nn.Module, config: MPSFSDPConfig, device: torch.device) -> None:
