@@ -82,7 +82,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         raise OSError("No space left on device")
 
     monkeypatch.setattr("crosstune.compat.torch_parts.fsdp_file.save_file", fail)
-    with pytest.raises(UserError, match="could not be written(.|\n)*No space left"):
+    with pytest.raises(UserError, match=r"could not be written(.|\n)*No space left"):
         wrapper.save_checkpoint(make(0)[0], path, epoch=2)
     assert wrapper.load_checkpoint(make(1)[0], path)["epoch"] == 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.pt"]
@@ -119,7 +119,7 @@ def test_a_pickle_is_refused_and_never_run(tmp_path: Path) -> None:
     torch.save({"more": Payload()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(Payload()))
     for name in ("zip.pt", "old.pt", "plain.pt"):
-        with pytest.raises(UserError, match="written by torch.save(.|\n)*crosstune checkpoint import"):
+        with pytest.raises(UserError, match=r"written by torch.save(.|\n)*crosstune checkpoint import"):
             MPSFSDPWrapper().load_checkpoint(make(0)[0], tmp_path / name)
     assert not (tmp_path / "canary").exists()
 

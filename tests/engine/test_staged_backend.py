@@ -19,14 +19,13 @@ def run_ranks(
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
+    return subprocess.run(
         [*command, str(HERE / script), *arguments],
         env=variables | environment,
         capture_output=True,
         text=True,
         timeout=300,
     )
-    return done
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

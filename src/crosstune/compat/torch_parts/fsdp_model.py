@@ -89,7 +89,7 @@ def wrap(
         reduce_dtype=config.reduce_dtype if config.use_mixed_precision else None,
         cast_forward_inputs=casts,
     )
-    mesh = make_mesh(config.sharding_strategy, device.type)  # type: ignore[arg-type]
+    mesh = make_mesh(config.sharding_strategy, device.type)
     shard(
         model, mesh=mesh, strategy=strategy, cpu_offload=config.cpu_offload, blocks=blocks, precision=policy
     )
@@ -99,11 +99,11 @@ def wrap(
         # own division. An explicit factor would divide twice where each process holds one whole shard.
         module.set_gradient_divide_factor(None)
     if _frees(config.sharding_strategy):
-        model.set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
+        model.set_reshard_after_forward(True, recurse=False)
     model.register_forward_hook(_free_without_gradients)
     if config.forward_prefetch and in_order:
         for block, following in zip(blocks, blocks[1:], strict=False):
-            block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+            block.set_modules_to_forward_prefetch([following])
     _finish(model, config, device)
     return model
 
@@ -121,7 +121,7 @@ def run_whole(
             with torch.autocast(device.type, dtype=compute):
                 return forward(*args, **kwargs)
 
-        model.forward = cast_forward  # type: ignore[method-assign]
+        model.forward = cast_forward
     _finish(model, config, device)
     return model
 
@@ -216,9 +216,7 @@ def _free_without_gradients(model: Any, inputs: Any, output: Any) -> None:
 
 
 def _finish(model: nn.Module, config: MPSFSDPConfig, device: torch.device) -> None:
-    model._apply = functools.partial(  # type: ignore[method-assign]
-        _apply_on_device, model, type(model)._apply, device, config.cpu_offload
-    )
+    model._apply = functools.partial(_apply_on_device, model, type(model)._apply, device, config.cpu_offload)
     if config.aggressive_memory_optimization:
         model.register_forward_pre_hook(lambda module, inputs: free_cache(device))
     if device.type == "mps":
