@@ -44,7 +44,9 @@ def resolve(config: Config, facts: Facts) -> Plan:
     usable = usable_bytes(
         facts.machine, draft.report, facts.backends[draft.report.name], environment=facts.environment
     ) // _num_sharing(draft, world_size)
-    shares = world_size if draft.report.engine == "torch" and shards_weights(draft["sharding_strategy"]) else 1
+    shares = (
+        world_size if draft.report.engine == "torch" and shards_weights(draft["sharding_strategy"]) else 1
+    )
     estimate = fit_memory(
         draft, method=method, quantizer=quantizer, n_bits=n_bits, limit=usable, num_shards=shares
     )

@@ -272,9 +272,7 @@ def _put_dense(model: nn.Module, name: str, tensor: torch.Tensor, *, trained: bo
     parent_name, _, child = name.rpartition(".")
     parent = model.get_submodule(parent_name)
     if child in parent._parameters:
-        parent._parameters[child] = nn.Parameter(
-            tensor, requires_grad=trained and tensor.is_floating_point()
-        )
+        parent._parameters[child] = nn.Parameter(tensor, requires_grad=trained and tensor.is_floating_point())
     else:
         parent._buffers[child] = tensor
 
