@@ -34,6 +34,7 @@ from crosstune.torch_engine import state as states
 from crosstune.torch_engine.adapters import Adapted, name_targets
 from crosstune.torch_engine.device import CacheClearing, evaluating, memory_errors, read_memory
 from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, watch_outputs
+from crosstune.torch_engine.offload_activations import offload_activations
 from crosstune.torch_engine.optimizer import Masters, set_learning_rate
 from crosstune.torch_engine.quantized import count_weights
 from crosstune.torch_engine.sharding.gathered import free_gathered, without_gradients
@@ -92,8 +93,12 @@ class TorchSession:
 
     def backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
         self._random_before = states.export_random(self.device)
-        with memory_errors(self.device):
+        with self.connected("a step"), memory_errors(self.device):
             return self._backward(window, loss_scale=loss_scale)
+
+    def connected(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        """Make collectives in the block, if there are several processes."""
+        return self.parallel.connected(doing) if self.parallel is not None else contextlib.nullcontext()
 
     def discard(self) -> None:
         self.masters.clear_gradients()
@@ -111,6 +116,7 @@ class TorchSession:
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
         total, weight, metrics = 0.0, 0, MetricTotals(self.task.metric_names)
         with (
+            self.connected(EVALUATING),
             evaluating(self.model),
             memory_errors(self.device, doing=EVALUATING),
             states.separate_random(self.device),
@@ -137,7 +143,7 @@ class TorchSession:
         if broken := self._first(bad_weights(masters), of=list(masters)):
             return f"the weight {broken} was not finite before the step"
         before = states.export_random(self.device)
-        with watch_outputs(self.model) as layers, memory_errors(self.device):
+        with self.connected("a step"), watch_outputs(self.model) as layers, memory_errors(self.device):
             self._backward(window)
         layer = self._first(layers, of=[name for name, _ in self.model.named_modules()])
         gradient = self._first(bad_gradients(masters), of=list(reversed(masters)))
@@ -168,9 +174,7 @@ class TorchSession:
 
     def export_state(self, *, copy: bool = True) -> SessionState:
         doing, masters = "a copy of the training state", self.masters
-        if self.parallel is not None:
-            self.parallel.check_connected(doing)
-        with memory_errors(self.device, doing=doing):
+        with self._gathering(doing), memory_errors(self.device, doing=doing):
             return SessionState(
                 weights=states.export_weights(masters, copy=copy),
                 moments=states.export_moments(
@@ -192,13 +196,19 @@ class TorchSession:
         self.masters.publish()
 
     def save_result(self, folder: Path | None) -> Path | None:
-        with memory_errors(self.device, doing="writing the result"):
+        doing = "writing the result"
+        with self._gathering(doing), memory_errors(self.device, doing=doing):
             if self.adapters:
                 weights = export.host_weights(self.adapters)
                 return None if folder is None else self._save_adapter(folder / "adapter", weights)
             if isinstance(self.task, MeasuresResult):
                 self.task.measure_result(self.model)
             return self._write_model(folder / "model" if folder is not None else None)
+
+    def _gathering(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        """Gather parts in the block; replicas, which have none, need no other process."""
+        sharded = self.parallel is not None and self.parallel.strategy.sharded
+        return self.connected(doing) if sharded else contextlib.nullcontext()
 
     def _write_model(self, folder: Path | None) -> Path | None:
         """Write the whole model on the rank that has a folder; the others send it their parts."""
@@ -239,7 +249,7 @@ class TorchSession:
         total, metrics = torch.zeros((), device=self.device), MetricTotals(self.task.metric_names)
         with self._passes(window) as turns:
             for batch, counts in turns:
-                with self.precision.context(self.device):
+                with self.precision.context(self.device), self._offloading():
                     loss, sums = self.task.loss(self.model, self._to_device(batch))
                     loss = loss / weight if counts else loss * 0.0
                 (loss * loss_scale).backward()
@@ -261,6 +271,9 @@ class TorchSession:
             num_tokens=sum(batch.num_tokens for batch in window),
             metrics=metrics.means(self.parallel),
         )
+
+    def _offloading(self) -> contextlib.AbstractContextManager[object]:
+        return offload_activations(self.device, enabled=self.plan.config.use_activation_cpu_offload)
 
     def _clip(self, trained: Sequence[torch.Tensor]) -> float:
         """Clip the gradients and return their norm before."""
