@@ -57,11 +57,10 @@ class HardwareOptions:
     )
     world_size: int = option(
         -1,
-        "Number of devices; -1 for all. On MLX the number of processes; -1 for one",
+        "Number of devices, with a process for each; -1 for all. On a CPU and on MLX the number of processes; -1 for one",
         low=-1,
         high=2**16,
         on_resume=OnResume.FREE,
-        unbuilt=SEVERAL_TORCH_DEVICES,
         check=not_zero,
     )
     sharding_strategy: str = option(
@@ -89,20 +88,6 @@ class HardwareOptions:
     no_sync: bool = option(
         False,
         "Do not reduce gradients between the micro-batches of a step",
-        needs=(SEVERAL_DEVICES, SHARDED_MODEL),
-        unbuilt=SEVERAL_TORCH_DEVICES,
-    )
-    master_addr: str = option(
-        "localhost",
-        "Address of the first process",
-        needs=(SEVERAL_DEVICES, SHARDED_MODEL),
-        unbuilt=SEVERAL_TORCH_DEVICES,
-    )
-    master_port: int = option(
-        12355,
-        "Port of the first process",
-        low=1,
-        high=65535,
         needs=(SEVERAL_DEVICES, SHARDED_MODEL),
         unbuilt=SEVERAL_TORCH_DEVICES,
     )
