@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from crosstune.config.check_values import check_values
 from crosstune.config.choose_method import choose_method
-from crosstune.config.conditions import Decided
+from crosstune.config.conditions import Decided, shards_weights
 from crosstune.config.draft import Draft
 from crosstune.config.facts import Facts
 from crosstune.config.fit_attention import fit_attention
@@ -23,6 +23,7 @@ from crosstune.core.usable_memory import usable_bytes
 
 EIGHT_BIT_OPTIMIZERS_FROM = "bnb"
 """The quantizer whose library has the 8-bit optimizers."""
+_ONE_RANK_PER_DEVICE = ("nccl", "xccl")
 FUSED_OPTIMIZERS_ON = ("cuda", "cpu", "mps", "xpu")
 """Devices of torch; ROCm's is called cuda."""
 
@@ -44,7 +45,13 @@ def resolve(config: Config, facts: Facts) -> Plan:
     usable = usable_bytes(
         facts.machine, draft.report, facts.backends[draft.report.name], environment=facts.environment
     ) // _num_sharing(draft, world_size)
-    estimate = fit_memory(draft, method=method, quantizer=quantizer, n_bits=n_bits, limit=usable)
+    shares = (
+        world_size if draft.report.engine == "torch" and shards_weights(draft["sharding_strategy"]) else 1
+    )
+    estimate = fit_memory(
+        draft, method=method, quantizer=quantizer, n_bits=n_bits, limit=usable, num_shards=shares
+    )
+    _check_sharded_optimizer(draft, num_shards=shares)
     check_values(draft, method)
     decided = Decided(
         options={option.name: draft[option.name] for option in option_list()},
@@ -94,7 +101,7 @@ def _with_stored_quantization(config: Config, facts: Facts) -> Config:
 
 def _num_sharing(draft: Draft, world_size: int) -> int:
     """Return how many processes use the same memory."""
-    if draft.report.engine != "mlx":
+    if draft.report.engine != "mlx" and not draft.report.is_torch_cpu:
         return 1
     ranks = draft.facts.ranks
     return ranks.local_size if ranks is not None else world_size
@@ -213,6 +220,20 @@ def _fit_ranks(draft: Draft, ranks: Ranks) -> int:
             )
         )
     return ranks.size
+
+
+def _check_sharded_optimizer(draft: Draft, *, num_shards: int) -> None:
+    """Add a problem for an optimizer whose moments are not one number for each weight, so that they cannot be divided."""
+    optimizer = draft["optimizer"]
+    if num_shards > 1 and (optimizer == "adafactor" or optimizer.endswith("_8bit")):
+        each = "row and column" if optimizer == "adafactor" else "256 weights"
+        draft.problems.append(
+            UserError(
+                f"--optimizer {optimizer} does not work with --sharding_strategy {draft['sharding_strategy']}.",
+                why=f"it keeps a number for each {each} of a whole weight, and a process has a part of it.",
+                do="use --optimizer adamw, whose moments are sharded too, or --sharding_strategy ddp",
+            )
+        )
 
 
 def _fit_optimizer(draft: Draft) -> None:
