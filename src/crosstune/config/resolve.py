@@ -23,6 +23,7 @@ from crosstune.core.usable_memory import usable_bytes
 
 EIGHT_BIT_OPTIMIZERS_FROM = "bnb"
 """The quantizer whose library has the 8-bit optimizers."""
+_ONE_RANK_PER_DEVICE = ("nccl", "xccl")
 FUSED_OPTIMIZERS_ON = ("cuda", "cpu", "mps", "xpu")
 """Devices of torch; ROCm's is called cuda."""
 
@@ -147,32 +148,55 @@ def _fit_world(draft: Draft) -> tuple[int, str | None]:
     if ranks is not None:
         world_size = _fit_ranks(draft, ranks)
     elif asked == -1 and num_devices > 1 and not report.is_torch_cpu and report.engine != "mlx":
-        draft.set("world_size", 1, f"one of {num_devices} devices; training on several is not built yet")
-    if report.engine == "mlx":
-        if world_size > 1 and (ranks is None or ranks.local_size > 1):
-            draft.warn(
-                "world_size",
-                "MLX processes on one machine share its GPU, which is for tests only; to train faster, start one on each "
-                "of several machines with mlx.launch",
-            )
-    elif not report.is_torch_cpu and world_size > num_devices:
-        plural = "device" if num_devices == 1 else "devices"
-        draft.set("world_size", num_devices, f"{report.name} has {num_devices} {plural} here")
-        world_size = num_devices
+        why = f"one of {num_devices} devices; `crosstune train` starts a process for each"
+        draft.set("world_size", 1, why, kind="choice")
+    if report.engine == "mlx" and world_size > 1 and (ranks is None or ranks.local_size > 1):
+        draft.warn(
+            "world_size",
+            "MLX processes on one machine share its GPU, which is for tests only; to train faster, start one on each "
+            "of several machines with mlx.launch",
+        )
     collective = draft.facts.backends[report.name].collective
     wanted = draft["distributed_backend"]
     offers = (
         () if report.engine == "mlx" else report.collectives
     )  # MLX has others; only its ring is supported
     if wanted not in ("auto", collective) and wanted not in offers:
-        title = draft.facts.backends[report.name].title
-        used = collective or "auto"
-        draft.set(
-            "distributed_backend", used, f"{wanted} does not run on {report.name} ({title}), {used} does"
-        )
+        _refuse_collective(draft, wanted, collective or "auto", world_size=world_size)
     elif wanted != "auto":
         collective = wanted
+    if collective in _ONE_RANK_PER_DEVICE:
+        _check_devices(draft, ranks.local_size if ranks is not None else world_size, num_devices)
     return world_size, collective if world_size > 1 else None
+
+
+def _refuse_collective(draft: Draft, wanted: str, used: str, *, world_size: int) -> None:
+    """Add a problem for a communication library that the backend lacks; without other processes it does not matter."""
+    report = draft.report
+    why = f"{wanted} does not run on {report.name} ({draft.facts.backends[report.name].title}), {used} does"
+    if world_size == 1:
+        draft.set("distributed_backend", used, why)
+        return
+    draft.problems.append(
+        UserError(
+            f"--distributed_backend {wanted} does not work with --backend {report.name}.",
+            why=f"{why}.",
+            do=f"use --distributed_backend {used}, or leave it out",
+        )
+    )
+
+
+def _check_devices(draft: Draft, num_local: int, num_devices: int) -> None:
+    """Add a problem for more processes on a machine than it has devices."""
+    if num_local > num_devices:
+        plural = "device" if num_devices == 1 else "devices"
+        draft.problems.append(
+            UserError(
+                f"{num_local} processes cannot train on {num_devices} {draft.report.name} {plural}.",
+                why="their communication library needs a device for each process.",
+                do=f"use --world_size {num_devices}, more machines, or --distributed_backend gloo to share a device",
+            )
+        )
 
 
 def _fit_ranks(draft: Draft, ranks: Ranks) -> int:
@@ -182,7 +206,7 @@ def _fit_ranks(draft: Draft, ranks: Ranks) -> int:
         draft.problems.append(
             UserError(
                 f"{ranks.size} {ranks.engine} processes were started, but --backend {report.name} is not for them.",
-                do=f"use --backend {ranks.engine}, or start one process without mlx.launch",
+                do="use a backend of that engine, or start one process without a launcher",
             )
         )
     if asked == -1:

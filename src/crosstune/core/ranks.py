@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from crosstune.core.activity import Activity
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
@@ -62,6 +64,8 @@ class Group(Protocol):
     """The connected processes of a run. Every rank makes the same calls in the same order."""
 
     ranks: Ranks
+    activity: Activity
+    """What this process does now, for the watchdog."""
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
@@ -84,6 +88,9 @@ class Alone:
     """The group of a run with one process."""
 
     ranks = Ranks()
+
+    def __init__(self) -> None:
+        self.activity = Activity()
 
     def any(self, flag: bool) -> bool:
         return flag

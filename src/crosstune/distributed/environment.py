@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import JSON_LIMIT, parse_json
 from crosstune.core.plain_files import UnreadableFile, read_plain_text
@@ -37,14 +38,27 @@ class Nodes:
     master_port: int = DEFAULT_PORT
 
 
-def read_ranks() -> Ranks | None:
+def read_ranks(config: Config | None = None) -> Ranks | None:
     """Return the rank of this process; None when it was started alone."""
-    return ranks_in(os.environ)
+    return ranks_in(with_options(os.environ, config))
 
 
-def read_nodes() -> Nodes | None:
+def read_nodes(config: Config | None = None) -> Nodes | None:
     """Return the machines on which processes are to be started; None where nobody set the variables."""
-    return nodes_in(os.environ)
+    return nodes_in(with_options(os.environ, config))
+
+
+def with_options(environment: Mapping[str, str], config: Config | None) -> Mapping[str, str]:
+    """Return the variables with the master's address and port that were given as options."""
+    asked = config.options_asked() if config is not None else {}
+    options = {name.upper(): str(asked[name]) for name in ("master_addr", "master_port") if name in asked}
+    for name, value in options.items():
+        if has(environment, name) and environment[name].strip() != value and LAUNCHER not in environment:
+            raise UserError(
+                f"--{name.lower()} is {value}, but {name} is {environment[name].strip()} (an environment variable).",
+                do="leave one of them out",
+            )
+    return {**options, **environment}
 
 
 def ranks_in(environment: Mapping[str, str]) -> Ranks | None:

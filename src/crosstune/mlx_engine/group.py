@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 import mlx.core as mx
 import numpy as np
 
+from crosstune.core.activity import Activity
 from crosstune.core.errors import PeerLost, PortTaken, UserError
 from crosstune.core.ranks import Limits, Ranks
 
@@ -20,6 +21,7 @@ BUFFER_BYTES = 64 * 2**20
 class RingGroup:
     def __init__(self, ranks: Ranks, group: mx.distributed.Group) -> None:
         self.ranks, self._group = ranks, group
+        self.activity = Activity()
 
     def any(self, flag: bool) -> bool:
         return any(part != b"\0" for part in self._gather(b"\1" if flag else b"\0"))

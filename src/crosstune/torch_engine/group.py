@@ -10,12 +10,29 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+<<<<<<< HEAD
+=======
+from crosstune.config.load import add_variables
+from crosstune.config.time_limits import nccl_variables
+from crosstune.core.activity import Activity
+from crosstune.core.errors import UserError
+>>>>>>> w-shard
 from crosstune.core.ranks import Limits, Ranks
+from crosstune.torch_engine.board import StoreBoard
 from crosstune.torch_engine.lost_peers import peer_errors
+<<<<<<< HEAD
 from crosstune.torch_engine.rendezvous import join_store, use_interface_of
 from crosstune.torch_engine.sharding.mps_streams import prepare_mps
 from crosstune.torch_engine.sharding.staged_backend import NAME as STAGED
 from crosstune.torch_engine.sharding.staged_backend import backend_for
+=======
+from crosstune.torch_engine.rendezvous import join_store, second_connection, shared_store, use_interface_of
+
+COLLECTIVES = {"cuda": "nccl", "xpu": "xccl", "cpu": "gloo"}
+"""Device type -> the backend of torch.distributed for its tensors."""
+REMEMBERED = "crosstune/remembered"
+"""The key of the text that outlives an attempt."""
+>>>>>>> w-shard
 
 
 class TorchGroup:
@@ -23,6 +40,7 @@ class TorchGroup:
 
     def __init__(self, ranks: Ranks, *, store: dist.Store, limits: Limits) -> None:
         self.ranks, self.limits, self.store = ranks, limits, store
+        self.activity = Activity()
         with peer_errors(ranks, doing="connecting to the other processes"):
             self._control = dist.ProcessGroupGloo(
                 dist.PrefixStore("control", store), ranks.rank, ranks.size, _seconds(limits.collective_s)
@@ -65,9 +83,16 @@ class TorchGroup:
 
         `collective` is the plan's communication library; None takes the one of the device.
         """
+<<<<<<< HEAD
         name = collective_for(device, asked=collective)
         is_for_both = device.type == "cpu" or name == STAGED
         backend = name if is_for_both else f"cpu:gloo,{device.type}:{name}"
+=======
+        name = collective or collective_for(device)
+        backend = name if device.type == "cpu" else f"cpu:gloo,{device.type}:{name}"
+        if name == "nccl":
+            add_variables(nccl_variables(self.limits), over=True)
+>>>>>>> w-shard
         if self.limits.debug:
             dist.set_debug_level(dist.DebugLevel.DETAIL)
         with peer_errors(self.ranks, doing="opening the devices"):
@@ -79,6 +104,25 @@ class TorchGroup:
                 timeout=_seconds(self.limits.collective_s),
                 device_id=device if name == "nccl" and device.index is not None else None,
             )
+
+    def open_board(self) -> StoreBoard:
+        """Return the board on which all ranks post what they do."""
+        store = dist.PrefixStore(
+            f"crosstune/{self.ranks.attempt}/board", second_connection(self.ranks, self.limits)
+        )
+        return StoreBoard(store, size=self.ranks.size, timeout_s=self.limits.collective_s)
+
+    def remember(self, text: str) -> None:
+        """Keep a text for the next attempt, where torchrun's agent has the store."""
+        if self.ranks.first and not self.ranks.serves_store:
+            shared_store(self.store).set(REMEMBERED, text)
+
+    def recall(self) -> str:
+        """Return what rank 0 kept in an earlier attempt; an empty text if nothing."""
+        store, text = shared_store(self.store), ""
+        if self.ranks.first and not self.ranks.serves_store and store.check([REMEMBERED]):
+            text = store.get(REMEMBERED).decode()
+        return self.share(text)
 
     def close(self) -> None:
         """Leave the default group; for a process that goes on after its training."""

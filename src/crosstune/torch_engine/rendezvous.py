@@ -15,6 +15,7 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
+from crosstune.config.load import add_variables
 from crosstune.core.errors import PortTaken, UserError
 from crosstune.core.ranks import Limits, Ranks
 
@@ -36,6 +37,18 @@ def join_store(ranks: Ranks, limits: Limits) -> dist.Store:
     return store
 
 
+def second_connection(ranks: Ranks, limits: Limits) -> dist.Store:
+    """Return another connection to the store, for a thread that must not wait for the first one."""
+    return _open_client(ranks, time.monotonic() + limits.connect_s)
+
+
+def shared_store(store: dist.Store) -> dist.Store:
+    """Return the store without the prefix of the attempt."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def use_interface_of(ranks: Ranks) -> None:
     """Make gloo and NCCL use the network interface that leads to the master, unless the user chose one.
 
@@ -44,9 +57,9 @@ def use_interface_of(ranks: Ranks) -> None:
     interface = _interface_to(ranks)
     if interface is None:
         return
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    add_variables({"GLOO_SOCKET_IFNAME": interface})
     if ranks.num_nodes > 1:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        add_variables({"NCCL_SOCKET_IFNAME": interface})
 
 
 def _interface_to(ranks: Ranks) -> str | None:

@@ -39,7 +39,6 @@ from crosstune.torch_engine.optimizer import Masters, set_learning_rate
 from crosstune.torch_engine.quantized import count_weights
 from crosstune.torch_engine.sharding.gathered import free_gathered, without_gradients
 from crosstune.torch_engine.sharding.parts import is_sharded
-from crosstune.torch_engine.sharding.read_whole import read_whole
 from crosstune.torch_engine.task import (
     ChecksBatches,
     MeasuresResult,
@@ -49,7 +48,6 @@ from crosstune.torch_engine.task import (
     TorchTask,
     WritesModel,
 )
-
 
 if TYPE_CHECKING:
     from crosstune.torch_engine.sharding.parallel import Parallel
@@ -216,6 +214,8 @@ class TorchSession:
             if folder is not None:
                 self._write_tensors(folder, trained=self.masters.masters)
             return folder
+        from crosstune.torch_engine.sharding.read_whole import read_whole
+
         assert self.parallel is not None
         masters, parameters = self.masters.masters, self.masters.parameters
         divided = {name: (master, parameters[name]) for name, master in masters.items()}

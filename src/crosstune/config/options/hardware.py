@@ -63,7 +63,7 @@ class HardwareOptions:
     )
     world_size: int = option(
         -1,
-        "Number of devices; -1 for all. On MLX the number of processes; -1 for one",
+        "Number of devices, with a process for each; -1 for all. On a CPU and on MLX the number of processes; -1 for one",
         low=-1,
         high=2**16,
         on_resume=OnResume.FREE,
@@ -95,16 +95,4 @@ class HardwareOptions:
         False,
         "Do not reduce gradients between the micro-batches of a step: faster, but each rank holds whole gradients",
         needs=(SEVERAL_DEVICES, SHARDED_MODEL, SHARDED_WEIGHTS),
-    )
-    master_addr: str = option(
-        "localhost",
-        "Address of the first process",
-        needs=(SEVERAL_DEVICES, SHARDED_MODEL),
-    )
-    master_port: int = option(
-        12355,
-        "Port of the first process",
-        low=1,
-        high=65535,
-        needs=(SEVERAL_DEVICES, SHARDED_MODEL),
     )
