@@ -10,29 +10,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-<<<<<<< HEAD
-=======
 from crosstune.config.load import add_variables
 from crosstune.config.time_limits import nccl_variables
 from crosstune.core.activity import Activity
-from crosstune.core.errors import UserError
->>>>>>> w-shard
 from crosstune.core.ranks import Limits, Ranks
 from crosstune.torch_engine.board import StoreBoard
 from crosstune.torch_engine.lost_peers import peer_errors
-<<<<<<< HEAD
-from crosstune.torch_engine.rendezvous import join_store, use_interface_of
+from crosstune.torch_engine.rendezvous import join_store, second_connection, shared_store, use_interface_of
 from crosstune.torch_engine.sharding.mps_streams import prepare_mps
 from crosstune.torch_engine.sharding.staged_backend import NAME as STAGED
 from crosstune.torch_engine.sharding.staged_backend import backend_for
-=======
-from crosstune.torch_engine.rendezvous import join_store, second_connection, shared_store, use_interface_of
 
-COLLECTIVES = {"cuda": "nccl", "xpu": "xccl", "cpu": "gloo"}
-"""Device type -> the backend of torch.distributed for its tensors."""
 REMEMBERED = "crosstune/remembered"
 """The key of the text that outlives an attempt."""
->>>>>>> w-shard
 
 
 class TorchGroup:
@@ -83,16 +73,11 @@ class TorchGroup:
 
         `collective` is the plan's communication library; None takes the one of the device.
         """
-<<<<<<< HEAD
         name = collective_for(device, asked=collective)
-        is_for_both = device.type == "cpu" or name == STAGED
-        backend = name if is_for_both else f"cpu:gloo,{device.type}:{name}"
-=======
-        name = collective or collective_for(device)
-        backend = name if device.type == "cpu" else f"cpu:gloo,{device.type}:{name}"
+        takes_all = device.type == "cpu" or name == STAGED
+        backend = name if takes_all else f"cpu:gloo,{device.type}:{name}"
         if name == "nccl":
             add_variables(nccl_variables(self.limits), over=True)
->>>>>>> w-shard
         if self.limits.debug:
             dist.set_debug_level(dist.DebugLevel.DETAIL)
         with peer_errors(self.ranks, doing="opening the devices"):
