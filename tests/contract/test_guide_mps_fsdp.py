@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -347,3 +348,12 @@ def test_the_complete_example_learns(tmp_path: Path, capsys: pytest.CaptureFixtu
     losses = [float(line.split(": ")[1].split(",")[0]) for line in capsys.readouterr().out.splitlines()]
     assert losses[-1] < losses[0]
     assert (tmp_path / "checkpoint_epoch_5.pt").is_file()
+
+
+def test_the_program_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "mps-fsdp.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    [code] = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(compile(code, "docs/mps-fsdp.md", "exec"), names)
+    assert names["checkpoint"]["epoch"] == 1

@@ -92,8 +92,7 @@ def shard_module(
 ) -> None:
     """Shard one module, with the parameters in it that are not sharded yet. Scalars stay whole on every rank."""
     _make_scales_parameters(module)
-    if precision is None:
-        precision = _precision(_widen_trained(module))
+    compute = _widen_trained(module) if precision is None else precision.param_dtype
     for parameter in module.parameters():
         if not parameter.is_contiguous():  # which FSDP2 refuses
             parameter.data = parameter.data.contiguous()
@@ -101,7 +100,7 @@ def shard_module(
         module,
         mesh=mesh,
         reshard_after_forward=strategy.reshard_after_forward if reshard is None else reshard,
-        mp_policy=precision,
+        mp_policy=_precision(compute) if precision is None else precision,
         offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
         if cpu_offload
         else OffloadPolicy(),
