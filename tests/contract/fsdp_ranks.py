@@ -1,7 +1,7 @@
 """Train with the wrapper in one of several processes; started by test_guide_mps_fsdp.py with torchrun or by hand.
 
 Arguments: the sharding strategy, a folder, the first step and the one after the last; a checkpoint in the folder is
-continued.
+continued. With STAGED set, host tensors take the path of a device that gloo does not know.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from crosstune.compat.torch_parts import fsdp_groups, fsdp_model
+from crosstune.torch_engine.sharding.staged_backend import NAME, register_staged_backend
 from mps_fsdp_wrapper import create_mps_fsdp_wrapper
 
 
@@ -40,10 +42,18 @@ def batch(step: int, *, rank: int, size: int) -> torch.Tensor:
     return rows[rank::size]
 
 
+def stage_everything() -> None:
+    register_staged_backend(stage_host=True)
+    for module in (fsdp_groups, fsdp_model):
+        module.open_group = lambda device, ranks=None: dist.new_group(ranks, backend=NAME)  # type: ignore[attr-defined]
+
+
 def main(strategy: str, folder: str, first: str, last: str) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size > 1:
         dist.init_process_group(backend="gloo", init_method="env://", world_size=size, rank=rank)
+    if os.environ.get("STAGED"):
+        stage_everything()
     wrapper = create_mps_fsdp_wrapper(
         world_size=size, rank=rank, sharding_strategy=strategy, mixed_precision=False
     )

@@ -254,7 +254,7 @@ def test_processes_of_torchrun_and_by_hand_continue_each_other(
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     command = [sys.executable, str(SCRIPT), "NO_SHARD", str(moved), "6", "9"]
-    run_ranks(command, ranks=2, MASTER_PORT=port)
+    run_ranks(command, ranks=2, MASTER_PORT=port, STAGED="1")
     assert losses_in(moved) == pytest.approx(expected[6:], rel=1e-5)
 
 
