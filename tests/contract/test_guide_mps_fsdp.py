@@ -275,12 +275,14 @@ def test_a_quantized_model_is_wrapped_bit_for_bit() -> None:
     quant_config = QuantizationConfig(method=QuantizationMethod.HQQ_4BIT, bits=4, compute_dtype=torch.float16)
     x = torch.linspace(-1, 1, 512, device=DEVICE).reshape(2, 256)
     expected = quantized(quant_config)(x)
-    wrapper = MPSFSDPWrapper()
-    model = wrapper.wrap_model(quantized(quant_config), param_dtype=quant_config.compute_dtype)
-    output = model(x)
-    assert torch.equal(output, expected)
-    output.sum().backward()
-    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["3.weight", "3.bias"]
+    for min_num_params, layers in ((1e6, {""}), (1e4, {"", "0", "2"})):
+        wrapper = MPSFSDPWrapper(MPSFSDPConfig(min_num_params=min_num_params))
+        model = wrapper.wrap_model(quantized(quant_config), param_dtype=quant_config.compute_dtype)
+        assert sharded(model) == layers
+        output = model(x)
+        assert torch.equal(output, expected)
+        output.sum().backward()
+        assert [name for name, p in model.named_parameters() if p.grad is not None] == ["3.weight", "3.bias"]
 
 
 # Troubleshooting and tips

@@ -12,8 +12,6 @@ from crosstune.core.errors import UserError
 from crosstune.torch_engine.sharding.find_blocks import find_blocks
 
 Policy = Callable[..., bool]
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-"""They have no forward, so there is no moment to gather them."""
 _WHOLE = (nn.MultiheadAttention,)
 """Modules that read the weights of their children without calling them."""
 
@@ -85,23 +83,20 @@ def _walk(module: nn.Module, policy: Policy, seen: set[int]) -> list[tuple[nn.Mo
         for child in module.children():
             found += _walk(child, policy, seen)
     left = own - sum(taken for _, taken in found)
-    if (
-        left
-        and not isinstance(module, _CONTAINERS)
-        and policy(module=module, recurse=False, nonwrapped_numel=left)
-    ):
+    if left and _has_forward(module) and policy(module=module, recurse=False, nonwrapped_numel=left):
         found.append((module, left))
     return found
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Return whether a module is called, so that there is a moment to gather it; lists and stored weights are not."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _inner_first(model: nn.Module, chosen: Iterable[nn.Module]) -> list[nn.Module]:
     wanted = set(map(id, chosen))
     found = [(name.count("."), module) for name, module in model.named_modules() if id(module) in wanted]
-    return [
-        module
-        for _, module in sorted(found, key=lambda entry: -entry[0])
-        if not isinstance(module, _CONTAINERS)
-    ]
+    return [module for _, module in sorted(found, key=lambda entry: -entry[0]) if _has_forward(module)]
 
 
 def _shares_weights(model: nn.Module, module: nn.Module) -> bool:
