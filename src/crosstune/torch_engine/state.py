@@ -53,8 +53,9 @@ def export_moments(
     for name, master in masters.items():
         for slot, value in optimizer.state.get(master, {}).items():
             if isinstance(value, torch.Tensor):
-                of_rows = parameters is not None and value.shape == master.shape
-                value = to_host(whole(value, of=parameters[name]) if of_rows else value, copy=copy)
+                if parameters is not None and value.shape == master.shape:
+                    value = whole(value, of=parameters[name])
+                value = to_host(value, copy=copy)
             slots.setdefault(_CANONICAL.get(slot, slot), {})[name] = np.asarray(value)
     return slots
 
