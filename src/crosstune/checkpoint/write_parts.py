@@ -47,8 +47,32 @@ def write_divided(root: Path, state: SessionState, fields: Mapping[str, Any], *,
         with _together(group, target, need):
             if group.ranks.first:
                 files = _take_listed(staged, state.part.count)
-                # A process may have no rows of an array; the first has some of each, unless the array is empty.
+                written = write_tensors(staged / RANDOM, parts[RANDOM])
+                files[RANDOM] = {"bytes": written.num_bytes, "sha256": written.sha256}
+                write_manifest(staged, {**fields, "files": files})
+                put_new(staged, target)
+    return committed(root, target, need) if group.ranks.first else Committed(folder=target, num_bytes=need)
+
+
+def _listed(number: int) -> str:
+    return f"part-{number:05d}.json"
+
+
+def _write_part(staged: Path, state: SessionState) -> None:
+    """Write the arrays of this process, and a note of their files for the first one."""
+    assert state.part is not None
+    if not staged.is_dir():
+        raise SaveFailed(
+            f"A process of the run does not see {staged}.",
+            why="every process writes its part of a large checkpoint into the folder of the run.",
+            do="use an --output_dir on a file system that all hosts share",
+        )
+    number, count, parts = state.part.number, state.part.count, state_files(state)
+    files = {}
+    for file in (WEIGHTS, MOMENTS):
+        # A process may have no rows of an array; the first has some of each, unless the array is empty.
         arrays = {key: array for key, array in parts[file].items() if array.size or number == 0}
+        name = part_name(file, number, count)
         written = write_tensors(staged / name, arrays)
         files[name] = {"bytes": written.num_bytes, "sha256": written.sha256}
     write_json(staged / _listed(number), files)
