@@ -71,7 +71,7 @@ def file_bytes(arrays: Mapping[str, Array]) -> int:
 
 def read_tensors(path: Path, *, mapped: bool = False) -> dict[str, Array]:
     """Return all arrays in a file: copies, or `mapped` into memory, so that only what is used is read."""
-    arrays = {}
+    arrays: dict[str, Array] = {}
     with open_plain(path, follow_links=False) as file:
         header = _read_header(file, path)
         for name, entry in header.tensors.items():

@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.checkpoint.folders import name_of
+from crosstune.checkpoint.manifest import MOMENTS, RANDOM, WEIGHTS
+from crosstune.checkpoint.parts import part_name
 from crosstune.checkpoint.tensors import file_bytes, write_tensors
 from crosstune.checkpoint.write import (
     Committed,
     SaveFailed,
     check_finite,
     check_room,
+    committed,
     failed,
     state_files,
+    write_manifest,
 )
-from crosstune.core.atomic_files import staging_folder
+from crosstune.core.atomic_files import put_new, staging_folder
 from crosstune.core.json_files import read_json, write_json
 from crosstune.core.protocols import SessionState
 from crosstune.core.ranks import Group
