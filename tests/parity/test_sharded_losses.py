@@ -141,21 +141,29 @@ def test_every_strategy(folder: Path) -> None:
 
 
 SAVED = {"max_steps": 4, "save_steps": 2, "keep_last_n": 5, "save_model": True, "rows_per_step": 8}
+IN_PARTS = "import crosstune.torch_engine.session as session; session.LARGE_STATE_BYTES = 0"
 EVALUATED = {"skip_eval": False, "eval_samples": 5, "num_samples": 2, "max_new_tokens": 4}
 
 
 def test_another_number_of_processes_continues(folder: Path) -> None:
-    """Save at 2 with evaluation and generation, resume at 1 and 3: 8 rows a step, which 3 cannot divide evenly."""
-    check_resumed(folder, "lora", SAVED | EVALUATED | {"train_type": "lora"}, worlds=(3,))
+    """Save at 2 with evaluation and generation, resume at 1 and 3: 8 rows a step, which 3 cannot divide evenly. The state
+    is written in parts, as a large one is."""
+    check_resumed(folder, "lora", SAVED | EVALUATED | {"train_type": "lora"}, worlds=(3,), hook=IN_PARTS)
+    files = {path.name for path in (folder / "lora-2" / "checkpoints" / "step-00000002").iterdir()}
+    assert {"weights-00001-of-00002.safetensors", "moments-00002-of-00002.safetensors"} <= files
+    assert "weights.safetensors" not in files
 
 
 @pytest.mark.slow
-def test_a_full_model_continues_everywhere(folder: Path) -> None:
-    check_resumed(folder, "all", SAVED | EVALUATED | {"train_type": "full"}, worlds=(1, 3, 4))
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_full_model_continues_everywhere(in_parts: bool, folder: Path) -> None:
+    name = "parts" if in_parts else "all"
+    hook = IN_PARTS if in_parts else ""
+    check_resumed(folder, name, SAVED | EVALUATED | {"train_type": "full"}, worlds=(1, 3, 4), hook=hook)
     pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
-    on = resumed(folder, "all", SAVED | {"train_type": "full"}, world=1)
-    train(make_config(**on | {"backend": "mlx", "name": "all-mlx"}))
-    np.testing.assert_allclose(losses(folder / "all-mlx"), losses(folder / "all-plain"), rtol=1e-4)
+    on = resumed(folder, name, SAVED | {"train_type": "full"}, world=1)
+    train(make_config(**on | {"backend": "mlx", "name": f"{name}-mlx"}))
+    np.testing.assert_allclose(losses(folder / f"{name}-mlx"), losses(folder / f"{name}-plain"), rtol=1e-4)
 
 
 def resumed(folder: Path, name: str, more: Mapping[str, Any], *, world: int) -> dict[str, Any]:
@@ -165,11 +173,13 @@ def resumed(folder: Path, name: str, more: Mapping[str, Any], *, world: int) -> 
     return asked
 
 
-def check_resumed(folder: Path, name: str, more: Mapping[str, Any], *, worlds: tuple[int, ...]) -> None:
+def check_resumed(
+    folder: Path, name: str, more: Mapping[str, Any], *, worlds: tuple[int, ...], hook: str = ""
+) -> None:
     train(make_config(**options(folder, world=1, name=f"{name}-plain", **more)))
     jobs = [{"world": 2, "runs": [options(folder, world=2, name=f"{name}-2", **more)]}]
     jobs += [{"world": world, "runs": [resumed(folder, name, more, world=world)]} for world in worlds]
-    run_ranks(jobs)
+    run_ranks(jobs, hook=hook)
     train(make_config(**resumed(folder, name, more, world=1) | {"name": f"{name}-on-plain"}))
     expected, summary = losses(folder / f"{name}-plain"), read_json(folder / f"{name}-plain" / "summary.json")
     state = newest(folder / f"{name}-plain")

@@ -53,6 +53,10 @@ if TYPE_CHECKING:
     from crosstune.torch_engine.sharding.parallel import Parallel
 
 
+LARGE_STATE_BYTES = 2**30
+"""A sharded state of this size is written in parts, one by each process."""
+
+
 @dataclass(kw_only=True)
 class Parts:
     """The parts of an opened model."""
@@ -170,8 +174,12 @@ class TorchSession:
     def trained_shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self.masters.shapes()
 
-    def export_state(self, *, copy: bool = True) -> SessionState:
+    def export_state(self, *, copy: bool = True, divided: bool = False) -> SessionState:
         doing, masters = "a copy of the training state", self.masters
+        large = 12 * self.num_parameters()[0] >= LARGE_STATE_BYTES  # the weights and two moments in fp32
+        if divided and large and self.parallel is not None and self.parallel.num_shards > 1:
+            part = self.parallel.state_part(masters.shapes())
+            return states.export_part(self._trained_optimizer(), masters, part, device=self.device)
         with self._gathering(doing), memory_errors(self.device, doing=doing):
             return SessionState(
                 weights=states.export_weights(masters, copy=copy),

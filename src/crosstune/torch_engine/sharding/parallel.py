@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from crosstune.config.plan import Plan
 from crosstune.core.errors import PeerLost
 from crosstune.core.out_of_memory import OutOfMemory
-from crosstune.core.protocols import PreparedBatch
+from crosstune.core.protocols import PreparedBatch, StatePart
 from crosstune.core.ranks import Group
 from crosstune.torch_engine.lost_peers import peer_errors
 from crosstune.torch_engine.sharding.gathered import free_gathered, set_gradient_sync
@@ -61,6 +61,15 @@ class Parallel:
         """The number of ranks, or hosts, that hold the same part of the model."""
         names = self.mesh.mesh_dim_names or ()
         return self.mesh.size(names.index(REPLICAS)) if REPLICAS in names else 1
+
+    @property
+    def num_shards(self) -> int:
+        return self.size // self.num_replicas if self.strategy.sharded else 1
+
+    def state_part(self, shapes: Mapping[str, tuple[int, ...]]) -> StatePart:
+        """Return which part of a sharded state this rank holds. The hosts of a hybrid strategy hold the same ones."""
+        count = self.num_shards
+        return StatePart(number=self.rank % count, count=count, writes=self.rank < count, shapes=dict(shapes))
 
     def turns(
         self, model: nn.Module, window: Sequence[PreparedBatch]
