@@ -27,7 +27,7 @@ def choose_blocks(model: nn.Module, *, policy: Any, min_num_params: int) -> list
         )
     elif isinstance(policy, _Policy):
         chosen = _inner_first(model, policy._run_policy(model, set(), {}))
-    elif isinstance(policy, type) or isinstance(policy, (set, frozenset, list, tuple)):
+    elif isinstance(policy, (type, set, frozenset, list, tuple)):
         chosen = blocks_of_class(model, policy)
     elif callable(policy):
         chosen = list(_select(model, policy))

@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ def wrap(
         model.set_reshard_after_forward(True, recurse=False)
     model.register_forward_hook(_free_without_gradients)
     if config.forward_prefetch and in_order:
-        for block, following in zip(blocks, blocks[1:], strict=False):
+        for block, following in pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])
     _finish(model, config, device)
     return model
