@@ -8,7 +8,7 @@ from crosstune.api.arguments import Data, OptionValue, PathLike, SavesTokenizer,
 from crosstune.api.callbacks import Callback, Callbacks, keep_process_state
 from crosstune.api.python_words import Written, python_words
 from crosstune.api.run import Run
-from crosstune.cli.train import leave_together, show_training
+from crosstune.cli.train import after_restart, leave_together, show_training
 from crosstune.core.errors import UserError
 
 
@@ -28,7 +28,7 @@ def train(
     nothing is printed.
     """
     from crosstune.distributed.environment import read_ranks
-    from crosstune.distributed.group import connect
+    from crosstune.distributed.group import connected, naming_rank
     from crosstune.loop.stop import StopSignal
 
     stop, written = StopSignal(), Written()
@@ -36,10 +36,11 @@ def train(
         called = Callbacks(callbacks, stop)
         data = {"dataset": dataset, "eval_dataset": eval_dataset, "tokenizer": tokenizer}
         config = read_config(options, written=written, **data)
-        group = connect(read_ranks())
-        with keep_process_state():
+        with keep_process_state(), connected(config, read_ranks(config)) as group, naming_rank(group):
             try:
-                result, _ = show_training(config, group, observers=[called], stop=stop, quiet=not progress)
+                result, _ = show_training(
+                    after_restart(config, group), group, observers=[called], stop=stop, quiet=not progress
+                )
                 leave_together(result, group)
             except UserError as error:
                 if called.error is not None:

@@ -183,6 +183,7 @@ class Execution:
         )
 
     def _load(self, stop: StopSignal) -> Session:
+        self.group.activity.start("loading the model")
         self.observer.on_event(Loading(model=self.described["model"]["name"]))
         try:
             with stop.droppable(), memory_errors(doing=LOADING):
@@ -230,6 +231,7 @@ class Execution:
         self.stop.request("the loss of its folder")
 
     def _restore(self, session: Session, start: Start) -> None:
+        self.group.activity.start("restoring the checkpoint")
         restore_session(
             session, start, plan=self.plan, recipe=self.recipe, scale=self.scale, observer=self.observer
         )
@@ -253,7 +255,7 @@ class Execution:
             ),
             fields=self._fields,
             observer=self.observer,
-            writes=self.ranks.first,
+            group=self.group,
         )
         checkpoints.last_step = self.start.step if self.start else 0
         return checkpoints
@@ -305,6 +307,7 @@ class Execution:
 
     def _save_result(self, session: Session) -> Path | None:
         """Write the result. If that fails, make sure that the weights are in a checkpoint, from which it can be made."""
+        self.group.activity.start("saving the result")
         try:
             return save_result(session, self.recipe, self.record.folder, writes=self.ranks.first)
         except SaveFailed as error:
