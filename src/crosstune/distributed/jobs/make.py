@@ -81,7 +81,7 @@ def make_job(
         options={option.name: values[option.name] for option in taken},
     )
     problems += _check_devices(job)
-    problems += check_request(config, words, size=job.num_nodes * job.num_local)
+    problems += check_request(config, size=job.num_nodes * job.num_local)
     problems += load_scheduler(scheduler).check(job)
     raise_all(problems)
     return job

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError, shown
+from crosstune.core.secrets import holds_secret
 
 Check = Callable[[str], str | None]
 """Return what a value must be instead; None for one that is allowed."""
@@ -41,6 +42,8 @@ class JobOption:
             wanted = None if raw.strip() and raw.isprintable() else "a path"
         else:
             wanted = self.check(raw) if self.check else None
+        if wanted is None and holds_secret(raw):
+            wanted = "no password or access token: set it as an environment variable of the machines instead"
         if wanted is not None:
             raise UserError(f"--{self.name} cannot be {shown(raw)}.", do=f"give {wanted}")
         return Path(raw).expanduser() if self.type is Path else self.type(raw)
