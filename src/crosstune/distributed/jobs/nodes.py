@@ -20,11 +20,13 @@ from crosstune.core.errors import (
 from crosstune.core.signals import taken_signals
 from crosstune.distributed.jobs.job import Started
 
-PATIENCE_S = 10.0
+PATIENCE_S = 5.0
 """How long the other machines have to end by themselves after one failed."""
 GRACE_S = 60.0
 """Time between SIGTERM and the hard end."""
 POLL_S = 0.2
+SETTLE_S = 3.0
+"""Wait before a new start: what is left of a lost machine ends meanwhile, and lets go of the run folder."""
 
 
 class Node(Protocol):
@@ -71,6 +73,7 @@ def run_nodes(start: Start, *, restarts: int, report: Callable[[str], None]) -> 
             attempt += 1
             for line in ended.lines:
                 report(line)
+            time.sleep(SETTLE_S)
             report(f"all machines are started again from the last checkpoint ({attempt} of {restarts} times)")
 
 

@@ -6,7 +6,6 @@ import collections
 import importlib.util
 import logging
 import shlex
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,8 +29,6 @@ NUM_LINES = 15
 ANSWER_S = 30.0
 """How long an actor may take to answer; one that does not is lost."""
 TOLD_EVERY_S = 15.0
-SETTLE_S = 3.0
-"""Wait after a machine was lost: what is left of it ends meanwhile, and Ray notes that it is gone."""
 
 
 def check(job: Job) -> list[UserError]:
@@ -105,8 +102,6 @@ class _Cluster:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as InGroup
 
         self.release()
-        if attempt:
-            time.sleep(SETTLE_S)
         wanted = bundle(self.job)
         self._place(wanted)
         actor = ray.remote(NodeActor)
