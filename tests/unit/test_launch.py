@@ -1,8 +1,7 @@
-"""The launcher, with small programs in the place of ranks; and how a process learns that it is one."""
+"""The launcher, with small programs in the place of ranks."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from crosstune.core.errors import EXIT_PORT_TAKEN, UserError
+from crosstune.core.errors import EXIT_PORT_TAKEN
 from crosstune.distributed import launch as launching
-from crosstune.distributed.environment import ranks_in
 from crosstune.distributed.launch import Outcome, launch, ring_environments
 
 FOREVER = "time.sleep(900)"
@@ -137,46 +135,3 @@ def _is_running(pid: int) -> bool:
         return stat.read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def hostfile(tmp_path: Path, text: str) -> str:
-    path = tmp_path / "hosts.json"
-    path.write_text(text)
-    return str(path)
-
-
-def test_a_process_learns_its_place(tmp_path: Path) -> None:
-    hosts = [["10.0.0.1:5000", "10.0.0.9:5000"], ["10.0.0.2:5000"], ["10.0.0.2:5001"]]
-    environment = {"MLX_HOSTFILE": hostfile(tmp_path, json.dumps(hosts)), "MLX_RANK": "2"}
-    ranks = ranks_in(environment)
-    assert ranks is not None
-    assert (ranks.engine, ranks.rank, ranks.size, ranks.local_rank, ranks.local_size) == ("mlx", 2, 3, 1, 2)
-    assert ranks.launcher is None and not ranks.first
-
-
-def test_a_process_on_its_own_is_no_rank(tmp_path: Path) -> None:
-    assert ranks_in({}) is None
-    assert ranks_in({"MLX_HOSTFILE": hostfile(tmp_path, "\n"), "MLX_RANK": "0"}) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "rank", "words"),
-    [
-        ("{", "0", "is not a host file"),
-        ('[{"ssh": "mac1"}, {"ssh": "mac2"}]', "0", "is not a host file"),
-        ('[["a:1"], ["b:1"]]', "2", "MLX_RANK cannot be '2'"),
-        ('[["a:1"], ["b:1"]]', "-1", "MLX_RANK cannot be '-1'"),
-        (None, "0", "Cannot read the host file"),
-        ("", "0", "do not form a ring"),
-    ],
-)
-def test_what_is_wrong_with_a_ring_is_said(text: str | None, rank: str, words: str, tmp_path: Path) -> None:
-    path = str(tmp_path / "missing") if text is None else hostfile(tmp_path, text) if text else ""
-    with pytest.raises(UserError, match=words):
-        ranks_in({"MLX_HOSTFILE": path, "MLX_RANK": rank})
-
-
-def test_a_torch_rank_is_refused_rather_than_trained_alone() -> None:
-    with pytest.raises(UserError, match="rank 1 of 2"):
-        ranks_in({"RANK": "1", "WORLD_SIZE": "2"})
-    assert ranks_in({"RANK": "0", "WORLD_SIZE": "1"}) is None

@@ -10,6 +10,8 @@ from crosstune.config.train_types import TRAIN_TYPE_PARTS
 from crosstune.core.quantizers import Quantizer
 
 ADAPTER_METHODS = ("lora", "dora")
+REPLICATED = ("ddp", "no_shard")
+"""Values of --sharding_strategy with which every process holds the whole model."""
 _SCHEDULES_WITH_FLOOR = ("cosine", "cosine_with_restarts", "exponential")
 
 
@@ -38,6 +40,11 @@ class Condition:
     holds: Callable[[Decided], bool]
     otherwise: str
     """Why the option has no effect; a template for `Decided.values`."""
+
+
+def shards_weights(strategy: str) -> bool:
+    """Return whether a value of --sharding_strategy divides the weights over the processes."""
+    return strategy not in REPLICATED
 
 
 def idle_reason(needs: tuple[Condition, ...], decided: Decided) -> str | None:
@@ -105,6 +112,16 @@ SHARDED_MODEL = Condition(
     summary="",
     holds=lambda now: now.engine != "mlx",
     otherwise="has no effect on MLX: each process has the whole model",
+)
+SHARDED_WEIGHTS = Condition(
+    summary="a strategy that shards",
+    holds=lambda now: shards_weights(now.options["sharding_strategy"]),
+    otherwise="has no effect with --sharding_strategy {sharding_strategy}: each process has the whole model",
+)
+DEVICE_MEMORY = Condition(
+    summary="a device with memory of its own",
+    holds=lambda now: now.options["backend"] != "cpu",
+    otherwise="has no effect on a CPU, whose activations are in host memory",
 )
 RECOMPUTATION = Condition(
     summary="`--use_gradient_checkpointing`",

@@ -11,6 +11,7 @@ from typing import Any, Union
 
 from crosstune.config.conditions import Condition
 from crosstune.config.unbuilt import Unbuilt
+from crosstune.core.durations import parse_duration
 
 Choices = Sequence[str] | Callable[[], Sequence[str]]
 Check = Callable[[Any], str | None]
@@ -117,6 +118,15 @@ def option(
 def not_zero(value: int) -> str | None:
     """Refuse 0, for an option where -1 is for all."""
     return "-1 for all, or an integer from 1 up" if value == 0 else None
+
+
+def check_duration(value: str) -> str | None:
+    """Refuse a text that is no duration."""
+    try:
+        parse_duration(value)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def read_option(item: Field[Any], *, hint: Any, group: str) -> Option:

@@ -13,6 +13,7 @@ from crosstune.config.options.data import DataOptions
 from crosstune.config.options.hardware import HardwareOptions
 from crosstune.config.options.method import MethodOptions
 from crosstune.config.options.model import ModelOptions
+from crosstune.config.options.processes import ProcessOptions
 from crosstune.config.options.profiling import ProfilingOptions
 from crosstune.config.options.run import RunOptions
 from crosstune.config.options.training import TrainingOptions
@@ -23,6 +24,7 @@ GROUPS: Mapping[str, type] = {
     "Method": MethodOptions,
     "Training": TrainingOptions,
     "Hardware": HardwareOptions,
+    "Several processes": ProcessOptions,
     "Run folder and output": RunOptions,
     "Profiling": ProfilingOptions,
 }
@@ -36,6 +38,7 @@ class Config(
     MethodOptions,
     TrainingOptions,
     HardwareOptions,
+    ProcessOptions,
     RunOptions,
     ProfilingOptions,
 ):

@@ -15,6 +15,8 @@ EXIT_USER_MUST_ACT = 2
 EXIT_STOPPED = 3
 EXIT_PEER_LOST = 4
 EXIT_PORT_TAKEN = 5
+EXIT_HUNG = 6
+"""Of a rank whose watchdog ended it; the launcher ends with 1."""
 EXIT_AT_ONCE = 130
 
 LIBRARY_FAULTS = (

@@ -105,6 +105,7 @@ class Training:
         try:
             while progress.steps < num_steps and not self._stops_early():
                 self._check_stop()
+                self._start("data", step=progress.steps + 1)
                 with self._saving_on_error():
                     window = prefetch.window(progress.steps)
                 self._take_step(progress.steps, window)
@@ -144,6 +145,7 @@ class Training:
         return True
 
     def _check_stop(self) -> None:
+        self._start("start", step=self.progress.steps + 1)
         reserve = self.progress.longest_step_s + self.checkpoints.longest_save_s
         if self.deadline is not None and self.deadline.too_close(reserve):
             self.stop.request("the time limit")
@@ -182,9 +184,14 @@ class Training:
                     self._save(wait=True)
             raise
 
+    def _start(self, name: str, *, step: int | None = None) -> None:
+        """Tell the watchdog what begins now."""
+        self.group.activity.start(f"step {step if step is not None else self.progress.steps}: {name}")
+
     def _save(self, *, wait: bool = False) -> None:
         progress = self.progress
         if progress.steps > self.checkpoints.last_step:
+            self._start("checkpoint")
             self.checkpoints.save(
                 self.session,
                 progress.steps,
@@ -197,7 +204,13 @@ class Training:
         lr = self.rate(step)
         started = time.perf_counter()
         try:
-            result: Backward | None = take_step(self.session, window, lr=lr, scale=self.scale)
+            result: Backward | None = take_step(
+                self.session,
+                window,
+                lr=lr,
+                scale=self.scale,
+                starting=lambda name: self._start(name, step=step + 1),
+            )
         except NonFiniteError as error:
             self._find_nonfinite(error, step, window)
             result = None
@@ -238,6 +251,7 @@ class Training:
             return {}
         step, started = self.progress.steps, time.perf_counter()
         self._stop_together()
+        self._start("evaluation")
         self.observer.on_event(EvaluationStarted(step=step, when=when))
         with self._saving_on_error(), self.stop.droppable():
             evaluation = self.recipe.evaluate(self.session, observer=self.observer)

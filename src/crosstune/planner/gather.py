@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,23 @@ def gather(
         longest_row=longest_row,
         **model_facts(config),
     )
+
+
+def may_have_several_devices() -> bool:
+    """Return whether to count the devices for `--world_size -1`; a cheap look, since counting them loads an engine."""
+    nvidia = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    others = len(list(Path("/dev/dri").glob("renderD*")))  # AMD and Intel
+    return max(nvidia, others) > 1
+
+
+def with_all_devices(config: Config) -> Config:
+    """Return the configuration with the number of devices for `--world_size -1`."""
+    if config.world_size != -1:
+        return config
+    plan = make_plan(config)
+    num_devices = 1 if plan.engine == "mlx" or plan.backend.is_torch_cpu else len(plan.backend.devices)
+    asked = {**config.asked, "world_size": "all devices of the machine"}
+    return dataclasses.replace(config, world_size=max(1, num_devices), asked=asked)
 
 
 def needs_base_model(config: Config) -> bool:

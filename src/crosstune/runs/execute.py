@@ -212,6 +212,7 @@ class Execution:
         )
 
     def _load(self, stop: StopSignal) -> Session:
+        self.group.activity.start("loading the model")
         self.observer.on_event(Loading(model=self.described["model"]["name"]))
         try:
             with stop.droppable(), memory_errors(doing=LOADING):
@@ -245,6 +246,7 @@ class Execution:
 
     def _restore(self, session: Session, start: Start) -> None:
         """Import the state of the checkpoint into a new session."""
+        self.group.activity.start("restoring the checkpoint")
         config, allowed = self.plan.config, set(mismatches(self.plan.config.allow_mismatch))
         state = resume.fitting_state(
             start.checkpoint.load(),
@@ -380,6 +382,7 @@ class Execution:
 
     def _save_result(self, session: Session) -> Path | None:
         """Write the result. If that fails, make sure that the weights are in a checkpoint, from which it can be made."""
+        self.group.activity.start("saving the result")
         try:
             return save_result(session, self.recipe, self.record.folder, writes=self.ranks.first)
         except SaveFailed as error:

@@ -18,6 +18,8 @@ from crosstune.models.adapter_files import load_adapter as read_adapter_files
 from crosstune.models.config_spelling import respell_folder
 from crosstune.models.folder import PLAIN_STEM
 from crosstune.torch_engine.adapters import Adapted
+from crosstune.torch_engine.sharding.parts import local_part, whole
+from crosstune.torch_engine.state import copy_rows
 from crosstune.torch_engine.stream import places_in, read_tensor
 
 SHARD_BYTES = 4 * 2**30
@@ -31,8 +33,8 @@ def adapter_weights(adapters: Mapping[str, Adapted]) -> dict[str, nn.Parameter]:
 
 
 def host_weights(adapters: Mapping[str, Adapted]) -> dict[str, Array]:
-    """Return fp32 copies of the adapter parameters on the host."""
-    return {name: p.detach().float().cpu().numpy() for name, p in adapter_weights(adapters).items()}
+    """Return fp32 copies of the adapter parameters on the host. Collective if they are sharded."""
+    return {name: whole(p).float().cpu().numpy() for name, p in adapter_weights(adapters).items()}
 
 
 def read_adapter_file(folder: Path) -> dict[str, torch.Tensor]:
@@ -48,9 +50,8 @@ def load_adapter(folder: Path, adapters: Mapping[str, Adapted], *, settings: Ada
     parameters = adapter_weights(adapters)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     tensors = read_adapter_files(folder, shapes, settings=settings)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(torch.from_numpy(tensors[name]))
+    for name, parameter in parameters.items():
+        copy_rows(tensors[name], local_part(parameter), of=parameter)
 
 
 def save_model(

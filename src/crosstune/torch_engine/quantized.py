@@ -53,7 +53,7 @@ class StoredWeight(nn.Module):
 
     The packed bits are a frozen parameter, because FSDP2 shards only parameters; their dtype is always an integer,
     which FSDP2's mixed precision does not cast. Scales, zero points and tables are buffers: they are floats, which
-    mixed precision would round, and small enough to replicate on every rank.
+    mixed precision would round. `sharding.shard` turns large ones into parameters and leaves their dtype alone.
     """
 
     packed: nn.Parameter
@@ -80,7 +80,8 @@ class StoredWeight(nn.Module):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all stored tensors by name."""
-        return {PACKED: self.packed, **{name: t for name, t in self._buffers.items() if t is not None}}
+        parts = {**self._parameters, **self._buffers}
+        return {name: tensor for name, tensor in parts.items() if tensor is not None}
 
     def extra_repr(self) -> str:
         return f"{self.quantizer}, {self.shape[0]} x {self.shape[1]}"
@@ -218,6 +219,6 @@ def weight_device(layer: Any) -> torch.device:
 def count_weights(model: nn.Module) -> int:
     """Return the number of weights of a model, counting every weight of a packed byte."""
     stored = [module for module in model.modules() if isinstance(module, StoredWeight)]
-    packed = sum(weight.packed.numel() for weight in stored)
+    parts = sum(parameter.numel() for weight in stored for parameter in weight.parameters())
     dense = sum(weight.shape[0] * weight.shape[1] for weight in stored)
-    return sum(parameter.numel() for parameter in model.parameters()) - packed + dense
+    return sum(parameter.numel() for parameter in model.parameters()) - parts + dense
