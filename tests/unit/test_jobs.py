@@ -89,7 +89,7 @@ def run_script(
     tools.mkdir(exist_ok=True)
     _tool(
         tools / "scontrol",
-        'case "$1 $2" in "show hostnames") printf "alpha\\nbeta\\n";; '
+        'case "$1 $2" in "show hostnames") printf "alpha\\nbeta\\n";; "show node") echo "   NodeAddr=10.0.0.1 NodeHostName=$3";; '
         f'"show job") echo "   JobState={state} Reason=None";; requeue*) echo "requeue $2" >> requeued;; esac',
     )
     _tool(
@@ -162,7 +162,7 @@ def test_values_inject_nothing(
         script = text.replace(shlex.quote(_python()), str(tmp_path / "tools" / "python"))
         assert run_script(script, tmp_path)[0] == 0
         seen = (tmp_path / "seen").read_bytes().decode().split("\0")
-        assert seen[:4] == ["1", "2", "1", "alpha"] and 20000 <= int(seen[4]) < 32000
+        assert seen[:4] == ["1", "2", "1", "10.0.0.1"] and 20000 <= int(seen[4]) < 32000
         assert seen[8:10] == ["--dataset", value]
     assert not (tmp_path / "injected").exists()
 

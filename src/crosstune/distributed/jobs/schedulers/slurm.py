@@ -58,7 +58,8 @@ set -u
 cd {folder} || exit {user_must_act}
 {before}unset {rank_variables}
 export {variables}
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_ADDR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
 # A port of this start's own: another job, or the start before, may still hold another one.
 MASTER_PORT=$((20000 + (SLURM_JOB_ID * 8 + ${{SLURM_RESTART_COUNT:-0}}) % 12000))
 export MASTER_ADDR MASTER_PORT
