@@ -18,7 +18,7 @@ EXAMPLES = """examples:
   crosstune launch --on slurm --nnodes 2 --gpus 8 --partition gpu --time 4:00:00 --model_name ORG/MODEL --dataset chats.jsonl
   crosstune launch --on kubernetes --nnodes 2 --gpus 8 --image registry.example/crosstune:0.1 --volume runs:/workspace --print
   crosstune launch --on ray --nnodes 2 --gpus 1 --name first-try --train_type qlora
-  crosstune launch --on ssh --hosts alpha,beta --nnodes 2 --gpus 4 -- --config run.yaml
+  crosstune launch --on ssh --hosts alpha,beta --nnodes 2 --gpus 4 --config run.yaml
 
 All other options are those of train, and are checked before anything is submitted; they may follow `--`. The run gets
 a name and --resume auto, so that a start after a preemption or a failure continues it. All machines need crosstune,
@@ -35,6 +35,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--output", type=read_path, metavar="FILE", help="write what is submitted to this file"
     )
+    parser.add_argument("--config", type=read_path, metavar="FILE", help="YAML file with options of train")
     for option, takers in options_of_schedulers().items():
         of = "" if option in COMMON else f"{', '.join(takers)}: "
         parser.add_argument(
@@ -85,9 +86,7 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], Config]
     if "--" in own_words:
         place = own_words.index("--")
         own_words, after = own_words[:place], own_words[place + 1 :]
-    parser = make_parser()
-    parser.add_argument("--config", type=read_path, metavar="FILE", help="YAML file with options of train")
-    own, flags = parser.parse_known_args(own_words)
+    own, flags = make_parser().parse_known_args(own_words)
     if after:
         trains = Parser("launch", description="")
         trains.add_argument("--config", type=read_path)
