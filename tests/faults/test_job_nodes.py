@@ -17,6 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from crosstune.core.errors import UserError
+from crosstune.distributed.jobs.ray_actor import NodeActor
+
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no POSIX shell here")
 
 SSH = """#!/bin/sh
@@ -107,6 +110,13 @@ tried.touch(); print("no more memory", flush=True); sys.exit(7)
     assert (tmp_path / "seen-0").read_text() == "SIGTERM"  # it was asked to save first
 
 
+def test_a_lost_machine_is_named_also_when_the_others_end_with_an_error(launch) -> None:  # type: ignore[no-untyped-def]
+    process = launch("if node == 0: until_signalled(); sys.exit(1)\nsys.exit(255)", "--restarts", "0")
+    out, _ = process.communicate()
+    assert process.returncode == 4
+    assert "machine 1 of 2 (counted from 0), beta, was lost" in out
+
+
 def test_it_gives_up_after_the_restarts(launch) -> None:  # type: ignore[no-untyped-def]
     process = launch("sys.exit(7)", "--restarts", "1")
     out, _ = process.communicate()
@@ -137,3 +147,27 @@ def test_machines_stop_when_the_terminal_is_gone(launch, tmp_path: Path) -> None
     process.kill()
     wait_for(tmp_path / "seen-0", tmp_path / "seen-1")
     assert (tmp_path / "seen-1").read_text() == "SIGTERM"
+
+
+def test_the_actor_of_ray_starts_follows_and_signals_a_launcher(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        START + "print(os.environ.get('RANK')); until_signalled(); sys.exit(3)"
+    )
+    actor, lines = NodeActor(), list[str]()
+    assert 0 < actor.free_port("127.0.0.1") < 65536
+    variables = {"NNODES": "1", "MASTER_ADDR": "here", "MASTER_PORT": "1", "RANK": "5"}
+    actor.start(["", str(tmp_path / "program.py"), "0"], variables, str(tmp_path))
+    wait_for(tmp_path / "ready-0")
+    actor.send("SIGUSR1")
+    code = None
+    while code is None:
+        code, new = actor.poll()
+        lines += new
+        time.sleep(0.02)
+    assert (code, lines) == (3, ["node 0 of 1 at here:1", "None"])
+    assert (tmp_path / "seen-0").read_text() == "SIGUSR1"
+
+
+def test_the_actor_of_ray_names_a_folder_that_is_not_shared(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a folder that all machines share"):
+        NodeActor().start(["", "-c", "pass"], {}, str(tmp_path / "elsewhere"))

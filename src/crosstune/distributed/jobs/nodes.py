@@ -29,13 +29,17 @@ SETTLE_S = 3.0
 """Wait before a new start: what is left of a lost machine ends meanwhile, and lets go of the run folder."""
 
 
+LOST = 255
+"""The exit code of a machine that cannot be reached any more, which is that of ssh."""
+
+
 class Node(Protocol):
     """The launcher of one machine."""
 
     host: str
 
     def poll(self) -> int | None:
-        """Return the exit code; None while it runs. A machine that is lost has the code of a lost peer."""
+        """Return the exit code; None while it runs. A machine that is lost has the code LOST."""
         ...
 
     def send(self, name: str) -> None:
@@ -145,7 +149,7 @@ def _describe(
     itself = [place for place in failures if codes[place] != EXIT_PEER_LOST]
     place = (wrong or itself or list(failures))[0]
     host, code = nodes[place].host, codes[place]
-    how = "lost its connection" if code == EXIT_PEER_LOST else f"ended with code {code}"
+    how = "was lost" if code == LOST else f"ended with code {code}"
     lines = [f"machine {place} of {len(nodes)} (counted from 0), {host}, {how}; the others were stopped."]
     lines += [f"  {host} | {line}" for line in nodes[place].last_lines()]
-    return Started(code=code, lines=tuple(lines), failed=True)
+    return Started(code=EXIT_PEER_LOST if code == LOST else code, lines=tuple(lines), failed=True)

@@ -9,9 +9,9 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from crosstune.core.errors import EXIT_PEER_LOST, UserError
+from crosstune.core.errors import UserError
 from crosstune.distributed.jobs.job import Job, Started
-from crosstune.distributed.jobs.nodes import Node, run_nodes
+from crosstune.distributed.jobs.nodes import LOST, Node, run_nodes
 from crosstune.distributed.jobs.option import CPUS, RESTARTS, JobOption, matches
 from crosstune.distributed.jobs.ray_actor import NodeActor
 
@@ -180,12 +180,12 @@ class _RayNode:
         import ray
 
         if self.lost:
-            return EXIT_PEER_LOST
+            return LOST
         try:
             code, lines = ray.get(self.actor.poll.remote(), timeout=ANSWER_S)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             self.lost = str(error)
-            return EXIT_PEER_LOST
+            return LOST
         for line in lines:
             if self.place == 0:
                 _say(line)

@@ -11,7 +11,7 @@ import subprocess
 import threading
 from pathlib import Path
 
-from crosstune.core.errors import EXIT_PEER_LOST, EXIT_USER_MUST_ACT, UserError, shown
+from crosstune.core.errors import EXIT_USER_MUST_ACT, UserError, shown
 from crosstune.core.plain_files import UnreadableFile, read_plain_text
 from crosstune.distributed.jobs.job import RANK_VARIABLES, Job, Started
 from crosstune.distributed.jobs.nodes import run_nodes
@@ -34,8 +34,6 @@ OPTIONS = (HOSTS, HOSTFILE, ADDRESS, PORT, BEFORE, RESTARTS)
 _HOST = re.compile(
     r"(?:[A-Za-z0-9_][\w.-]*@)?(?P<name>[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?"
 )
-_FAILED = 255
-"""The exit code of ssh itself, when it cannot connect or loses the connection."""
 NUM_LINES = 15
 _HOSTS_LIMIT = 2**20
 
@@ -126,7 +124,7 @@ class _SshNode:
 
     def poll(self) -> int | None:
         code = self._process.poll()
-        return EXIT_PEER_LOST if code == _FAILED else code if code is None or code >= 0 else 128 - code
+        return code if code is None or code >= 0 else 128 - code
 
     def send(self, name: str) -> None:
         assert self._process.stdin is not None
