@@ -7,24 +7,15 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from launching import BASE, printed, write_tool
 
 from crosstune.cli.launch import make_parser
-from crosstune.cli.main import main
 from crosstune.config.load import make_config
-from crosstune.config.schema import option_list
-from crosstune.distributed.jobs.make import load_scheduler, make_job, options_of_schedulers, scheduler_names
-from crosstune.distributed.jobs.schedulers.kubernetes import object_name
+from crosstune.distributed.jobs.make import load_scheduler, make_job, scheduler_names
 
-BASE = {
-    "slurm": "--on slurm --nnodes 2",
-    "kubernetes": "--on kubernetes --nnodes 2 --image registry.example/crosstune:0.1 --volume runs:/workspace",
-    "ray": "--on ray --nnodes 2",
-    "ssh": "--on ssh --nnodes 2 --hosts alpha,root@beta:2222",
-}
 NASTY = [
     "a b",
     "it's",
@@ -48,24 +39,11 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def printed(words: list[str] | str, capsys: pytest.CaptureFixture[str]) -> str:
-    words = shlex.split(words) if isinstance(words, str) else words
-    assert main(["launch", "--print", *words]) == 0, capsys.readouterr().err
-    return capsys.readouterr().out
-
-
 def written(scheduler: str, flags: list[str]) -> str:
     """What is written for flags that train itself would refuse."""
     own = make_parser().parse_args(shlex.split(BASE[scheduler]))
     job = make_job(own.on, vars(own), config=make_config(), words=flags, name="x", folder=Path.cwd())
     return str(load_scheduler(scheduler).write(job))
-
-
-def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(["launch", "--print", *shlex.split(words)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    return err
 
 
 def directives(script: str) -> dict[str, str]:
@@ -87,16 +65,16 @@ def run_script(
     """Run a batch script in a real bash. `srun` starts its command for node 1 and ends with `code`."""
     tools = folder / "tools"
     tools.mkdir(exist_ok=True)
-    _tool(
+    write_tool(
         tools / "scontrol",
         'case "$1 $2" in "show hostnames") printf "alpha\\nbeta\\n";; "show node") echo "   NodeAddr=10.0.0.1 NodeHostName=$3";; '
         f'"show job") echo "   JobState={state} Reason=None";; requeue*) echo "requeue $2" >> requeued;; esac',
     )
-    _tool(
+    write_tool(
         tools / "srun",
         f'while [ "${{1#--}}" != "$1" ]; do shift; done\nSLURM_NODEID=1 "$@"\n{more}\nexit {code}',
     )
-    _tool(
+    write_tool(
         tools / "python",
         'printf "%s\\0" "$NODE_RANK" "$NNODES" "$NPROC_PER_NODE" "$MASTER_ADDR" "$MASTER_PORT" "$@" > seen',
     )
@@ -116,19 +94,8 @@ def run_script(
     return done.returncode, done.stderr
 
 
-def _tool(path: Path, body: str) -> None:
-    path.write_text(f"#!/bin/bash\n{body}\n")
-    path.chmod(0o755)
-
-
 def test_every_scheduler_is_tried_here() -> None:
     assert sorted(BASE) == scheduler_names()
-
-
-def test_no_option_hides_one_of_train() -> None:
-    """Those of the meeting point mean the same."""
-    names = {name for option in option_list() for name in (option.name, *option.aliases)}
-    assert names & {option.name for option in options_of_schedulers()} <= {"master_addr", "master_port"}
 
 
 @pytest.mark.parametrize("scheduler", BASE)
@@ -262,86 +229,6 @@ def test_the_processes_of_a_machine_follow_its_gpus(capsys: pytest.CaptureFixtur
     )
 
 
-def manifest(words: str, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(printed(words, capsys)))
-
-
-def test_the_manifest_of_kubernetes(capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--gpus 8 --cpus 16 --memory 200G --namespace team --secret hub --secret wandb --restarts 2 --name 'My Run'"
-    service, job = manifest(f"{BASE['kubernetes']} {options}", capsys)
-    pod = job["spec"]["template"]["spec"]
-    [container] = pod["containers"]
-    assert (service["kind"], service["spec"]["clusterIP"]) == ("Service", "None")
-    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]} == {"job-name": "my-run"}
-    assert job["metadata"]["namespace"] == service["metadata"]["namespace"] == "team"
-    spec = job["spec"]
-    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (2, 2, "Indexed")
-    assert spec["backoffLimit"] == 4 and pod["restartPolicy"] == "Never" and pod["subdomain"] == "my-run"
-    values = {item["name"]: item.get("value") for item in container["env"]}
-    assert values == {
-        "NNODES": "2",
-        "NPROC_PER_NODE": "8",
-        "MASTER_ADDR": "my-run-0.my-run",
-        "MASTER_PORT": "29500",
-        "NODE_RANK": None,
-    }
-    limits = {"nvidia.com/gpu": 8, "cpu": 16, "memory": "200Gi"}
-    assert container["resources"] == {"limits": limits, "requests": limits}
-    assert container["envFrom"] == [{"secretRef": {"name": "hub"}}, {"secretRef": {"name": "wandb"}}]
-    assert container["workingDir"] == "/workspace"
-    assert pod["volumes"][0] == {"name": "shared", "persistentVolumeClaim": {"claimName": "runs"}}
-
-
-@pytest.mark.parametrize(("flags", "stopped"), [("", "Ignore"), ("--time_limit 1h", "FailJob")])
-def test_what_kubernetes_does_with_exit_codes(
-    flags: str, stopped: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    *_, job = manifest(f"{BASE['kubernetes']} {flags}", capsys)
-    rules = job["spec"]["podFailurePolicy"]["rules"]
-    codes = {rule["onExitCodes"]["values"][0]: rule["action"] for rule in rules if "onExitCodes" in rule}
-    assert codes == {2: "FailJob", 3: stopped}
-
-
-def test_a_configuration_file_travels_in_the_manifest(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "run.yaml").write_text("lr: 1e-3\nname: from-file\n")
-    _, config, job = manifest(f"{BASE['kubernetes']} --config run.yaml --max_steps 5", capsys)
-    assert config["data"] == {"run.yaml": "lr: 1e-3\nname: from-file\n"}
-    command = job["spec"]["template"]["spec"]["containers"][0]["command"]
-    assert command[4:] == ["--config", "/etc/crosstune/run.yaml", "--max_steps", "5", "--resume", "auto"]
-    assert job["metadata"]["name"] == config["metadata"]["name"] == "from-file"
-
-
-@pytest.mark.parametrize("version", ["1.31", "1.37"])
-def test_the_manifest_fits_the_schema_of_kubernetes(
-    version: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    validator = pytest.importorskip("kubernetes_validate", reason="the test extra is not installed")
-    (tmp_path / "run.yaml").write_text("lr: 1e-3\n")
-    full = "--config run.yaml --gpus 8 --cpus 16 --memory 200G --namespace team --secret hub"
-    for document in manifest(f"{BASE['kubernetes']} {full}", capsys):
-        validator.validate(document, version, strict=True)
-    wrong = manifest(BASE["kubernetes"], capsys)[-1]
-    wrong["spec"]["completion"] = 2
-    with pytest.raises(validator.ValidationError):
-        validator.validate(wrong, version, strict=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("My Run_2", "my-run-2"),
-        ("20261116-x", "run-20261116-x"),
-        ("☃", "run"),
-        ("a" * 80, "a" * 52),
-        ("-x-", "x"),
-    ],
-)
-def test_the_name_of_a_run_as_a_host_name(name: str, expected: str) -> None:
-    assert object_name(name) == expected
-
-
 def test_the_lines_for_ssh(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     lines = [
         line for line in printed(f"{BASE['ssh']} --gpus 4", capsys).splitlines() if not line.startswith("#")
@@ -378,124 +265,3 @@ def test_the_line_for_ray_is_accepted_by_launch(capsys: pytest.CaptureFixture[st
 def test_the_text_is_written_to_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert printed(f"{BASE['slurm']} --name x --output job.sh", capsys) == ""
     assert (tmp_path / "job.sh").read_text() == printed(f"{BASE['slurm']} --name x", capsys)
-
-
-@pytest.mark.parametrize("scheduler", BASE)
-def test_no_secret_is_written(
-    scheduler: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    token = "hf_" + "aB3" * 12
-    monkeypatch.setenv("HF_TOKEN", token)
-    monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
-    text = printed(BASE[scheduler], capsys)
-    assert token not in text and "0123456789" * 4 not in text
-    for flags in (
-        f"--dataset https://user:{token}@host/x",
-        f"--python /opt/{token}/python",
-        "--config run.yaml",
-    ):
-        (tmp_path / "run.yaml").write_text(f"lr: 1e-3  # {token}\n")
-        error = refused(f"{BASE[scheduler]} {flags}", capsys)
-        assert "token" in error and token not in error
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("--on slurm --nnodes 0", "--nnodes cannot be '0'"),
-        ("--on slurm --nnodes two", "--nnodes cannot be 'two'"),
-        ("--on slurm", "--nnodes"),
-        ("--on sulrm --nnodes 2", "slurm"),
-        ("--nnodes 2", "--on"),
-        ("--on ssh --nnodes 2", "needs the machines"),
-        ("--on ssh --nnodes 2 --hosts alpha", "--nnodes is 2, but 1 machine is named"),
-        ("--on ssh --nnodes 1 --hosts a,b", "--nnodes is 1, but 2 machines are named"),
-        ("--on ssh --nnodes 1 --hosts=-oProxyCommand=x", "is not a machine"),
-        ("--on ssh --nnodes 1 --hosts 'a;b'", "is not a machine"),
-        ("--on ssh --nnodes 1 --hostfile nowhere", "Cannot read the list of machines"),
-        ("--on kubernetes --nnodes 2 --volume a:/b", "needs --image"),
-        ("--on kubernetes --nnodes 2 --image x", "needs --volume"),
-        ("--on kubernetes --nnodes 2 --image 'x y' --volume a:/b", "--image cannot be"),
-        ("--on slurm --nnodes 2 --image x", "--image is an option of kubernetes"),
-        ("--on slurm --nnodes 2 --partition 'a b'", "--partition cannot be"),
-        ("--on slurm --nnodes 2 --time soon", "--time cannot be 'soon'"),
-        ("--on slurm --nnodes 2 --sbatch '--wrap=x y'", "--sbatch cannot be"),
-        ("--on slurm --nnodes 2 --gpus 1 --nproc_per_node 2", "--gpus 1 is too few"),
-        ("--on slurm --nnodes 2 --learning_rat 1", "learning_rat"),
-        ("--on slurm --nnodes 2 -- --lr fast", "lr"),
-        ("--on slurm --nnodes 2 --world_size 3", "make 2 processes"),
-        ("--on slurm --nnodes 2 --overwrite", "--overwrite does not go with launch"),
-        ("--on slurm --nnodes 2 --resume none", "--resume none does not go with launch"),
-        ("--on slurm --nnodes 2 --resume runs/x/checkpoints/step-00000020", "does not go with launch"),
-        ("--on slurm --nnodes 2 --backend mlx", "mlx.launch"),
-        ("--on slurm --nnodes 2 --emulate mps", "does not emulate"),
-        ("--on slurm --nnodes 2 --config nowhere.yaml", "nowhere.yaml"),
-    ],
-)
-def test_a_bad_request_is_refused_before_anything_is_submitted(
-    words: str, expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert expected in refused(words, capsys)
-
-
-def test_all_problems_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    error = refused("--on kubernetes --nnodes 2 --overwrite --world_size 7", capsys)
-    assert all(part in error for part in ("--image", "--volume", "--overwrite", "--world_size"))
-    error = refused("--on slurm --nnodes 0 --time soon --hosts a", capsys)
-    assert all(part in error for part in ("--nnodes", "--time", "--hosts"))
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "tool"), [("slurm", "sbatch"), ("kubernetes", "kubectl"), ("ssh", "ssh")]
-)
-def test_a_missing_tool_is_named_with_the_way_around(
-    scheduler: str,
-    tool: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["launch", *shlex.split(BASE[scheduler])]) == 2
-    error = capsys.readouterr().err
-    assert f"there is no {tool} on this machine" in error and "--print" in error
-
-
-def test_ray_is_named_when_it_is_missing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    from crosstune.distributed.jobs.schedulers import ray
-
-    with pytest.raises(Exception, match=r"pip install 'crosstune\[ray\]'"):
-        ray.start(None)  # type: ignore[arg-type]
-
-
-@needs_bash
-@pytest.mark.parametrize(
-    ("scheduler", "tool", "answer", "said"),
-    [
-        ("slurm", "sbatch", "echo 4711", ["submitted job 4711", "scancel 4711"]),
-        ("kubernetes", "kubectl", "echo created", ["submitted job r1", "kubectl logs"]),
-    ],
-)
-def test_what_is_submitted_is_what_is_printed(
-    scheduler: str,
-    tool: str,
-    answer: str,
-    said: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "tools").mkdir()
-    _tool(tmp_path / "tools" / tool, f"cat > {tmp_path}/given; {answer}")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'tools'}:{os.environ['PATH']}")
-    words = f"{BASE[scheduler]} --name r1"
-    assert main(["launch", *shlex.split(words)]) == 0
-    out = capsys.readouterr().out
-    assert all(part in out for part in said)
-    assert (tmp_path / "given").read_text() == printed(words, capsys)
-    _tool(tmp_path / "tools" / tool, "echo 'no such queue' >&2; exit 1")
-    assert main(["launch", *shlex.split(words)]) == 2
-    assert "no such queue" in capsys.readouterr().err

@@ -104,7 +104,7 @@ PORT = JobOption(
 BEFORE = JobOption(
     name="before",
     metavar="LINE",
-    text="shell line to run on each machine before training, such as `module load cuda` (may be repeated)",
+    text="shell line to run before training, such as `module load cuda` (may be repeated)",
     repeats=True,
     check=lambda value: None if value.strip() and "\n" not in value else "one line of shell",
 )
