@@ -6,6 +6,7 @@ import collections
 import importlib.util
 import logging
 import shlex
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -174,6 +175,7 @@ class _RayNode:
         self.actor, self.place, self.host = actor, place, host
         self.lost = ""
         """Why Ray lost its machine."""
+        self._silent_since = 0.0
         self._lines: collections.deque[str] = collections.deque(maxlen=NUM_LINES)
 
     def poll(self) -> int | None:
@@ -183,9 +185,16 @@ class _RayNode:
             return LOST
         try:
             code, lines = ray.get(self.actor.poll.remote(), timeout=ANSWER_S)
+        except ray.exceptions.ActorUnavailableError as error:  # Ray does not know yet whether it is gone
+            self._silent_since = self._silent_since or time.monotonic()
+            if time.monotonic() - self._silent_since < ANSWER_S:
+                return None
+            self.lost = str(error)
+            return LOST
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             self.lost = str(error)
             return LOST
+        self._silent_since = 0.0
         for line in lines:
             if self.place == 0:
                 _say(line)
