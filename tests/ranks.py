@@ -41,8 +41,8 @@ def main(path: str) -> int:
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import crosstune.run  # noqa: F401
-    import crosstune.torch_engine.open  # noqa: F401
+    import crosstune.run
+    import crosstune.torch_engine.open
     import crosstune.torch_engine.sharding.finish  # noqa: F401
 
     torch.set_num_threads(1)
@@ -94,7 +94,7 @@ def _train_all(rank: int, job: Mapping[str, Any], port: int, hook: str) -> None:
     )
     group = connect(ranks, Limits(connect_s=60, collective_s=120))
     names: dict[str, Any] = {"group": group}
-    exec(hook, names)  # noqa: S102
+    exec(hook, names)
     runs = job["runs"]
     for options in runs:
         result = train(make_config(**options), group=group)

@@ -19,6 +19,7 @@ from crosstune.core.metric_names import check_metric_names
 from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import SilentRecord, read_log
 from crosstune.core.run_lock import InUse, hold
+from crosstune.distributed.group import check_shared_folder
 from crosstune.distributed.restart import remember_folder
 from crosstune.loop.stop import StopSignal
 from crosstune.loop.train import Deadline
@@ -121,6 +122,7 @@ def _execute(
     check_metric_names(task.metric_names, weight_name=recipe.weight_name)
     described = describe(ready, command=command)
     record = begin(ready, described, screen) if group.ranks.first else SilentRecord(folder)
+    check_shared_folder(group, folder)
     observer = Observers([record, screen])
     observer.on_event(Started(folder=str(folder), data=recipe.describe(), num_steps=recipe.num_steps()))
     for event in ready.early.events:

@@ -27,13 +27,13 @@ def train(
     nothing is printed.
     """
     from crosstune.distributed.environment import read_ranks
-    from crosstune.distributed.group import connected
+    from crosstune.distributed.group import connected, naming_rank
     from crosstune.loop.stop import StopSignal
 
     stop = StopSignal()
     called = Callbacks(callbacks, stop)
     config = read_config(options, dataset=dataset, eval_dataset=eval_dataset, tokenizer=tokenizer)
-    with keep_process_state(), connected(config, read_ranks(config)) as group:
+    with keep_process_state(), connected(config, read_ranks(config)) as group, naming_rank(group):
         try:
             result, _ = show_training(
                 after_restart(config, group), group, observers=[called], stop=stop, quiet=not progress

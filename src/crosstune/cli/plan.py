@@ -145,7 +145,9 @@ def _plan_lines(plan: Plan, checked: Checked | None) -> Iterator[tuple[str, str 
         ("attention", ": ".join(plan.attention)),
         (
             "step",
-            f"{config.batch_size} rows x {config.gradient_accumulation_steps} micro-batches x {plan.world_size}",
+            f"{config.rows_per_step} rows, {config.batch_size} at a time on each of {plan.world_size}"
+            if config.rows_per_step
+            else f"{config.batch_size} rows x {config.gradient_accumulation_steps} micro-batches x {plan.world_size}",
         ),
         ("optimizer", f"{config.optimizer}, lr {config.lr:g} {config.lr_scheduler}, wd {config.wd:g}"),
     ]

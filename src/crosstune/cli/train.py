@@ -61,9 +61,9 @@ def run(words: Sequence[str]) -> int:
         from crosstune.distributed.launch import follow
 
         follow(ranks.launcher)
-    from crosstune.distributed.group import connected
+    from crosstune.distributed.group import connected, naming_rank
 
-    with connected(config, ranks) as group:
+    with connected(config, ranks) as group, naming_rank(group):
         return _train(after_restart(config, group), ["crosstune", "train", *words], group, as_json=own.json)
 
 

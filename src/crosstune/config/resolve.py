@@ -150,13 +150,12 @@ def _fit_world(draft: Draft) -> tuple[int, str | None]:
     elif asked == -1 and num_devices > 1 and not report.is_torch_cpu and report.engine != "mlx":
         why = f"one of {num_devices} devices; `crosstune train` starts a process for each"
         draft.set("world_size", 1, why, kind="choice")
-    if report.engine == "mlx":
-        if world_size > 1 and (ranks is None or ranks.local_size > 1):
-            draft.warn(
-                "world_size",
-                "MLX processes on one machine share its GPU, which is for tests only; to train faster, start one on each "
-                "of several machines with mlx.launch",
-            )
+    if report.engine == "mlx" and world_size > 1 and (ranks is None or ranks.local_size > 1):
+        draft.warn(
+            "world_size",
+            "MLX processes on one machine share its GPU, which is for tests only; to train faster, start one on each "
+            "of several machines with mlx.launch",
+        )
     collective = draft.facts.backends[report.name].collective
     wanted = draft["distributed_backend"]
     offers = (

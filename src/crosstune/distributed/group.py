@@ -7,6 +7,8 @@ import dataclasses
 import importlib
 import importlib.metadata
 import json
+import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -21,6 +23,10 @@ from crosstune.core.ranks import Alone, Group, Limits, Ranks
 from crosstune.core.version import __version__
 from crosstune.distributed.boards import Board, FolderBoard
 from crosstune.distributed.watchdog import Watchdog
+
+SHARED_FOLDER_S = 20.0
+"""How long a file may take to appear on another machine."""
+_TOKEN = ".shared"
 
 
 @runtime_checkable
@@ -56,6 +62,51 @@ def _watchdog(group: Group, limits: Limits) -> Watchdog:
         own=[FolderBoard(Path(folder))] if folder is not None else [],
         shared=group.open_board() if isinstance(group, HasBoard) else None,
     )
+
+
+@contextlib.contextmanager
+def naming_rank(group: Group) -> Iterator[None]:
+    """Put the rank and its host before an error of a process that is not the first."""
+    try:
+        yield
+    except UserError as error:
+        if not group.ranks.first and not error.asked.startswith(group.ranks.name):
+            error.asked = f"{group.ranks.name}: {error.asked}"
+        raise
+
+
+def check_shared_folder(group: Group, folder: Path) -> None:
+    """Raise a UserError in every process unless all of them see the run folder of the first one."""
+    if group.ranks.num_nodes == 1:
+        return
+    token = folder / _TOKEN
+    word = group.share(secrets.token_hex(8))
+    if group.ranks.first:
+        token.write_text(word, encoding="utf-8")
+    group.meet()
+    seen = group.ranks.first or _sees(token, word)
+    missing = not group.same("seen" if seen else group.ranks.name)
+    if group.ranks.first:
+        token.unlink(missing_ok=True)
+    if missing:
+        raise UserError(
+            f"The run folder {folder} is not shared by all machines.",
+            why=f"every process reads and writes checkpoints there, and {'another rank' if seen else group.ranks.name} "
+            "does not see what the first one writes.",
+            do="put --output_dir on a file system that all machines have mounted at the same path",
+        )
+
+
+def _sees(token: Path, word: str) -> bool:
+    """Return whether the token appears; a network file system may show it late."""
+    deadline = time.monotonic() + SHARED_FOLDER_S
+    while True:
+        with contextlib.suppress(OSError):
+            if token.read_text(encoding="utf-8") == word:
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
 
 
 def check_versions(group: Group) -> None:

@@ -80,8 +80,8 @@ def prepare(asked: Config, folder: Path, group: Group, screen: Observer) -> Read
     """
     ranks, early = group.ranks, EarlyEvents(screen)
     group.activity.start("preparing the run")
-    request = resume.read_request(asked, observer=early)
-    config, checkpoint = with_world(request.config, ranks), request.checkpoint
+    request = resume.read_request(with_world(asked, ranks), observer=early)
+    config, checkpoint = request.config, request.checkpoint
     machine = share_machine(group, lambda: probe_for(config))
     facts = gather(config, machine=machine, ranks=ranks)
     plan = resolve(config, facts)

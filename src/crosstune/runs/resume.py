@@ -103,6 +103,10 @@ def _continue_named(request: Config, checkpoint: Checkpoint) -> Config:
     values = request.options_asked()
     values.pop("base_adapter", None)  # its weights are in the checkpoint
     values = kept_options(checkpoint, values, backend=request.backend) | values
+    before = (checkpoint.manifest.get("options") or {}).get("world_size")
+    if before is not None and max(1, before) != max(1, request.world_size):
+        # The command is that of the run, apart from the processes there are now.
+        values |= _same_rows(checkpoint, request)
     return _made(values, request, other="the checkpoint")
 
 
@@ -130,14 +134,18 @@ def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: s
 
 
 def _same_rows(checkpoint: Checkpoint, config: Config) -> dict[str, int]:
-    """Adapt gradient accumulation to another number of processes, so that a step keeps its rows."""
+    """Adapt gradient accumulation to another number of processes, so that a step keeps its rows. Where they cannot be
+    divided evenly, some processes have a micro-batch less than others."""
     rows = (checkpoint.manifest["identity"].get("order") or {}).get("rows_per_step")
     batch_size = config.batch_size if "batch_size" in config.asked else None
     batch_size = batch_size or (checkpoint.manifest.get("options") or {}).get("batch_size")
     if not rows or not batch_size or "world_size" not in config.asked or config.world_size < 1:
         return {}
     at_once = batch_size * config.world_size
-    return {"gradient_accumulation_steps": rows // at_once} if rows % at_once == 0 else {}
+    return {
+        "gradient_accumulation_steps": -(-rows // at_once),
+        "rows_per_step": rows if rows % at_once else 0,
+    }
 
 
 def _unpacked(config: Config) -> tuple[Path, dict[str, Any]]:

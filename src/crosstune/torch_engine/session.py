@@ -34,6 +34,7 @@ from crosstune.torch_engine import state as states
 from crosstune.torch_engine.adapters import Adapted, name_targets
 from crosstune.torch_engine.device import CacheClearing, evaluating, memory_errors, read_memory
 from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, watch_outputs
+from crosstune.torch_engine.lost_peers import peer_errors
 from crosstune.torch_engine.optimizer import Masters, set_learning_rate
 from crosstune.torch_engine.quantized import count_weights
 from crosstune.torch_engine.sharding.gathered import free_gathered, without_gradients
@@ -91,8 +92,17 @@ class TorchSession:
 
     def backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
         self._random_before = states.export_random(self.device)
-        with memory_errors(self.device):
+        with self._errors():
             return self._backward(window, loss_scale=loss_scale)
+
+    @contextlib.contextmanager
+    def _errors(self, doing: str = "a step") -> Iterator[None]:
+        """Convert errors inside the block: of memory to OutOfMemory, of a connection to PeerLost."""
+        with contextlib.ExitStack() as stack:
+            if self.parallel is not None:
+                stack.enter_context(peer_errors(self.parallel.group.ranks, doing=doing))
+            stack.enter_context(memory_errors(self.device, doing=doing))
+            yield
 
     def discard(self) -> None:
         self.masters.clear_gradients()
@@ -101,7 +111,7 @@ class TorchSession:
     def update(self, *, lr: float) -> None:
         optimizer = self._trained_optimizer()
         set_learning_rate(optimizer, lr)
-        with memory_errors(self.device):
+        with self._errors():
             optimizer.step()
         self.masters.publish()
         self.masters.clear_gradients()
@@ -111,7 +121,7 @@ class TorchSession:
         total, weight, metrics = 0.0, 0, MetricTotals(self.task.metric_names)
         with (
             evaluating(self.model),
-            memory_errors(self.device, doing=EVALUATING),
+            self._errors(EVALUATING),
             states.separate_random(self.device),
             without_gradients(self.model),
             self.precision.context(self.device),
@@ -136,7 +146,7 @@ class TorchSession:
         if broken := self._first(bad_weights(masters), of=list(masters)):
             return f"the weight {broken} was not finite before the step"
         before = states.export_random(self.device)
-        with watch_outputs(self.model) as layers, memory_errors(self.device):
+        with watch_outputs(self.model) as layers, self._errors():
             self._backward(window)
         layer = self._first(layers, of=[name for name, _ in self.model.named_modules()])
         gradient = self._first(bad_gradients(masters), of=list(reversed(masters)))
@@ -169,7 +179,7 @@ class TorchSession:
         doing, masters = "a copy of the training state", self.masters
         if self.parallel is not None:
             self.parallel.check_connected(doing)
-        with memory_errors(self.device, doing=doing):
+        with self._errors(doing):
             return SessionState(
                 weights=states.export_weights(masters, copy=copy),
                 moments=states.export_moments(
@@ -191,7 +201,7 @@ class TorchSession:
         self.masters.publish()
 
     def save_result(self, folder: Path | None) -> Path | None:
-        with memory_errors(self.device, doing="writing the result"):
+        with self._errors("writing the result"):
             if self.adapters:
                 weights = export.host_weights(self.adapters)
                 return None if folder is None else self._save_adapter(folder / "adapter", weights)
@@ -286,7 +296,7 @@ class TorchSession:
             yield ((batch, True) for batch in window)
             return
         self._check_batches(window)
-        with self.parallel.passes(self.model), memory_errors(self.device):
+        with self.parallel.passes(self.model), self._errors():
             yield self.parallel.turns(self.model, window)
 
     def _evaluation_turns(self, batches: Iterable[Batch]) -> Iterator[tuple[int, PreparedBatch, bool]]:
