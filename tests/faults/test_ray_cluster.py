@@ -28,13 +28,14 @@ class RayCluster:
     folder: Path
     port: int
     nodes: list[subprocess.Popen[bytes]]
+    num_added: int = 0
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
     def add(self, *, num_cpus: int) -> None:
-        number = len(self.nodes)
+        number, self.num_added = self.num_added, self.num_added + 1
         words = ["start", "--node-ip-address", f"127.0.0.{number + 1}", "--num-cpus", str(num_cpus)]
         words += ["--object-store-memory", "80000000", "--block"]
         if number == 0:
@@ -48,8 +49,13 @@ class RayCluster:
         environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
         self.nodes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
         log.close()
-        expected = sum(node.poll() is None for node in self.nodes)
-        wait_until(lambda: self.size() == expected, what=f"node {number}")
+        wait_until(lambda: self.size() == len(self.nodes), what=f"node {number}")
+
+    def kill(self, place: int) -> None:
+        """Kill a node with all that runs on it."""
+        node = self.nodes.pop(place)
+        kill_tree(node.pid)
+        node.wait()
 
     def size(self) -> int:
         code = f"import ray; ray.init({self.address!r}, log_to_driver=False); print('nodes', sum(n['Alive'] for n in ray.nodes()))"
@@ -90,7 +96,7 @@ def test_a_killed_node_is_replaced_and_the_run_is_the_same(
         run = tmp_path / "runs" / "broken"
         wait_until(lambda: len(numbers(run)) >= 25 or broken.poll() is not None, what="step 25", log=log)
         assert broken.poll() is None, log.read_text()
-        kill_tree(cluster.nodes[1].pid)  # with the process of the run that is on it
+        cluster.kill(1)
         cluster.add(num_cpus=1)
         assert broken.wait() == 0, log.read_text()
     said = log.read_text()
