@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -103,3 +104,14 @@ def test_a_killed_node_is_replaced_and_the_run_is_the_same(
     assert "was lost" in said and "of 3 times)" in said and "resumed" in said
     assert numbers(run) == numbers(tmp_path / "runs" / "whole")
     assert len(numbers(run)) == 60
+
+
+def test_waiting_for_room_is_said_and_can_be_stopped(cluster: RayCluster, tmp_path: Path) -> None:
+    log = tmp_path / "launch.log"
+    asked = ["--on", "ray", "--address", cluster.address, "--nnodes", "5", "--gpus", "8"]
+    waiting = launch(asked, folder=tmp_path, log=log)
+    with killed_at_the_end([waiting]):
+        wait_until(lambda: "waiting for 5 bundles" in log.read_text(), what="the wait", log=log)
+        waiting.send_signal(signal.SIGINT)
+        assert waiting.wait() == 130
+    assert "'GPU': 8.0" in log.read_text() and "stopped before it was started" in log.read_text()

@@ -55,8 +55,9 @@ class Node(Protocol):
         ...
 
 
-Start = Callable[[int], Sequence[Node]]
-"""Start the launcher of every machine; the argument counts the starts before."""
+Start = Callable[[Callable[[], bool]], Sequence[Node]]
+"""Start the launcher of every machine. It may wait for room, until its argument says that the user does not want to: then
+it returns no machine."""
 
 
 def run_nodes(start: Start, *, restarts: int, report: Callable[[str], None]) -> Started:
@@ -64,7 +65,9 @@ def run_nodes(start: Start, *, restarts: int, report: Callable[[str], None]) -> 
     attempt = 0
     with _Signals().taken() as signals:
         while True:
-            nodes = start(attempt)
+            nodes = start(lambda: bool(signals.received))
+            if not nodes:
+                return Started(code=EXIT_AT_ONCE, lines=("stopped before it was started.",), failed=True)
             try:
                 codes, failures = _wait(nodes, signals)
                 ended = _describe(nodes, codes, failures, signals)

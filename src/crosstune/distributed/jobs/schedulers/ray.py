@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from crosstune.core.errors import UserError
@@ -97,14 +97,15 @@ class _Cluster:
         self.job = job
         self.group: Any = None
 
-    def start(self, attempt: int) -> Sequence[Node]:
-        """Place an actor in each bundle, and have it start its machine's launcher."""
+    def start(self, stopped: Callable[[], bool]) -> Sequence[Node]:
+        """Place an actor in each bundle, and have it start its machine's launcher; return none if stopped before."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as InGroup
 
         self.release()
         wanted = bundle(self.job)
-        self._place(wanted)
+        if not self._place(wanted, stopped):
+            return []
         actor = ray.remote(NodeActor)
         actors = [
             actor.options(
@@ -130,15 +131,21 @@ class _Cluster:
             remove_placement_group(self.group)
             self.group = None
 
-    def _place(self, wanted: dict[str, float]) -> None:
-        """Wait until the cluster has room for all bundles."""
+    def _place(self, wanted: dict[str, float], stopped: Callable[[], bool]) -> bool:
+        """Wait until the cluster has room for all bundles; return whether it has."""
         import ray
         from ray.util import placement_group
 
         self.group = placement_group([wanted] * self.job.num_nodes, strategy="SPREAD")
-        while not self.group.wait(timeout_seconds=TOLD_EVERY_S):
-            have = {name: n for name, n in ray.cluster_resources().items() if name in ("CPU", "GPU")}
-            _say(f"waiting for {self.job.num_nodes} bundles of {wanted}; the cluster has {have} in all")
+        told_at = time.monotonic()
+        while not self.group.wait(timeout_seconds=1):
+            if stopped():
+                return False
+            if time.monotonic() - told_at > TOLD_EVERY_S:
+                told_at = time.monotonic()
+                have = {name: n for name, n in ray.cluster_resources().items() if name in ("CPU", "GPU")}
+                _say(f"waiting for {self.job.num_nodes} bundles of {wanted}; the cluster has {have} in all")
+        return True
 
     def _hosts(self) -> list[str]:
         """Return the address of each bundle's machine."""

@@ -88,7 +88,7 @@ def start(job: Job) -> Started:
             do="install an ssh client, or add --print and type the lines where there is one",
         )
     return run_nodes(
-        lambda attempt: [_SshNode(job, place, host) for place, host in enumerate(_hosts(job))],
+        lambda stopped: [_SshNode(job, place, host) for place, host in enumerate(_hosts(job))],
         restarts=job.options[RESTARTS.name],
         report=lambda line: print(line, flush=True),
     )
