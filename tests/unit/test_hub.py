@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from crosstune.core.errors import UserError
+from crosstune.distributed import hub
+from crosstune.distributed.environment import Nodes
 from crosstune.distributed.free_ports import free_ports
 
 LAUNCHER = """
@@ -120,3 +126,29 @@ def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         code, said = end(start(0, "pass", tmp_path, other.getsockname()[1]))
     assert code == 5 and "another program has this port" in said
+
+
+@pytest.mark.parametrize("num_failures", [2, 10**6])
+def test_a_name_that_does_not_resolve_yet_is_waited_for(
+    num_failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of a Kubernetes pod resolves only after the pod has started."""
+    tried, create = list[Any](), socket.create_server
+
+    def create_later(place: tuple[str, int], **more: Any) -> socket.socket:
+        tried.append(place)
+        if len(tried) <= num_failures:
+            raise socket.gaierror("Name or service not known")
+        return create(("127.0.0.1", place[1]), **more)
+
+    monkeypatch.setattr("socket.create_server", create_later)
+    monkeypatch.setattr(hub, "RESOLVE_S", 0.01)
+    nodes = Nodes(num_nodes=2, master_addr="run-0.run", master_port=free_ports(1)[0])
+    listening = hub.Hub(nodes=nodes, max_restarts=0, connect_s=0.2, lost_s=1.0)
+    if num_failures == 2:
+        listening.start()
+        assert len(tried) == 3
+    else:
+        with pytest.raises(UserError, match="cannot listen on run-0"):
+            listening.start()
+        assert len(tried) > 3

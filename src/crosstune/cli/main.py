@@ -21,6 +21,7 @@ from crosstune.core.user_paths import check_home
 # Subcommand -> its one-line help. The code is in crosstune.cli.<name>, imported on use.
 COMMANDS = {
     "train": "fine-tune a model",
+    "launch": "start a training on several machines: SLURM, Kubernetes, Ray or ssh",
     "plan": "show what train would do, here or on another machine, without doing it",
     "data": "check a data set: counts, lengths, and examples with the supervised part marked",
     "doctor": "check this machine: backends, memory, and a three-step training job on each backend",

@@ -21,6 +21,8 @@ from crosstune.distributed.reports import PORT_ATTEMPTS, Outcome, Report, Verdic
 
 POLL_S = 0.05
 _HANG_UP_S = 2.0
+RESOLVE_S = 1.0
+"""Time between two looks for the name of the first machine."""
 
 
 @dataclass
@@ -54,7 +56,7 @@ class Hub:
         """Listen at the master's address, and coordinate in a thread."""
         place = (self.nodes.master_addr, self.nodes.master_port)
         try:
-            self._listening = socket.create_server(place, backlog=self.nodes.num_nodes + 16)
+            self._listening = self._listen(place)
         except OSError as error:
             where = f"{place[0]}:{place[1]}"
             if "in use" in str(error):
@@ -70,6 +72,17 @@ class Hub:
             ) from error
         for act in (self._accept, self._coordinate):
             threading.Thread(target=act, daemon=True).start()
+
+    def _listen(self, place: tuple[str, int]) -> socket.socket:
+        """Listen at an address. The name of a Kubernetes pod resolves only some seconds after the pod has started."""
+        deadline = time.monotonic() + self.connect_s
+        while True:
+            try:
+                return socket.create_server(place, backlog=self.nodes.num_nodes + 16)
+            except socket.gaierror:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(RESOLVE_S)
 
     def _accept(self) -> None:
         while True:
