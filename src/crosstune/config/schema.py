@@ -11,6 +11,7 @@ from typing import Any
 from crosstune.config.option import OnResume, Option, read_option
 from crosstune.config.options.data import DataOptions
 from crosstune.config.options.hardware import HardwareOptions
+from crosstune.config.options.judge import JudgeOptions
 from crosstune.config.options.method import MethodOptions
 from crosstune.config.options.model import ModelOptions
 from crosstune.config.options.profiling import ProfilingOptions
@@ -21,6 +22,7 @@ GROUPS: Mapping[str, type] = {
     "Model": ModelOptions,
     "Data": DataOptions,
     "Method": MethodOptions,
+    "Judge": JudgeOptions,
     "Training": TrainingOptions,
     "Hardware": HardwareOptions,
     "Run folder and output": RunOptions,
@@ -34,6 +36,7 @@ class Config(
     ModelOptions,
     DataOptions,
     MethodOptions,
+    JudgeOptions,
     TrainingOptions,
     HardwareOptions,
     RunOptions,
