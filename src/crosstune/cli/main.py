@@ -22,6 +22,7 @@ from crosstune.core.user_paths import check_home
 COMMANDS = {
     "train": "fine-tune a model",
     "plan": "show what train would do, here or on another machine, without doing it",
+    "judge": "train, test and use a model that scores or compares answers",
     "data": "check a data set: counts, lengths, and examples with the supervised part marked",
     "doctor": "check this machine: backends, memory, and a three-step training job on each backend",
     "generate": "answer a prompt with a model or a trained run",

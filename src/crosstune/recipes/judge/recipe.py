@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from crosstune.recipes.judge.label_tokens import find_label_tokens
 from crosstune.recipes.judge.open_splits import JudgeData, open_judge_data
 from crosstune.recipes.judge.saved_settings import JudgeSettings
 from crosstune.recipes.judge.scale import read_scale
+from crosstune.recipes.judge.tasks import judge_task
 from crosstune.recipes.judge.verdicts import VerdictFormat, choose_format
 from crosstune.recipes.sft import open_tokenizer, write_tokenizer
 
@@ -86,18 +86,7 @@ class JudgeRecipe:
         return corpus.ordered(order), mixture
 
     def task(self, engine: str) -> Task:
-        parts = importlib.import_module(f"crosstune.recipes.judge.{engine}_parts")
-        if self.config.head == "tokens":
-            tokens_task: Task = parts.ScoreTokens()
-            return tokens_task
-        if engine != "torch":
-            raise UserError(
-                "--head scalar works with torch only.",
-                why=f"the {engine} engine has no model with a scalar head.",
-                do="use --head tokens, or a torch backend",
-            )
-        scalar: Task = parts.ScalarHead(pad_id=self.tokenizer.pad_id)
-        return scalar
+        return judge_task(self.config.head, engine)
 
     def longest_row(self) -> int:
         return int(self.train.corpus.lengths().max())
