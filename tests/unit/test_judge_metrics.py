@@ -74,7 +74,9 @@ def test_correlations_are_scipys(name: str, first: Floats, second: Floats) -> No
 
 @pytest.mark.parametrize(("name", "first", "second"), pairs(), ids=[case[0] for case in pairs()])
 def test_errors_are_those_of_scikit_learn(name: str, first: Floats, second: Floats) -> None:
-    assert mean_absolute_error(first, second) == pytest.approx(sklearn.metrics.mean_absolute_error(first, second))
+    assert mean_absolute_error(first, second) == pytest.approx(
+        sklearn.metrics.mean_absolute_error(first, second)
+    )
     expected = sklearn.metrics.root_mean_squared_error(first, second)
     assert root_mean_squared_error(first, second) == pytest.approx(expected)
     assert mean_ranks(first) == pytest.approx(scipy.stats.rankdata(first))

@@ -39,19 +39,36 @@ def make_parser() -> Parser:
         epilog=EXAMPLES,
     )
     parser.add_argument("--input", type=read_path, metavar="FILE", help="for predict: the answers to judge")
-    parser.add_argument("--output", type=read_path, metavar="FILE", help="for predict: where to write verdicts (JSON Lines)")
-    parser.add_argument("--out", type=read_path, metavar="DIR", help="for eval: folder for the predictions and metrics")
     parser.add_argument(
-        "--predictions", type=read_path, metavar="FILE", help="for eval: compute the metrics of a file of predictions"
+        "--output", type=read_path, metavar="FILE", help="for predict: where to write verdicts (JSON Lines)"
+    )
+    parser.add_argument(
+        "--out", type=read_path, metavar="DIR", help="for eval: folder for the predictions and metrics"
+    )
+    parser.add_argument(
+        "--predictions",
+        type=read_path,
+        metavar="FILE",
+        help="for eval: compute the metrics of a file of predictions",
     )
     parser.add_argument("--base", metavar="MODEL", help="for eval and predict: the base model of an adapter")
-    parser.add_argument("--skip_untrained", action="store_true", help="do not test the untrained model beside the judge")
     parser.add_argument(
-        "--no_shared_prefix", action="store_true", help="compute the beginning of every prompt again, even if it is the same"
+        "--skip_untrained", action="store_true", help="do not test the untrained model beside the judge"
     )
-    parser.add_argument("--split_to", type=read_path, metavar="DIR", help="for data: write splits by group into a folder")
     parser.add_argument(
-        "--show", type=at_least(0), default=2, metavar="N", help="for data: print the first N examples (default 2)"
+        "--no_shared_prefix",
+        action="store_true",
+        help="compute the beginning of every prompt again, even if it is the same",
+    )
+    parser.add_argument(
+        "--split_to", type=read_path, metavar="DIR", help="for data: write splits by group into a folder"
+    )
+    parser.add_argument(
+        "--show",
+        type=at_least(0),
+        default=2,
+        metavar="N",
+        help="for data: print the first N examples (default 2)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
     return parser

@@ -25,13 +25,15 @@ def run_action(own: argparse.Namespace, config: Config) -> int:
     from crosstune.recipes.judge.verdicts import choose_format
 
     if "dataset" not in config.asked:
-        raise UserError("judge data needs a data set.", do="crosstune judge data FILE|FOLDER|judge_translations")
+        raise UserError(
+            "judge data needs a data set.", do="crosstune judge data FILE|FOLDER|judge_translations"
+        )
     if own.split_to is not None:
         return _split(own, config)
     data = open_judge_data(config)
     splits = {"train": data.train, "val": data.val, "test": data.test}
     verdict = choose_format(config.verdict, scale=read_scale(config.score_scale), items=list(data.train))
-    described = {
+    described: dict[str, dict[str, Any]] = {
         name: {
             "items": len(items),
             "groups": len({item.group for item in items}),
@@ -54,7 +56,10 @@ def run_action(own: argparse.Namespace, config: Config) -> int:
             f"{name:<8} {facts['items']:,} items in {facts['groups']:,} groups, "
             f"{facts['with_reference']:,} with a reference; {labels}"
         )
-    print_line(f"leaks    {data.num_leaking:,} training rows that are also held out" + " were dropped" * bool(data.num_leaking))
+    print_line(
+        f"leaks    {data.num_leaking:,} training rows that are also held out"
+        + " were dropped" * bool(data.num_leaking)
+    )
     for note in data.notes:
         print_line(f"note     {note}")
     for number, messages in enumerate(shown, start=1):
@@ -97,7 +102,13 @@ def _row(item: Item, name: str) -> dict[str, Any]:
     row |= {"rubric": item.rubric, "critique": item.critique, "issues": list(item.issues)}
     if item.messages:
         said = [*map(dict, item.messages), {"role": "assistant", "content": item.verdict}]
-        return {"id": name, "group": item.group, "messages": said, "source": item.task, "translation": item.answers[0]}
+        return {
+            "id": name,
+            "group": item.group,
+            "messages": said,
+            "source": item.task,
+            "translation": item.answers[0],
+        }
     if item.is_pair:
         return row | {"answer_a": item.answers[0], "answer_b": item.answers[1], "winner": item.winner}
     return row | {"answer": item.answers[0], "score": item.score}

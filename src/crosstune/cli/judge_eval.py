@@ -27,7 +27,7 @@ def run_action(own: argparse.Namespace, config: Config) -> int:
     folder = Path(own.target).expanduser()
     trained = run_config(folder)
     if trained is not None and "dataset" not in config.asked:
-        report = test_run(folder, own, config)
+        report = measure_run(folder, own, config)
     else:
         report = _test_on(own, config)
     if own.json:
@@ -35,20 +35,22 @@ def run_action(own: argparse.Namespace, config: Config) -> int:
     return EXIT_DONE
 
 
-def test_run(folder: Path, own: argparse.Namespace, config: Config) -> dict[str, Any]:
+def measure_run(folder: Path, own: argparse.Namespace, config: Config) -> dict[str, Any]:
     """Test the judge of a run on its own test split, and write what it says into the run."""
     from crosstune.core.json_files import read_json
     from crosstune.recipes.judge.open_splits import open_judge_data
-    from crosstune.results.judge import run_config, test_backend
+    from crosstune.results.judge import run_config, backend_for_test
 
     trained = run_config(folder)
     assert trained is not None, "a run has a plan"
     data = open_judge_data(trained)
     if not data.test:
-        raise UserError(f"The data of {folder} is too small for a test split.", do="pass --dataset with labelled items")
+        raise UserError(
+            f"The data of {folder} is too small for a test split.", do="pass --dataset with labelled items"
+        )
     backend = config.backend
     if own.target is None:  # right after the training
-        backend = test_backend(config, str(read_json(folder / "plan.json").get("backend")))
+        backend = backend_for_test(config, str(read_json(folder / "plan.json").get("backend")))
     items = data.test[: config.eval_samples] if "eval_samples" in config.asked else data.test
     request = make_request(own, config, target=str(folder), backend=backend)
     return _test(request, items, own, config, out=own.out or folder, train=data.train)
@@ -95,10 +97,10 @@ def _test(
     from crosstune.cli.output import print_line
     from crosstune.cli.screen import Screen
     from crosstune.report import write_report
-    from crosstune.results.judge import test_judge, write_test
+    from crosstune.results.judge import measure_judge, write_test
 
     with Screen(live=True) as screen:
-        report, found = test_judge(
+        report, found = measure_judge(
             request,
             items,
             config=config,

@@ -13,7 +13,8 @@ from crosstune.core.errors import EXIT_DONE, UserError
 def run_action(own: argparse.Namespace, config: Config) -> int:
     if own.target is None or own.input is None:
         raise UserError(
-            "judge predict needs a judge and answers.", do="crosstune judge predict RUN --input FILE [--output FILE]"
+            "judge predict needs a judge and answers.",
+            do="crosstune judge predict RUN --input FILE [--output FILE]",
         )
     from crosstune.cli.output import print_line
     from crosstune.cli.screen import Screen

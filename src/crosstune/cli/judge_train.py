@@ -19,10 +19,12 @@ def run_action(own: argparse.Namespace, config: Config) -> int:
     summary = result.summary | {"folder": str(result.folder), "report": str(report) if report else None}
     finished = summary["status"] == "finished"
     if finished and summary.get("result") and not config.skip_eval:
-        from crosstune.cli.judge_eval import test_run
+        from crosstune.cli.judge_eval import measure_run
 
-        tested = test_run(result.folder, own, config)
-        summary["test"] = {name: tested[name] for name in ("metrics", "intervals", "num_items", "num_unreadable")}
+        tested = measure_run(result.folder, own, config)
+        summary["test"] = {
+            name: tested[name] for name in ("metrics", "intervals", "num_items", "num_unreadable")
+        }
     if own.json:
         print_json(summary)
     return EXIT_DONE if finished else EXIT_STOPPED

@@ -63,7 +63,13 @@ def make_pairs(split: str) -> list[dict[str, Any]]:
         group = rows[start : start + len(VARIANTS)]
         draw.shuffle(group)
         for first, second in (group[:2], group[2:]):
-            winner = "tie" if first["score"] == second["score"] else "A" if first["score"] > second["score"] else "B"
+            winner = (
+                "tie"
+                if first["score"] == second["score"]
+                else "A"
+                if first["score"] > second["score"]
+                else "B"
+            )
             shared = {name: first[name] for name in ("group", "task", "reference")}
             pairs.append(
                 {
@@ -156,7 +162,9 @@ def _misspelled(sentence: Sentence, place: int, draw: random.Random) -> str:
     """Exchange two different letters that follow each other."""
     text = sentence.words(sentence.language)[place]
     places = [
-        spot for spot in range(len(text) - 1) if text[spot : spot + 2].isalpha() and text[spot] != text[spot + 1]
+        spot
+        for spot in range(len(text) - 1)
+        if text[spot : spot + 2].isalpha() and text[spot] != text[spot + 1]
     ]
     spot = draw.choice(places)
     return f"{text[:spot]}{text[spot + 1]}{text[spot]}{text[spot + 2 :]}"
@@ -173,13 +181,21 @@ _CHANGES: Mapping[str, Callable[[Sentence, int, random.Random], str]] = {
 
 
 def _row(
-    sentence: Sentence, answer: str, errors: Sequence[tuple[str, str]], *, split: str, number: int, variant: int
+    sentence: Sentence,
+    answer: str,
+    errors: Sequence[tuple[str, str]],
+    *,
+    split: str,
+    number: int,
+    variant: int,
 ) -> dict[str, Any]:
     source, reference = (" ".join(sentence.words(name)) for name in ("English", sentence.language))
     source, reference = (f"{text[:1].upper()}{text[1:]}." for text in (source, reference))
     score = max(0, BEST_SCORE - sum(PENALTIES[kind] for kind, _ in errors))
     issues = [f"{kind} ({part})" for kind, part in errors]
-    critique = "The translation is right." if not errors else f"It has {len(errors)} error{'s' * (len(errors) > 1)}."
+    critique = (
+        "The translation is right." if not errors else f"It has {len(errors)} error{'s' * (len(errors) > 1)}."
+    )
     task = f"Translate into {sentence.language}: {source}"
     request = f"Rate this translation from 0 to {BEST_SCORE}.\n{task}\nReference: {reference}\nTranslation: {answer}"
     verdict = f"Score: {score}/{BEST_SCORE}\nIssues: {'; '.join(issues) or 'none'}\nFeedback: {critique}"

@@ -63,16 +63,14 @@ def run_config(folder: Path) -> Config | None:
     return make_config(**{name: value for name, value in options.items() if name in known})
 
 
-def test_backend(config: Config, trained_on: str) -> str:
+def backend_for_test(config: Config, trained_on: str) -> str:
     """Return the backend that tests a judge after its training."""
     return config.eval_backend if config.eval_backend != "auto" else MEMORY_SAFE.get(trained_on, trained_on)
 
 
-def open_judge(
-    request: JudgeRequest, *, items: Sequence[Item], config: Config, observer: Observer
-) -> Judge:
+def open_judge(request: JudgeRequest, *, items: Sequence[Item], config: Config, observer: Observer) -> Judge:
     """Open a run, an adapter or a model as a judge. One that was not trained as such uses the format of `config`."""
-    trained = find_trained(request.target, base=request.base)
+    trained = find_trained(_reward_model(request.target) or request.target, base=request.base)
     settings = read_judge_settings(_result_folder(trained))
     if settings is None:
         verdict = choose_format(config.verdict, scale=read_scale(config.score_scale), items=list(items))
@@ -108,7 +106,7 @@ def ask(judge: Judge, items: Sequence[Item], request: JudgeRequest, observer: Ob
     return judge.judge(items, by=request.by, max_new_tokens=request.max_new_tokens, progress=show)
 
 
-def test_judge(
+def measure_judge(
     request: JudgeRequest,
     items: Sequence[Item],
     *,
@@ -128,7 +126,9 @@ def test_judge(
     if with_untrained and settings.head == "tokens":
         untrained = dataclasses.replace(request, untrained=True)
         base = open_judge(untrained, items=items, config=config, observer=observer)
-        report["baselines"]["untrained model"] = evaluate_items(items, ask(base, items, untrained, observer), scale=scale)
+        report["baselines"]["untrained model"] = evaluate_items(
+            items, ask(base, items, untrained, observer), scale=scale
+        )
     report["worst"] = [prediction_row(items[place], found[place]) for place in worst_items(items, found)]
     return report, found
 
@@ -139,6 +139,13 @@ def write_test(folder: Path, report: Report, items: Sequence[Item], found: Seque
     write_predictions(folder / FILE, items, found)
     write_json(folder / METRICS_FILE, report)
     return folder / FILE
+
+
+def _reward_model(target: str) -> str | None:
+    """Return the folder of the model in a run with a scalar head, which is no language model; None for other targets."""
+    folder = Path(target).expanduser() / "model"
+    settings = read_judge_settings(folder)
+    return str(folder) if settings is not None and settings.head == "scalar" else None
 
 
 def _result_folder(trained: Trained) -> Path:
@@ -159,4 +166,6 @@ def _check_kind(settings: JudgeSettings, items: Sequence[Item]) -> None:
     if items and items[0].is_pair != (settings.verdict == "winner"):
         kind = "pairs of answers" if items[0].is_pair else "single answers"
         learned = "which of two answers is better" if settings.verdict == "winner" else "to score an answer"
-        raise UserError(f"This judge cannot judge {kind}.", why=f"it learned {learned}.", do="give it other data")
+        raise UserError(
+            f"This judge cannot judge {kind}.", why=f"it learned {learned}.", do="give it other data"
+        )

@@ -17,7 +17,7 @@ from crosstune.models.adapter_files import PEFT_WEIGHTS, copy_tokenizer, write_j
 from crosstune.models.adapter_files import load_adapter as read_adapter_files
 from crosstune.models.config_spelling import respell_folder
 from crosstune.models.folder import PLAIN_STEM
-from crosstune.torch_engine.adapters import Adapted
+from crosstune.torch_engine.adapters import Adapted, AdaptedLinear
 from crosstune.torch_engine.stream import places_in, read_tensor
 
 SHARD_BYTES = 4 * 2**30
@@ -51,6 +51,19 @@ def load_adapter(folder: Path, adapters: Mapping[str, Adapted], *, settings: Ada
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(torch.from_numpy(tensors[name]))
+
+
+def merged_state(model: nn.Module, adapters: Mapping[str, Adapted]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model under its own names, with the adapters of linear layers merged into them."""
+    state = model.state_dict()
+    for name, adapter in adapters.items():
+        assert isinstance(adapter, AdaptedLinear), "experts are not merged here"
+        dtype = state[f"{name}.base.weight"].dtype
+        own = [key for key in state if key.startswith(f"{name}.")]
+        kept = {key.replace(".base.", "."): state[key] for key in own if key.startswith(f"{name}.base.")}
+        state = {key: tensor for key, tensor in state.items() if key not in own}
+        state |= kept | {f"{name}.weight": adapter.merged().to(dtype)}
+    return state
 
 
 def save_model(

@@ -33,7 +33,7 @@ from crosstune.torch_engine.device import CacheClearing, evaluating, memory_erro
 from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, watch_outputs
 from crosstune.torch_engine.optimizer import Masters, set_learning_rate
 from crosstune.torch_engine.quantized import count_weights
-from crosstune.torch_engine.task import MetricSums, Opening, Tensors, TorchTask, WritesModel
+from crosstune.torch_engine.task import HasOwnHead, MetricSums, Opening, Tensors, TorchTask, WritesModel
 
 
 @dataclass(kw_only=True)
@@ -158,7 +158,7 @@ class TorchSession:
             return self._write_result(folder)
 
     def _write_result(self, folder: Path) -> Path:
-        if self.adapters:
+        if self.adapters and not isinstance(self.task, HasOwnHead):
             return self._save_adapter(folder / "adapter")
         target = folder / "model"
         if isinstance(self.task, WritesModel):

@@ -80,7 +80,8 @@ def baselines(
         "longer answer": _longer(items, known, scale),
     }
     return {
-        name: evaluate_items(items, found, scale=scale, intervals=intervals) for name, found in guesses.items()
+        name: evaluate_items(items, found, scale=scale, intervals=intervals)
+        for name, found in guesses.items()
     }
 
 
@@ -127,7 +128,9 @@ def _score_metrics(items: Sequence[Item], found: Sequence[Judgement], scale: Sca
 
 def _scores(expected: NDArray[np.float64], found: Sequence[Judgement], scale: Scale) -> NDArray[np.float64]:
     farthest = np.where(expected - scale.low > scale.high - expected, scale.low, scale.high)
-    return np.array([one.score if one.score is not None else far for one, far in zip(found, farthest, strict=True)])
+    return np.array(
+        [one.score if one.score is not None else far for one, far in zip(found, farthest, strict=True)]
+    )
 
 
 def _pair_metrics(items: Sequence[Item], found: Sequence[Judgement], scale: Scale) -> Mapping[str, Metric]:
@@ -189,7 +192,7 @@ def _add_calibration(report: Report, items: Sequence[Item], found: Sequence[Judg
     rows = [(item, one) for item, one in zip(items, found, strict=True) if one.confidence is not None]
     if not rows:
         return
-    confidence = [one.confidence for _, one in rows]
+    confidence = [one.confidence or 0.0 for _, one in rows]
     correct = [is_right(item, one, scale) for item, one in rows]
     report["metrics"]["ece"] = expected_calibration_error(confidence, correct)
     report["calibration"] = [vars(each) | {} for each in reliability(confidence, correct)]
@@ -206,7 +209,9 @@ def _add_feedback(report: Report, items: Sequence[Item], found: Sequence[Judgeme
     """Add ROUGE-L of the generated feedback, for items where people gave some."""
     rows = [(item, one) for item, one in zip(items, found, strict=True) if item.critique and one.text]
     if rows:
-        report["metrics"]["rouge_l"] = float(np.mean([rouge_l(item.critique, one.feedback) for item, one in rows]))
+        report["metrics"]["rouge_l"] = float(
+            np.mean([rouge_l(item.critique, one.feedback) for item, one in rows])
+        )
 
 
 def _constant(items: Sequence[Item], known: Sequence[Item]) -> list[Judgement]:

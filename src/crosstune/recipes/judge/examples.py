@@ -130,7 +130,10 @@ def encode_items(
         for place, item in enumerate(kept)
     ]
     return ItemCorpus(
-        corpus=corpus, items=kept, soft=soft, targets=np.array([_target(item, verdict) for item in kept], np.float32)
+        corpus=corpus,
+        items=kept,
+        soft=soft,
+        targets=np.array([_target(item, verdict) for item in kept], np.float32),
     )
 
 
@@ -178,7 +181,12 @@ def _target(item: Item, verdict: VerdictFormat) -> float:
 
 
 def _corpus(
-    conversations: Sequence[Messages], tokenizer: Tokenizer, *, name: str, progress: Any = None, **options: Any
+    conversations: Sequence[Messages],
+    tokenizer: Tokenizer,
+    *,
+    name: str,
+    progress: Any = None,
+    **options: Any,
 ) -> Corpus:
     rows = [{"messages": messages} for messages in conversations]
     source = Source(name=name, parts=(RowsPart(name=name, loaded=rows),), form="messages")

@@ -79,7 +79,8 @@ class Judge:
         both = [*items, *(swapped(item) for item in items)]
         found = self._judge_once(both, by=by, max_new_tokens=max_new_tokens, progress=progress)
         return [
-            self._combined(one, other) for one, other in zip(found[: len(items)], found[len(items) :], strict=True)
+            self._combined(one, other)
+            for one, other in zip(found[: len(items)], found[len(items) :], strict=True)
         ]
 
     def generate(
@@ -237,7 +238,9 @@ def label_targets(items: Sequence[Item], verdict: VerdictFormat) -> NDArray[np.f
     """Return the distribution over the labels that people's verdicts stand for."""
     labels = verdict.labels
     rows = [
-        labels.distribution(item.score) if item.score is not None else np.eye(len(labels))[verdict.label_of(item)]
+        labels.distribution(item.score)
+        if item.score is not None
+        else np.eye(len(labels))[verdict.label_of(item)]
         for item in items
     ]
     return np.array(rows)

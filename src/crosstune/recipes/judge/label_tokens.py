@@ -53,7 +53,9 @@ class LabelTokens:
         """Return every token that tells labels apart."""
         return tuple(sorted({token for sequence in self.sequences for token in sequence}))
 
-    def log_probs(self, log_probs: Sequence[dict[tuple[int, ...], NDArray[np.float64]]]) -> NDArray[np.float64]:
+    def log_probs(
+        self, log_probs: Sequence[dict[tuple[int, ...], NDArray[np.float64]]]
+    ) -> NDArray[np.float64]:
         """Return the log probability of each label, normalized over the labels, for each item.
 
         An item has, for each path, the log probabilities of `token_ids` after it.
@@ -88,7 +90,10 @@ def find_label_tokens(verdict: VerdictFormat, tokenizer: Tokenizer) -> LabelToke
     """Tokenize a verdict with each of the labels, and compare."""
     examples = [
         encode_conversation(
-            [*_QUESTION, {"role": "assistant", "content": verdict.write(label)}], tokenizer, index=0, whole=False
+            [*_QUESTION, {"role": "assistant", "content": verdict.write(label)}],
+            tokenizer,
+            index=0,
+            whole=False,
         )
         for label in verdict.labels.texts
     ]

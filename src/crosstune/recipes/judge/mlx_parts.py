@@ -75,11 +75,17 @@ def next_log_probs(
     for number, row in enumerate(rows):
         ids[number, : len(row)] = row
     places = np.array(
-        [number * width + len(row) - last + offset for number, row in enumerate(rows) for offset in range(last)]
+        [
+            number * width + len(row) - last + offset
+            for number, row in enumerate(rows)
+            for offset in range(last)
+        ]
     )
     options = {"cache": prefix.repeated(len(rows))} if prefix is not None else {}
     with memory_errors(doing=EVALUATING):
-        logits = session.task.prepared.logits_at(mx.array(ids), mx.array(places), **options).astype(mx.float32)
+        logits = session.task.prepared.logits_at(mx.array(ids), mx.array(places), **options).astype(
+            mx.float32
+        )
         log_probs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         chosen = log_probs[:, mx.array(list(token_ids))]
         mx.eval(chosen)

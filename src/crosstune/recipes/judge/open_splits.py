@@ -58,7 +58,9 @@ def open_judge_data(config: Config) -> JudgeData:
         if name:
             with naming(option):
                 found[split] = [
-                    item for entry in unweighted(name, option=option) for item in read_split(reader, entry.name, split)
+                    item
+                    for entry in unweighted(name, option=option)
+                    for item in read_split(reader, entry.name, split)
                 ]
     missing = [split for split in ("val", "test") if not found[split]]
     notes = []
@@ -67,7 +69,9 @@ def open_judge_data(config: Config) -> JudgeData:
         divided = split_groups(found["train"], shares=shares, seed=config.seed)
         found |= divided
         named = " and ".join({"val": "validation", "test": "test"}[split] for split in missing)
-        notes.append(f"a tenth of the groups is held out for {named}: whole groups, so that no source is in two splits")
+        notes.append(
+            f"a tenth of the groups is held out for {named}: whole groups, so that no source is in two splits"
+        )
     check_ids({split: items for split, items in found.items() if split != "train"})
     held_out = {split: found[split] for split in ("val", "test") if found[split]}
     train, num_leaking = without_leaks(found["train"], held_out, policy=config.leaks)

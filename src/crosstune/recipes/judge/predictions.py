@@ -70,9 +70,14 @@ def _read_row(row: Any, place: str) -> tuple[Item, Judgement]:
     fits = predicted is None or (predicted in WINNERS if is_pair else _is_number(predicted))
     if not (is_pair or _is_number(expected)) or not fits:
         raise UserError(
-            f"{place} is no prediction.", why=f"expected {expected!r:.40} and predicted {predicted!r:.40} do not fit."
+            f"{place} is no prediction.",
+            why=f"expected {expected!r:.40} and predicted {predicted!r:.40} do not fit.",
         )
-    answers = (str(row.get("answer_a", "")), str(row.get("answer_b", ""))) if is_pair else (str(row.get("answer", "")),)
+    answers = (
+        (str(row.get("answer_a", "")), str(row.get("answer_b", "")))
+        if is_pair
+        else (str(row.get("answer", "")),)
+    )
     item = Item(
         id=str(row.get("id", "")),
         group=str(row.get("group", row.get("id", ""))),
@@ -88,7 +93,7 @@ def _read_row(row: Any, place: str) -> tuple[Item, Judgement]:
         score=None if is_pair or predicted is None else float(predicted),
         winner=predicted if is_pair else None,
         consistent=row.get("consistent") if is_pair else None,
-        confidence=float(confidence) if _is_number(confidence) else None,
+        confidence=float(confidence) if confidence is not None and _is_number(confidence) else None,
         text=str(row.get("text") or ""),
         feedback=str(row.get("feedback") or ""),
     )

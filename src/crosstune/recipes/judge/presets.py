@@ -82,7 +82,7 @@ def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
     if "lora" not in str(method) and "dora" not in str(method):
         for option in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules"):
             values.pop(option, None)
-    if "qlora" not in str(method) and "bnb" not in str(method) or config.no_4bit:
+    if config.no_4bit or not any(word in str(method) for word in ("qlora", "bnb")):
         for option in ("quant_type", "double_quant"):
             values.pop(option, None)
     if "max_steps" in config.asked:
@@ -108,7 +108,10 @@ def read_billions(model: str) -> float | None:
 def _dataset() -> tuple[str, str]:
     if Path(GUIDE_DATA).is_dir():
         return GUIDE_DATA, "the guide's folder is here"
-    return DEMO_DATA, f"there is no folder {GUIDE_DATA} here: this is the bundled data; pass your own with --dataset"
+    return (
+        DEMO_DATA,
+        f"there is no folder {GUIDE_DATA} here: this is the bundled data; pass your own with --dataset",
+    )
 
 
 def _fit_card(total_bytes: int, billions: float | None, config: Config) -> dict[str, tuple[Any, str]]:

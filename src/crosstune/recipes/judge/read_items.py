@@ -78,7 +78,7 @@ class ItemReader:
     def _item(self, row: Row, *, number: int) -> Item:
         fields = _named_fields(row)
         group = self._group(row, fields)
-        shared = {
+        shared: dict[str, Any] = {
             "id": _text(fields.get("id")) or str(number),
             "extra": {name: value for name, value in row.items() if name not in fields["used"]},
         }
@@ -100,7 +100,11 @@ class ItemReader:
     def _from_messages(self, fields: Mapping[str, Any], *, group: str, shared: dict[str, Any]) -> Item:
         """Read a conversation that ends with the verdict."""
         messages = fields["messages"]
-        if not isinstance(messages, list) or len(messages) < 2 or not all(isinstance(m, dict) for m in messages):
+        if (
+            not isinstance(messages, list)
+            or len(messages) < 2
+            or not all(isinstance(m, dict) for m in messages)
+        ):
             raise UserError("It has no conversation with a verdict in `messages`.", do=_SHAPES)
         verdict = str(messages[-1].get("content", ""))
         if messages[-1].get("role") != "assistant":
@@ -109,7 +113,8 @@ class ItemReader:
         score = found.score
         if score is None:
             raise UserError(
-                f"Its verdict has no score: {shown(verdict)}.", do="write it as `Score: N/10`, or as `[RESULT] n`"
+                f"Its verdict has no score: {shown(verdict)}.",
+                do="write it as `Score: N/10`, or as `[RESULT] n`",
             )
         self._check_scale(score)
         task = _text(fields.get("task")) or str(messages[-2].get("content", ""))

@@ -62,7 +62,9 @@ class JudgeRecipe:
 
     def _encode(self, items: Sequence[Item], name: str) -> ItemCorpus:
         def show(done: int, total: int, examples: int) -> None:
-            self.observer.on_event(Tokenizing(source=name, done_bytes=done, total_bytes=total, examples=examples))
+            self.observer.on_event(
+                Tokenizing(source=name, done_bytes=done, total_bytes=total, examples=examples)
+            )
 
         return encode_items(
             items,
@@ -105,7 +107,9 @@ class JudgeRecipe:
         size = self.config.batch_size
         for start in range(0, len(places), size):
             yield corpus.batch(
-                places[start : start + size], pad_id=self.tokenizer.pad_id, by_rows=self.config.head == "scalar"
+                places[start : start + size],
+                pad_id=self.tokenizer.pad_id,
+                by_rows=self.config.head == "scalar",
             )
 
     def rows(self, step: int) -> list[int]:
@@ -131,7 +135,9 @@ class JudgeRecipe:
     def describe(self) -> Mapping[str, Any]:
         corpus, facts = self.train.corpus, self.train.corpus.store.facts
         train = corpus.stats | {"rows": facts["rows"], "empty_answers": facts["empty"], "without_answer": 0}
-        train |= {name: facts[name] for name in ("unlocated_answers", "unused_columns", "ignored_by_template")}
+        train |= {
+            name: facts[name] for name in ("unlocated_answers", "unused_columns", "ignored_by_template")
+        }
         described: dict[str, Any] = {
             "dataset": self.config.dataset,
             "format": f"judge: {self.verdict.name}",

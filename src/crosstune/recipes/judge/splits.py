@@ -60,7 +60,9 @@ def find_leaks(train: Sequence[Item], held_out: Splits) -> list[Leak]:
             places = tuple(place for place, item in enumerate(train) if key(item) in known)
             if places:
                 example = train[places[0]]
-                shown_part = example.id if kind == "id" else example.group if kind == "group" else example.task
+                shown_part = (
+                    example.id if kind == "id" else example.group if kind == "group" else example.task
+                )
                 leaks.append(Leak(split=split, kind=kind, example=shown_part, places=places))
                 break
     return leaks

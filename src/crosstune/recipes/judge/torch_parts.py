@@ -75,7 +75,11 @@ def read_prefix(session: Any, tokens: Sequence[int]) -> Prefix | None:
         ids = torch.tensor([list(tokens)], device=session.device)
         cache = session.model(input_ids=ids, use_cache=True, **_keep(session.model, 1)).past_key_values
     layers = getattr(cache, "layers", ())
-    if type(cache) is not DynamicCache or not layers or any(type(layer) is not DynamicLayer for layer in layers):
+    if (
+        type(cache) is not DynamicCache
+        or not layers
+        or any(type(layer) is not DynamicLayer for layer in layers)
+    ):
         return None
     return Prefix(cache=cache, length=len(tokens))
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import parse_json
@@ -120,7 +121,7 @@ def parse_text_verdict(text: str) -> TextVerdict:
         return _read_json(text)
     issues = _ISSUES.search(text)
     feedback = _FEEDBACK.search(text)
-    explained = {
+    explained: dict[str, Any] = {
         "issues": _split_issues(issues[1]) if issues else (),
         "feedback": _RESULT.sub("", feedback[1]).strip() if feedback else "",
     }
@@ -133,9 +134,7 @@ def parse_text_verdict(text: str) -> TextVerdict:
             **explained,
         )
     if match := _SCORE.search(text):
-        return TextVerdict(
-            score=float(match[1]), out_of=float(match[2]) if match[2] else None, **explained
-        )
+        return TextVerdict(score=float(match[1]), out_of=float(match[2]) if match[2] else None, **explained)
     return TextVerdict(**explained)
 
 

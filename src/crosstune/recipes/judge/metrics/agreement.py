@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 Counts = NDArray[np.int64]
 
 
-def confusion(expected: Sequence[Hashable], found: Sequence[Hashable], *, classes: Sequence[Hashable]) -> Counts:
+def confusion(
+    expected: Sequence[Hashable], found: Sequence[Hashable], *, classes: Sequence[Hashable]
+) -> Counts:
     """Count the pairs of classes: rows are the expected ones, columns the found ones. A value that is no class raises."""
     places = {name: place for place, name in enumerate(classes)}
     counts = np.zeros((len(classes), len(classes)), dtype=np.int64)
@@ -44,6 +46,8 @@ def cohen_kappa(counts: Counts, *, quadratic: bool = False) -> float:
         return math.nan
     by_chance = np.outer(counts.sum(axis=1), counts.sum(axis=0)) / total
     place = np.arange(len(counts), dtype=np.float64)
-    weights = (place[:, None] - place[None, :]) ** 2 if quadratic else (place[:, None] != place[None, :]) * 1.0
+    weights = (
+        (place[:, None] - place[None, :]) ** 2 if quadratic else (place[:, None] != place[None, :]) * 1.0
+    )
     expected = float((weights * by_chance).sum())
     return 1.0 - float((weights * counts).sum()) / expected if expected else math.nan

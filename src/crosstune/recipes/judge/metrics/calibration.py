@@ -46,7 +46,9 @@ def expected_calibration_error(
     """Return the mean distance between confidence and accuracy over the bins, weighted by their items."""
     bins = reliability(confidence, correct, num_bins=num_bins)
     total = sum(each.count for each in bins)
-    return sum(each.count * abs(each.confidence - each.accuracy) for each in bins) / total if total else math.nan
+    return (
+        sum(each.count * abs(each.confidence - each.accuracy) for each in bins) / total if total else math.nan
+    )
 
 
 def fit_temperature(log_probs: NDArray[np.float64], targets: NDArray[np.float64]) -> float:
