@@ -33,6 +33,7 @@ COMMANDS = {
     "move": "pack a run into one archive to continue it on another machine or backend",
     "checkpoint": "list, verify, prune and export the checkpoints of a run",
     "report": "write the HTML report of a run",
+    "adopt": "write entry files at the paths of guides, so that old commands keep working",
     "models": "list, download and remove models in the cache",
     "options": "list every option of train, or explain one",
     "completion": "print a script that completes commands and options in a shell",
