@@ -66,7 +66,7 @@ def _preset(config: Config, machine: Machine) -> Mapping[str, Preset]:
     if not hasattr(recipe, "choose_preset"):
         return {}
     name = config.backend
-    if name == "auto":
+    if name == "auto" and machine.available():
         name = choose_backend(machine, preference=list(backend_specs()))
     report = machine.backends.get(name)
     if report is None or not report.available:
@@ -82,9 +82,13 @@ def needs_base_model(config: Config) -> bool:
     return bool(getattr(recipe, "NEEDS_BASE_MODEL", True))
 
 
+def _with_preset(config: Config, preset: Mapping[str, Preset]) -> Config:
+    return replace(config, **{option: chosen.value for option, chosen in preset.items()})
+
+
 def model_facts(config: Config, preset: Mapping[str, Preset]) -> dict[str, Any]:
     """Return the fields of `Facts` about the model. More is known once the model is on this machine."""
-    config = replace(config, **{option: chosen.value for option, chosen in preset.items()})
+    config = _with_preset(config, preset)
     if not needs_base_model(config):
         return {"shape": None, "stored": None}
     method, library = TRAIN_TYPE_PARTS[config.train_type]
@@ -98,13 +102,20 @@ def model_facts(config: Config, preset: Mapping[str, Preset]) -> dict[str, Any]:
 
 def probe_for(config: Config) -> Machine:
     """Probe the requested backend; probe all backends when it is `auto` or not available."""
-    recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
-    quantizers = quantizer_names() if _needs_quantizers(config) or hasattr(recipe, "choose_preset") else ()
+    machine = _probe(config, quantizers=_needs_quantizers(config))
+    preset = _preset(config, machine)
+    if not _needs_quantizers(config) and _needs_quantizers(_with_preset(config, preset)):
+        return _probe(config, quantizers=True)
+    return machine
+
+
+def _probe(config: Config, *, quantizers: bool) -> Machine:
+    wanted = quantizer_names() if quantizers else ()
     if config.backend != "auto":
-        machine = probe_machine(backends=[config.backend], quantizers=quantizers)
+        machine = probe_machine(backends=[config.backend], quantizers=wanted)
         if machine.available():
             return machine
-    return probe_machine(quantizers=quantizers)
+    return probe_machine(quantizers=wanted)
 
 
 def _stored_quantization(folder: Path) -> StoredQuantization | None:

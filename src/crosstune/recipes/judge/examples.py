@@ -161,17 +161,18 @@ def encode_prompts(
 def soft_label(
     item: Item, example: Example, *, verdict: VerdictFormat, tokens: LabelTokens
 ) -> SoftLabel | None:
-    """Return how the label is divided; None where the score is on a label, or both labels begin with the same token."""
+    """Return how the label is divided, at the first token in which the two labels differ; None where the score is on a
+    label."""
     if item.score is None:
         return None
     nearest, other, share = verdict.labels.neighbours(item.score)
     place = tokens.place_in(example.tokens, example.supervised)
-    first, second = tokens.sequences[nearest][0], tokens.sequences[other][0]
-    if not share or first == second or not 0 < place < len(example.tokens):
+    first, second = tokens.sequences[nearest], tokens.sequences[other]
+    same = next(length for length, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    written = tuple(example.tokens[place : place + same + 1].tolist())
+    if not share or place < 1 or written != first[: same + 1]:  # the data's own verdict may say something else
         return None
-    if int(example.tokens[place]) != first:  # the data's own verdict says something else than its score
-        return None
-    return SoftLabel(place=place, other=second, share=share)
+    return SoftLabel(place=place + same, other=second[same], share=share)
 
 
 def _target(item: Item, verdict: VerdictFormat) -> float:

@@ -34,14 +34,15 @@ class ScoreTokens(CausalLM):
 class Prefix:
     """The keys and values of tokens that several prompts begin with, for each layer."""
 
-    states: Sequence[tuple[mx.array, mx.array]]
+    states: Sequence[Sequence[mx.array]]
     length: int
 
     def repeated(self, count: int) -> list[KVCache]:
         caches = []
         for keys, values in self.states:
             cache = KVCache()
-            cache.state = tuple(mx.repeat(array, count, axis=0) for array in (keys, values))
+            cache.keys, cache.values = (mx.repeat(array, count, axis=0) for array in (keys, values))
+            cache.offset = self.length
             caches.append(cache)
         return caches
 
@@ -53,7 +54,8 @@ def read_prefix(session: Any, tokens: Sequence[int]) -> Prefix | None:
         return None
     with memory_errors(doing=EVALUATING):
         session.model(mx.array([list(tokens)]), cache=caches)
-        states = [cache.state for cache in caches]
+        # A cache is longer than what it holds.
+        states = [tuple(array[..., : cache.offset, :] for array in (cache.keys, cache.values)) for cache in caches]
         mx.eval(states)
     return Prefix(states=states, length=len(tokens))
 
