@@ -177,39 +177,59 @@ def test_pairs_are_asked_in_both_orders(tiny_model: Path, tmp_path: Path) -> Non
     assert all(one.winner is None or one.consistent is not None for one in texts)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_judge_learns_and_serves_on_the_other_engine(
-    tiny_model: Path, data: Path, tmp_path: Path, engine: str, capsys: pytest.CaptureFixture[str]
+def words_of(flags: dict[str, Any]) -> list[str]:
+    return [word for name, value in flags.items() if name != "recipe" for word in (f"--{name}", str(value))]
+
+
+def test_a_judge_learns_and_beats_every_baseline(
+    tiny_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Training beats the baselines on held-out items; the adapter gives the same scores on both engines."""
-    flags = options(tiny_model, data, ENGINES[engine], max_steps=40, batch_size=8, output_dir=str(tmp_path), name="j")
-    words = [word for name, value in flags.items() if name != "recipe" for word in (f"--{name}", str(value))]
-    assert main(["judge", "train", *words, "--json"]) == 0
+    flags = options(tiny_model, data, "cpu", train_type="full", lr=3e-3, max_steps=75, batch_size=8)
+    flags |= {"output_dir": str(tmp_path), "name": "j", "num_samples": 2}
+    assert main(["judge", "train", *words_of(flags), "--json"]) == 0
     test = json.loads(capsys.readouterr().out)["test"]
     assert test["metrics"]["pearson"] > 0.9 and test["num_unreadable"] == 0
     report = json.loads((tmp_path / "j" / "test_metrics.json").read_text())
+    assert set(report["baselines"]) == {"constant", "longer answer", "untrained model"}
     for name, other in report["baselines"].items():
         assert report["metrics"]["mae"] < 0.7 * other["metrics"]["mae"], name
-    assert set(report["baselines"]) == {"constant", "longer answer", "untrained model"}
     rows = json.loads((tmp_path / "j" / "test_predictions.json").read_text())
     assert len(rows) == 24 and {"id", "expected", "predicted", "confidence"} <= rows[0].keys()
     page = (tmp_path / "j" / "report.html").read_text()
-    assert "Worst disagreements" in page and "Calibration" in page
-    [other] = set(ENGINES.values()) - {ENGINES[engine]}
+    assert "Worst disagreements" in page and "Calibration" in page and page.count('class="plot"') >= 3
+    (tmp_path / "new.jsonl").write_text('{"task": "write", "answer": "a good text"}\n{"task": "write", "answer": "a bad text"}\n')
+    out = tmp_path / "verdicts.jsonl"
+    line = ["judge", "predict", str(tmp_path / "j"), "--input", str(tmp_path / "new.jsonl"), "--output", str(out), "--backend", "cpu"]
+    assert main(line) == 0
+    good, bad = (json.loads(row)["predicted"] for row in out.read_text().splitlines())
+    assert good > bad + 4
+    capsys.readouterr()
+    assert main(["judge", "eval", "--predictions", str(tmp_path / "j" / "test_predictions.json"), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["metrics"]["pearson"] == pytest.approx(report["metrics"]["pearson"], abs=1e-9)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_adapter_gives_the_same_scores_on_the_other_engine(
+    tiny_model: Path, data: Path, tmp_path: Path, engine: str
+) -> None:
+    flags = options(tiny_model, data, ENGINES[engine], max_steps=5, output_dir=str(tmp_path), name="j", skip_eval=True)
+    assert main(["judge", "train", *words_of(flags)]) == 0
     recipe = JudgeRecipe(make_config(**flags), model_folder=tiny_model)
-    judge = open_judge(
-        JudgeRequest(target=str(tmp_path / "j"), backend=other), items=recipe.data.test, config=recipe.config, observer=Observers()
-    )
-    moved = [one.score for one in judge.judge(recipe.data.test)]
-    assert moved == pytest.approx([row["predicted"] for row in rows], abs=2e-3)
+    scores = {}
+    for name, backend, untrained in (("torch", "cpu", False), ("mlx", "mlx", False), ("untrained", "cpu", True)):
+        request = JudgeRequest(target=str(tmp_path / "j"), backend=backend, untrained=untrained)
+        judge = open_judge(request, items=recipe.data.test, config=recipe.config, observer=Observers())
+        scores[name] = [one.score for one in judge.judge(recipe.data.test)]
+    assert scores["mlx"] == pytest.approx(scores["torch"], abs=1e-3)
+    assert np.abs(np.array(scores["torch"]) - scores["untrained"]).max() > 0.01
 
 
 def test_an_adapter_for_another_base_is_refused(tiny_model: Path, data: Path, tmp_path: Path) -> None:
     from crosstune.models.tiny import tiny_model as make
 
     flags = options(tiny_model, data, "cpu", max_steps=1, output_dir=str(tmp_path), name="j", skip_eval=True)
-    words = [word for name, value in flags.items() if name != "recipe" for word in (f"--{name}", str(value))]
-    assert main(["judge", "train", *words]) == 0
+    assert main(["judge", "train", *words_of(flags)]) == 0
     other = make(tmp_path / "other", seed=5)
     config = make_config(**flags)
     request = JudgeRequest(target=str(tmp_path / "j" / "adapter"), base=str(other), backend="cpu")
@@ -224,11 +244,10 @@ def test_a_scalar_head_learns_and_is_transformers_sequence_classifier(
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    flags = options(tiny_model, data, "cpu", max_steps=40, batch_size=8, head="scalar", train_type=train_type)
-    flags |= {"output_dir": str(tmp_path), "name": "r", "lr": 5e-3}
-    words = [word for name, value in flags.items() if name != "recipe" for word in (f"--{name}", str(value))]
-    assert main(["judge", "train", *words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["test"]["metrics"]["pearson"] > 0.9
+    flags = options(tiny_model, data, "cpu", max_steps=50, batch_size=8, head="scalar", train_type=train_type)
+    flags |= {"output_dir": str(tmp_path), "name": "r", "lr": 3e-3}
+    assert main(["judge", "train", *words_of(flags), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["test"]["metrics"]["pearson"] > (0.9 if train_type == "full" else 0.3)
     recipe = JudgeRecipe(make_config(**flags), model_folder=tiny_model)
     request = JudgeRequest(target=str(tmp_path / "r"), backend="cpu")
     judge = open_judge(request, items=recipe.data.test, config=recipe.config, observer=Observers())
@@ -257,14 +276,12 @@ def test_requests_that_a_judge_refuses(
     tiny_model: Path, data: Path, tmp_path: Path, asked: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = options(tiny_model, data, "cpu", output_dir=str(tmp_path), name="x") | asked
-    line = [word for name, value in flags.items() if name != "recipe" for word in (f"--{name}", str(value))]
-    assert main(["judge", "train", *line]) == 2
+    assert main(["judge", "train", *words_of(flags)]) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 
 def test_a_scalar_head_on_mlx_is_refused(tiny_model: Path, data: Path, tmp_path: Path, capsys: Any) -> None:
     flags = options(tiny_model, data, "mlx", output_dir=str(tmp_path), name="x", head="scalar")
-    line = [word for name, value in flags.items() if name != "recipe" for word in (f"--{name}", str(value))]
-    assert main(["judge", "train", *line]) == 2
+    assert main(["judge", "train", *words_of(flags)]) == 2
     assert "torch only" in capsys.readouterr().err
