@@ -12,7 +12,7 @@ from crosstune.config.schema import option_list
 from crosstune.core.errors import EXIT_DONE
 
 SHELLS = ("bash", "zsh", "tcsh")
-TAKE_OPTIONS = ("train", "launch", "plan", "data")
+TAKE_OPTIONS = ("train", "launch", "plan", "data", "judge")
 """Commands that take the options of a run besides their own."""
 INSTALL = """to install it:
   bash   crosstune completion bash > ~/.local/share/bash-completion/completions/crosstune

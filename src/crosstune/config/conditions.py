@@ -168,6 +168,11 @@ WANDB = Condition(
     holds=lambda now: now.options["log_to"] == "wandb",
     otherwise="has no effect without --log_to wandb",
 )
+JUDGE = Condition(
+    summary="`--recipe judge`",
+    holds=lambda now: now.options["recipe"] == "judge",
+    otherwise="has no effect with the recipe {recipe}",
+)
 PROFILE = Condition(
     summary="`--profile` or `--profile_memory`",
     holds=lambda now: bool(now.options["profile"] or now.options["profile_memory"]),

@@ -33,6 +33,8 @@ def resolve(config: Config, facts: Facts) -> Plan:
     config = _with_stored_quantization(config, facts)
     draft = _choose_backend(config, facts)
     _mention_names(draft)
+    for option, preset in facts.preset.items():
+        draft.set(option, preset.value, preset.reason)
     method, quantizer, n_bits = choose_method(draft)
     if method == "llama_pro" and draft["llama_pro_path"]:
         draft.set("model_name", draft["llama_pro_path"], "llama_pro_path names it", kind="choice")

@@ -11,6 +11,7 @@ from typing import Any
 from crosstune.config.option import OnResume, Option, read_option
 from crosstune.config.options.data import DataOptions
 from crosstune.config.options.hardware import HardwareOptions
+from crosstune.config.options.judge import JudgeOptions
 from crosstune.config.options.method import MethodOptions
 from crosstune.config.options.model import ModelOptions
 from crosstune.config.options.processes import ProcessOptions
@@ -22,6 +23,7 @@ GROUPS: Mapping[str, type] = {
     "Model": ModelOptions,
     "Data": DataOptions,
     "Method": MethodOptions,
+    "Judge": JudgeOptions,
     "Training": TrainingOptions,
     "Hardware": HardwareOptions,
     "Several processes": ProcessOptions,
@@ -36,6 +38,7 @@ class Config(
     ModelOptions,
     DataOptions,
     MethodOptions,
+    JudgeOptions,
     TrainingOptions,
     HardwareOptions,
     ProcessOptions,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -28,8 +28,11 @@ Columns = Mapping[str, str]
 """Column of the dataset -> column that the format reads."""
 
 
-def parse_columns(text: str | None) -> dict[str, str]:
-    """Read `query=prompt,reply=completion`. The name of a column may have commas and equals signs in it."""
+def parse_columns(text: str | None, *, targets: Sequence[str] = TARGETS) -> dict[str, str]:
+    """Read `query=prompt,reply=completion`. The name of a column may have commas and equals signs in it.
+
+    `targets` are the columns that a recipe reads.
+    """
     found: dict[str, str] = {}
     held = ""
     for piece in (text or "").split(",") if text else ():
@@ -38,17 +41,17 @@ def parse_columns(text: str | None) -> dict[str, str]:
             held += f"{piece},"
             continue
         held, source, target = "", source.strip(), target.strip()
-        if target not in TARGETS and source in TARGETS:
+        if target not in targets and source in targets:
             raise UserError(
                 f"--columns cannot map {source} to '{target}'.",
                 why=f"the column of the file comes first, and {source} is a name of ours.",
                 do=f"write it the other way round: {target}={source}",
             )
-        if target not in TARGETS:
+        if target not in targets:
             raise UserError(
                 f"--columns cannot map {source} to '{target}'.",
                 why="no format reads such a column.",
-                do=f"{did_you_mean(target, TARGETS)}map it to one of: {', '.join(TARGETS)}",
+                do=f"{did_you_mean(target, targets)}map it to one of: {', '.join(targets)}",
             )
         if not source or source in found or target in found.values():
             raise UserError(

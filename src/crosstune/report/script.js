@@ -84,7 +84,7 @@
     });
   };
 
-  document.querySelectorAll(".plot").forEach(attach);
+  document.querySelectorAll(".plot[data-readout]").forEach(attach);
   // Open all details for printing: a closed one prints as its title alone.
   window.addEventListener("beforeprint", () => {
     document.querySelectorAll("details").forEach((each) => { each.open = true; });

@@ -91,7 +91,7 @@ def prepare(asked: Config, folder: Path, group: Group, screen: Observer) -> Read
     group.activity.start("finding the model and the data")
     with in_turn(group):
         model = find_base(plan.config, checkpoint, screen)
-        known = dataclasses.replace(facts, **model_facts(config))
+        known = dataclasses.replace(facts, **model_facts(config, facts.preset))
         if known != facts:  # the model was fetched just now
             facts, plan = known, resolve(config, known)
         if checked.model is None and model is not None:

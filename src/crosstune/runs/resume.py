@@ -20,6 +20,7 @@ from crosstune.core.atomic_files import set_aside
 from crosstune.core.errors import UserError, naming
 from crosstune.core.events import Observer, Observers, Warned
 from crosstune.core.measured import Measured
+from crosstune.core.names import load_plugin, plugin_names
 from crosstune.core.protocols import Array, SessionState
 from crosstune.core.record import holds_record
 from crosstune.core.run_lock import hold
@@ -119,9 +120,14 @@ def _made(values: Mapping[str, Any], request: Config, *, other: str) -> Config:
 
 
 def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: str) -> dict[str, Any]:
-    """Return options to keep from the earlier part of a run: the precision it chose on this backend, the optimizer its
-    moments belong to, and the run's copies of missing files."""
-    manifest, kept = checkpoint.manifest, dict[str, Any]()
+    """Return options to keep from the earlier part of a run: what its recipe chose for the backend it began on, the
+    precision it chose on this backend, the optimizer its moments belong to, and the run's copies of missing files."""
+    manifest = checkpoint.manifest
+    kept = {
+        name: value
+        for name, value in (manifest.get("options") or {}).items()
+        if name in _preset_options(manifest) and name not in asked
+    }
     if backend in ("auto", manifest["backend"]) and asked.get("precision", "auto") == "auto":
         kept["precision"] = manifest["precision"]
     used = manifest["identity"].get("optimizer")
@@ -132,6 +138,15 @@ def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: s
         if file and not Path(file).expanduser().is_file() and copy.is_file():
             kept[option] = str(copy)
     return kept
+
+
+def _preset_options(manifest: Mapping[str, Any]) -> frozenset[str]:
+    """Return the options that the recipe of a run may choose by the backend, and that are not the machine's own."""
+    name = manifest.get("recipe")
+    if name not in plugin_names("crosstune.recipes"):  # a manifest without it, or a recipe that is not here
+        return frozenset()
+    recipe = load_plugin("crosstune.recipes", str(name), kind="recipe")
+    return frozenset(getattr(recipe, "PRESET_OPTIONS", ())) - options_on_resume(OnResume.OWN_MACHINE)
 
 
 def _same_rows(checkpoint: Checkpoint, config: Config) -> dict[str, int]:

@@ -25,7 +25,7 @@ from crosstune.torch_engine.load import shrink_frozen
 from crosstune.torch_engine.optimizer import Masters, make_optimizer
 from crosstune.torch_engine.precision import PRECISIONS, Precision
 from crosstune.torch_engine.session import Parts, TorchSession
-from crosstune.torch_engine.task import Opening, TorchTask
+from crosstune.torch_engine.task import HasOwnHead, Opening, TorchTask
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
 from crosstune.torch_engine.text_session import TextSession
 
@@ -73,7 +73,14 @@ def open_session(
             check_no_running_statistics(model)
         else:
             model.requires_grad_(False)
-        masters = Masters(trained_parameters(model, adapters) if trained else {})
+        head = task.head_names if isinstance(task, HasOwnHead) else ()
+        if head and adapters and finishing is not None:
+            raise UserError(
+                f"A head beside adapters cannot be trained with --sharding_strategy {plan.config.sharding_strategy}.",
+                why="its result is one model with the adapters merged, and no process has all of it.",
+                do="use --sharding_strategy ddp, or --train_type full",
+            )
+        masters = Masters(trained_parameters(model, adapters, head=head) if trained else {})
         if trained and not masters.masters:
             raise nothing_to_train(type(model).__name__)
         optimizer = optimize(masters, plan) if trained else None
@@ -181,10 +188,13 @@ def check_no_running_statistics(model: nn.Module) -> None:
             )
 
 
-def trained_parameters(model: nn.Module, adapters: Mapping[str, Adapted]) -> dict[str, torch.nn.Parameter]:
-    """Return the trained parameters by canonical name: the adapters, or all parameters that require gradients."""
+def trained_parameters(
+    model: nn.Module, adapters: Mapping[str, Adapted], *, head: Sequence[str] = ()
+) -> dict[str, torch.nn.Parameter]:
+    """Return the trained parameters by canonical name: the adapters and the head, or all that require gradients."""
     if adapters:
-        return export.adapter_weights(adapters)
+        heads = {name: model.get_parameter(name).requires_grad_() for name in head}
+        return export.adapter_weights(adapters) | heads
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 

@@ -41,6 +41,7 @@ from crosstune.torch_engine.sharding.gathered import free_gathered, without_grad
 from crosstune.torch_engine.sharding.parts import is_sharded
 from crosstune.torch_engine.task import (
     ChecksBatches,
+    HasOwnHead,
     MeasuresResult,
     MetricSums,
     Opening,
@@ -204,7 +205,7 @@ class TorchSession:
     def save_result(self, folder: Path | None) -> Path | None:
         doing = "writing the result"
         with self._gathering(doing), memory_errors(self.device, doing=doing):
-            if self.adapters:
+            if self.adapters and not isinstance(self.task, HasOwnHead):
                 weights = export.host_weights(self.adapters)
                 return None if folder is None else self._save_adapter(folder / "adapter", weights)
             if isinstance(self.task, MeasuresResult):

@@ -56,6 +56,15 @@ class TorchTask(Protocol):
 
 
 @runtime_checkable
+class HasOwnHead(Protocol):
+    """A task whose head is trained whole, also where the rest of the model has adapters; its result is one model, with
+    the adapters merged."""
+
+    head_names: Sequence[str]
+    """The canonical names of the head's parameters."""
+
+
+@runtime_checkable
 class WritesModel(Protocol):
     """A task that writes the whole model itself, in a format that other tools read.
 

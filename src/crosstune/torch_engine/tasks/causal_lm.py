@@ -67,7 +67,14 @@ class CausalLM:
         return arrays | ({"positions": batch.positions.astype("int64")} if batch.is_packed else {})
 
     def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
-        """Return the cross entropy in fp32, summed over the supervised tokens of a batch.
+        """Return the cross entropy in fp32, summed over the supervised tokens of a batch."""
+        logits, targets, _ = self.supervised_logits(model, tensors)
+        return cross_entropy_sum(logits, targets), {}
+
+    def supervised_logits(
+        self, model: nn.Module, tensors: Tensors
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the logits of the supervised tokens, their targets, and their mask in the flattened columns.
 
         Rows are padded on the right and attention is causal, so no token attends to padding and no mask is needed. In
         packed rows, restarting positions tell transformers where each document begins, and attention stays within it.
@@ -82,7 +89,7 @@ class CausalLM:
             logits = model(**options).logits[:, tensors["columns"]]
         flat = tensors["targets"].reshape(-1)
         kept = flat != IGNORED
-        return cross_entropy_sum(logits.reshape(-1, logits.shape[-1])[kept], flat[kept]), {}
+        return logits.reshape(-1, logits.shape[-1])[kept], flat[kept], kept
 
     def check_batch(self, model: nn.Module, tensors: Tensors) -> None:
         """Check that the model can train on packed rows."""
