@@ -68,6 +68,7 @@ def options(folder: Path, name: str, steps: int, more: Mapping[str, Any]) -> dic
         "quantization_backend": "bnb",
         "batch_size": ROWS,
         "context_length": CONTEXT,
+        "truncation": "split",
         "use_gradient_checkpointing": True,
         "max_steps": steps,
         "skip_eval": True,

@@ -89,7 +89,3 @@ def write_jsonl(tmp_path: Path) -> Any:
         return path
 
     return write
-
-
-def chat(question: str, answer: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from crosstune.core.protocols import Backward, Batch, Session
 from crosstune.core.scaling import LossScale, needs_loss_scale
@@ -103,3 +104,7 @@ def tiny_of(family: str, folder: Path, vocab: int) -> Path:
                 parameter.normal_(0, 0.05)
     model.save_pretrained(folder)
     return folder
+
+
+def chat(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import chat
+from support import chat
 
 import crosstune
 from crosstune.checkpoint.read import open_checkpoint

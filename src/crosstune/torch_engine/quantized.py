@@ -66,6 +66,7 @@ class StoredWeight(nn.Module):
         """Metadata the quantizer needs besides the tensors, as JSON; never changed."""
         rows, columns = facts["shape"]
         self.shape: tuple[int, int] = (rows, columns)
+        self.packed_dtype = tensors[PACKED].dtype
         self._make_dense = load_plugin(QUANT_PACKAGE, quantizer, kind="quantizer").dequantize
         for name, tensor in tensors.items():
             if name == PACKED:
@@ -81,7 +82,18 @@ class StoredWeight(nn.Module):
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all stored tensors by name."""
         parts = {**self._parameters, **self._buffers}
-        return {name: tensor for name, tensor in parts.items() if tensor is not None}
+        found = {name: tensor for name, tensor in parts.items() if tensor is not None}
+        if found[PACKED].is_floating_point():
+            found[PACKED] = found[PACKED].view(self.packed_dtype)
+        return found
+
+    def store_as_float(self) -> None:
+        """Store the bits of the packed integers in a float dtype of the same size, for an FSDP2 that refuses integers.
+        They are copied but never computed with; `tensors` returns the integers."""
+        if not self.packed.is_floating_point():
+            floats = {1: torch.float8_e4m3fn, 2: torch.float16, 4: torch.float32, 8: torch.float64}
+            viewed = self.packed.detach().view(floats[self.packed.element_size()])
+            self.packed = nn.Parameter(viewed, requires_grad=False)
 
     def extra_repr(self) -> str:
         return f"{self.quantizer}, {self.shape[0]} x {self.shape[1]}"
@@ -94,7 +106,10 @@ class StoredWeight(nn.Module):
         """Do nothing: `check_state` compared the facts before any tensor was copied."""
 
     def _identity(self) -> str:
-        dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self.tensors().items()}
+        dtypes = {
+            name: str(self.packed_dtype if name == PACKED else tensor.dtype).removeprefix("torch.")
+            for name, tensor in (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False))
+        }
         facts = {"quantizer": self.quantizer, "facts": self.facts, "dtypes": dtypes}
         return json.dumps(facts, sort_keys=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from crosstune.core.errors import UserError
 from crosstune.torch_engine.quantized import StoredWeight
 from crosstune.torch_engine.sharding.find_blocks import find_blocks
 from crosstune.torch_engine.sharding.parts import is_sharded
@@ -91,7 +93,10 @@ def shard_module(
     reshard: bool | None = None,
 ) -> None:
     """Shard one module, with the parameters in it that are not sharded yet. Scalars stay whole on every rank."""
-    _make_scales_parameters(module)
+    integers = shards_integers(mesh)
+    _make_scales_parameters(module, integers=integers)
+    if not integers:
+        _store_as_floats(module, precision=precision)
     compute = _widen_trained(module) if precision is None else precision.param_dtype
     for parameter in module.parameters():
         if not parameter.is_contiguous():  # which FSDP2 refuses
@@ -113,6 +118,34 @@ def shard_module(
     sharded.set_gradient_divide_factor(1.0)
 
 
+@functools.lru_cache(maxsize=1)
+def shards_integers(mesh: DeviceMesh) -> bool:
+    """Try whether FSDP2 takes a frozen parameter of integers; that of torch 2.11 does not."""
+    probe = nn.Module()
+    device = "cpu" if mesh.device_type == "cpu" else mesh.device_type
+    probe.packed = nn.Parameter(
+        torch.zeros(mesh.size(), dtype=torch.uint8, device=device), requires_grad=False
+    )
+    try:
+        fully_shard(probe, mesh=mesh)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _store_as_floats(module: nn.Module, *, precision: MixedPrecisionPolicy | None) -> None:
+    stored = [found for found in module.modules() if isinstance(found, StoredWeight)]
+    if stored and precision is not None and precision.param_dtype is not None:
+        raise UserError(
+            f"torch {torch.__version__} cannot shard a quantized model in mixed precision.",
+            why="its FSDP2 takes no integers, and would round packed bits that are stored as floats.",
+            do="install torch 2.13 or later, or leave mixed precision out",
+        )
+    for weight in stored:
+        if not is_sharded(weight.packed):
+            weight.store_as_float()
+
+
 def _precision(compute: torch.dtype | None) -> MixedPrecisionPolicy:
     """Return how parameters are cast when gathered: not at all unless they were widened. Adapters, scales and a frozen
     base have dtypes of their own, which must arrive as they are. Gradients are always reduced in fp32."""
@@ -124,15 +157,16 @@ def _precision(compute: torch.dtype | None) -> MixedPrecisionPolicy:
     )
 
 
-def _make_scales_parameters(module: nn.Module) -> None:
+def _make_scales_parameters(module: nn.Module, *, integers: bool) -> None:
     """Register the scales of quantized weights as frozen parameters, since FSDP2 shards only parameters.
 
-    Scalars and tables, which every element needs, stay buffers and are replicated.
+    Scalars and tables, which every element needs, stay buffers and are replicated; so do scales of integers where FSDP2
+    does not take them.
     """
     for stored in module.modules():
         if isinstance(stored, StoredWeight):
             for name, tensor in list(stored.named_buffers(recurse=False)):
-                if tensor.numel() >= SHARDED_SCALES:
+                if tensor.numel() >= SHARDED_SCALES and (integers or tensor.is_floating_point()):
                     delattr(stored, name)
                     stored.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
