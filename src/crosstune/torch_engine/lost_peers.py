@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from crosstune.core.errors import PeerLost
+from crosstune.core.errors import PeerLost, UserError
 from crosstune.core.ranks import Ranks
 
 _LOST = re.compile(
@@ -17,15 +17,23 @@ _LOST = re.compile(
     r"|ncclremoteerror|ncclsystemerror|gloo (send|recv)|application timeout|read error|writev? error",
     re.IGNORECASE,
 )
+_MISMATCH = re.compile(r"Detected mismatch between collectives on ranks")
 _FROM_A_COLLECTIVE = re.compile(r"gloo|nccl|xccl|c10d|socket|store|process ?group", re.IGNORECASE)
 
 
 @contextlib.contextmanager
 def peer_errors(ranks: Ranks, *, doing: str) -> Iterator[None]:
-    """Raise PeerLost for errors of collectives inside the block that come from another process."""
+    """Raise PeerLost for errors of collectives inside the block that come from another process, and a UserError for
+    collectives that differ, which torch compares with --debug_collectives."""
     try:
         yield
     except RuntimeError as error:  # also DistBackendError, DistNetworkError and DistStoreError
+        if _MISMATCH.search(str(error)):
+            raise UserError(
+                f"{ranks.name}: the processes of the run do different collectives in {doing}.",
+                why=_first_line(error),
+                do="a model or recipe must do the same operations on every process; the message names the one that differs",
+            ) from error
         if not is_lost_peer(error):
             raise
         raise PeerLost(
