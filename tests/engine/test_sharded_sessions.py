@@ -158,7 +158,9 @@ def test_three_ranks_train_the_model_of_a_recipe() -> None:
 
 @pytest.mark.slow
 def test_four_ranks_on_two_hosts_train_the_model_of_a_recipe() -> None:
-    run_ranks([{"world": 1, "runs": []}, {"world": 4, "host": 2, "runs": []}], hook=_without_failing(SESSIONS))
+    run_ranks(
+        [{"world": 1, "runs": []}, {"world": 4, "host": 2, "runs": []}], hook=_without_failing(SESSIONS)
+    )
 
 
 def _without_failing(code: str) -> str:
