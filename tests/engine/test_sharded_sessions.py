@@ -54,7 +54,7 @@ class Task:
         return (out**2).sum(), {"large": ((out > 1).sum(), len(out))}
 
 def opened(strategy, group):
-    config = make_config(backend="cpu", precision="fp32", train_type="full", recipe="sft", seed=3, wd=0.0,
+    config = make_config(backend="cpu", precision="fp32", train_type="full", seed=3, wd=0.0, use_gradient_checkpointing=False,
         world_size=group.ranks.size if group else 1, sharding_strategy=strategy)
     plan = make_plan(config, ranks=group.ranks if group else None)
     return open_session(plan, model_folder=None, task=Task(), group=group)
