@@ -118,7 +118,8 @@ from torch import nn
 from crosstune.core.quantization import QuantSpec
 from crosstune.torch_engine.quantized import QuantLinear, quantize_weight
 from crosstune.torch_engine.sharding.parts import is_sharded, whole
-from crosstune.torch_engine.sharding.shard import shard, free_gathered
+from crosstune.torch_engine.sharding.gathered import free_gathered
+from crosstune.torch_engine.sharding.shard import shard
 from crosstune.torch_engine.sharding.strategies import STRATEGIES, make_mesh
 
 group.open_devices(torch.device("cpu"))
