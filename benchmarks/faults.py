@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "faults"))
 
-from injection import competing, corruption, disks, kills, payloads, signals
+from injection import competing, corruption, disks, kills, payloads, ranks, signals
 from injection.bench import METHODS, Bench, check_finished, lost_or_torn
 from injection.kills import Trial
 
@@ -161,6 +161,20 @@ def competing_starts(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
         yield trial
 
 
+def killed_ranks(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
+    """SIGKILL of ranks at random moments in runs of 2 and 4 processes, which recover by themselves; ranks that are stopped."""
+    done, seed = 0, own.seed
+    while done < own.rank_kills:
+        method = ("lora", "full")[seed // 2 % 2]
+        trial = ranks.kill_ranks(bench, seed, size=(2, 4)[seed % 2], num_kills=5, method=method)
+        done, seed = done + trial.kills, seed + 1
+        print(f"ranks: {done} of {own.rank_kills} kills", file=sys.stderr, flush=True)
+        yield trial
+    for size in (2, 4):
+        for rank in (0, size - 1):
+            yield ranks.stop_rank(bench, size=size, rank=rank, limit_s=15.0)
+
+
 SECTIONS: dict[str, Callable[[Bench, argparse.Namespace], Iterator[Trial]]] = {
     "kills": exhaustive_kills,
     "random_kills": random_kills,
@@ -170,6 +184,7 @@ SECTIONS: dict[str, Callable[[Bench, argparse.Namespace], Iterator[Trial]]] = {
     "payloads": malicious,
     "signals": early_ends,
     "competing": competing_starts,
+    "ranks": killed_ranks,
 }
 
 
@@ -178,6 +193,9 @@ def replay(bench: Bench, asked: dict[str, Any]) -> Trial:
     bench.reference(method)
     if kind == "kill at random":
         return kills.kill_at_random(bench, method, seed, longest_s=1.1 * bench.seconds)
+    if kind.startswith("kill ranks of "):
+        size = int(kind.removeprefix("kill ranks of "))
+        return ranks.kill_ranks(bench, seed, size=size, num_kills=5, method=method)
     if kind.startswith("kill at call, "):
         return kills.kill_at_point(bench, method, kind.removeprefix("kill at call, "), seed)
     if kind.startswith("payload: "):
@@ -199,6 +217,7 @@ def main() -> None:
     parser.add_argument("--corruptions", type=int, default=2000)
     parser.add_argument("--signals", type=int, default=12, help="of each kind")
     parser.add_argument("--competing", type=int, default=200, help="kills and signals over two processes")
+    parser.add_argument("--rank_kills", type=int, default=40, help="in runs of 2 and 4 processes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--replay", help="one trial, as a failing one was printed")
     own = parser.parse_args()

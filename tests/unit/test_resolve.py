@@ -84,7 +84,7 @@ def test_strict_forbids_every_change_and_lists_them_all() -> None:
             backend="mps",
             precision="bf16",
             use_flash_attention=True,
-            world_size=2,
+            distributed_backend="nccl",
             strict=True,
         )
     assert len(caught.value.problems) == 3
@@ -188,16 +188,22 @@ def test_processes_on_one_machine_share_its_memory() -> None:
     assert shared.batch_size < alone.batch_size == apart.batch_size
 
 
-def test_world_size_is_cut_to_the_devices_there() -> None:
-    plan = plan_on("rtx-4090", world_size=4)
-    assert plan.world_size == 1
-    assert adjustment(plan, "world_size", "change").asked == 4
+def test_more_processes_than_devices_are_refused_where_each_needs_one() -> None:
+    with pytest.raises(ConfigError, match="4 processes cannot train on 1 cuda device"):
+        plan_on("rtx-4090", world_size=4)
+    with pytest.raises(ConfigError, match="2 processes cannot train on 1 cuda device"):
+        plan_on("rtx-4090", ranks=Ranks(engine="torch", size=2, local_size=2))
+    apart = plan_on("rtx-4090", ranks=Ranks(engine="torch", size=2, local_size=1, num_nodes=2))
+    assert (apart.world_size, apart.collective) == (2, "nccl")
+    assert plan_on("rtx-4090", world_size=2, distributed_backend="gloo").collective == "gloo"
+    assert plan_on("cpu-laptop", backend="cpu", world_size=7).world_size == 7
 
 
-def test_nccl_becomes_gloo_on_a_cpu() -> None:
-    plan = plan_on("cpu-laptop", backend="cpu", world_size=2, distributed_backend="nccl")
-    assert plan.collective == "gloo"
-    assert adjustment(plan, "distributed_backend", "change").used == "gloo"
+def test_a_communication_library_that_the_backend_lacks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--distributed_backend nccl does not work with --backend cpu"):
+        plan_on("cpu-laptop", backend="cpu", world_size=2, distributed_backend="nccl")
+    with pytest.raises(ConfigError, match="--distributed_backend gloo does not work with --backend mlx"):
+        plan_on("apple-m2-max-64gb", backend="mlx", world_size=2, distributed_backend="gloo")
 
 
 def test_nccl_becomes_gloo_on_mps() -> None:

@@ -195,7 +195,8 @@ class Hub:
                     message = member.channel.inbox.get()
                     if "report" in message:
                         member.report = Report.from_json(message["report"])
-                    if message.get("failed") == attempt and member not in self._order:
+                    has_failed = member.report is not None and bool(member.report.failures)
+                    if (has_failed or message.get("failed") == attempt) and member not in self._order:
                         self._order.append(member)
                 if member.report is None and member.channel.silent_s() > self.lost_s:
                     return member

@@ -95,7 +95,7 @@ def _run(
                 return settled.outcome
             if settled.restarts and settled.outcome.lines:
                 cause, *rest = settled.outcome.lines
-                again = f"starting again from the newest checkpoint (restart {settled.restarts} of {max_restarts})."
+                again = f"Starting again from the newest checkpoint (restart {settled.restarts} of {max_restarts})."
                 say([f"{cause} {again}", *(line for line in rest if not line.startswith("  do:"))])
 
 

@@ -99,22 +99,25 @@ class Processes:
         self._note_failures()
 
     def report(self) -> Report:
-        """Return how the processes ended; those that failed by themselves come first, in the order of their end."""
+        """Return how the processes ended."""
         codes = [code if code is not None else 0 for code in self.codes()]
+        named = {self.first_rank + place: code for place, code in enumerate(codes)}
         if self.hung:
             failure = Failure(
                 rank=self.first_rank, host=socket.gethostname(), code=EXIT_HUNG, lines=self.hung
             )
-            named = {self.first_rank + place: code for place, code in enumerate(codes)}
             return Report(codes=named, failures=[failure], signals=list(self.signals))
-        itself = [place for place in self.failures if place not in self.ended]
-        order = sorted(itself, key=lambda place: codes[place] == EXIT_PEER_LOST)
-        host = socket.gethostname()
         return Report(
-            codes={self.first_rank + place: code for place, code in enumerate(codes)},
+            codes=named,
             failures=[
-                Failure(rank=self.first_rank + place, host=host, code=codes[place], lines=self._tail(place))
-                for place in order or self.failures
+                Failure(
+                    rank=self.first_rank + place,
+                    host=socket.gethostname(),
+                    code=codes[place],
+                    lines=self._tail(place),
+                    ended=place in self.ended,
+                )
+                for place in self.failures
             ],
             signals=list(self.signals),
         )

@@ -31,6 +31,8 @@ class Failure:
     code: int
     lines: Sequence[str] = ()
     """The last lines of its output; none for rank 0, which has the terminal."""
+    ended: bool = False
+    """Whether its launcher stopped it, after another one had failed."""
 
     def sentence(self, size: int) -> str:
         how = f"was killed by {signal_name(-self.code)}" if self.code < 0 else f"ended with code {self.code}"
@@ -112,9 +114,9 @@ def signal_name(number: int) -> str:
 
 def _first_cause(failures: Sequence[Failure]) -> Failure:
     """Return the rank that failed first on its own; rank 0 if it failed in the same way, as it printed the reason."""
-    itself = [failure for failure in failures if failure.code != EXIT_PEER_LOST]
-    first = (itself or list(failures))[0]
-    return next((f for f in failures if f.rank == 0 and f.code == first.code), first)
+    own = [failure for failure in failures if not failure.ended] or list(failures)
+    first = next((failure for failure in own if failure.code != EXIT_PEER_LOST), own[0])
+    return next((failure for failure in own if failure.rank == 0 and failure.code == first.code), first)
 
 
 def _outcome(cause: Failure, signals: Sequence[int], *, size: int) -> Outcome:
