@@ -59,8 +59,9 @@ class StagedProcessGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._num_ranks, self._stage_host = size, stage_host
         self._gloo = _make_gloo(store, rank, size, timeout)
-        # Object collectives and shutdown look up the backend of a device; they use host tensors.
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
+        # Object collectives, shutdown and batches of messages look up the backend of a device.
+        for device in _DEVICES:
+            self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, self._gloo)
 
     def getBackendName(self) -> str:  # noqa: N802
         return NAME

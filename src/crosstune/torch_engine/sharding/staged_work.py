@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Work
 
 from crosstune.torch_engine.sharding.staged_copies import HostCopies
 
 
-class StagedWork(dist.Work):
+class StagedWork(Work):
     """Works of gloo that belong to one collective. The tensors hold the results once `wait` has returned."""
 
     def __init__(
