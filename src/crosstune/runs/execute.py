@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 
 from crosstune.checkpoint.folders import FOLDER as CHECKPOINTS
 from crosstune.checkpoint.folders import clear_leftovers
-from crosstune.checkpoint.read import Checkpoint, find_run
+from crosstune.checkpoint.read import find_run
 from crosstune.checkpoint.rotate import Keep
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.config.options.run import mismatches
@@ -34,7 +34,6 @@ from crosstune.core.events import (
     Stopped,
     Warned,
 )
-from crosstune.core.measured import Measured
 from crosstune.core.out_of_memory import LOADING, OutOfMemory, memory_errors
 from crosstune.core.protocols import Generates, Recipe, Session, SessionState
 from crosstune.core.ranks import Alone, Group
@@ -50,35 +49,8 @@ from crosstune.runs.best_weights import best_weights
 from crosstune.runs.memory_failure import with_advice
 from crosstune.runs.save_result import clear_leftovers as clear_results
 from crosstune.runs.save_result import cost_of_saving, save_result
+from crosstune.runs.start import Start
 from crosstune.runs.watch_folder import FirstStep, FolderWatch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """The checkpoint a resumed run starts from, and how the run differs from it."""
-
-    checkpoint: Checkpoint
-    differences: Sequence[same_training.Difference]
-    """Allowed by --allow_mismatch."""
-    adapted: Sequence[same_training.Difference]
-    """Expected on another backend."""
-    changes: Sequence[same_training.Difference]
-    measured: Measured | None
-    """Loss of the next batches, measured on the machine of the checkpoint."""
-
-    @property
-    def step(self) -> int:
-        return self.checkpoint.step
-
-    def facts(self) -> dict[str, Any]:
-        return {
-            "checkpoint": str(self.checkpoint.folder),
-            "step": self.step,
-            "backend": self.checkpoint.manifest["backend"],
-            "adapted": [difference.sentence() for difference in self.adapted],
-            "allowed_differences": [difference.sentence() for difference in self.differences],
-            "changed_options": [change.sentence() for change in self.changes],
-        }
 
 
 @dataclass(kw_only=True)

@@ -35,8 +35,8 @@ from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import gather, model_facts, probe_for
 from crosstune.runs import resume, same_training
 from crosstune.runs.check_request import check_base_adapter, check_model, check_request
-from crosstune.runs.execute import Start
 from crosstune.runs.open_parts import find_base, open_recipe
+from crosstune.runs.start import Start
 
 
 @dataclass
