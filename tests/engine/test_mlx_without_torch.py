@@ -64,8 +64,9 @@ def test_a_run_needs_no_torch(tiny_model: Path, tmp_path: Path) -> None:
     folder, bits = tmp_path / "alone", tmp_path / "bits"
     amount = ["--max_steps", "2", "--dataset_samples", "8", "--eval_samples", "2", "--max_new_tokens", "4"]
     place = ["--output_dir", str(tmp_path), "--name", folder.name]
-    trained, planned, merged, written, converted = run_without_torch(
+    trained, reported, planned, merged, written, converted = run_without_torch(
         ["train", "--model_name", str(tiny_model), *place, *amount],
+        ["report", str(folder)],
         ["plan", "--model_name", str(tiny_model), "--train_type", "qlora", "--json"],
         ["merge", str(folder)],
         ["export", str(folder), "--to", "gguf"],
@@ -74,6 +75,7 @@ def test_a_run_needs_no_torch(tiny_model: Path, tmp_path: Path) -> None:
     assert trained.code == 0, trained.err
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["engine"], summary["steps"]) == ("finished", "mlx", 2)
+    assert reported.code == 0 and "report.html" in reported.out
     assert "</html>" in (folder / "report.html").read_text()
     assert (folder / "adapter" / "adapter_model.safetensors").is_file()
     assert json.loads(planned.out)["quantizer"] == "mlx"

@@ -23,7 +23,11 @@ def chat(question: str, answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-ROWS = [chat(f"Count to {n}", " ".join(map(str, range(n))) + " 日本") for n in range(1, 900)]
+# Several chunks of rows, some of them longer than the context.
+LENGTHS = [n if n % 100 == 0 else n % 40 for n in range(1, 900)]
+ROWS = [
+    chat(f"Count to {n}", " ".join(map(str, range(length))) + " 日本") for n, length in enumerate(LENGTHS)
+]
 
 
 @pytest.fixture(scope="module")
