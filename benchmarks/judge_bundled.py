@@ -9,7 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from judge_runs import held_out_items, make_parser, open_trained, timed, train_judge, training_options, write_results
+from judge_runs import (
+    held_out_items,
+    make_parser,
+    open_trained,
+    timed,
+    train_judge,
+    training_options,
+    write_results,
+)
 
 from crosstune.cli.judge_table import table_lines
 from crosstune.recipes.judge.evaluation import baselines, evaluate_items
@@ -17,11 +25,17 @@ from crosstune.recipes.judge.evaluation import baselines, evaluate_items
 
 def main() -> None:
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--dataset", default="judge_translations", choices=("judge_translations", "judge_pairs"))
+    parser.add_argument(
+        "--dataset", default="judge_translations", choices=("judge_translations", "judge_pairs")
+    )
     parser.add_argument("--rows", type=int, default=-1, help="training rows; -1 for all")
     parser.add_argument("--verdict", default="auto")
     own = parser.parse_args()
-    options = training_options(own) | {"dataset": own.dataset, "dataset_samples": own.rows, "verdict": own.verdict}
+    options = training_options(own) | {
+        "dataset": own.dataset,
+        "dataset_samples": own.rows,
+        "verdict": own.verdict,
+    }
     run, seconds = train_judge(options | {"name": f"bundled-{own.method}"})
     items, train = held_out_items(run)
     judge = open_trained(str(run), backend=own.backend, items=items, like=run)

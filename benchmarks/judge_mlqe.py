@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from judge_runs import held_out_items, make_parser, open_trained, timed, train_judge, training_options, write_results
+from judge_runs import (
+    held_out_items,
+    make_parser,
+    open_trained,
+    timed,
+    train_judge,
+    training_options,
+    write_results,
+)
 
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judgement
@@ -43,7 +51,13 @@ def main() -> None:
         found, per_item = timed(judge, items)
         facts = {"rows": count, "seconds": seconds, "seconds_per_item": per_item}
         results.append(_row(f"{own.method}, {count} rows", items, found) | facts)
-    write_results(own.out, {"command": vars(own) | {"data": str(own.data), "runs": str(own.runs), "out": str(own.out)}, "results": results})
+    write_results(
+        own.out,
+        {
+            "command": vars(own) | {"data": str(own.data), "runs": str(own.runs), "out": str(own.out)},
+            "results": results,
+        },
+    )
 
 
 def _row(name: str, items: list[Item], found: list[Judgement]) -> dict[str, Any]:

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from judge_runs import held_out_items, make_parser, open_trained, timed, train_judge, training_options, write_results
+from judge_runs import (
+    held_out_items,
+    make_parser,
+    open_trained,
+    timed,
+    train_judge,
+    training_options,
+    write_results,
+)
 
 from crosstune.recipes.judge.evaluation import baselines, evaluate_items
 from crosstune.recipes.judge.items import Item
@@ -28,7 +36,9 @@ def main() -> None:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--folds", type=int, default=5)
-    parser.add_argument("--rows", default="-1", help="numbers of training pairs per fold, with commas; -1 for all")
+    parser.add_argument(
+        "--rows", default="-1", help="numbers of training pairs per fold, with commas; -1 for all"
+    )
     own = parser.parse_args()
     rows = _rows(own.data)
     results: list[dict[str, Any]] = []
@@ -90,7 +100,13 @@ def _write_fold(rows: list[dict[str, Any]], fold: int, num_folds: int, folder: P
     named: dict[str, list[dict[str, Any]]] = {"train": [], "val": [], "test": []}
     for row in rows:
         number = place[row["group"]]
-        split = "test" if number % num_folds == fold else "val" if number % (num_folds * 4) == (fold + 1) % num_folds else "train"
+        split = (
+            "test"
+            if number % num_folds == fold
+            else "val"
+            if number % (num_folds * 4) == (fold + 1) % num_folds
+            else "train"
+        )
         named[split].append(row)
     for split, chosen in named.items():
         (folder / f"{split}.json").write_text(json.dumps(chosen), encoding="utf-8")
@@ -105,7 +121,12 @@ def _row(name: str, report: dict[str, Any]) -> dict[str, Any]:
         f"  swap consistency {metrics['swap_consistency']:.3f}",
         flush=True,
     )
-    return {"name": name, "metrics": metrics, "intervals": report.get("intervals"), "num_items": report["num_items"]}
+    return {
+        "name": name,
+        "metrics": metrics,
+        "intervals": report.get("intervals"),
+        "num_items": report["num_items"],
+    }
 
 
 if __name__ == "__main__":

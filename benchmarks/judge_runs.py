@@ -73,7 +73,9 @@ def train_judge(options: dict[str, Any]) -> tuple[Path, float]:
     return run.folder, float(run.summary["seconds"])
 
 
-def open_trained(target: str, *, backend: str, items: Sequence[Item], like: Path, untrained: bool = False) -> Judge:
+def open_trained(
+    target: str, *, backend: str, items: Sequence[Item], like: Path, untrained: bool = False
+) -> Judge:
     """Open a run in fp32, as `crosstune judge eval` does; `like` is a run whose options describe the items."""
     config = run_config(like)
     assert config is not None

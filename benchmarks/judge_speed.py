@@ -12,7 +12,15 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from judge_runs import held_out_items, make_parser, open_trained, timed, train_judge, training_options, write_results
+from judge_runs import (
+    held_out_items,
+    make_parser,
+    open_trained,
+    timed,
+    train_judge,
+    training_options,
+    write_results,
+)
 
 from crosstune.recipes.judge.judge import Judge
 from crosstune.recipes.judge.metrics.correlation import pearson
@@ -62,7 +70,8 @@ def main() -> None:
         "probabilities_over_generation": generation_s / probabilities_s,
         "shared_prefix_over_whole_prompts": probabilities_s / prefix_s,
         "largest_score_difference_by_prefix": max(
-            abs((one.score or 0) - (other.score or 0)) for one, other in zip(by_prefix, by_probabilities, strict=True)
+            abs((one.score or 0) - (other.score or 0))
+            for one, other in zip(by_prefix, by_probabilities, strict=True)
         ),
         "unreadable": len(items) - len(readable),
         "within_1": float((np.abs(first - second) <= 1).mean()) if readable else None,

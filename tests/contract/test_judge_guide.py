@@ -19,14 +19,39 @@ QWEN_SMALL, QWEN = "Qwen/Qwen2-1.5B-Instruct", "Qwen/Qwen2.5-3B-Instruct"
 
 # entry, words, GB of the card (None: a Mac), what the plan must say
 COMMANDS: list[tuple[str, str, float | None, dict[str, Any]]] = [
-    (MPS, "--epochs 3", None, {"num_epochs": 3, "batch_size": 1, "model_name": QWEN_SMALL, "precision": "fp32"}),
+    (
+        MPS,
+        "--epochs 3",
+        None,
+        {"num_epochs": 3, "batch_size": 1, "model_name": QWEN_SMALL, "precision": "fp32"},
+    ),
     (MPS, "--epochs 1 --max_samples 50", None, {"num_epochs": 1, "dataset_samples": 50}),
-    (MPS, "--model meta-llama/Llama-3.2-1B-Instruct --epochs 2", None, {"model_name": "meta-llama/Llama-3.2-1B-Instruct"}),
+    (
+        MPS,
+        "--model meta-llama/Llama-3.2-1B-Instruct --epochs 2",
+        None,
+        {"model_name": "meta-llama/Llama-3.2-1B-Instruct"},
+    ),
     (MPS, "--epochs 1 --max_samples 50 --test_samples 20", None, {"eval_samples": 20, "optimizer": "adamw"}),
-    (CUDA, "--epochs 3", 12.0, {"train_type": "qlora", "batch_size": 2, "model_name": QWEN, "quant_type": "nf4"}),
-    (CUDA, "--epochs 1 --max_samples 50", 12.0, {"optimizer": "paged_adamw_8bit", "use_gradient_checkpointing": True}),
+    (
+        CUDA,
+        "--epochs 3",
+        12.0,
+        {"train_type": "qlora", "batch_size": 2, "model_name": QWEN, "quant_type": "nf4"},
+    ),
+    (
+        CUDA,
+        "--epochs 1 --max_samples 50",
+        12.0,
+        {"optimizer": "paged_adamw_8bit", "use_gradient_checkpointing": True},
+    ),
     (CUDA, "--no_4bit", 12.0, {"no_4bit": True, "grad_norm": 0.3}),
-    (CUDA, "--batch_size 1 --gradient_accumulation 4", 8.0, {"batch_size": 1, "gradient_accumulation_steps": 4}),
+    (
+        CUDA,
+        "--batch_size 1 --gradient_accumulation 4",
+        8.0,
+        {"batch_size": 1, "gradient_accumulation_steps": 4},
+    ),
     (CUDA, f"--model {QWEN} --epochs 3", 12.0, {"num_epochs": 3, "double_quant": True}),
     (CUDA, "--epochs 3 --batch_size 2", 12.0, {"batch_size": 2, "context_length": 512}),
     (CUDA, "--epochs 3", 8.0, {"batch_size": 1, "gradient_accumulation_steps": 4, "train_type": "qlora"}),
@@ -50,7 +75,10 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         rows = [
             {
                 "messages": [
-                    {"role": "user", "content": f"Source: {split} {number}\nTranslation: x\nGive a 0-10 score."},
+                    {
+                        "role": "user",
+                        "content": f"Source: {split} {number}\nTranslation: x\nGive a 0-10 score.",
+                    },
                     {"role": "assistant", "content": f"Score: {number}/10\nIssues: none\nFeedback: fine"},
                 ],
                 "source": f"{split} {number}",
@@ -70,14 +98,19 @@ def machine_file(folder: Path, gigabytes: float | None) -> str:
     machine = load_machine("rtx-4090").to_json()
     machine["name"] = f"card of {gigabytes} GB"
     for device in machine["backends"]["cuda"]["devices"]:
-        device |= {"memory_total_bytes": int(gigabytes * 1.07e9), "memory_free_bytes": int(gigabytes * 1.05e9)}
+        device |= {
+            "memory_total_bytes": int(gigabytes * 1.07e9),
+            "memory_free_bytes": int(gigabytes * 1.05e9),
+        }
     path = folder / "machine.json"
     path.write_text(json.dumps(machine))
     return str(path)
 
 
 @pytest.mark.parametrize(
-    ("path", "words", "gigabytes", "expected"), COMMANDS, ids=[f"{c[0][-8:-3]} {c[1]} {c[2]}" for c in COMMANDS]
+    ("path", "words", "gigabytes", "expected"),
+    COMMANDS,
+    ids=[f"{c[0][-8:-3]} {c[1]} {c[2]}" for c in COMMANDS],
 )
 def test_every_command_of_the_guide_is_planned(
     project: Path,
@@ -90,7 +123,9 @@ def test_every_command_of_the_guide_is_planned(
 ) -> None:
     entry = next(entry for entry in adopt.ENTRIES if entry.path == path)
     assert entry.command == ("judge", "train")
-    monkeypatch.setattr(adopt, "_available", lambda backends: backends[0])  # that of the planned machine, not of this one
+    monkeypatch.setattr(
+        adopt, "_available", lambda backends: backends[0]
+    )  # that of the planned machine, not of this one
     line = adopt.entry_words(entry, words.split())
     machine = machine_file(project, gigabytes)
     assert main(["plan", "--recipe", "judge", "--machine", machine, *line, "--json"]) == 0
@@ -102,16 +137,30 @@ def test_every_command_of_the_guide_is_planned(
     assert plan["options"]["output_dir"] == "adapters_eval"
     chosen = {row["option"]: row for row in plan["adjustments"] if row["kind"] == "choice"}
     asked = {word.lstrip("-") for word in words.split() if word.startswith("--")}
-    assert "batch_size" in asked or "preset" in chosen["batch_size"]["reason"] or "GB" in chosen["batch_size"]["reason"]
+    assert (
+        "batch_size" in asked
+        or "preset" in chosen["batch_size"]["reason"]
+        or "GB" in chosen["batch_size"]["reason"]
+    )
 
 
-def test_adopted_files_run_and_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adopted_files_run_and_are_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["adopt", str(tmp_path)]) == 0
-    assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py")} == {MPS, CUDA, "train.py"}
+    assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py")} == {
+        MPS,
+        CUDA,
+        "train.py",
+    }
     assert main(["adopt", str(tmp_path)]) == 0, "the same files may be written again"
     capsys.readouterr()
     done = subprocess.run(
-        [sys.executable, str(tmp_path / MPS), "--help"], capture_output=True, text=True, check=True, cwd=tmp_path
+        [sys.executable, str(tmp_path / MPS), "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
     )
     assert "crosstune judge ACTION" in done.stdout and "--max_seq_length" in done.stdout
     (tmp_path / CUDA).write_text("print('mine')\n")
@@ -126,7 +175,12 @@ def test_an_entry_falls_back_to_the_cpu_and_names_its_run() -> None:
     words = adopt.entry_words(entry, ["--model", "org/Judge-1B", "--epochs", "1"])
     assert words[words.index("--backend") + 1] in ("mps", "cpu")
     assert words[words.index("--name") + 1] == "Judge-1B_final"
-    assert adopt.entry_words(entry, ["--backend", "cpu", "--output_dir", "x"]) == ["--backend", "cpu", "--output_dir", "x"]
+    assert adopt.entry_words(entry, ["--backend", "cpu", "--output_dir", "x"]) == [
+        "--backend",
+        "cpu",
+        "--output_dir",
+        "x",
+    ]
 
 
 def test_a_shell_entry_is_one_more_item() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from pages import Followed, Page, open_workshop
@@ -11,6 +10,8 @@ from pages import Followed, Page, open_workshop
 from crosstune.models.tiny import tiny_model
 from crosstune.recipes.judge.presets import BY_BACKEND
 from crosstune.recipes.judge.verdicts import FORMATS
+
+pytestmark = pytest.mark.slow  # six commands that each load torch
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,9 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Followed:
     tiny_model(home / "my-model")
     rows = "".join(f"word {number // 2},answer {number},{1 + number % 5}\n" for number in range(60))
     (home / "ratings.csv").write_text(f"quelle,answer,note\n{rows}")
-    (home / "answers.jsonl").write_text('{"id": "x", "task": "say hi", "answer": "hi", "reference": "hello"}\n')
+    (home / "answers.jsonl").write_text(
+        '{"id": "x", "task": "say hi", "answer": "hi", "reference": "hello"}\n'
+    )
     return Followed(workshop, page)
 
 

@@ -36,13 +36,26 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number in range(count):
             word = draw.choice(list(WORDS))
             score = float(np.clip(WORDS[word] + draw.uniform(0, 1), 0, 10))
-            rows.append({"id": f"{split}{number}", "task": f"write {split} {number}", "answer": f"a {word} text", "score": score})
+            rows.append(
+                {
+                    "id": f"{split}{number}",
+                    "task": f"write {split} {number}",
+                    "answer": f"a {word} text",
+                    "score": score,
+                }
+            )
         (folder / f"judge_{split}.json").write_text(json.dumps(rows))
     return folder
 
 
 def options(model: Path, data: Path, backend: str, **more: Any) -> dict[str, Any]:
-    shared = {"recipe": "judge", "model_name": str(model), "dataset": str(data), "backend": backend, "precision": "fp32"}
+    shared = {
+        "recipe": "judge",
+        "model_name": str(model),
+        "dataset": str(data),
+        "backend": backend,
+        "precision": "fp32",
+    }
     shared |= {"train_type": "lora", "lora_target_modules": "all", "lora_dropout": 0.0, "batch_size": 4}
     return shared | {"gradient_accumulation_steps": 1, "max_steps": 4, "num_samples": 0, "lr": 1e-2} | more
 
@@ -123,7 +136,13 @@ def brute_force(judge: Judge, item: Item) -> np.ndarray:
 
 def items(count: int, *, rubric: str = "") -> list[Item]:
     return [
-        Item(id=str(n), group=str(n), task=f"write {n} words{' please' * (n % 3)}", answers=("a good text",), rubric=rubric)
+        Item(
+            id=str(n),
+            group=str(n),
+            task=f"write {n} words{' please' * (n % 3)}",
+            answers=("a good text",),
+            rubric=rubric,
+        )
         for n in range(count)
     ]
 
@@ -152,7 +171,13 @@ def test_a_shared_prefix_changes_no_score(tiny_model: Path, data: Path, engine: 
     rubric = "Ten points are for a text that says exactly what was asked, and nothing else."
     asked = [*items(5, rubric=rubric), *items(3, rubric="Count the words.")]
     sharing = recipe.judge(session)
-    alone = Judge(session=session, tokenizer=sharing.tokenizer, settings=sharing.settings, share_prefixes=False, batch_size=3)
+    alone = Judge(
+        session=session,
+        tokenizer=sharing.tokenizer,
+        settings=sharing.settings,
+        share_prefixes=False,
+        batch_size=3,
+    )
     prompts = sharing._prompts(asked)
     assert sharing._shared(prompts, [0, 1, 2, 3, 4]) > 20
     first, second = sharing.label_log_probs(asked), alone.label_log_probs(asked)
@@ -161,7 +186,8 @@ def test_a_shared_prefix_changes_no_score(tiny_model: Path, data: Path, engine: 
 
 def test_pairs_are_asked_in_both_orders(tiny_model: Path, tmp_path: Path) -> None:
     rows = [
-        {"id": f"r{n}", "task": f"t {n}", "answer_a": "a good text", "answer_b": "a bad text", "winner": "A"} for n in range(30)
+        {"id": f"r{n}", "task": f"t {n}", "answer_a": "a good text", "answer_b": "a bad text", "winner": "A"}
+        for n in range(30)
     ]
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -171,7 +197,9 @@ def test_pairs_are_asked_in_both_orders(tiny_model: Path, tmp_path: Path) -> Non
     mirrored = [Item(**vars(one) | {"answers": one.answers[::-1]}) for one in asked]
     for one, other in zip(judge.judge(asked), judge.judge(mirrored), strict=True):
         a, b, tie = other.probabilities
-        assert one.probabilities == pytest.approx((b, a, tie), abs=1e-6), "the order of the answers does not matter"
+        assert one.probabilities == pytest.approx((b, a, tie), abs=1e-6), (
+            "the order of the answers does not matter"
+        )
         assert one.consistent is not None and one.winner in ("A", "B", "tie")
     texts = judge.judge(asked, by="generation", max_new_tokens=4)
     assert all(one.winner is None or one.consistent is not None for one in texts)
@@ -197,14 +225,28 @@ def test_a_judge_learns_and_beats_every_baseline(
     assert len(rows) == 24 and {"id", "expected", "predicted", "confidence"} <= rows[0].keys()
     page = (tmp_path / "j" / "report.html").read_text()
     assert "Worst disagreements" in page and "Calibration" in page and page.count('class="plot"') >= 3
-    (tmp_path / "new.jsonl").write_text('{"task": "write", "answer": "a good text"}\n{"task": "write", "answer": "a bad text"}\n')
+    (tmp_path / "new.jsonl").write_text(
+        '{"task": "write", "answer": "a good text"}\n{"task": "write", "answer": "a bad text"}\n'
+    )
     out = tmp_path / "verdicts.jsonl"
-    line = ["judge", "predict", str(tmp_path / "j"), "--input", str(tmp_path / "new.jsonl"), "--output", str(out), "--backend", "cpu"]
+    line = [
+        "judge",
+        "predict",
+        str(tmp_path / "j"),
+        "--input",
+        str(tmp_path / "new.jsonl"),
+        "--output",
+        str(out),
+        "--backend",
+        "cpu",
+    ]
     assert main(line) == 0
     good, bad = (json.loads(row)["predicted"] for row in out.read_text().splitlines())
     assert good > bad + 4
     capsys.readouterr()
-    assert main(["judge", "eval", "--predictions", str(tmp_path / "j" / "test_predictions.json"), "--json"]) == 0
+    assert (
+        main(["judge", "eval", "--predictions", str(tmp_path / "j" / "test_predictions.json"), "--json"]) == 0
+    )
     again = json.loads(capsys.readouterr().out)
     assert again["metrics"]["pearson"] == pytest.approx(report["metrics"]["pearson"], abs=1e-9)
 
@@ -213,11 +255,17 @@ def test_a_judge_learns_and_beats_every_baseline(
 def test_an_adapter_gives_the_same_scores_on_the_other_engine(
     tiny_model: Path, data: Path, tmp_path: Path, engine: str
 ) -> None:
-    flags = options(tiny_model, data, ENGINES[engine], max_steps=5, output_dir=str(tmp_path), name="j", skip_eval=True)
+    flags = options(
+        tiny_model, data, ENGINES[engine], max_steps=5, output_dir=str(tmp_path), name="j", skip_eval=True
+    )
     assert main(["judge", "train", *words_of(flags)]) == 0
     recipe = JudgeRecipe(make_config(**flags), model_folder=tiny_model)
     scores = {}
-    for name, backend, untrained in (("torch", "cpu", False), ("mlx", "mlx", False), ("untrained", "cpu", True)):
+    for name, backend, untrained in (
+        ("torch", "cpu", False),
+        ("mlx", "mlx", False),
+        ("untrained", "cpu", True),
+    ):
         request = JudgeRequest(target=str(tmp_path / "j"), backend=backend, untrained=untrained)
         judge = open_judge(request, items=recipe.data.test, config=recipe.config, observer=Observers())
         scores[name] = [one.score for one in judge.judge(recipe.data.test)]
@@ -244,10 +292,12 @@ def test_a_scalar_head_learns_and_is_transformers_sequence_classifier(
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    flags = options(tiny_model, data, "cpu", max_steps=50, batch_size=8, head="scalar", train_type=train_type)
+    flags = options(tiny_model, data, "cpu", max_steps=40, batch_size=8, head="scalar", train_type=train_type)
     flags |= {"output_dir": str(tmp_path), "name": "r", "lr": 3e-3}
     assert main(["judge", "train", *words_of(flags), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["test"]["metrics"]["pearson"] > (0.9 if train_type == "full" else 0.3)
+    assert json.loads(capsys.readouterr().out)["test"]["metrics"]["pearson"] > (
+        0.9 if train_type == "full" else 0.3
+    )
     recipe = JudgeRecipe(make_config(**flags), model_folder=tiny_model)
     request = JudgeRequest(target=str(tmp_path / "r"), backend="cpu")
     judge = open_judge(request, items=recipe.data.test, config=recipe.config, observer=Observers())
@@ -273,7 +323,12 @@ def test_a_scalar_head_learns_and_is_transformers_sequence_classifier(
     ],
 )
 def test_requests_that_a_judge_refuses(
-    tiny_model: Path, data: Path, tmp_path: Path, asked: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
+    tiny_model: Path,
+    data: Path,
+    tmp_path: Path,
+    asked: dict[str, Any],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     flags = options(tiny_model, data, "cpu", output_dir=str(tmp_path), name="x") | asked
     assert main(["judge", "train", *words_of(flags)]) == 2

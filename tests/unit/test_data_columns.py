@@ -262,4 +262,6 @@ def test_quotes_in_a_tsv_that_was_never_quoted_are_text(tmp_path: Path) -> None:
     assert rows[0] == {"prompt": '"so" said he', "completion": 'the "term"'}
     assert rows[1] == {"prompt": '"whole"', "completion": '"a'}
     path.write_text('prompt\tcompletion\n"a\ttab"\t"a ""quote"""\n')
-    assert [found.row for found in files.file_part(path).rows()] == [{"prompt": "a\ttab", "completion": 'a "quote"'}]
+    assert [found.row for found in files.file_part(path).rows()] == [
+        {"prompt": "a\ttab", "completion": 'a "quote"'}
+    ]

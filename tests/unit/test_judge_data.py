@@ -72,7 +72,9 @@ def test_scored_answers_in_every_kind_of_file(tmp_path: Path, suffix: str) -> No
         path.write_text("\n".join(sep.join(f'"{v}"' for v in row) for row in [names, *values]) + "\n")
     else:
         rows = [dict(zip(names, row, strict=True)) for row in values]
-        path.write_text(json.dumps(rows) if suffix == ".json" else "".join(json.dumps(r) + "\n" for r in rows))
+        path.write_text(
+            json.dumps(rows) if suffix == ".json" else "".join(json.dumps(r) + "\n" for r in rows)
+        )
     found = read(path, scale=Scale(low=0, high=100))
     assert [one.score for one in found] == [91.5, 12.0]
     assert found[1].task == "un chien" and found[1].answers == ("a dog, big",)
@@ -88,7 +90,9 @@ def test_columns_are_mapped_and_unknown_ones_refused(write_jsonl: Any) -> None:
 
 def test_pairs_with_every_name_of_a_winner(write_jsonl: Any) -> None:
     winners = {"A": "A", "1": "A", "b": "B", 2: "B", "Tie": "tie", 0: "tie"}
-    rows = [{"instruction": "i", "input": "n", "response1": "x", "response2": "y", "winner": w} for w in winners]
+    rows = [
+        {"instruction": "i", "input": "n", "response1": "x", "response2": "y", "winner": w} for w in winners
+    ]
     found = read(write_jsonl(rows))
     assert [one.winner for one in found] == list(winners.values())
     assert found[0].task == "i\n\nn" and found[0].is_pair
@@ -111,9 +115,23 @@ def test_pairs_with_every_name_of_a_winner(write_jsonl: Any) -> None:
         ({"task": "t", "answer_a": "x", "winner": "A"}, "no answer_b"),
         ({"task": "t", "answer_a": "x", "answer_b": "y"}, "no winner"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no conversation with a verdict"),
-        ({"messages": [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]}, "not the assistant"),
-        ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "fine"}]}, "no score"),
-        ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "Score: 12/10"}]}, "outside"),
+        (
+            {"messages": [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]},
+            "not the assistant",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "fine"}]},
+            "no score",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "x"},
+                    {"role": "assistant", "content": "Score: 12/10"},
+                ]
+            },
+            "outside",
+        ),
     ],
 )
 def test_a_bad_row_is_named(write_jsonl: Any, row: dict[str, Any], words: str) -> None:
@@ -124,7 +142,7 @@ def test_a_bad_row_is_named(write_jsonl: Any, row: dict[str, Any], words: str) -
 
 def test_references_of_some_rows_only_are_refused(write_jsonl: Any) -> None:
     path = write_jsonl([point("a", reference="r"), point("b")])
-    with pytest.raises(UserError, match="1 of 2 rows .* no reference"):
+    with pytest.raises(UserError, match=r"1 of 2 rows .* no reference"):
         read(path)
     assert [one.reference for one in read(path, references="optional")] == ["r", ""]
     assert [one.reference for one in read(path, references="ignore")] == ["", ""]
@@ -138,7 +156,9 @@ def test_scores_and_pairs_do_not_mix(write_jsonl: Any) -> None:
 # scales and labels
 
 
-@pytest.mark.parametrize(("text", "low", "high"), [("0-10", 0, 10), ("1..5", 1, 5), ("-1 to 1", -1, 1), ("0-100", 0, 100)])
+@pytest.mark.parametrize(
+    ("text", "low", "high"), [("0-10", 0, 10), ("1..5", 1, 5), ("-1 to 1", -1, 1), ("0-100", 0, 100)]
+)
 def test_scales(text: str, low: float, high: float) -> None:
     assert read_scale(text) == Scale(low=low, high=high)
 
@@ -168,7 +188,7 @@ def test_a_score_is_the_expected_value_of_its_labels(scale: Scale) -> None:
 @pytest.mark.parametrize("name", ["digit", "score", "result", "json"])
 def test_a_written_verdict_reads_back(name: str, explains: bool) -> None:
     verdict = VerdictFormat(name=name, scale=TEN, explains=explains and name != "digit")
-    one = item(1, score=7.0, issues=("typo", "bad \"word\""), critique="Two errors; see above.")
+    one = item(1, score=7.0, issues=("typo", 'bad "word"'), critique="Two errors; see above.")
     for place, label in enumerate(verdict.labels.texts):
         said = verdict.read(verdict.write(label, one))
         assert said.score == pytest.approx(verdict.labels.values[place])
@@ -232,10 +252,16 @@ def test_groups_stay_together_and_the_split_depends_on_the_seed_alone() -> None:
     found = split_groups(items, shares=shares, seed=1)
     assert [len(found[name]) for name in ("train", "val", "test")] == [320, 40, 40]
     groups = {name: {one.group for one in rows} for name, rows in found.items()}
-    assert not groups["train"] & groups["val"] and not groups["train"] & groups["test"] and not groups["val"] & groups["test"]
+    assert (
+        not groups["train"] & groups["val"]
+        and not groups["train"] & groups["test"]
+        and not groups["val"] & groups["test"]
+    )
     again = split_groups(items[::-1], shares=shares, seed=1)
     assert {one.id for one in again["test"]} == {one.id for one in found["test"]}
-    assert {one.id for one in split_groups(items, shares=shares, seed=2)["test"]} != {one.id for one in found["test"]}
+    assert {one.id for one in split_groups(items, shares=shares, seed=2)["test"]} != {
+        one.id for one in found["test"]
+    }
 
 
 def test_two_groups_are_enough_to_train() -> None:
@@ -273,7 +299,11 @@ def test_the_guides_folder_has_three_splits_and_a_leak_stops_it(tmp_path: Path) 
 
 
 def test_an_id_in_two_splits_is_a_leak_and_twice_in_one_an_error(tmp_path: Path) -> None:
-    folder = splits(tmp_path, train=[point("a", id="x"), point("b", id="y")], test=[point("c", id="x"), point("d", id="z")])
+    folder = splits(
+        tmp_path,
+        train=[point("a", id="x"), point("b", id="y")],
+        test=[point("c", id="x"), point("d", id="z")],
+    )
     with pytest.raises(UserError, match="id 'x' is also in the test split"):
         open_judge_data(make_config(recipe="judge", dataset=str(folder)))
     splits(tmp_path, test=[point("c", id="q"), point("d", id="q")])
@@ -308,7 +338,9 @@ def test_bundled_scores_are_right_by_construction() -> None:
 
 def test_the_length_of_a_bundled_answer_says_little() -> None:
     rows = make_translations("train")
-    lengths, scores = ([f(row) for row in rows] for f in (lambda row: len(row["answer"]), lambda row: row["score"]))
+    lengths, scores = (
+        [f(row) for row in rows] for f in (lambda row: len(row["answer"]), lambda row: row["score"])
+    )
     assert abs(np.corrcoef(lengths, scores)[0, 1]) < 0.2
 
 

@@ -51,7 +51,11 @@ def test_an_unreadable_score_is_the_worst_one_and_counted() -> None:
 
 def test_an_unreadable_winner_is_wrong_and_counted() -> None:
     items = compared("A", "B", "tie")
-    found = [Judgement(winner="A", consistent=True), Judgement(consistent=False), Judgement(winner="tie", consistent=True)]
+    found = [
+        Judgement(winner="A", consistent=True),
+        Judgement(consistent=False),
+        Judgement(winner="tie", consistent=True),
+    ]
     report = evaluate_items(items, found, scale=TEN, intervals=False)
     assert report["num_unreadable"] == 1
     assert report["metrics"]["accuracy"] == pytest.approx(2 / 3)
@@ -103,7 +107,9 @@ def test_worst_disagreements_come_first() -> None:
 def test_predictions_read_back_with_the_same_metrics(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     items = scored(*draw.uniform(0, 10, 20))
-    found = [Judgement(score=float(s), confidence=0.5) for s in draw.uniform(0, 10, 19)] + [Judgement(text="?")]
+    found = [Judgement(score=float(s), confidence=0.5) for s in draw.uniform(0, 10, 19)] + [
+        Judgement(text="?")
+    ]
     path = tmp_path / "test_predictions.json"
     write_predictions(path, items, found)
     again = read_predictions(path)
@@ -147,7 +153,9 @@ def test_settings_of_a_judge_read_back(tmp_path: Path) -> None:
 
 def report_of(name: str, gb: float = 24.0) -> BackendReport:
     device = Device(name="card", memory_total_bytes=int(gb * 1e9), memory_free_bytes=int(gb * 1e9))
-    return BackendReport(name=name, engine="mlx" if name == "mlx" else "torch", available=True, device=name, devices=(device,))
+    return BackendReport(
+        name=name, engine="mlx" if name == "mlx" else "torch", available=True, device=name, devices=(device,)
+    )
 
 
 def chosen(name: str, gb: float = 24.0, **asked: Any) -> dict[str, Any]:
@@ -157,13 +165,23 @@ def chosen(name: str, gb: float = 24.0, **asked: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("backend", ["mps", "cpu"])
 def test_the_preset_of_laptops(backend: str) -> None:
-    expected = {"precision": "fp32", "optimizer": "adamw", "batch_size": 1, "model_name": "Qwen/Qwen2-1.5B-Instruct"}
+    expected = {
+        "precision": "fp32",
+        "optimizer": "adamw",
+        "batch_size": 1,
+        "model_name": "Qwen/Qwen2-1.5B-Instruct",
+    }
     expected |= {"train_type": "lora", "num_epochs": 3, "context_length": 512, "lr": 1e-4, "grad_norm": 1.0}
     assert expected.items() <= chosen(backend).items()
 
 
 def test_the_preset_of_cuda() -> None:
-    expected = {"train_type": "qlora", "quant_type": "nf4", "double_quant": True, "optimizer": "paged_adamw_8bit"}
+    expected = {
+        "train_type": "qlora",
+        "quant_type": "nf4",
+        "double_quant": True,
+        "optimizer": "paged_adamw_8bit",
+    }
     expected |= {"batch_size": 2, "use_gradient_checkpointing": True, "grad_norm": 0.3, "lr": 2e-4}
     expected |= {"model_name": "Qwen/Qwen2.5-3B-Instruct"}
     found = chosen("cuda", 12.0)
@@ -182,12 +200,16 @@ def test_small_and_large_cards() -> None:
 
 
 def test_what_was_asked_is_not_chosen() -> None:
-    found = choose_preset(load_config(["--recipe", "judge", "--batch_size", "4", "--train_type", "full"]), report_of("cuda", 12))
+    found = choose_preset(
+        load_config(["--recipe", "judge", "--batch_size", "4", "--train_type", "full"]), report_of("cuda", 12)
+    )
     assert "batch_size" not in found and "train_type" not in found and "lora_dropout" not in found
 
 
 def test_large_models_get_smaller_adapters() -> None:
-    assert chosen("mps", model="org/M-3B")["lora_rank"] == 8 and "lora_rank" not in chosen("cuda", model="org/M-3B")
+    assert chosen("mps", model="org/M-3B")["lora_rank"] == 8 and "lora_rank" not in chosen(
+        "cuda", model="org/M-3B"
+    )
     assert chosen("cuda", model="org/M-7B")["lora_alpha"] == 16
 
 
@@ -198,3 +220,31 @@ def test_large_models_get_smaller_adapters() -> None:
 )  # fmt: skip
 def test_sizes_in_names(name: str, billions: float | None) -> None:
     assert read_billions(name) == billions
+
+
+def test_a_moved_run_keeps_what_its_first_backend_chose() -> None:
+    """The preset of another backend would change the training: its learning rate, its batches, its model."""
+    from types import SimpleNamespace
+
+    from crosstune.runs.resume import kept_options
+
+    options = {
+        "lr": 1e-4,
+        "batch_size": 1,
+        "model_name": "x",
+        "precision": "fp32",
+        "seed": 7,
+        "grad_norm": 1.0,
+    }
+    manifest = {"recipe": "judge", "options": options, "backend": "mps", "precision": "fp32", "identity": {}}
+    checkpoint: Any = SimpleNamespace(manifest=manifest, folder=Path("runs/a/checkpoints/step-1"))
+    kept = kept_options(checkpoint, {"lr": 3e-4}, backend="cuda")
+    assert kept == {"batch_size": 1, "model_name": "x", "grad_norm": 1.0}
+    assert (
+        kept_options(
+            SimpleNamespace(manifest=manifest | {"recipe": "sft"}, folder=checkpoint.folder),
+            {},
+            backend="cuda",
+        )
+        == {}
+    )  # type: ignore[arg-type]

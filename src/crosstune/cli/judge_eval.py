@@ -39,7 +39,7 @@ def measure_run(folder: Path, own: argparse.Namespace, config: Config) -> dict[s
     """Test the judge of a run on its own test split, and write what it says into the run."""
     from crosstune.core.json_files import read_json
     from crosstune.recipes.judge.open_splits import open_judge_data
-    from crosstune.results.judge import run_config, backend_for_test
+    from crosstune.results.judge import backend_for_test, run_config
 
     trained = run_config(folder)
     assert trained is not None, "a run has a plan"

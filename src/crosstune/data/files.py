@@ -214,9 +214,11 @@ def _read_text(path: Path, file: io.TextIOWrapper, size: int) -> str:
 
 def _read_csv(path: Path, file: BinaryIO, *, delimiter: str) -> Iterator[Found]:
     csv.field_size_limit(LARGEST_ROW_BYTES)  # the default of 128 KiB is too small for long answers
-    plain = delimiter == "\t" and _has_bare_quotes(path)
-    quoting = csv.QUOTE_NONE if plain else csv.QUOTE_MINIMAL
-    reader = csv.reader(_decoded_lines(path, file), delimiter=delimiter, quoting=quoting, strict=True)
+    lines = _decoded_lines(path, file)
+    if delimiter == "\t" and _has_bare_quotes(path):
+        reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE, strict=True)
+    else:
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] | None = None
     line = 1
     try:

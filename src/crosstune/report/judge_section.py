@@ -50,7 +50,10 @@ def collect_judge_test(folder: Path) -> JudgeTest | None:
     if not (folder / METRICS_FILE).is_file():
         return None
     report = read_json(folder / METRICS_FILE)
-    columns = {"judge": report, **{name: mapping(value) for name, value in mapping(report.get("baselines")).items()}}
+    columns = {
+        "judge": report,
+        **{name: mapping(value) for name, value in mapping(report.get("baselines")).items()},
+    }
     names = list(dict.fromkeys(name for each in columns.values() for name in mapping(each.get("metrics"))))
     table = mapping(report.get("confusion"))
     labels = [str(label) for label in table.get("labels", ())]
@@ -65,7 +68,10 @@ def collect_judge_test(folder: Path) -> JudgeTest | None:
         calibration=_calibration(report.get("calibration") or ()),
         labels=[labels[place] for place in used],
         confusion=[
-            (labels[row], [(counts[row][place], _tenths(counts[row][place], sum(counts[row]))) for place in used])
+            (
+                labels[row],
+                [(counts[row][place], _tenths(counts[row][place], sum(counts[row]))) for place in used],
+            )
             for row in used
         ],
         worst=[_worst(mapping(row)) for row in report.get("worst", ())],
@@ -91,7 +97,8 @@ def _points(folder: Path) -> list[tuple[float, float]]:
     except (UnreadableFile, ValueError):
         return []
     pairs = [
-        (number(row.get("expected")), number(row.get("predicted"))) for row in map(mapping, rows if isinstance(rows, list) else ())
+        (number(row.get("expected")), number(row.get("predicted")))
+        for row in map(mapping, rows if isinstance(rows, list) else ())
     ]
     known = [(first, second) for first, second in pairs if first is not None and second is not None]
     step = -(-len(known) // MOST_POINTS) if known else 1
@@ -102,7 +109,13 @@ def _scatter(points: Sequence[tuple[float, float]]) -> Markup:
     if not points:
         return Markup()
     axis = value_axis([value for point in points for value in point], from_zero=True)
-    return _square(points, axis, across="people", label=f"Scores of people and of the judge for {len(points)} items", radius=2.5)
+    return _square(
+        points,
+        axis,
+        across="people",
+        label=f"Scores of people and of the judge for {len(points)} items",
+        radius=2.5,
+    )
 
 
 def _calibration(bins: Sequence[Any]) -> Markup:
@@ -113,7 +126,9 @@ def _calibration(bins: Sequence[Any]) -> Markup:
     if not known:
         return Markup()
     axis = Axis(low=0.0, high=1.0, ticks=(0.0, 0.25, 0.5, 0.75, 1.0))
-    return _square(known, axis, across="confidence", label=f"Accuracy over confidence in {len(known)} bins", radius=4.5)
+    return _square(
+        known, axis, across="confidence", label=f"Accuracy over confidence in {len(known)} bins", radius=4.5
+    )
 
 
 def _square(
@@ -149,7 +164,13 @@ def _percent(fraction: float) -> str:
 def _worst(row: Mapping[str, Any]) -> Worst:
     answer = row.get("answer") or f"A: {row.get('answer_a', '')}\nB: {row.get('answer_b', '')}"
     predicted = row.get("predicted")
-    said = "unreadable" if predicted is None else f"{predicted:.1f}" if isinstance(predicted, float) else str(predicted)
+    said = (
+        "unreadable"
+        if predicted is None
+        else f"{predicted:.1f}"
+        if isinstance(predicted, float)
+        else str(predicted)
+    )
     return Worst(
         task=_cut(row.get("task")),
         answer=_cut(answer),

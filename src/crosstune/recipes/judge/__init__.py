@@ -11,8 +11,8 @@ from crosstune.recipes.judge.presets import OPTIONS as PRESET_OPTIONS
 from crosstune.recipes.judge.presets import choose_preset
 from crosstune.recipes.judge.read_items import TARGETS as COLUMNS
 from crosstune.recipes.judge.recipe import JudgeRecipe
-from crosstune.recipes.judge.verdicts import choose_format
 from crosstune.recipes.judge.scale import read_scale
+from crosstune.recipes.judge.verdicts import choose_format
 
 __all__ = ["COLUMNS", "PRESET_OPTIONS", "check_data", "choose_preset", "open_recipe"]
 

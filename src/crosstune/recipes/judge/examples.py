@@ -170,7 +170,9 @@ def soft_label(
     first, second = tokens.sequences[nearest], tokens.sequences[other]
     same = next(length for length, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     written = tuple(example.tokens[place : place + same + 1].tolist())
-    if not share or place < 1 or written != first[: same + 1]:  # the data's own verdict may say something else
+    if (
+        not share or place < 1 or written != first[: same + 1]
+    ):  # the data's own verdict may say something else
         return None
     return SoftLabel(place=place + same, other=second[same], share=share)
 

@@ -55,7 +55,9 @@ def read_prefix(session: Any, tokens: Sequence[int]) -> Prefix | None:
     with memory_errors(doing=EVALUATING):
         session.model(mx.array([list(tokens)]), cache=caches)
         # A cache is longer than what it holds.
-        states = [tuple(array[..., : cache.offset, :] for array in (cache.keys, cache.values)) for cache in caches]
+        states = [
+            tuple(array[..., : cache.offset, :] for array in (cache.keys, cache.values)) for cache in caches
+        ]
         mx.eval(states)
     return Prefix(states=states, length=len(tokens))
 

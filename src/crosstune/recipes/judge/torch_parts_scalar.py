@@ -104,7 +104,9 @@ class ScalarHead:
         """Write a folder that AutoModelForSequenceClassification loads, with adapters merged."""
         base = self._opened().folder
         assert base is not None
-        adapters = {name: module for name, module in model.named_modules() if isinstance(module, AdaptedLinear)}
+        adapters = {
+            name: module for name, module in model.named_modules() if isinstance(module, AdaptedLinear)
+        }
         state = export.merged_state(model, adapters)
         model.config.architectures = [type(model).__name__]
         export.save_model(folder, model.config, state.items(), base=base)
