@@ -80,9 +80,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         rows.append(
             {
                 "id": f"pair-{row['idx']}",
-                "group": row["instruction"],
-                "instruction": row["instruction"],
-                "input": row["input"],
+                "group": row["instruction"] or row["input"],
+                "task": f"{row['instruction']}\n\n{row['input']}".strip() or "(no instruction)",
                 "answer_a": row["response1"] or "(no answer)",
                 "answer_b": row["response2"] or "(no answer)",
                 "winner": winner,

@@ -29,7 +29,6 @@ PLAIN: dict[str, Any] = {
     "eval_steps": 0,
     "save_steps": 0,
     "save_minutes": 0,
-    "eval_samples": 200,
     "num_samples": 0,
     "result": "last",
     "overwrite": True,

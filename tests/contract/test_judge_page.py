@@ -11,6 +11,8 @@ from crosstune.models.tiny import tiny_model
 from crosstune.recipes.judge.presets import BY_BACKEND
 from crosstune.recipes.judge.verdicts import FORMATS
 
+pytestmark = pytest.mark.slow  # six commands that each load torch
+
 
 @pytest.fixture(scope="module")
 def followed(tmp_path_factory: pytest.TempPathFactory) -> Followed:

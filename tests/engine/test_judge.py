@@ -292,7 +292,7 @@ def test_a_scalar_head_learns_and_is_transformers_sequence_classifier(
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    flags = options(tiny_model, data, "cpu", max_steps=50, batch_size=8, head="scalar", train_type=train_type)
+    flags = options(tiny_model, data, "cpu", max_steps=40, batch_size=8, head="scalar", train_type=train_type)
     flags |= {"output_dir": str(tmp_path), "name": "r", "lr": 3e-3}
     assert main(["judge", "train", *words_of(flags), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["test"]["metrics"]["pearson"] > (
@@ -340,3 +340,22 @@ def test_a_scalar_head_on_mlx_is_refused(tiny_model: Path, data: Path, tmp_path:
     flags = options(tiny_model, data, "mlx", output_dir=str(tmp_path), name="x", head="scalar")
     assert main(["judge", "train", *words_of(flags)]) == 2
     assert "torch only" in capsys.readouterr().err
+
+
+def test_the_whole_test_split_is_judged_unless_limited(tiny_model: Path, data: Path, tmp_path: Path) -> None:
+    """A preset limits the evaluations during training, not the test."""
+    from crosstune.recipes.judge.open_splits import open_judge_data
+    from crosstune.results.judge import run_config
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    plan = make_plan(make_config(**options(tiny_model, data, "cpu")))
+    assert plan.config.eval_samples == 200
+    limited = {"options": plan.config.options() | {"eval_samples": 5}, "asked": plan.to_json()["asked"]}
+    (folder / "plan.json").write_text(json.dumps(limited))
+    config = run_config(folder)
+    assert config is not None and len(open_judge_data(config).test) == 24
+    limited["asked"]["eval_samples"] = 5
+    (folder / "plan.json").write_text(json.dumps(limited))
+    config = run_config(folder)
+    assert config is not None and len(open_judge_data(config).test) == 5

@@ -220,3 +220,31 @@ def test_large_models_get_smaller_adapters() -> None:
 )  # fmt: skip
 def test_sizes_in_names(name: str, billions: float | None) -> None:
     assert read_billions(name) == billions
+
+
+def test_a_moved_run_keeps_what_its_first_backend_chose() -> None:
+    """The preset of another backend would change the training: its learning rate, its batches, its model."""
+    from types import SimpleNamespace
+
+    from crosstune.runs.resume import kept_options
+
+    options = {
+        "lr": 1e-4,
+        "batch_size": 1,
+        "model_name": "x",
+        "precision": "fp32",
+        "seed": 7,
+        "grad_norm": 1.0,
+    }
+    manifest = {"recipe": "judge", "options": options, "backend": "mps", "precision": "fp32", "identity": {}}
+    checkpoint: Any = SimpleNamespace(manifest=manifest, folder=Path("runs/a/checkpoints/step-1"))
+    kept = kept_options(checkpoint, {"lr": 3e-4}, backend="cuda")
+    assert kept == {"batch_size": 1, "model_name": "x", "grad_norm": 1.0}
+    assert (
+        kept_options(
+            SimpleNamespace(manifest=manifest | {"recipe": "sft"}, folder=checkpoint.folder),
+            {},
+            backend="cuda",
+        )
+        == {}
+    )  # type: ignore[arg-type]

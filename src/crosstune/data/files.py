@@ -214,9 +214,8 @@ def _read_text(path: Path, file: io.TextIOWrapper, size: int) -> str:
 
 def _read_csv(path: Path, file: BinaryIO, *, delimiter: str) -> Iterator[Found]:
     csv.field_size_limit(LARGEST_ROW_BYTES)  # the default of 128 KiB is too small for long answers
-    plain = delimiter == "\t" and _has_bare_quotes(path)
     lines = _decoded_lines(path, file)
-    if plain:
+    if delimiter == "\t" and _has_bare_quotes(path):
         reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE, strict=True)
     else:
         reader = csv.reader(lines, delimiter=delimiter, strict=True)

@@ -51,8 +51,10 @@ def run_config(folder: Path) -> Config | None:
     """Return the options of the judge run in a folder; None if it is no run. Raise for a run of another recipe."""
     if not (folder / "plan.json").is_file():
         return None
-    options = read_json(folder / "plan.json").get("options")
-    options = options if isinstance(options, dict) else {}
+    plan = read_json(folder / "plan.json")
+    options, asked = (
+        found if isinstance(found := plan.get(name), dict) else {} for name in ("options", "asked")
+    )
     if options.get("recipe") != "judge":
         raise UserError(
             f"The run {folder} did not train a judge.",
@@ -60,7 +62,8 @@ def run_config(folder: Path) -> Config | None:
             do="train one with `crosstune judge train`",
         )
     known = {option.name for option in option_list()}
-    return make_config(**{name: value for name, value in options.items() if name in known})
+    config = make_config(**{name: value for name, value in options.items() if name in known})
+    return dataclasses.replace(config, asked=dict.fromkeys(asked, f"the run {folder.name}"))
 
 
 def backend_for_test(config: Config, trained_on: str) -> str:

@@ -91,5 +91,5 @@ class JudgeOptions:
         "Backend that tests the trained judge; auto: cpu after training on cuda or mps, else that of the training",
         choices=_backend_names,
         needs=(JUDGE,),
-        on_resume=OnResume.OWN_MACHINE | OnResume.FREE,
+        on_resume=OnResume.ONE_START,
     )

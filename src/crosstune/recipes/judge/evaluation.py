@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from crosstune.recipes.judge.items import WINNERS, Item
 from crosstune.recipes.judge.judge import Judgement
-from crosstune.recipes.judge.metrics.agreement import accuracy, cohen_kappa, confusion, macro_f1
+from crosstune.recipes.judge.metrics.agreement import accuracy, cohen_kappa, confusion, count_pairs, macro_f1
 from crosstune.recipes.judge.metrics.bootstrap import interval
 from crosstune.recipes.judge.metrics.calibration import expected_calibration_error, reliability
 from crosstune.recipes.judge.metrics.correlation import (
@@ -108,12 +108,10 @@ def _score_metrics(items: Sequence[Item], found: Sequence[Judgement], scale: Sca
     expected = np.array([item.score for item in items], dtype=np.float64)
     scores = _scores(expected, found, scale)
     values = np.array(number_labels(scale).values)
-    classes = list(range(len(values)))
     first, second = (np.abs(values[None] - each[:, None]).argmin(axis=1) for each in (expected, scores))
 
     def kappa(rows: NDArray[np.int64]) -> float:
-        counts = confusion(first[rows].tolist(), second[rows].tolist(), classes=classes)
-        return cohen_kappa(counts, quadratic=True)
+        return cohen_kappa(count_pairs(first[rows], second[rows], num_classes=len(values)), quadratic=True)
 
     return {
         "mae": lambda rows: mean_absolute_error(expected[rows], scores[rows]),
@@ -134,14 +132,14 @@ def _scores(expected: NDArray[np.float64], found: Sequence[Judgement], scale: Sc
 
 
 def _pair_metrics(items: Sequence[Item], found: Sequence[Judgement], scale: Scale) -> Mapping[str, Metric]:
-    expected = np.array([item.winner for item in items])
-    winners = np.array([one.winner or UNREADABLE for one in found])
+    classes = [*WINNERS, UNREADABLE]
+    expected = np.array([classes.index(item.winner or "") for item in items])
+    winners = np.array([classes.index(one.winner or UNREADABLE) for one in found])
     consistent = np.array([bool(one.consistent) for one in found], dtype=np.float64)
     asked = any(one.consistent is not None for one in found)
 
     def counted(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        classes = [*WINNERS, UNREADABLE]
-        return confusion(expected[rows].tolist(), winners[rows].tolist(), classes=classes)
+        return count_pairs(expected[rows], winners[rows], num_classes=len(classes))
 
     return {
         "accuracy": lambda rows: accuracy(counted(rows)),

@@ -16,10 +16,15 @@ def confusion(
 ) -> Counts:
     """Count the pairs of classes: rows are the expected ones, columns the found ones. A value that is no class raises."""
     places = {name: place for place, name in enumerate(classes)}
-    counts = np.zeros((len(classes), len(classes)), dtype=np.int64)
-    for one, other in zip(expected, found, strict=True):
-        counts[places[one], places[other]] += 1
-    return counts
+    pairs = [(places[one], places[other]) for one, other in zip(expected, found, strict=True)]
+    rows, columns = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    return count_pairs(rows, columns, num_classes=len(classes))
+
+
+def count_pairs(rows: NDArray[np.int64], columns: NDArray[np.int64], *, num_classes: int) -> Counts:
+    """Count the pairs of classes that are given as numbers from 0."""
+    counted = np.bincount(rows * num_classes + columns, minlength=num_classes**2)
+    return counted.reshape(num_classes, num_classes)
 
 
 def accuracy(counts: Counts) -> float:

@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
+_FEW = 128
+"""Up to this many values, all pairs are compared at once."""
 
 
 def mean_absolute_error(expected: ArrayLike, found: ArrayLike) -> float:
@@ -89,8 +91,8 @@ def _tied_pairs(counts: NDArray[np.int64]) -> int:
 
 def _count_inversions(values: Floats) -> int:
     """Return the number of pairs in the wrong order, merging halves whose inversions are counted by binary search."""
-    if len(values) < 2:
-        return 0
+    if len(values) <= _FEW:
+        return int(np.triu(values[:, None] > values[None, :]).sum())
     middle = len(values) // 2
     left, right = values[:middle], values[middle:]
     within = _count_inversions(left) + _count_inversions(right)
