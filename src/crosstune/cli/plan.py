@@ -155,7 +155,7 @@ def _plan_lines(plan: Plan, checked: Checked | None) -> Iterator[tuple[str, str 
         ("attention", ": ".join(plan.attention)),
         (
             "step",
-            f"{config.batch_size} rows x {config.gradient_accumulation_steps} micro-batches x {plan.world_size}",
+            f"{config.batch_size} row{'s' * (config.batch_size != 1)} x {config.gradient_accumulation_steps} micro-batches x {plan.world_size}",
         ),
         ("length", _length(config)),
         ("optimizer", f"{config.optimizer}, lr {config.lr:g} {config.lr_scheduler}, wd {config.wd:g}"),
