@@ -40,5 +40,7 @@ class Facts:
     """Set when the model is a folder of quantized weights."""
     mlx_settings: Mapping[str, Any] = field(default_factory=dict)
     """The settings in the file of --mlx_config."""
+    recipe_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Options whose default is another one with the recipe."""
     longest_row: int | None = None
     """Tokens in the longest row, once the data is loaded; the memory estimate then uses it instead of the context."""

@@ -32,6 +32,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     config = _with_stored_quantization(config, facts)
     draft = _choose_backend(config, facts)
     _mention_names(draft)
+    _use_recipe_defaults(draft)
     method, quantizer, n_bits = choose_method(draft)
     if method == "llama_pro" and draft["llama_pro_path"]:
         draft.set("model_name", draft["llama_pro_path"], "llama_pro_path names it", kind="choice")
@@ -80,6 +81,12 @@ def _mention_names(draft: Draft) -> None:
         draft.adjustments.append(
             Adjustment(option=option, asked=value, used=value, reason=f"given as {name}", kind="name")
         )
+
+
+def _use_recipe_defaults(draft: Draft) -> None:
+    for option, value in draft.facts.recipe_defaults.items():
+        if not draft.is_asked(option):
+            draft.set(option, value, f"the default of the recipe {draft['recipe']}", kind="choice")
 
 
 def _with_stored_quantization(config: Config, facts: Facts) -> Config:

@@ -11,6 +11,7 @@ from typing import Any
 from crosstune.config.option import OnResume, Option, read_option
 from crosstune.config.options.data import DataOptions
 from crosstune.config.options.hardware import HardwareOptions
+from crosstune.config.options.latent import LatentOptions
 from crosstune.config.options.method import MethodOptions
 from crosstune.config.options.model import ModelOptions
 from crosstune.config.options.profiling import ProfilingOptions
@@ -24,6 +25,7 @@ GROUPS: Mapping[str, type] = {
     "Training": TrainingOptions,
     "Hardware": HardwareOptions,
     "Run folder and output": RunOptions,
+    "Latent diffusion": LatentOptions,
     "Profiling": ProfilingOptions,
 }
 """Title -> the options under it."""
@@ -37,6 +39,7 @@ class Config(
     TrainingOptions,
     HardwareOptions,
     RunOptions,
+    LatentOptions,
     ProfilingOptions,
 ):
     """The options of a run, as the user set them or by default."""

@@ -51,6 +51,7 @@ def gather(
         environment=backend_variables(),
         ranks=ranks if ranks is not None and ranks.size > 1 else None,
         mlx_settings=read_settings(config.mlx_config),
+        recipe_defaults=recipe_defaults(config),
         longest_row=longest_row,
         **model_facts(config),
     )
@@ -61,6 +62,13 @@ def needs_base_model(config: Config) -> bool:
     in its file."""
     recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
     return bool(getattr(recipe, "NEEDS_BASE_MODEL", True))
+
+
+def recipe_defaults(config: Config) -> Mapping[str, Any]:
+    """Return the options that have another default with the recipe: `DEFAULTS` in its file."""
+    recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
+    defaults: Mapping[str, Any] = getattr(recipe, "DEFAULTS", {})
+    return defaults
 
 
 def model_facts(config: Config) -> dict[str, Any]:

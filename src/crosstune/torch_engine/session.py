@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from crosstune.torch_engine import state as states
 from crosstune.torch_engine.adapters import Adapted, name_targets
 from crosstune.torch_engine.device import CacheClearing, evaluating, memory_errors, read_memory
 from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, watch_outputs
-from crosstune.torch_engine.optimizer import Masters, set_learning_rate
+from crosstune.torch_engine.optimizer import Masters, averages_of, set_learning_rate
 from crosstune.torch_engine.quantized import count_weights
 from crosstune.torch_engine.task import MetricSums, Opening, Tensors, TorchTask, WritesModel
 
@@ -59,6 +60,7 @@ class TorchSession:
         self.task, self.model, self.adapters = parts.task, parts.model, parts.adapters
         self.masters, self.optimizer = parts.masters, parts.optimizer
         self._random_before: dict[str, Array] = {}
+        self._is_averaged = False
 
     def prepare(self, batch: Batch) -> PreparedBatch:
         """Return the batch as host tensors, pinned if copies to the device can overlap with the host."""
@@ -91,6 +93,7 @@ class TorchSession:
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
         total, weight, metrics = 0.0, 0, MetricTotals(self.task.metric_names)
         with (
+            self.averaged(),
             evaluating(self.model),
             memory_errors(self.device, doing=EVALUATING),
             states.separate_random(self.device),
@@ -150,11 +153,36 @@ class TorchSession:
     def import_weights(self, weights: Mapping[str, Array]) -> None:
         states.import_weights(self.masters.masters, weights)
         self.masters.publish()
+        for master, average in averages_of(self.optimizer).items():
+            average.copy_(master.detach())
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Put the moving average in the place of the weights inside the block; without one, change nothing."""
+        averages = averages_of(self.optimizer)
+        if not averages or self._is_averaged:
+            yield
+            return
+        self._is_averaged = True
+        self._swap(averages)
+        try:
+            yield
+        finally:
+            self._swap(averages)
+            self._is_averaged = False
+
+    @torch.no_grad()
+    def _swap(self, averages: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        for master, average in averages.items():
+            kept = master.detach().clone()
+            master.copy_(average)
+            average.copy_(kept)
+        self.masters.publish()
 
     def save_result(self, folder: Path | None) -> Path | None:
         if folder is None:  # every rank has the whole model, so only the writing rank has work to do
             return None
-        with memory_errors(self.device, doing="writing the result"):
+        with memory_errors(self.device, doing="writing the result"), self.averaged():
             return self._write_result(folder)
 
     def _write_result(self, folder: Path) -> Path:
