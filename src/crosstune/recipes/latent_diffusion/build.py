@@ -161,7 +161,7 @@ def _read_texts(request: BuildRequest) -> list[str]:
 
 
 def _read_lines(path: Path, limit: int) -> list[str]:
-    texts = []
+    texts: list[str] = []
     with open_plain(path) as file:
         while len(texts) < limit and (line := file.readline(_LONGEST_LINE)):
             try:

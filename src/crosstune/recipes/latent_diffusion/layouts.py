@@ -57,7 +57,9 @@ def read_layout(folder: Path) -> Imported:
 
 def _read_files(folder: Path) -> Imported:
     """Read tokens/SPLIT/NAME_tokens.npz {input_ids, attention_mask} and latents/SPLIT/NAME.npy."""
-    rows, vectors, splits = [], [], dict[str, list[int]]()
+    rows: list[NDArray[np.int32]] = []
+    vectors: list[NDArray[Any]] = []
+    splits: dict[str, list[int]] = {}
     for place, split in (("train", "train"), ("val", "validation"), ("validation", "validation")):
         token_folder, latent_folder = folder / "tokens" / place, folder / "latents" / place
         if not token_folder.is_dir():
@@ -123,15 +125,15 @@ def _read_shards(folder: Path) -> Imported:
             splits.setdefault(split, []).append(len(texts))
             texts.append(row["text"])
             places.append((_shard_name(row["shard"]), row["idx"]))
-    shards = {name: load_array(_shard_path(folder, name)) for name in sorted({place[0] for place in places})}
+    shards = {name: load_array(_shard_path(folder, name)) for name in sorted({shard for shard, _ in places})}
     vectors = []
-    for name, row in places:
-        if shards[name].ndim != 2 or row >= len(shards[name]):
+    for name, place in places:
+        if shards[name].ndim != 2 or place >= len(shards[name]):
             raise UserError(
-                f"A row of {folder} names vector {row} of {name}.",
+                f"A row of {folder} names vector {place} of {name}.",
                 why=f"that shard has the shape {list(shards[name].shape)}.",
             )
-        vectors.append(np.asarray(shards[name][row], np.float32))
+        vectors.append(np.asarray(shards[name][place], np.float32))
     if not splits.get("train"):
         raise UserError(f"{folder} has no training pairs.", why="train_data.jsonl has no row.")
     return Imported(latents=_stack(vectors, folder), texts=texts, splits=splits)
@@ -213,3 +215,10 @@ def _metadata(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "encoder": manifest["encoder"].get("name"),
         "shard_size": SHARD_ROWS,
     }
+
+
+def write_layout(pairs: PairFolder, folder: Path, *, layout: str) -> int:
+    """Write the pairs in an original layout into a new folder; return their number."""
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty.", do="give another --out FOLDER")
+    return write_files(pairs, folder) if layout == "files" else write_shards(pairs, folder)

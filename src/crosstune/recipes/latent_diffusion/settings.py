@@ -36,7 +36,10 @@ class ModelSettings:
     def num_parameters(self) -> int:
         """Return the number of parameters of the model that these settings describe."""
         h, c, d, k = self.hidden_size, self.cond_dim, self.latent_dim, self.latent_tokens
-        linear = lambda i, o: i * o + o  # noqa: E731
+
+        def linear(columns: int, rows: int) -> int:
+            return columns * rows + rows
+
         head = h // self.n_heads
         stream = (
             linear(h, 3 * h)
@@ -92,10 +95,10 @@ def load_settings(folder: Path) -> tuple[ModelSettings, dict[str, Any]]:
             do="give a run of --recipe latent_diffusion",
         )
     for name, item in names.items():
-        kind = {"int": int, "float": (int, float), "str": str}[str(item.type)]
-        if isinstance(found.get(name), bool) or not isinstance(found.get(name), kind):
+        kinds: tuple[type, ...] = {"int": (int,), "float": (int, float), "str": (str,)}[str(item.type)]
+        if isinstance(found.get(name), bool) or not isinstance(found.get(name), kinds):
             raise UnreadableFile(path, f"{name} is missing or not a {item.type}")
-        if kind is int and not 0 < found[name] < 2**24:
+        if kinds == (int,) and not 0 < found[name] < 2**24:
             raise UnreadableFile(path, f"{name} cannot be {found[name]}")
     settings = ModelSettings(**{name: found[name] for name in names})
     return settings, {name: value for name, value in found.items() if name not in names}

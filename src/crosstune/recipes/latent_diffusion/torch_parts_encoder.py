@@ -14,6 +14,7 @@ from torch import nn
 
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import read_json
+from crosstune.core.quiet import hide_output
 from crosstune.data.tokenizer import Tokenizer
 
 _BATCH = 256
@@ -79,7 +80,12 @@ def _load(folder: Path) -> nn.Module:
         from transformers import AutoModel
     except ImportError as error:
         raise UserError("Embedding texts needs transformers.", do="pip install 'crosstune[torch]'") from error
-    model: nn.Module = AutoModel.from_pretrained(
-        str(folder), dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
-    )
+    with hide_output():
+        model: nn.Module = AutoModel.from_pretrained(
+            str(folder),
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
     return model.eval().requires_grad_(False)
