@@ -103,6 +103,9 @@ def _add_sampling_arguments(parser: Parser) -> None:
         metavar="ROUNDS",
         help="embed, mask and fill again (default 0)",
     )
+    parser.add_argument(
+        "--num_lengths", type=at_least(1), default=1, help="for decode and eval: lengths tried (default 1)"
+    )
     parser.add_argument("--live", action="store_true", help="for decode: show every denoising step")
 
 
@@ -138,6 +141,7 @@ def _build(own: argparse.Namespace) -> int:
                 vectors=own.vectors,
                 file=own.file,
                 most_texts=own.max_texts,
+                crops=own.crops,
                 validation_share=own.validation_share,
                 most_validation=own.max_validation,
                 options=WriteOptions(
@@ -211,6 +215,7 @@ def _decode(own: argparse.Namespace) -> int:
             temperature=own.temperature,
             guidance=own.guidance,
             seed=own.seed,
+            num_lengths=own.num_lengths,
             rounds=own.correct,
             device=own.device,
             on_step=shown,
@@ -266,7 +271,11 @@ def _evaluate(own: argparse.Namespace) -> int:
         request=EvalRequest(
             samples=own.samples,
             decode=DecodeOptions(
-                steps=own.steps or 8, temperature=own.temperature, guidance=own.guidance, seed=own.seed
+                steps=own.steps or 8,
+                temperature=own.temperature,
+                guidance=own.guidance,
+                num_lengths=own.num_lengths,
+                seed=own.seed,
             ),
             correct=CorrectOptions(rounds=own.correct) if own.correct else None,
             on_stage=lambda stage: output.line(f"{stage} ..."),

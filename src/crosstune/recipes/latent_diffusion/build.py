@@ -15,7 +15,7 @@ from crosstune.recipes.latent_diffusion import grammar
 from crosstune.recipes.latent_diffusion.encoders import MINILM, encoder_record, find_encoder, open_encoder
 from crosstune.recipes.latent_diffusion.layouts import Imported, find_layout, read_layout
 from crosstune.recipes.latent_diffusion.pair_folder import load_array
-from crosstune.recipes.latent_diffusion.splits import clean, divide
+from crosstune.recipes.latent_diffusion.splits import add_crops, clean, divide
 from crosstune.recipes.latent_diffusion.wordnet import WORDNET, fetch_wordnet, read_wordnet
 from crosstune.recipes.latent_diffusion.write_pairs import WriteOptions, Written, check_counts, write_pairs
 
@@ -35,6 +35,8 @@ class BuildRequest:
     file: Path | None = None
     """The file of a corpus that is otherwise downloaded."""
     most_texts: int = -1
+    crops: int = 0
+    """Add so many random spans of each training text as further texts."""
     validation_share: float = 0.05
     most_validation: int = 1000
     options: WriteOptions = field(default_factory=lambda: WriteOptions(max_tokens=24))
@@ -59,6 +61,8 @@ def build(request: BuildRequest) -> Written:
     divided = divide(
         texts, validation_share=request.validation_share, most_validation=request.most_validation
     )
+    if request.crops and request.vectors is None:
+        texts = add_crops(texts, divided, per_text=request.crops)
     encoder_folder = find_encoder(request.encoder, cache=request.cache, progress=request.progress)
     if request.vectors is not None:
         latents = load_array(request.vectors)

@@ -26,6 +26,7 @@ class DecodeRequest:
     steps: int = 8
     temperature: float = 0.0
     guidance: float = 1.0
+    num_lengths: int = 1
     seed: int = 0
     rounds: int = 0
     """Rounds of correction."""
@@ -48,7 +49,11 @@ def decode(trained: Trained, request: DecodeRequest) -> dict[str, Any]:
         assert encoder is not None
         latents = encoder.encode(request.texts)
     options = DecodeOptions(
-        steps=request.steps, temperature=request.temperature, guidance=request.guidance, seed=request.seed
+        steps=request.steps,
+        temperature=request.temperature,
+        guidance=request.guidance,
+        num_lengths=request.num_lengths,
+        seed=request.seed,
     )
     if request.rounds:
         assert encoder is not None

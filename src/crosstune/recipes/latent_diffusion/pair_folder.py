@@ -46,18 +46,30 @@ class Pairs:
     latents: NDArray[Any]
     """(rows, dim), each of norm 1."""
     text_file: Path
+    first: int = 0
+    """The place of the first row in the split, where these are only some of its rows."""
     is_part: bool = False
-    """Whether these are only the first rows of the split."""
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def part(self, start: int, stop: int) -> Pairs:
+        """Return some of the rows."""
+        return Pairs(
+            tokens=self.tokens[start:stop],
+            lengths=self.lengths[start:stop],
+            latents=self.latents[start:stop],
+            text_file=self.text_file,
+            first=self.first + start,
+            is_part=True,
+        )
 
     @cached_property
     def texts(self) -> list[str]:
         """The original texts, one for each row."""
         lines = read_plain(self.text_file, limit=TEXTS_LIMIT).decode("utf-8").splitlines()
         if self.is_part:
-            lines = lines[: len(self)]
+            lines = lines[self.first : self.first + len(self)]
         if len(lines) != len(self):
             raise UnreadableFile(self.text_file, f"it has {len(lines):,} texts for {len(self):,} vectors")
         return lines

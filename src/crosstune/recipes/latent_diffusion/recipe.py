@@ -201,15 +201,7 @@ def _limited(pairs: Pairs | None, count: int) -> Pairs:
     if pairs is None:
         empty = np.zeros((0, 1))
         return Pairs(tokens=empty, lengths=np.zeros(0, np.int32), latents=empty, text_file=Path())
-    if count < 0 or count >= len(pairs):
-        return pairs
-    return Pairs(
-        tokens=pairs.tokens[:count],
-        lengths=pairs.lengths[:count],
-        latents=pairs.latents[:count],
-        text_file=pairs.text_file,
-        is_part=True,
-    )
+    return pairs if count < 0 or count >= len(pairs) else pairs.part(0, count)
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -19,6 +19,8 @@ class DecodeOptions:
     temperature: float = 0.0
     """0 for the likeliest token."""
     guidance: float = 1.0
+    num_lengths: int = 1
+    """How many of the likeliest lengths are decoded; the model's own confidence chooses among them."""
     seed: int = 0
 
 

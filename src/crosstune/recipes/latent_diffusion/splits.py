@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from crosstune.core.errors import UserError
 
 
@@ -55,6 +57,26 @@ def divide(
     if not splits.get("train"):
         raise UserError("There is no text to train on.", why="every text is empty or held out.")
     return Divided(splits=splits, left_out={"empty": num_empty, "duplicates": num_twice})
+
+
+def add_crops(texts: Sequence[str], divided: Divided, *, per_text: int, seed: int = 0) -> list[str]:
+    """Return the texts with random spans of words of the training texts after them, and add those to the training split:
+    a small corpus then has many more different texts. A span that is a text already is left out."""
+    random = np.random.default_rng(seed)
+    seen = {text_key(text) for text in texts}
+    longer = list(texts)
+    train = divided.splits["train"]
+    for row in list(train):
+        words = texts[row].split()
+        for _ in range(per_text if len(words) > 3 else 0):
+            size = int(random.integers(2, len(words)))
+            start = int(random.integers(len(words) - size + 1))
+            span = " ".join(words[start : start + size])
+            if text_key(span) not in seen:
+                seen.add(text_key(span))
+                train.append(len(longer))
+                longer.append(span)
+    return longer
 
 
 def check_no_overlap(texts: Mapping[str, Sequence[str]]) -> None:

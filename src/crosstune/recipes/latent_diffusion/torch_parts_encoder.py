@@ -17,7 +17,7 @@ from crosstune.core.json_files import read_json
 from crosstune.core.quiet import hide_output
 from crosstune.data.tokenizer import Tokenizer
 
-_BATCH = 256
+_BATCH, _GPU_BATCH = 256, 2048
 _LONGEST = 512
 _REPORT_S = 0.5
 
@@ -48,7 +48,8 @@ class SentenceEncoder:
     def record(self) -> dict[str, Any]:
         return self._record
 
-    def encode(self, texts: Sequence[str], *, batch_size: int = _BATCH) -> NDArray[np.float32]:
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        batch_size = _BATCH if self.device.type == "cpu" else _GPU_BATCH
         order = sorted(range(len(texts)), key=lambda row: len(texts[row]))
         vectors = np.zeros((len(texts), self.dim), np.float32)
         reported = time.monotonic()

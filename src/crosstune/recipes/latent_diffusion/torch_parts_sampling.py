@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,12 +49,23 @@ class Sampler:
         on_step: OnStep | None = None,
     ) -> Decoded:
         """Return token ids for vectors of norm 1, from fully masked text of the likeliest or the given lengths."""
-        if lengths is None:
-            lengths = self.length_scores(latents).argmax(-1) + 1
-        width = int(np.max(lengths, initial=1))
-        real = np.arange(width) < np.asarray(lengths)[:, None]
-        blank = np.where(real, MASK, PAD)
-        return self.fill(blank, np.asarray(lengths), latents, options=options, on_step=on_step)
+        if lengths is not None:
+            return self._decode(latents, np.asarray(lengths), options=options, on_step=on_step)
+        chances = self.length_scores(latents)
+        order = np.argsort(-chances, axis=1, kind="stable")[:, : options.num_lengths]
+        best: Decoded | None = None
+        for place in range(order.shape[1]):
+            found = self._decode(latents, order[:, place] + 1, options=options, on_step=on_step)
+            best = found if best is None else _surer(best, found)
+        assert best is not None
+        return best
+
+    def _decode(
+        self, latents: NDArray[Any], lengths: NDArray[Any], *, options: DecodeOptions, on_step: OnStep | None
+    ) -> Decoded:
+        real = np.arange(self.settings.max_tokens) < lengths[:, None]
+        blank = np.where(real, MASK, PAD)[:, : int(lengths.max(initial=1))]
+        return self.fill(blank, lengths, latents, options=options, on_step=on_step)
 
     def fill(
         self,
@@ -178,7 +190,7 @@ class Sampler:
         times = torch.linspace(1 - 1e-3, 0.0, steps + 1, device=self.device)
         clean = noisy
         hidden = torch.where(tokens == PAD, PAD, MASK)
-        for now, after in zip(times[:-1], times[1:], strict=True):
+        for now, after in itertools.pairwise(times):
             time = now.expand(rows)
             clean = self._clean(tokens, lengths, noisy, time, torch.zeros_like(time))
             if guidance != 1.0:
@@ -218,6 +230,23 @@ class Sampler:
                 yield
         finally:
             self.model.train(was_training)
+
+
+def _surer(one: Decoded, other: Decoded) -> Decoded:
+    """Return for each row the one whose tokens have the higher mean logarithm of their probability."""
+    width = max(one.tokens.shape[1], other.tokens.shape[1])
+    tokens, scores, sure = [], [], []
+    for found in (one, other):
+        missing = ((0, 0), (0, width - found.tokens.shape[1]))
+        tokens.append(np.pad(found.tokens, missing, constant_values=PAD))
+        scores.append(np.pad(found.scores, missing, constant_values=1.0))
+        sure.append(np.log(np.maximum(scores[-1], 1e-9)).sum(1) / found.lengths)
+    second = sure[1] > sure[0]
+    return Decoded(
+        tokens=np.where(second[:, None], tokens[1], tokens[0]),
+        lengths=np.where(second, other.lengths, one.lengths),
+        scores=np.where(second[:, None], scores[1], scores[0]),
+    )
 
 
 def _choose(
