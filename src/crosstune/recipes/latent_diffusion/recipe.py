@@ -111,7 +111,10 @@ class LatentDiffusionRecipe:
 
     def describe(self) -> Mapping[str, Any]:
         manifest, lengths = self.pairs.manifest, np.asarray(self.train.lengths)
+        heads, asked = self.settings.n_heads, self.config.n_heads
+        notes = [f"{asked} heads do not divide hidden_size {self.config.hidden_size}: {heads} are used"]
         return {
+            "notes": notes if asked not in (0, heads) else [],
             "dataset": self.config.dataset,
             "format": "(text, vector) pairs",
             "encoder": manifest["encoder"],

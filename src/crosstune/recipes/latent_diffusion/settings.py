@@ -62,10 +62,11 @@ class ModelSettings:
 def make_settings(config: Config, *, vocabulary: int, max_tokens: int, latent_dim: int) -> ModelSettings:
     """Return the settings for some data; raise for a shape that is not possible."""
     hidden = config.hidden_size
-    heads = config.n_heads or max(1, hidden // (64 if hidden >= _WIDE else 32))
-    if hidden % heads or (hidden // heads) % 2:
+    wanted = config.n_heads or max(1, hidden // (64 if hidden >= _WIDE else 32))
+    heads = fitting_heads(hidden, wanted)
+    if heads is None or (heads != wanted and config.n_heads and config.strict):
         raise UserError(
-            f"--hidden_size {hidden} does not divide into {heads} heads.",
+            f"--hidden_size {hidden} does not divide into {wanted} heads.",
             why="each head needs the same even number of columns.",
             do="use a multiple of 64, or set --n_heads",
         )
@@ -81,6 +82,11 @@ def make_settings(config: Config, *, vocabulary: int, max_tokens: int, latent_di
         latent_parameterization=config.latent_parameterization,
         dropout=config.dropout,
     )
+
+
+def fitting_heads(hidden: int, wanted: int) -> int | None:
+    """Return the largest number of heads up to `wanted` that divides the width into even parts."""
+    return next((n for n in range(wanted, 0, -1) if hidden % n == 0 and (hidden // n) % 2 == 0), None)
 
 
 def load_settings(folder: Path) -> tuple[ModelSettings, dict[str, Any]]:
