@@ -62,6 +62,9 @@ def _add_build_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--max_texts", type=at_least(1), default=-1, help="for build: read at most this many")
     parser.add_argument(
+        "--crops", type=at_least(0), default=0, help="for build: add spans of each training text"
+    )
+    parser.add_argument(
         "--min_count", type=at_least(1), default=1, help="for build: drop rarer tokens (default 1)"
     )
     parser.add_argument(
