@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,16 @@ def test_the_metrics_of_the_run(home: Path) -> None:
     wanted = {"loss", "token_accuracy", "shuffled_accuracy", "exact_match", "t2l_cosine", "nats_per_token"}
     assert wanted <= summary["eval_after"].keys()
     assert summary["examples"] == 64
+
+
+def test_the_report_replays_the_denoising(home: Path) -> None:
+    assert main(["report", str(home / "runs" / "whole")]) == 0
+    page = (home / "runs" / "whole" / "report.html").read_text(encoding="utf-8")
+    found = re.search(r"data-frames='([^']+)'", page)
+    assert found is not None
+    frames = json.loads(found[1])
+    assert len(frames) == 2 and "░░" in frames[0] and "░░" not in frames[1]
+    assert "prefers-reduced-motion" in page
 
 
 def latents(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:

@@ -154,7 +154,7 @@ def _read_file(path: Path, problems: list[UserError]) -> Given:
     if data is not None and not isinstance(data, dict):
         problems.append(UserError(f"{path} has no options.", why="it must consist of `option: value` lines."))
         return given
-    if is_mmdit(data):
+    if isinstance(data, dict) and is_mmdit(data):
         data = translate(data, path, problems)
     for section, key, raw in _flat(data or {}, path, problems):
         place = f"{section}.{key}" if section else key

@@ -171,14 +171,23 @@ class LatentDiffusionRecipe:
             lengths,
         )
         options = DecodeOptions(steps=self.config.decode_steps, guidance=self.config.guidance)
-        texts = vocabulary.decode_batch(sampler.decode(latents, options=options).tokens)
+        states: list[Any] = []
+
+        def keep(step: int, steps: int, tokens: Any) -> None:
+            if len(states) < steps:  # of the first rows; further ones come after those
+                states.append(tokens[: self.config.num_samples])
+
+        texts = vocabulary.decode_batch(sampler.decode(latents, options=options, on_step=keep).tokens)
         references = vocabulary.normalise(pairs.texts)
         metrics["exact_match"] = scores.exact_match(texts, references)
         if scores.has_sacrebleu():
             metrics |= scores.text_scores(texts, references)
         return [
             Sample(
-                prompt=f"the vector of held-out text {row + 1}", answer=texts[row], reference=references[row]
+                prompt=f"the vector of held-out text {row + 1}",
+                answer=texts[row],
+                reference=references[row],
+                frames=[vocabulary.show(state[row].tolist()) for state in states],
             )
             for row in range(min(self.config.num_samples, len(texts)))
         ]
