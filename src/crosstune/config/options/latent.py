@@ -102,7 +102,7 @@ class LatentOptions:
         choices=("x0", "v", "epsilon"),
         needs=_NEEDS,
     )
-    hidden_size: int = option(192, "Width of the model", low=8, high=2**16, needs=_NEEDS)
+    hidden_size: int = option(192, "Width of the model", low=2, high=2**16, needs=_NEEDS)
     n_blocks: int = option(4, "Number of joint blocks", low=1, high=1024, needs=_NEEDS)
     n_heads: int = option(
         0, "Attention heads; 0 for heads of 64, or 32 in a narrow model", low=0, high=1024, needs=_NEEDS
