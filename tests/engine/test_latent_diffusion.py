@@ -342,9 +342,14 @@ def test_other_engines_are_refused(pairs: PairFolder) -> None:
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [({"latent_dim": 32}, "have 96 dimensions"), ({"context_length": 8}, "longer than --context_length 8")],
+    [
+        ({"latent_dim": 32}, "have 96 dimensions"),
+        ({"context_length": 8}, "longer than --context_length 8"),
+        ({"train_type": "lora"}, "nothing that an adapter could be added to"),
+        ({"hidden_size": 33}, "does not divide into"),
+    ],
 )
-def test_data_that_do_not_fit_the_options(pairs: PairFolder, options: dict[str, int], why: str) -> None:
+def test_data_and_options_that_do_not_fit(pairs: PairFolder, options: dict[str, Any], why: str) -> None:
     with pytest.raises(UserError, match=why):
         opened(pairs, **options)
 
@@ -376,6 +381,27 @@ def test_the_encoder_pools_and_normalises(tmp_path: Path, pooling: str) -> None:
             states = model(ids).last_hidden_state[0]
         pooled = states.mean(0) if pooling == "mean" else states[0]
         np.testing.assert_allclose(vector, functional.normalize(pooled, dim=-1).numpy(), atol=1e-5)
+
+
+@pytest.mark.cuda
+def test_bf16_on_a_gpu_learns_as_fp32_on_the_cpu(pairs: PairFolder) -> None:
+    """fp32 weights, computing in bf16: the same steps give nearly the same losses, and decode."""
+    found = []
+    for backend, precision in (("cpu", "fp32"), ("cuda", "bf16_autocast")):
+        recipe, session = opened(
+            pairs, backend=backend, precision=precision, loss_type="random", hidden_size=64
+        )
+        assert all(p.dtype == torch.float32 for p in session.model.parameters())
+        losses = []
+        for step in range(20):
+            losses.append(session.backward([session.prepare(batch) for batch in recipe.window(step)]).loss)
+            session.update(lr=1e-3)
+        tokens = (
+            recipe._task.sampler().decode(recipe.train.latents[:4], options=DecodeOptions(steps=2)).tokens
+        )
+        assert (tokens != MASK).all()
+        found.append(losses)
+    np.testing.assert_allclose(found[1], found[0], rtol=0.02)
 
 
 @pytest.mark.slow

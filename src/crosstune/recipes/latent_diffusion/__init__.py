@@ -43,8 +43,7 @@ def check_dataset(name: str) -> None:
 
 def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
     """Raise if the pairs cannot be read or do not fit the options."""
-    if config.dataset != "grammar":
-        _open(config)
+    _open(config)
     return []
 
 
@@ -53,6 +52,12 @@ def _open(config: Config) -> PairFolder:
     from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
 
     check_dataset(config.dataset)
+    if config.train_type != "full":
+        raise UserError(
+            f"The recipe latent_diffusion does not train with --train_type {config.train_type}.",
+            why="its model starts from random weights, so there is nothing that an adapter could be added to.",
+            do="use --train_type full, or leave it out",
+        )
     folder = Path(config.dataset).expanduser()
     pairs = open_pairs(grammar_pairs(cache_override()) if config.dataset == GRAMMAR else folder)
     if config.latent_dim and config.latent_dim != pairs.dim:
