@@ -2,8 +2,8 @@
 
 import sys
 
-from crosstune.cli.main import main
+from crosstune.__main__ import start
 
 if __name__ == "__main__":
     sys.argv.insert(1, "train")
-    sys.exit(main())
+    sys.exit(start())

@@ -1,4 +1,4 @@
-"""What checkpoints cost: how long a save keeps training waiting, and what a resume takes beyond loading the model.
+"""Measure the cost of checkpoints: the time that training waits for a save, and the time of a resume beyond loading the model.
 
     python benchmarks/checkpoints.py
     python benchmarks/checkpoints.py --model_name tiny --steps 12

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "faults"))
 
-from injection import competing, corruption, disks, kills, payloads, signals
+from injection import competing, corruption, disks, kills, payloads, ranks, signals
 from injection.bench import METHODS, Bench, check_finished, lost_or_torn
 from injection.kills import Trial
 
@@ -47,7 +47,7 @@ def exhaustive_kills(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
         for scene in kills.SCENES:
             num = len(kills.count_points(bench, method, scene))
             last = num if scene == kills.SCENES[0] else min(num, RESUME_CALLS)
-            for number in range(1, last + 1):
+            for number in range(own.part[0], last + 1, own.part[1]):
                 yield kills.kill_at_point(bench, method, scene, number)
 
 
@@ -161,6 +161,20 @@ def competing_starts(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
         yield trial
 
 
+def killed_ranks(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
+    """SIGKILL of ranks at random moments in runs of 2 and 4 processes, which recover by themselves; ranks that are stopped."""
+    done, seed = 0, own.seed
+    while done < own.rank_kills:
+        method = ("lora", "full")[seed // 2 % 2]
+        trial = ranks.kill_ranks(bench, seed, size=(2, 4)[seed % 2], num_kills=5, method=method)
+        done, seed = done + trial.kills, seed + 1
+        print(f"ranks: {done} of {own.rank_kills} kills", file=sys.stderr, flush=True)
+        yield trial
+    for size in (2, 4):
+        for rank in (0, size - 1):
+            yield ranks.stop_rank(bench, size=size, rank=rank, limit_s=15.0)
+
+
 SECTIONS: dict[str, Callable[[Bench, argparse.Namespace], Iterator[Trial]]] = {
     "kills": exhaustive_kills,
     "random_kills": random_kills,
@@ -170,6 +184,7 @@ SECTIONS: dict[str, Callable[[Bench, argparse.Namespace], Iterator[Trial]]] = {
     "payloads": malicious,
     "signals": early_ends,
     "competing": competing_starts,
+    "ranks": killed_ranks,
 }
 
 
@@ -178,6 +193,9 @@ def replay(bench: Bench, asked: dict[str, Any]) -> Trial:
     bench.reference(method)
     if kind == "kill at random":
         return kills.kill_at_random(bench, method, seed, longest_s=1.1 * bench.seconds)
+    if kind.startswith("kill ranks of "):
+        size = int(kind.removeprefix("kill ranks of "))
+        return ranks.kill_ranks(bench, seed, size=size, num_kills=5, method=method)
     if kind.startswith("kill at call, "):
         return kills.kill_at_point(bench, method, kind.removeprefix("kill at call, "), seed)
     if kind.startswith("payload: "):
@@ -195,10 +213,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas")
+    parser.add_argument(
+        "--part",
+        type=_read_part,
+        default=(1, 1),
+        metavar="I/N",
+        help="of the kills at every call, only those of process I of N, to divide them over processes",
+    )
     parser.add_argument("--random_kills", type=int, default=120)
     parser.add_argument("--corruptions", type=int, default=2000)
     parser.add_argument("--signals", type=int, default=12, help="of each kind")
     parser.add_argument("--competing", type=int, default=200, help="kills and signals over two processes")
+    parser.add_argument("--rank_kills", type=int, default=40, help="in runs of 2 and 4 processes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--replay", help="one trial, as a failing one was printed")
     own = parser.parse_args()
@@ -213,6 +239,13 @@ def main() -> None:
     for row in rows:
         print("| " + " | ".join(str(cell) for cell in row) + " |")
     sys.exit(any(row[3] for row in rows))
+
+
+def _read_part(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not 1 <= int(part) <= int(parts):
+        raise argparse.ArgumentTypeError("give I/N with I from 1 to N")
+    return int(part), int(parts)
 
 
 def _run_section(name: str, bench: Bench, own: argparse.Namespace) -> tuple[str, int, int, int, int]:

@@ -31,13 +31,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "faults")
 SECONDS = 120.0
 """For one case, with the children it starts."""
 MEMORY_BYTES = 1 << 30
-"""How much the memory of the process may grow in one case."""
+"""The largest growth of the process's memory in one case."""
 ADDRESS_BYTES = 24 << 30
 
 
 def work(home: Path, seeds: range) -> None:
     """Run cases in this process; print a line of JSON before and after each."""
-    from injection.hostile_files import Workshop, run_case
+    from injection.hostile_files import make_case, run_case
+    from injection.intact_files import Workshop
 
     out = sys.stdout
     with contextlib.redirect_stdout(io.StringIO()):
@@ -50,7 +51,7 @@ def work(home: Path, seeds: range) -> None:
         said, problem, case = io.StringIO(), None, None
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         try:
-            case = shop.case(seed)
+            case = make_case(shop, seed)
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
                 problem = run_case(case, out=said.getvalue)
         except BaseException as error:  # noqa: BLE001 (a failure of the case, whatever it is)

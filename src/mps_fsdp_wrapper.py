@@ -1,5 +1,21 @@
 """The guides' import path: `from mps_fsdp_wrapper import MPSFSDPWrapper`."""
 
-from crosstune.compat.mps_fsdp import MPSFSDPWrapper
+from crosstune.compat.mps_fsdp import (
+    MPSFSDPConfig,
+    MPSFSDPWrapper,
+    check_mps_fsdp_compatibility,
+    create_mps_fsdp_wrapper,
+    meet_on_this_machine,
+    wrap_model_for_mps,
+)
 
-__all__ = ["MPSFSDPWrapper"]
+# The guides start processes by hand with two variables and call torch's init_process_group, which needs four.
+meet_on_this_machine()
+
+__all__ = [
+    "MPSFSDPConfig",
+    "MPSFSDPWrapper",
+    "check_mps_fsdp_compatibility",
+    "create_mps_fsdp_wrapper",
+    "wrap_model_for_mps",
+]

@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent / "chat_templates"
 class Case:
     title: str
     headers: tuple[str, ...] = ()
-    """How a marked answer begins with what the generation prompt already has."""
+    """The part of the generation prompt that a marked answer begins with."""
     tail: str = ""
     """White space inside the marks, after the end token."""
     stops: tuple[str, ...] = ()

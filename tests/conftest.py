@@ -1,4 +1,4 @@
-"""What several tiers share: a tiny model, the marker for GPUs, small ways to run things."""
+"""Fixtures that several tiers share: a tiny model, the marker for GPUs, small ways to run things."""
 
 from __future__ import annotations
 
@@ -89,7 +89,3 @@ def write_jsonl(tmp_path: Path) -> Any:
         return path
 
     return write
-
-
-def chat(question: str, answer: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}

@@ -1,15 +1,31 @@
-"""Small ways to use sessions that several tiers of tests share, and the names of the frameworks."""
+"""Small ways to use sessions, and facts that several tiers of tests share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from crosstune.core.protocols import Backward, Batch, Session
 from crosstune.core.scaling import LossScale, needs_loss_scale
 from crosstune.loop.step import prepare_window, take_step
 
 FRAMEWORKS = frozenset({"torch", "transformers", "peft", "accelerate", "bitsandbytes", "mlx", "mlx_lm"})
+STORED_FORMS = [
+    ("bnb", 4, "nf4"),
+    ("bnb", 4, "fp4"),
+    ("bnb", 8, "auto"),
+    ("hqq", 8, "auto"),
+    ("hqq", 4, "auto"),
+    ("hqq", 3, "auto"),
+    ("hqq", 2, "auto"),
+    ("hqq", 1, "auto"),
+    ("quanto", 8, "int"),
+    ("quanto", 8, "float8"),
+    ("quanto", 4, "auto"),
+    ("quanto", 2, "auto"),
+]
+"""Every quantizer, bit width and kind that the torch engine stores weights in."""
 
 
 def train_step(
@@ -103,3 +119,7 @@ def tiny_of(family: str, folder: Path, vocab: int) -> Path:
                 parameter.normal_(0, 0.05)
     model.save_pretrained(folder)
     return folder
+
+
+def chat(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}

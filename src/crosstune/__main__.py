@@ -1,8 +1,31 @@
-"""`python -m crosstune` is `crosstune`."""
+"""`python -m crosstune` is `crosstune`. Ctrl-C ends it quietly from its first line on."""
 
+import os
+import signal
 import sys
+from typing import NoReturn
 
-from crosstune.cli.main import main
+_AT_ONCE = 130
+"""`core.errors.EXIT_AT_ONCE`, which is not imported yet."""
+
+
+def start() -> int:
+    """Run the command line of this process and return its exit code."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _stop)
+    from crosstune.cli.main import main
+
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, before)
+    return main()
+
+
+def _stop(number: int, frame: object) -> NoReturn:
+    """End at once: nothing has been done, and an exception inside an import may come out as another one."""
+    os.write(2, b"\ncrosstune: stopped.\n")
+    os._exit(_AT_ONCE)
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,11 @@ from crosstune.core.metric_names import check_metric_names
 from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import SilentRecord, read_log
 from crosstune.core.run_lock import InUse, hold
+from crosstune.distributed.group import check_shared_folder
+from crosstune.distributed.restart import remember_folder
 from crosstune.loop.stop import StopSignal
 from crosstune.loop.train import Deadline
-from crosstune.planner.gather import make_plan
+from crosstune.planner.gather import make_plan, may_have_several_devices, with_all_devices
 from crosstune.runs.execute import Execution
 from crosstune.runs.open_parts import open_session
 from crosstune.runs.prepare import Ready, begin, describe, prepare
@@ -35,14 +38,26 @@ class RunResult:
     """The error that ended the run early; all steps before it are kept."""
 
 
-def num_processes(config: Config) -> int:
-    """Return the number of processes to start for a run; raise any problem with its plan."""
+def num_processes(config: Config, *, num_local: int | None = None) -> int:
+    """Return the number of processes to start on this machine; raise any problem with the plan of the run.
+
+    `num_local` is the number that was asked for with variables instead of --world_size; -1 for one per device.
+    """
     config = read_request(config, observer=Observers(), hashes=False).config
-    if config.world_size <= 1:
+    if num_local is not None:
+        config = dataclasses.replace(
+            config, world_size=num_local, asked={**config.asked, "world_size": "NPROC_PER_NODE"}
+        )
+    if config.world_size == 1 or (config.world_size == -1 and not may_have_several_devices()):
         return 1
-    plan = make_plan(config)
+    plan = make_plan(with_all_devices(config))
     raise_all(unbuilt_parts(plan))
     return plan.world_size
+
+
+def engine_of(config: Config) -> str:
+    """Return the engine of a run's backend on this machine."""
+    return make_plan(read_request(config, observer=Observers(), hashes=False).config).engine
 
 
 def train(
@@ -88,7 +103,8 @@ def _hold_run(config: Config, group: Group) -> Iterator[Path]:
                     raise
                 taken.append(folder)
                 folder = folder_of(config, taken=taken)
-        group.meet()
+        folder = Path(group.share(str(folder.absolute()) if group.ranks.size > 1 else str(folder)))
+        remember_folder(group, folder)
         yield folder
 
 
@@ -106,6 +122,7 @@ def _execute(
     check_metric_names(task.metric_names, weight_name=recipe.weight_name)
     described = describe(ready, command=command)
     record = begin(ready, described, screen) if group.ranks.first else SilentRecord(folder)
+    check_shared_folder(group, folder)
     observer = Observers([record, screen])
     observer.on_event(Started(folder=str(folder), data=recipe.describe(), num_steps=recipe.num_steps()))
     for event in ready.early.events:
@@ -124,7 +141,8 @@ def _execute(
         group=group,
         stop=stop,
     )
-    return RunResult(folder=folder, summary=execution.run(), failure=execution.failure)
+    summary = execution.run()
+    return RunResult(folder=record.folder, summary=summary, failure=execution.failure)
 
 
 def _finished(ready: Ready, group: Group) -> RunResult | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,9 +10,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from warm_process import Running, WarmProcess
 
 ROOT = Path(__file__).parents[2]
 _FILE = re.compile(r"Save it as\s+`(?P<path>[^`]+)`:\n\n```python\n(?P<code>.*?)```", re.S)
@@ -40,6 +45,14 @@ class Workshop:
 
     home: Path
 
+    @cached_property
+    def _warm(self) -> WarmProcess:
+        return WarmProcess(self.home, self.environment)
+
+    def close(self) -> None:
+        if "_warm" in vars(self):
+            self._warm.close()
+
     def save(self, page: Page) -> None:
         assert len(page.files()) == page.text.count("```python"), (
             "a block of code without 'Save it as `path`:'"
@@ -60,23 +73,23 @@ class Workshop:
 
     def shell(self, line: str) -> str:
         """Run a line of a page as it stands."""
-        return self._finish(self._start(["sh", "-c", line]), line)
+        return self._finish(["sh", "-c", line])
 
-    def start(self, words: str) -> subprocess.Popen[str]:
+    def start(self, words: str) -> Running:
         """Start a subcommand, as a process that can be killed."""
-        return self._start([sys.executable, "-m", "crosstune", *shlex.split(words)])
+        return self._warm.command(shlex.split(words))
 
     def run(self, words: str, *, code: int = 0) -> str:
-        return self._finish(self.start(words), words, code=code)
+        return self._end(self.start(words), words, code=code)
 
     def python(self, code: str) -> str:
-        return self._finish(self._start([sys.executable, "-c", code]), code)
+        return self._end(self._warm.python(code), code)
 
     def tool(self, name: str, *words: str) -> str:
         """Run one of the tools of `make check`, which lie beside Python."""
         found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
         assert found, f"{name} is not installed"
-        return self._finish(self._start([found, *words]), name)
+        return self._finish([found, *words])
 
     def json(self, path: str) -> Any:
         return json.loads((self.home / path).read_text(encoding="utf-8"))
@@ -85,26 +98,29 @@ class Workshop:
         lines = (self.home / "runs" / name / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
-    def _start(self, command: list[str]) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+    def _finish(self, command: list[str]) -> str:
+        done = subprocess.run(
             command,
             cwd=self.home,
             env=self.environment,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            check=False,
         )
+        assert done.returncode == 0, f"{command}\n{done.stdout}"
+        return done.stdout
 
     @staticmethod
-    def _finish(process: subprocess.Popen[str], words: str, *, code: int = 0) -> str:
-        out, _ = process.communicate()
-        assert process.returncode == code, f"{words}\n{out}"
+    def _end(running: Running, words: str, *, code: int = 0) -> str:
+        found, out = running.wait()
+        assert found == code, f"{words}\n{out}"
         return out
 
 
 @dataclass
 class Followed:
-    """What the commands of a page print, by their number; each is run once, in order, when it is first asked for."""
+    """The output of a page's commands, by their number; each is run once, in order, when it is first asked for."""
 
     workshop: Workshop
     page: Page
@@ -116,7 +132,8 @@ class Followed:
         return self.outputs[number]
 
 
-def open_workshop(home: Path, page: Page) -> Workshop:
+@contextlib.contextmanager
+def open_workshop(home: Path, page: Page) -> Iterator[Workshop]:
     """Copy the package into `home`, as its checkout has it, and save the files of the page there."""
     shutil.copytree(ROOT / "src", home / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     shutil.copy(ROOT / "pyproject.toml", home)
@@ -126,7 +143,10 @@ def open_workshop(home: Path, page: Page) -> Workshop:
     command.chmod(0o755)
     workshop = Workshop(home)
     workshop.save(page)
-    return workshop
+    try:
+        yield workshop
+    finally:
+        workshop.close()
 
 
 def check_house_style(workshop: Workshop, page: Page) -> None:

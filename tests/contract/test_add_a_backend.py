@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import pytest
 from pages import Followed, Page, Workshop, check_house_style, open_workshop
@@ -13,9 +14,10 @@ PAGE = Page("add-a-backend.md")
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
     """A copy of the package with the page's backend in it."""
-    return open_workshop(tmp_path_factory.mktemp("backend"), PAGE)
+    with open_workshop(tmp_path_factory.mktemp("backend"), PAGE) as workshop:
+        yield workshop
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def test_the_loss_falls_and_the_run_goes_on_elsewhere(shop: Workshop, followed: 
 
 
 def test_it_is_planned_as_the_device_it_is(shop: Workshop, followed: Followed) -> None:
-    """What is decided by the kind of device does not depend on the name of the backend."""
+    """The kind of device decides, not the name of the backend."""
 
     def plan(backend: str) -> dict[str, object]:
         asked = f"--backend {backend} --model_name tiny-random --optimizer fused_adamw --train_type qlora"

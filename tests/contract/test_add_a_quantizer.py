@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import pytest
 from pages import Followed, Page, Workshop, check_house_style, open_workshop
@@ -13,9 +14,10 @@ PAGE = Page("add-a-quantizer.md")
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
     """A copy of the package with the page's quantizer in it."""
-    return open_workshop(tmp_path_factory.mktemp("quantizer"), PAGE)
+    with open_workshop(tmp_path_factory.mktemp("quantizer"), PAGE) as workshop:
+        yield workshop
 
 
 @pytest.fixture(scope="module")

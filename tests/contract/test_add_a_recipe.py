@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
+from collections.abc import Iterator
 
 import pytest
 from pages import Followed, Page, Workshop, check_house_style, open_workshop
@@ -14,9 +14,10 @@ STRAIGHT = "--recipe curve --train_type full --precision fp32 --batch_size 32 --
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
     """A copy of the package with the page's recipe in it."""
-    return open_workshop(tmp_path_factory.mktemp("recipe"), PAGE)
+    with open_workshop(tmp_path_factory.mktemp("recipe"), PAGE) as workshop:
+        yield workshop
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +65,10 @@ def test_a_killed_run_resumes_bit_for_bit(shop: Workshop, backend: str) -> None:
     killed = f"killed-{backend}"
     process = shop.start(f"{options} --name {killed} --resume auto")
     log = shop.home / "runs" / killed / "metrics.jsonl"
-    while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= 60):
+    while process.is_alive() and not (log.exists() and log.read_text().count("\n") >= 60):
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.kill()
+    process.wait()
     assert not (shop.home / "runs" / killed / "summary.json").exists(), (
         "it finished before it could be killed"
     )

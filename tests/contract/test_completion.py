@@ -47,6 +47,8 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("options lora_al", {"lora_alpha"}),
         ("models g", {"get"}),
         ("completion z", {"zsh"}),
+        ("launch --on s", {"slurm", "ssh"}),
+        ("launch --on ray --lora_ra", {"--lora_rank"}),
     ],
 )
 def test_bash_completes(script: Path, tmp_path: Path, words: str, expected: set[str]) -> None:

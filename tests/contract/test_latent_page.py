@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from pages import Followed, Page, Workshop, open_workshop
 
-from crosstune.recipes.latent_diffusion.entry_script import PATH, entry_script
+from crosstune.recipes.latent_diffusion.entry_script import PATH
 
 PAGE = Page("latent-diffusion.md")
 
@@ -37,10 +35,8 @@ def test_the_commands_of_the_page(shop: Workshop) -> None:
 
 
 def test_the_guides_commands_find_loss_and_speed(shop: Workshop) -> None:
+    shop.run("adopt .")
     script = shop.home / PATH
-    script.parent.mkdir(parents=True)
-    command = f"{shlex.quote(sys.executable)} -m crosstune"
-    script.write_text(entry_script(crosstune=command), encoding="utf-8")
     flags = (
         "--backend cpu --precision fp32 --hidden_size 32 --n_blocks 2 --skip_eval true --log_every_n_steps 1"
     )

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from crosstune.checkpoint.manifest import DamagedCheckpoint
 from crosstune.checkpoint.read import open_checkpoint
 from crosstune.cli.main import main
 from crosstune.core.errors import UserError
@@ -64,12 +63,83 @@ def test_a_second_save_takes_the_place_of_the_first(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
 
 
-def test_what_is_not_a_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+def test_a_folder_is_neither_replaced_nor_read(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "text").write_text("mine")
-    with pytest.raises(DamagedCheckpoint):
+    with pytest.raises(UserError, match="is a folder"):
         MPSFSDPWrapper().save_checkpoint(make(0)[0], tmp_path / "notes")
+    with pytest.raises(UserError, match="cannot be read"):
+        MPSFSDPWrapper().load_checkpoint(make(0)[0], tmp_path / "notes")
     assert (tmp_path / "notes" / "text").read_text() == "mine"
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper, path = MPSFSDPWrapper(), tmp_path / "last.pt"
+    wrapper.save_checkpoint(make(0)[0], path, epoch=1)
+
+    def fail(*arguments: Any, **named: Any) -> None:
+        arguments[1].write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("crosstune.compat.torch_parts.fsdp_file.save_file", fail)
+    with pytest.raises(UserError, match=r"could not be written(.|\n)*No space left"):
+        wrapper.save_checkpoint(make(0)[0], path, epoch=2)
+    assert wrapper.load_checkpoint(make(1)[0], path)["epoch"] == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.pt"]
+
+
+def test_a_damaged_file_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    wrapper, path, (model, optimizer) = MPSFSDPWrapper(), tmp_path / "c.pt", make(0)
+    train(model, optimizer, 1)
+    wrapper.save_checkpoint(model, path, optimizer=optimizer, epoch=1)
+    whole, (other, other_optimizer) = path.read_bytes(), make(1)
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    for position in range(0, len(whole), len(whole) // 60):
+        damaged = bytearray(whole)
+        damaged[position] ^= 0x10
+        path.write_bytes(damaged)
+        with pytest.raises(UserError):
+            wrapper.load_checkpoint(other, path, optimizer=other_optimizer)
+        path.write_bytes(whole[:position])
+        with pytest.raises(UserError):
+            wrapper.load_checkpoint(other, path, optimizer=other_optimizer)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+    assert not other_optimizer.state
+
+
+def test_a_pickle_is_refused_and_never_run(tmp_path: Path) -> None:
+    import os
+    import pickle
+
+    class Payload:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {tmp_path / 'canary'}",)
+
+    torch.save({"model_state_dict": {}, "more": Payload()}, tmp_path / "zip.pt")
+    torch.save({"more": Payload()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Payload()))
+    for name in ("zip.pt", "old.pt", "plain.pt"):
+        with pytest.raises(UserError, match=r"written by torch.save(.|\n)*crosstune checkpoint import"):
+            MPSFSDPWrapper().load_checkpoint(make(0)[0], tmp_path / name)
+    assert not (tmp_path / "canary").exists()
+
+
+def test_another_optimizer_or_none_is_explained(tmp_path: Path) -> None:
+    wrapper, (model, optimizer) = MPSFSDPWrapper(), make(0)
+    train(model, optimizer, 1)
+    wrapper.save_checkpoint(model, tmp_path / "with.pt", optimizer=optimizer)
+    wrapper.save_checkpoint(model, tmp_path / "without.pt")
+    with pytest.raises(UserError, match="does not fit this optimizer"):
+        wrapper.load_checkpoint(
+            model, tmp_path / "with.pt", optimizer=torch.optim.SGD(model.parameters(), lr=1)
+        )
+    with pytest.raises(UserError, match="has no optimizer state"):
+        wrapper.load_checkpoint(model, tmp_path / "without.pt", optimizer=optimizer)
+    assert wrapper.load_checkpoint(model, tmp_path / "without.pt", optimizer=optimizer, strict=False)[
+        "missing_keys"
+    ] == ["optimizer"]
+    with pytest.raises(UserError, match="make the optimizer after wrapping"):
+        wrapper.save_checkpoint(make(1)[0], tmp_path / "x.pt", optimizer=optimizer)
 
 
 def test_without_strict_what_only_one_side_has_stays(tmp_path: Path) -> None:
@@ -80,7 +150,10 @@ def test_without_strict_what_only_one_side_has_stays(tmp_path: Path) -> None:
     for target in (other[:2], longer):
         with pytest.raises(UserError, match="not a checkpoint of this model"):
             wrapper.load_checkpoint(target, tmp_path / "a")
-        assert wrapper.load_checkpoint(target, tmp_path / "a", strict=False)["epoch"] == 3
+        found = wrapper.load_checkpoint(target, tmp_path / "a", strict=False)
+        assert found["epoch"] == 3
+        assert bool(found["unexpected_keys"]) == (target is not longer)
+        assert found["missing_keys"] == (["4.bias", "4.weight"] if target is longer else [])
         assert torch.equal(target[0].weight, model[0].weight)
     assert torch.equal(longer[4].weight, extra)
     for foreign in (nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3)):  # another shape, no name in common

@@ -21,7 +21,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refusals(words: str, capsys: Captured) -> tuple[str, str]:
-    """What `plan` and `train` say to the same request; both must exit with 2."""
+    """Return the messages of `plan` and `train` for the same request; both must exit with 2."""
     said = []
     for command in ("plan", "train"):
         assert main([command, *words.split()]) == 2, command

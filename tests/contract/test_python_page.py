@@ -18,7 +18,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_t
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a reader has: a model, a file of chats, and the examples as one program."""
+    """The things that a reader has: a model, a file of chats, and the examples as one program."""
     folder = tmp_path_factory.mktemp("python")
     tiny_model(folder / "my-model")
     row = '{"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]}\n'

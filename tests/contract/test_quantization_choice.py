@@ -1,4 +1,4 @@
-"""What the guides' quantization_wrapper decides: what runs where, what is recommended, and what is said about the rest."""
+"""Decisions of the guides' quantization_wrapper: what runs where, what is recommended, and the messages about the rest."""
 
 from __future__ import annotations
 
@@ -6,30 +6,21 @@ import warnings
 from typing import Any
 
 import pytest
+from quantization_cases import M, torch
 
-torch = pytest.importorskip("torch", reason="the guides' adapters quantize torch models")
-pytest.importorskip("bitsandbytes", reason="an extra: pip install 'crosstune[bnb]'")
-pytest.importorskip("hqq", reason="an extra: pip install 'crosstune[hqq]'")
-pytest.importorskip("optimum.quanto", reason="an extra: pip install 'crosstune[quanto]'")
-
-
-from backend_manager import Backend  # noqa: E402
-from crosstune.machines.probe import load_machine  # noqa: E402
-from quantization_wrapper import (  # noqa: E402
+from backend_manager import Backend
+from crosstune.machines.probe import load_machine
+from quantization_wrapper import (
     BitsAndBytesAdapter,
     FallbackAdapter,
     HQQAdapter,
     MLXAdapter,
     QuantizationConfig,
-    QuantizationMethod,
     QuantoAdapter,
     create_quantization_adapter,
     get_recommended_config,
     validate_quantization_config,
 )
-
-M = QuantizationMethod
-
 
 # A profile, a backend, what is asked, and what must be said about it (nothing: it runs).
 TABLE = [
@@ -95,7 +86,7 @@ def test_validation_finds_everything_at_once() -> None:
     ],
 )
 def test_the_adapter_is_what_runs_there(
-    profile: str, backend: Any, options: dict[str, Any], kind: Any, method: QuantizationMethod
+    profile: str, backend: Any, options: dict[str, Any], kind: Any, method: M
 ) -> None:
     config, machine = QuantizationConfig(**options), load_machine(profile)
     with warnings.catch_warnings(record=True) as caught:
@@ -149,7 +140,7 @@ def test_options_without_effect_are_warned_about_and_mistakes_refused() -> None:
     ],
 )
 def test_recommendation_follows_memory(
-    profile: str, backend: str, size_b: float, memory_gb: float, method: QuantizationMethod
+    profile: str, backend: str, size_b: float, memory_gb: float, method: M
 ) -> None:
     machine = load_machine(profile)
     config = get_recommended_config(backend, size_b, memory_gb, machine=machine)

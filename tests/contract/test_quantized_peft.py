@@ -7,26 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quantization_cases import M, torch
+from transformers import AutoModelForCausalLM
 
-torch = pytest.importorskip("torch", reason="the guides' adapters quantize torch models")
-peft = pytest.importorskip("peft", reason="comes with the torch extra")
-pytest.importorskip("bitsandbytes", reason="an extra: pip install 'crosstune[bnb]'")
-pytest.importorskip("hqq", reason="an extra: pip install 'crosstune[hqq]'")
-pytest.importorskip("optimum.quanto", reason="an extra: pip install 'crosstune[quanto]'")
-
-from transformers import AutoModelForCausalLM  # noqa: E402
-
-from crosstune.core.errors import UserError  # noqa: E402
-from quantization_wrapper import (  # noqa: E402
+from crosstune.core.errors import UserError
+from quantization_wrapper import (
     BitsAndBytesAdapter,
     FallbackAdapter,
     HQQAdapter,
     QuantizationConfig,
-    QuantizationMethod,
     QuantoAdapter,
 )
 
-M = QuantizationMethod
+peft = pytest.importorskip("peft", reason="comes with the torch extra")
+
 CASES = [
     (BitsAndBytesAdapter, {"method": M.BNB_NF4}),
     (BitsAndBytesAdapter, {"method": M.BNB_INT8}),

@@ -1,4 +1,4 @@
-"""The tiers of tests are what they say: tests/unit knows no framework and trains nothing."""
+"""The tiers of tests are what they say: tests/unit knows no framework and trains nothing, and slow tests run apart."""
 
 from __future__ import annotations
 
@@ -72,3 +72,11 @@ def test_the_check_sees_every_way_to_import(source: str) -> None:
 )
 def test_the_check_lets_other_imports_pass(source: str) -> None:
     assert not forbidden(source)
+
+
+def test_slow_tests_are_left_to_make_slow(pytestconfig: pytest.Config) -> None:
+    words = pytestconfig.getini("addopts")
+    assert words[words.index("-m") + 1] == "not slow"
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text(encoding="utf-8")
+    [test, slow] = [line for line in makefile.splitlines() if "-m pytest" in line]
+    assert "slow" not in test and slow.endswith("-m slow")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import train_step
+from support import STORED_FORMS, train_step
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from crosstune.cli.main import main
@@ -30,20 +30,6 @@ from crosstune.torch_engine.stream import find_tensors, read_tensor
 
 CPU = torch.device("cpu")
 TURNS = [{"role": "user", "content": "Say blue."}, {"role": "assistant", "content": "blue it is, blue it is"}]
-KINDS = [
-    ("bnb", 4, "nf4"),
-    ("bnb", 4, "fp4"),
-    ("bnb", 8, "auto"),
-    ("hqq", 8, "auto"),
-    ("hqq", 4, "auto"),
-    ("hqq", 3, "auto"),
-    ("hqq", 2, "auto"),
-    ("hqq", 1, "auto"),
-    ("quanto", 8, "int"),
-    ("quanto", 8, "float8"),
-    ("quanto", 4, "auto"),
-    ("quanto", 2, "auto"),
-]
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +85,7 @@ def open_session(model: Path, **options: Any) -> TorchSession:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("quantizer", "bits", "kind"), KINDS)
+@pytest.mark.parametrize(("quantizer", "bits", "kind"), STORED_FORMS)
 def test_a_stored_weight_survives_as_tensors_and_json(
     quantizer: str, bits: int, kind: str, dtype: torch.dtype
 ) -> None:

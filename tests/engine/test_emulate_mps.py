@@ -286,6 +286,7 @@ def test_a_run_that_cannot_work_ends_with_code_2(
         (["--emulate", "mps", "--backend", "cuda"], "--emulate mps and --backend cuda contradict each other"),
         (["--machine", "apple-m1-16gb"], "--machine only works with --emulate"),
         (["--emulate", "mps", "--machine", "cpu-laptop"], "Backend 'mps' is not available"),
+        (["--emulate", "mps", "--model_name", "smolm2-135m"], "Unknown model 'smolm2-135m' (--model_name)."),
     ],
 )
 def test_requests_that_make_no_sense(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,6 +134,22 @@ def test_gguf_comes_back_through_both_readers(
     )
 
 
+def test_a_file_name_gives_the_gguf_file_itself(
+    trained: tuple[Path, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mine.gguf"
+    command = ["export", str(trained[0]), "--to", "gguf", "--out", str(out), "--backend", "cpu"]
+    assert main(command) == 0
+    assert capsys.readouterr().out.rstrip().endswith(str(out))
+    assert out.read_bytes()[:4] == b"GGUF"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.gguf"]
+    before = out.stat().st_mtime_ns
+    assert main(command) == 2
+    assert "exists already" in capsys.readouterr().err and out.stat().st_mtime_ns == before
+    assert main(["export", str(trained[0]), "--to", "hf", "--out", str(tmp_path / "x.gguf")]) == 2
+    assert "is the name of a GGUF file, but --to hf writes a folder" in capsys.readouterr().err
+
+
 def test_a_tied_gguf_has_no_output_of_its_own(tmp_path: Path) -> None:
     import gguf
 

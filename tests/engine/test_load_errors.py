@@ -1,4 +1,4 @@
-"""What the torch engine says when transformers fails to build a model."""
+"""Errors of the torch engine when transformers fails to build a model."""
 
 from __future__ import annotations
 

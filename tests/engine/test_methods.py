@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import tiny_of, train_step
+from support import STORED_FORMS, tiny_of, train_step
 from transformers import AutoModelForCausalLM
 
 from crosstune.config.load import make_config
@@ -32,20 +32,6 @@ TURNS = [
     [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": f"{word} it is, " * n}]
     for n, word in enumerate(["red", "green", "blue", "a much longer colour"], start=1)
 ]
-STORED = [
-    ("bnb", 4, "nf4"),
-    ("bnb", 4, "fp4"),
-    ("bnb", 8, "auto"),
-    ("hqq", 8, "auto"),
-    ("hqq", 4, "auto"),
-    ("hqq", 3, "auto"),
-    ("hqq", 2, "auto"),
-    ("hqq", 1, "auto"),
-    ("quanto", 8, "int"),
-    ("quanto", 8, "float8"),
-    ("quanto", 4, "auto"),
-    ("quanto", 2, "auto"),
-]
 
 
 def open_session(model: Path, **options: Any) -> TorchSession:
@@ -61,7 +47,7 @@ def window(tiny_model: Path) -> list[TokenBatch]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("quantizer", "bits", "kind"), STORED)
+@pytest.mark.parametrize(("quantizer", "bits", "kind"), STORED_FORMS)
 def test_a_quantized_layer_is_the_layer_of_its_own_dense_weight(
     quantizer: str, bits: int, kind: str, dtype: torch.dtype
 ) -> None:

@@ -1,4 +1,4 @@
-"""What `crosstune.load` opens, and training with another tokenizer than the model's."""
+"""Models that `crosstune.load` opens, and training with another tokenizer than the model's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import chat
+from support import chat
 
 import crosstune
 from crosstune.checkpoint.read import open_checkpoint

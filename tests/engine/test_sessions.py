@@ -1,4 +1,4 @@
-"""What every engine promises the loop: one suite, run against each engine that is here."""
+"""The promises of every engine to the loop: one suite, run against each engine that is here."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import open_session as open_by_plan
 
+Windows = list[list[TokenBatch]]
 BACKENDS = ("cpu", "mlx")
 WORDS = ["red", "green", "blue", "a much longer colour", "none", "white"]
 TURNS = [
@@ -51,7 +52,7 @@ def examples(tokenizer: Tokenizer) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def windows(examples: list[Any]) -> list[list[TokenBatch]]:
+def windows(examples: list[Any]) -> Windows:
     """Four windows of two micro-batches."""
     orders = [examples, examples[::-1], examples[2:] + examples[:2], examples[3:] + examples[:3]]
     return [batches(order, 3) for order in orders]
@@ -67,13 +68,13 @@ def batches(examples: list[Any], size: int) -> list[TokenBatch]:
     return list(split_rows(examples, batch_size=size, pad_id=0))
 
 
-def run(session: Session, windows: list[list[TokenBatch]]) -> list[tuple[float, float]]:
+def run(session: Session, windows: Windows) -> list[tuple[float, float]]:
     results = [train_step(session, window, lr=1e-3) for window in windows]
     return [(result.loss, result.grad_norm) for result in results]
 
 
 def moved(session: Session, window: list[TokenBatch]) -> dict[str, Any]:
-    """How far one step at the rate 1 moves every weight."""
+    """Return the distance that one step at the rate 1 moves every weight."""
     before = session.export_state().weights
     train_step(session, window, lr=1.0)
     return {name: before[name] - after for name, after in session.export_state().weights.items()}
@@ -211,26 +212,27 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_state_carries_on_bit_for_bit(
-    backend: str, case: str, tiny_model: Path, windows: list[list[TokenBatch]]
-) -> None:
-    straight = open_session(backend, tiny_model, **CASES[case])
-    expected = run(straight, windows)
+def test_a_state_carries_on_bit_for_bit(backend: str, case: str, tiny_model: Path, windows: Windows) -> None:
     first = open_session(backend, tiny_model, **CASES[case])
-    before = run(first, windows[:2])
+    run(first, windows[:2])
     state = first.export_state()
-    run(first, windows[2:])  # the state is a copy: what its session does later is not in it
+    expected = run(first, windows[2:])  # the state is a copy: what its session does later is not in it
     second = open_session(backend, tiny_model, **CASES[case])
     run(second, windows[:1])  # whatever it did before, its random numbers included, is replaced
     second.import_state(state)
-    assert before + run(second, windows[2:]) == expected
+    assert run(second, windows[2:]) == expected
     assert all(array.dtype == np.float32 for array in state.weights.values())
-    same_state(second.export_state(), straight.export_state())
+    same_state(second.export_state(), first.export_state())
 
 
-def test_dropout_is_a_part_of_the_state(
-    backend: str, tiny_model: Path, windows: list[list[TokenBatch]]
-) -> None:
+def test_exporting_a_state_changes_nothing(backend: str, tiny_model: Path, windows: Windows) -> None:
+    straight, other = (open_session(backend, tiny_model, lora_dropout=0.3) for _ in range(2))
+    expected, found = run(straight, windows), run(other, windows[:2])
+    other.export_state()
+    assert found + run(other, windows[2:]) == expected
+
+
+def test_dropout_is_a_part_of_the_state(backend: str, tiny_model: Path, windows: Windows) -> None:
     """Without the random state the next step differs: the test above could not pass by chance."""
     first = open_session(backend, tiny_model, lora_dropout=0.3)
     run(first, windows[:2])
@@ -241,9 +243,7 @@ def test_dropout_is_a_part_of_the_state(
     assert run(second, windows[2:3]) != expected
 
 
-def test_adams_moments_have_portable_names(
-    backend: str, tiny_model: Path, windows: list[list[TokenBatch]]
-) -> None:
+def test_adams_moments_have_portable_names(backend: str, tiny_model: Path, windows: Windows) -> None:
     session = open_session(backend, tiny_model)
     assert session.export_state().moments == {}
     run(session, windows[:2])
@@ -262,7 +262,7 @@ def test_a_state_of_other_shapes_is_refused(backend: str, tiny_model: Path) -> N
 
 
 def test_a_number_that_is_none_stops_before_the_optimizer_moves(
-    backend: str, tiny_model: Path, windows: list[list[TokenBatch]]
+    backend: str, tiny_model: Path, windows: Windows
 ) -> None:
     session = open_session(backend, tiny_model)
     train_step(session, windows[0], lr=1e-3)
@@ -286,7 +286,7 @@ def test_a_number_that_is_none_stops_before_the_optimizer_moves(
 
 @pytest.mark.parametrize("precision", ["fp16"])
 def test_fp16_scales_its_loss_and_tries_again_with_less(
-    backend: str, tiny_model: Path, windows: list[list[TokenBatch]], precision: str
+    backend: str, tiny_model: Path, windows: Windows, precision: str
 ) -> None:
     session = open_session(backend, tiny_model, precision=precision)
     exact = open_session(backend, tiny_model)
@@ -302,7 +302,7 @@ def test_fp16_scales_its_loss_and_tries_again_with_less(
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("train_type", ["lora", "full"])
 def test_short_formats_follow_fp32(
-    backend: str, tiny_model: Path, windows: list[list[TokenBatch]], precision: str, train_type: str
+    backend: str, tiny_model: Path, windows: Windows, precision: str, train_type: str
 ) -> None:
     short = open_session(backend, tiny_model, precision=precision, train_type=train_type)
     exact = open_session(backend, tiny_model, train_type=train_type)
@@ -327,7 +327,7 @@ def test_generation_of_several_prompts_is_that_of_each_alone(
 
 
 def test_sampling_follows_its_seed_and_leaves_training_alone(
-    backend: str, tiny_model: Path, tokenizer: Tokenizer, windows: list[list[TokenBatch]]
+    backend: str, tiny_model: Path, tokenizer: Tokenizer, windows: Windows
 ) -> None:
     session = open_session(backend, tiny_model, lora_dropout=0.3)
     before = session.export_state().random
@@ -350,7 +350,7 @@ def test_streamed_tokens_are_the_answer(backend: str, tiny_model: Path, tokenize
 
 
 def test_an_adapter_starts_another_run_where_it_ended(
-    backend: str, tiny_model: Path, windows: list[list[TokenBatch]], tmp_path: Path
+    backend: str, tiny_model: Path, windows: Windows, tmp_path: Path
 ) -> None:
     first = open_session(backend, tiny_model, lora_rank=4)
     run(first, windows)

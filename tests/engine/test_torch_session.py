@@ -1,4 +1,4 @@
-"""What the torch engine does beyond tests/engine/test_sessions.py: its precisions, devices, and files for other tools."""
+"""The torch engine beyond tests/engine/test_sessions.py: its precisions, devices, and files for other tools."""
 
 from __future__ import annotations
 

@@ -178,36 +178,30 @@ def test_a_cache_without_room_says_how_much_is_missing(tmp_path: Path) -> None:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_keeps_what_was_logged_and_says_how_to_go_on(
-    tmp_path: Path, tiny_model: Path, data: Path, number: signal.Signals
-) -> None:
-    folder = tmp_path / "runs" / "long"
-    words = [
-        "--model_name",
-        str(tiny_model),
-        "--dataset",
-        str(data),
+def start_training(folder: Path, *words: str) -> subprocess.Popen[str]:
+    """Start a training that takes long, in a process of its own."""
+    command = [
+        sys.executable,
+        "-m",
+        "crosstune",
+        "train",
+        *words,
         "--backend",
         "cpu",
         "--max_steps",
         "100000",
     ]
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "crosstune",
-            "train",
-            *words,
-            "--output_dir",
-            str(tmp_path / "runs"),
-            "--name",
-            "long",
-        ],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    place = ["--output_dir", str(folder.parent), "--name", folder.name]
+    return subprocess.Popen([*command, *place], stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_keeps_what_was_logged_and_says_how_to_go_on(
+    tmp_path: Path, tiny_model: Path, data: Path, number: signal.Signals
+) -> None:
+    folder = tmp_path / "runs" / "long"
+    words = ["--model_name", str(tiny_model), "--dataset", str(data)]
+    process = start_training(folder, *words)
     wait_for(lambda: len(read_jsonl(folder / "metrics.jsonl")) >= 20)
     process.send_signal(number)
     _, answer = process.communicate(timeout=60)
@@ -225,7 +219,7 @@ def test_a_signal_keeps_what_was_logged_and_says_how_to_go_on(
     assert (folder / "adapter" / "adapter_model.safetensors").exists()
     assert (folder / "report.html").exists()
     again = ["--base_adapter", str(folder / "adapter"), "--skip_eval", "--lora_rank", "16"]
-    assert train(tmp_path, *words[:4], *again, "--name", "again") == 0
+    assert train(tmp_path, *words, *again, "--name", "again") == 0
     assert read_jsonl(tmp_path / "runs" / "again" / "metrics.jsonl")[0]["loss"] < steps[0]["loss"]
 
 
@@ -238,33 +232,10 @@ def wait_for(condition: Any, *, seconds: float = 90) -> None:
 
 def test_a_kill_leaves_a_record_that_can_be_read(tmp_path: Path, tiny_model: Path, data: Path) -> None:
     folder = tmp_path / "runs" / "killed"
-    words = [
-        "--model_name",
-        str(tiny_model),
-        "--dataset",
-        str(data),
-        "--backend",
-        "cpu",
-        "--max_steps",
-        "100000",
-    ]
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "crosstune",
-            "train",
-            *words,
-            "--output_dir",
-            str(tmp_path / "runs"),
-            "--name",
-            "killed",
-        ],
-        stderr=subprocess.DEVNULL,
-    )
+    process = start_training(folder, "--model_name", str(tiny_model), "--dataset", str(data))
     wait_for(lambda: len(read_jsonl(folder / "metrics.jsonl")) >= 3)
     process.kill()
-    process.wait()
+    process.communicate()
     assert main(["report", str(folder)]) == 0
     assert (folder / "report.html").stat().st_size > 1000
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from injection.hostile_files import Workshop, run_case
+from injection.hostile_files import make_case, run_case
+from injection.intact_files import Workshop
 
 from crosstune.cli.main import main
 
@@ -29,7 +30,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
 def test_damaged_files(shop: Workshop, batch: int, capfd: pytest.CaptureFixture[str]) -> None:
     first = FIRST_SEED + batch * CASES
     for seed in range(first, first + CASES):
-        case = shop.case(seed)
+        case = make_case(shop, seed)
         problem = run_case(case, out=lambda: "".join(capfd.readouterr()))
         assert problem is None, f"seed {seed}, {case.kind}: {problem}\n{case.words}"
 

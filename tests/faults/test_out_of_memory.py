@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from injection.bench import Bench, differences, read_bits
 
 from crosstune.checkpoint.read import newest_valid
+from crosstune.cli.main import main
 from crosstune.core.json_files import read_json, read_jsonl
 
 TOO_MUCH = 1 << 60
@@ -127,3 +129,31 @@ def test_a_result_that_does_not_fit_leaves_a_checkpoint_to_make_it_from(bench: B
     assert "not enough memory for writing the result" in ended.said
     newest = newest_valid(folder / "checkpoints")
     assert newest is not None and newest.step == 4
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SystemError("error return without exception set"),
+        SystemError("<built-in function x> returned NULL without setting an exception"),
+        ImportError("libtorch.so: failed to map segment from shared object"),
+        RuntimeError("can't start new thread"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_python_itself_without_memory(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(words: object) -> int:
+        raise error
+
+    monkeypatch.setattr("crosstune.cli.options.run", fail)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # which `main` replaces
+    assert main(["options"]) == 2
+    said = capsys.readouterr().err
+    assert "There is not enough memory for crosstune options." in said and "Traceback" not in said
+    monkeypatch.setattr(
+        "crosstune.cli.options.run", lambda words: (_ for _ in ()).throw(SystemError("a bug"))
+    )
+    with pytest.raises(SystemError):
+        main(["options"])

@@ -1,4 +1,4 @@
-"""What several comparisons train on."""
+"""Data that several comparisons train on."""
 
 from __future__ import annotations
 

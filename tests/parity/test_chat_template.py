@@ -32,7 +32,7 @@ from crosstune.recipes.sft import open_recipe
 
 
 class _SameDay:
-    """What `strftime_now` reads in transformers."""
+    """The clock that `strftime_now` reads in transformers."""
 
     @staticmethod
     def now() -> Any:

@@ -50,7 +50,7 @@ def make_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> An
 
 
 def targets_of(model: Any) -> dict[str, Any]:
-    """What PEFT is told to adapt: every linear layer but the head, and every stack of experts."""
+    """Tell PEFT to adapt every linear layer but the head, and every stack of experts."""
     linear = [
         name
         for name, module in model.named_modules()

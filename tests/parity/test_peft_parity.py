@@ -24,11 +24,16 @@ ANSWERS = [" ".join(str(i) for i in range(1, 1 + n % 9)) or "none" for n in rang
 
 
 def reference_run(
-    folder: Path, options: dict[str, Any], order: list[list[int]], *, make: Any = None
+    folder: Path,
+    options: dict[str, Any],
+    order: list[list[int]],
+    *,
+    make: Any = None,
+    tokenizer_folder: Path | None = None,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The loss of every step, by the textbook: tokenize with transformers, mask the prompt, sum, divide, step.
     And what was trained, by name, in the end."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder or folder)
     precision = options.get("precision", "fp32")
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = (make or reference_model)(folder, options["train_type"], options["seed"], dtype=dtype)

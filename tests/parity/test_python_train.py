@@ -70,7 +70,7 @@ def test_rows_in_memory_are_those_of_the_file(bench: Bench, tmp_path: Path) -> N
 
 
 def test_in_another_thread(bench: Bench, tmp_path: Path) -> None:
-    """Where no signal handler can be installed."""
+    """No signal handler can be installed there."""
     found: list[crosstune.Run] = []
     thread = threading.Thread(target=lambda: found.append(train(bench, tmp_path / "thread")))
     thread.start()

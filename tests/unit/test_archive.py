@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import tarfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from crosstune.checkpoint.archive import (
     unpack_archive,
     write_archive,
 )
+from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.runs.resume import KEPT_FILES
+from crosstune.core.run_lock import InUse
+from crosstune.runs.resume import KEPT_FILES, _unpacked
 
 NOTE_FIELDS = {
     "version": 1,
@@ -154,3 +157,31 @@ def test_large_extended_attributes_are_not_read(tmp_path: Path) -> None:
         tar.addfile(member)
     with pytest.raises(UserError, match=r"a\.tar is not an archive of a run"):
         read_note(path)
+
+
+def test_of_several_starts_of_one_archive_one_unpacks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = make(tmp_path / "a.tar", {"plan.json": b"{}"}, note={"options": {}})
+    config = make_config(resume=str(archive), output_dir=str(tmp_path / "runs"), name="r")
+    unpacking, others_done = threading.Event(), threading.Event()
+    unpacked = list[Path]()
+
+    def unpack(path: Path, folder: Path) -> None:
+        unpacked.append(folder)
+        unpacking.set()
+        assert others_done.wait(60)
+        unpack_archive(path, folder)
+
+    monkeypatch.setattr("crosstune.runs.resume.unpack_archive", unpack)
+    winner = threading.Thread(target=_unpacked, args=(config,))
+    winner.start()
+    assert unpacking.wait(60)
+    for _ in range(2):
+        with pytest.raises(InUse, match="r is in use"):
+            _unpacked(config)
+    others_done.set()
+    winner.join()
+    assert unpacked == [tmp_path / "runs" / "r"]
+    assert _unpacked(config)[0] == tmp_path / "runs" / "r", "a later start continues what was unpacked"
+    assert len(unpacked) == 1

@@ -1,4 +1,4 @@
-"""Which attention a run uses, decided from the kernels that a probe found."""
+"""The choice of a run's attention, made from the kernels that a probe found."""
 
 from __future__ import annotations
 

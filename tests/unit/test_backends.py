@@ -201,6 +201,29 @@ def test_profile_facts(name: str, backend: str, mps_dtypes: tuple[str, ...]) -> 
     assert machine.backends["mps"].collectives == ()
 
 
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        ("cuda", "a100-80gb"),
+        ("mlx", "apple-m1-16gb"),
+        ("mps", "apple-m1-16gb"),  # no profile has it as its fastest
+        ("cpu", "cpu-laptop"),  # servers and Macs have it too, and come first by name
+        ("xpu", None),
+    ],
+)
+def test_the_machine_that_a_move_assumes(backend: str, name: str | None) -> None:
+    found = probe.typical_machine(backend)
+    assert (found and found.name) == (name and probe.load_machine(name).name)
+    assert found is None or backend in found.available()
+
+
+def test_profiles_are_tried_by_name_for_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "profile_names", lambda: ["h200", "a100-80gb", "apple-m1-16gb"])
+    assert probe.typical_machine("cuda") == probe.load_machine("h200")
+    assert probe.typical_machine("cpu") == probe.load_machine("h200")  # the fastest of none of them
+    assert probe.typical_machine("mlx") == probe.load_machine("apple-m1-16gb")
+
+
 def test_a_machine_survives_its_json(tmp_path: Path) -> None:
     machine = probe.load_machine("apple-m2-max-64gb")
     file = tmp_path / "machine.json"
@@ -213,7 +236,7 @@ def test_unknown_machine_names_the_profiles() -> None:
         probe.load_machine("rtx-4900")
     text = str(caught.value)
     assert "Unknown machine 'rtx-4900'" in text
-    assert "did you mean 'rtx-4090'" in text
+    assert "did you mean rtx-4090" in text
     assert all(name in text for name in probe.profile_names())
 
 

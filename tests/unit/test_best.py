@@ -36,6 +36,9 @@ def test_the_best_step_is_one_that_was_trained(losses: Losses, step: int | None)
         ({10: 1.0, 20: 2.0, 30: 0.9}, 1, False),
         ({0: 0.1, 10: 1.0}, 1, False),
         ({10: 1.0, 20: math.nan}, 1, True),
+        ({0: 1.0, 10: math.nan}, 2, False),
+        ({0: 1.0, 10: math.nan, 20: math.inf}, 2, True),
+        ({0: math.nan, 10: math.nan, 20: 1.0}, 1, False),
     ],
 )
 def test_early_stopping_counts_evaluations_without_improvement(

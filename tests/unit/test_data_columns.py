@@ -253,3 +253,15 @@ def test_a_context_beyond_the_model_is_not_advised(tmp_path: Path, tiny_model: P
         opened(path, tiny_model, context_length=2048)
     with pytest.raises(UserError, match=r"raise --context_length to \d+"):
         opened(write(path, [{"prompt": "a", "completion": "word " * 50}]), tiny_model, context_length=16)
+
+
+def test_quotes_in_a_tsv_that_was_never_quoted_are_text(tmp_path: Path) -> None:
+    path = tmp_path / "rows.tsv"
+    path.write_text('prompt\tcompletion\n"so" said he\tthe "term"\n"whole"\t"a\n')
+    rows = [found.row for found in files.file_part(path).rows()]
+    assert rows[0] == {"prompt": '"so" said he', "completion": 'the "term"'}
+    assert rows[1] == {"prompt": '"whole"', "completion": '"a'}
+    path.write_text('prompt\tcompletion\n"a\ttab"\t"a ""quote"""\n')
+    assert [found.row for found in files.file_part(path).rows()] == [
+        {"prompt": "a\ttab", "completion": 'a "quote"'}
+    ]

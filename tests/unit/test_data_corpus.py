@@ -11,9 +11,10 @@ import pytest
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.data.corpus import Corpus, cache_folder, open_corpus
+from crosstune.data.corpus import Corpus, open_corpus
 from crosstune.data.sources import open_source
 from crosstune.data.store import FileArray
+from crosstune.data.tokenize_source import cache_folder
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.recipes.sft import SftRecipe
 
@@ -22,7 +23,11 @@ def chat(question: str, answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-ROWS = [chat(f"Count to {n}", " ".join(map(str, range(n))) + " 日本") for n in range(1, 900)]
+# Several chunks of rows, some of them longer than the context.
+LENGTHS = [n if n % 100 == 0 else n % 40 for n in range(1, 900)]
+ROWS = [
+    chat(f"Count to {n}", " ".join(map(str, range(length))) + " 日本") for n, length in enumerate(LENGTHS)
+]
 
 
 @pytest.fixture(scope="module")

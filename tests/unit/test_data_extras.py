@@ -1,4 +1,4 @@
-"""What rows hold beside roles and contents: tools, calls, reasoning, a system prompt in a column of its own."""
+"""Parts of rows beside roles and contents: tools, calls, reasoning, a system prompt in a column of its own."""
 
 from __future__ import annotations
 

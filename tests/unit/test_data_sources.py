@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from crosstune.core.errors import UserError
+from crosstune.core.hub_reach import why_unreachable
 from crosstune.data import files
 from crosstune.data.formats import has_empty_answer, recognise, to_conversation
 from crosstune.data.hub import HubPart, _missing, _quiet
@@ -177,6 +179,48 @@ def test_the_hub_out_of_reach_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) 
             open_source(name)
 
 
+def test_without_a_network_the_hub_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, unused_address: str
+) -> None:
+    """The libraries try again for half a minute, so they may not try at all."""
+    datasets = pytest.importorskip("datasets", reason="pip install crosstune[data]")
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", unused_address)
+    asked = []
+
+    def load(name: str) -> None:
+        asked.append((datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE))
+        raise ConnectionError("not in the cache")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(UserError, match="'org/data' cannot be fetched") as caught:
+        open_source("org/data")
+    assert "127.0.0.1 cannot be reached" in caught.value.why
+    assert asked == [(True, True)]
+    assert not datasets.config.HF_HUB_OFFLINE and not huggingface_hub.constants.HF_HUB_OFFLINE
+
+
+@pytest.fixture
+def unused_address() -> str:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_an_address_that_answers_or_is_behind_a_proxy_is_not_unreachable(
+    monkeypatch: pytest.MonkeyPatch, unused_address: str
+) -> None:
+    monkeypatch.delenv("http_proxy", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert why_unreachable(f"http://127.0.0.1:{server.getsockname()[1]}") is None
+    assert why_unreachable(unused_address)
+    assert "no-such-host.invalid" in str(why_unreachable("https://no-such-host.invalid"))
+    monkeypatch.setenv("http_proxy", "http://proxy.invalid:1")
+    monkeypatch.setenv("no_proxy", "")
+    assert why_unreachable(unused_address) is None
+
+
 def test_retries_of_the_hub_are_not_printed(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("huggingface_hub.utils._http")
     level = logging.getLogger("huggingface_hub").level
@@ -275,3 +319,27 @@ def test_a_folder_of_everything_is_no_data(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / f"{number}.txt").touch()
     with pytest.raises(UserError, match="more than 5 files"):
         sources.open_source(str(tmp_path))
+
+
+@pytest.mark.parametrize(("needs_training", "option"), [(True, "--dataset"), (False, "--eval_dataset")])
+def test_what_cannot_be_data_is_named_with_its_option(
+    tmp_path: Path, needs_training: bool, option: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for name in (str(tmp_path / "empty"), "/dev/null"):
+        with pytest.raises(UserError) as caught:
+            open_source(name, needs_training=needs_training)
+        assert name in caught.value.asked
+        assert option in caught.value.asked or (needs_training and "dataset" in caught.value.asked)
+
+
+def test_a_folder_that_the_system_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}")
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(UserError) as caught:
+        open_source(str(tmp_path))
+    assert str(tmp_path) in caught.value.asked and "Permission denied" in caught.value.why

@@ -129,6 +129,7 @@ ROWS: list[tuple[Event, str, dict[str, Any]]] = [
     (events.LossCompared(comparison=COMPARISON), "compared", COMPARISON_ROW),
     (events.Moved(comparison=COMPARISON), "moved", COMPARISON_ROW),
     (events.TrainingStarted(num_steps=8, done=0), "training", {"num_steps": 8, "done": 0}),
+    (events.TrainingEnded(steps=8), "training_end", {"steps": 8}),
     (
         events.EvaluationStarted(step=0, when="before"),
         "evaluation_start",
@@ -192,7 +193,7 @@ CLASSES = {
 }
 SHOWN = {*vars(Screen)["on_event"].dispatcher.registry, *event_lines.registry} - {object, Event}
 # The first sets up the live bar; the second prints once it has taken a while.
-QUIET = (events.TrainingStarted, events.Tokenizing)
+QUIET = (events.TrainingStarted, events.TrainingEnded, events.ModelProgress, events.Tokenizing)
 
 
 @pytest.mark.parametrize(("event", "kind", "row"), ROWS, ids=lambda value: type(value).__name__)

@@ -20,6 +20,7 @@ from crosstune.models.folder import check_folder
 from crosstune.models.folder_record import read_record
 from crosstune.models.mlx_adapters import to_mlx
 from crosstune.models.quantized_folder import read_quantization
+from crosstune.results.trained_folder import find_trained
 
 SETTINGS = AdapterSettings(rank=2, alpha=4.0, dropout=0.0, rank_stabilized=False, magnitudes=False)
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -174,3 +175,10 @@ def test_names_that_other_readers_know() -> None:
     assert "head_dim" not in spell_config(
         {"model_type": "gemma", "hidden_size": 32, "num_attention_heads": 4}
     )
+
+
+def test_control_characters_in_the_name_of_the_base_are_refused(adapter: Path) -> None:
+    change(adapter / "adapter_config.json", base_model_name_or_path="\x1b]52;c;aGk=\x07")
+    with pytest.raises(UserError) as caught:
+        find_trained(str(adapter))
+    assert "adapter_config.json" in caught.value.why and str(adapter) in caught.value.asked

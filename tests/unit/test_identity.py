@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,35 @@ def test_a_damaged_cache_is_made_again(model: Path, tmp_path: Path, monkeypatch:
         entry.write_text(text)
         monkeypatch.setattr(file_hashes, "_known", {})
         assert sha256_of(model / "model.safetensors") == first
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no owners and modes of this kind")
+@pytest.mark.parametrize("how", ["edited", "of another file", "others may write", "of another user"])
+def test_an_entry_of_the_cache_that_this_user_did_not_write_so_is_not_believed(
+    how: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_hashes, "_SETTLED_S", -1.0)
+    path, read = model / "model.safetensors", list[int]()
+    before = os.umask(0)
+    try:
+        first = sha256_of(path)
+    finally:
+        os.umask(before)
+    (entry,) = (tmp_path / "cache" / "hashes").iterdir()
+    assert entry.stat().st_mode & 0o777 == 0o600, "whatever the umask is"
+    written = json.loads(entry.read_text())
+    if how == "edited":
+        entry.write_text(json.dumps(written | {"sha256": "0" * 64}))
+    elif how == "of another file":
+        moved = {"path": "/another", **{name: written[name] for name in ("stamp", "sha256")}}
+        entry.write_text(json.dumps(moved | {"seal": file_hashes._seal(moved)}))
+    elif how == "others may write":
+        entry.chmod(0o620)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: entry.stat().st_uid + 1)
+    monkeypatch.setattr(file_hashes, "_known", {})
+    assert sha256_of(path, on_bytes=read.append) == first
+    assert read, "it was hashed again"
 
 
 @pytest.mark.parametrize(

@@ -1,31 +1,32 @@
-"""The launcher, with small programs in the place of ranks; and how a process learns that it is one."""
+"""The launcher, with small programs in the place of ranks."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from crosstune.core.errors import EXIT_PORT_TAKEN, UserError
-from crosstune.distributed import launch as launching
-from crosstune.distributed.environment import ranks_in
-from crosstune.distributed.launch import Outcome, launch, ring_environments
+from crosstune.core.errors import EXIT_HUNG, EXIT_PORT_TAKEN, EXIT_USER_MUST_ACT
+from crosstune.distributed import processes as running
+from crosstune.distributed.launch import launch, ring_environments
+from crosstune.distributed.reports import Outcome
 
 FOREVER = "time.sleep(900)"
 """Longer than a test may take: whoever does so must be ended by the launcher for the test to end."""
 START = "import os, signal, sys, time, pathlib; rank = int(os.environ['MLX_RANK'])\n"
 
 
-def run(code: str, *words: str, size: int = 2) -> Outcome:
+def run(code: str, *words: str, size: int = 2, **options: Any) -> Outcome:
     command = [sys.executable, "-S", "-c", START + code, *words]
-    return launch(command, size=size, environments=ring_environments)
+    return launch(command, size=size, environments=ring_environments, **options)
 
 
 @pytest.mark.parametrize(
@@ -39,20 +40,22 @@ def test_the_code_of_a_family_that_ends_in_order(code: str, expected: int) -> No
 def test_who_fails_is_named_with_its_last_words_and_the_others_are_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launching, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(running, "PATIENCE_S", 0.2)
     outcome = run(f"print('no more memory') if rank == 1 else {FOREVER}; sys.exit(7)", size=3)
     assert outcome.code == 7
-    assert "process 1 of 3 (counted from 0) ended with code 7" in outcome.lines[0]
+    assert outcome.lines[0].startswith(
+        f"process 1 of 3 (counted from 0, host {socket.gethostname()}) ended with code 7"
+    )
     assert "  1 | no more memory" in outcome.lines
 
 
 def test_who_does_not_listen_to_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "PATIENCE_S", 0.5)
-    monkeypatch.setattr(launching, "GRACE_S", 0.5)
+    monkeypatch.setattr(running, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(running, "GRACE_S", 0.5)
     code = f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif rank: os.kill(os.getpid(), 9)\n{FOREVER}"
     outcome = run(code)
     assert outcome.code == 128 + signal.SIGKILL
-    assert "process 1 of 2 (counted from 0) was killed by SIGKILL" in outcome.lines[0]
+    assert outcome.lines[0].startswith("process 1 of 2 (") and "was killed by SIGKILL" in outcome.lines[0]
 
 
 def test_who_lost_the_others_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +67,57 @@ def test_who_lost_the_others_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) 
 def test_a_port_that_was_taken_is_tried_again(tmp_path: Path) -> None:
     code = f"p = pathlib.Path(sys.argv[1])\nif rank == 0 and not p.exists(): p.touch(); sys.exit({EXIT_PORT_TAKEN})\n"
     assert run(code + "time.sleep(0.2)", str(tmp_path / "tried")) == Outcome(code=0)
+
+
+KILLED_ONCE = """
+tries = pathlib.Path(sys.argv[1]) / f"try-{rank}-{os.environ['CROSSTUNE_ATTEMPT']}"
+tries.touch()
+if rank == 1 and len(list(tries.parent.glob("try-1-*"))) <= int(sys.argv[2]): os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_killed_rank_is_started_again_with_all_others(tmp_path: Path) -> None:
+    said: list[str] = []
+    outcome = run(KILLED_ONCE, str(tmp_path), "2", max_restarts=2, say=said.extend)
+    assert outcome == Outcome(code=0)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"try-{rank}-{attempt}" for rank in (0, 1) for attempt in (0, 1, 2)]
+    assert [line.partition("(restart")[2] for line in said] == [" 1 of 2).", " 2 of 2)."]
+
+
+def test_restarts_are_used_up(tmp_path: Path) -> None:
+    outcome = run(KILLED_ONCE, str(tmp_path), "2", max_restarts=1)
+    assert outcome.code == 128 + signal.SIGKILL
+    assert "was killed by SIGKILL" in outcome.lines[0]
+
+
+@pytest.mark.parametrize("code", [EXIT_USER_MUST_ACT, EXIT_HUNG])
+def test_what_a_restart_does_not_mend_is_not_tried_again(code: int, tmp_path: Path) -> None:
+    path = tmp_path / "tries"
+    program = (
+        f"open(sys.argv[1], 'a').write('x') if rank else time.sleep(0.3); sys.exit({code} if rank else 0)"
+    )
+    assert run(program, str(path), max_restarts=3).code in (EXIT_USER_MUST_ACT, 1)
+    assert path.read_text() == "x"
+
+
+def test_a_hung_rank_ends_the_others_at_once() -> None:
+    outcome = run(f"print('rank 0 hangs') if rank else {FOREVER}; sys.exit({EXIT_HUNG})")
+    assert outcome.code == 1
+    assert "  1 | rank 0 hangs" in outcome.lines
+
+
+def test_the_launcher_sees_ranks_that_are_all_stopped() -> None:
+    state = "{'rank': rank, 'host': 'h', 'beat': 1, 'doing': 'step 7: data', 'at': '', 'still_s': 0.0, 'waits': False}"
+    code = f"""
+import json
+folder = pathlib.Path(os.environ["CROSSTUNE_LAUNCH_FOLDER"])
+(folder / f"rank-{{rank}}.state").write_text(json.dumps({state}))
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    outcome = run(code, collective_s=0.2)
+    assert outcome.code == 1
+    assert any("rank 0 (host h) is stopped" in line and "step 7: data" in line for line in outcome.lines)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -91,8 +145,8 @@ sys.exit(3)
 
 
 def test_a_second_signal_does_not_wait_for_who_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(launching, "GRACE_S", 900.0)  # after one signal alone it would wait for them
+    monkeypatch.setattr(running, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(running, "GRACE_S", 900.0)  # after one signal alone it would wait for them
     code = f"""
 folder = pathlib.Path(sys.argv[1])
 for n in (signal.SIGINT, signal.SIGTERM): signal.signal(n, lambda n, f: (folder / f"heard-{{rank}}").touch())
@@ -137,46 +191,3 @@ def _is_running(pid: int) -> bool:
         return stat.read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def hostfile(tmp_path: Path, text: str) -> str:
-    path = tmp_path / "hosts.json"
-    path.write_text(text)
-    return str(path)
-
-
-def test_a_process_learns_its_place(tmp_path: Path) -> None:
-    hosts = [["10.0.0.1:5000", "10.0.0.9:5000"], ["10.0.0.2:5000"], ["10.0.0.2:5001"]]
-    environment = {"MLX_HOSTFILE": hostfile(tmp_path, json.dumps(hosts)), "MLX_RANK": "2"}
-    ranks = ranks_in(environment)
-    assert ranks is not None
-    assert (ranks.engine, ranks.rank, ranks.size, ranks.local_rank, ranks.local_size) == ("mlx", 2, 3, 1, 2)
-    assert ranks.launcher is None and not ranks.first
-
-
-def test_a_process_on_its_own_is_no_rank(tmp_path: Path) -> None:
-    assert ranks_in({}) is None
-    assert ranks_in({"MLX_HOSTFILE": hostfile(tmp_path, "\n"), "MLX_RANK": "0"}) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "rank", "words"),
-    [
-        ("{", "0", "is not a host file"),
-        ('[{"ssh": "mac1"}, {"ssh": "mac2"}]', "0", "is not a host file"),
-        ('[["a:1"], ["b:1"]]', "2", "MLX_RANK cannot be '2'"),
-        ('[["a:1"], ["b:1"]]', "-1", "MLX_RANK cannot be '-1'"),
-        (None, "0", "Cannot read the host file"),
-        ("", "0", "do not form a ring"),
-    ],
-)
-def test_what_is_wrong_with_a_ring_is_said(text: str | None, rank: str, words: str, tmp_path: Path) -> None:
-    path = str(tmp_path / "missing") if text is None else hostfile(tmp_path, text) if text else ""
-    with pytest.raises(UserError, match=words):
-        ranks_in({"MLX_HOSTFILE": path, "MLX_RANK": rank})
-
-
-def test_a_torch_rank_is_refused_rather_than_trained_alone() -> None:
-    with pytest.raises(UserError, match="rank 1 of 2"):
-        ranks_in({"RANK": "1", "WORLD_SIZE": "2"})
-    assert ranks_in({"RANK": "0", "WORLD_SIZE": "1"}) is None

@@ -199,6 +199,7 @@ def test_no_network(hub: LocalHub) -> None:
         message = hub.ask("org/model", **settings)["error"]
         assert "Cannot get the hub model org/model" in message
         assert "connect to the network" in message
+        assert ("HF_HUB_OFFLINE is set" if settings else "127.0.0.1 cannot be reached") in message
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGINT for one process")

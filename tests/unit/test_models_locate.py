@@ -113,7 +113,7 @@ def test_folder_with_a_missing_shard(model: Path) -> None:
 def test_unknown_name_offers_the_nearest_and_the_forms(name: str) -> None:
     message = refused(name)
     assert f"Unknown model '{name}'" in message
-    assert "did you mean 'smollm2-135m'?" in message
+    assert "did you mean smollm2-135m?" in message
     for form in ("tiny-random", "path of a model folder", ".gguf", "org/name"):
         assert form in message
 

@@ -109,9 +109,9 @@ def test_an_endless_value_is_shown_in_short() -> None:
 
 def test_many_problems_are_cut(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("".join(f"wrong{number}: 1\n" for number in range(5000)))
+    file.write_text("".join(f"wrong{number}: 1\n" for number in range(400)))
     text = refusal(file=file)
-    assert f"{5000 - MOST_PROBLEMS:,} more problems" in text and len(text) < 10_000
+    assert f"{400 - MOST_PROBLEMS:,} more problems" in text and len(text) < 10_000
 
 
 def test_errors_escape_what_a_terminal_would_obey() -> None:

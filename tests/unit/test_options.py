@@ -1,4 +1,4 @@
-"""What each option declares beside its value: when it has an effect, what it means for a run that continues."""
+"""The declarations of each option beside its value: its conditions, and its meaning for a run that continues."""
 
 from __future__ import annotations
 

@@ -153,3 +153,9 @@ def test_one_option_under_two_names_is_refused() -> None:
     with pytest.raises(ConfigError, match="given twice"):
         load("--lora_r", "4", "--lora_rank", "8")
     assert load("--lr", "1", "--lr", "2").lr == 2
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "fsdp", "num_gpus"])
+def test_advice_for_several_devices_names_the_options_that_do_it(name: str) -> None:
+    assert "--sharding_strategy full_shard --world_size N" in DIFFERENT[name]
+    assert "full_shard" in (options_by_name()["sharding_strategy"].choices or ())

@@ -128,3 +128,14 @@ def test_filters_without_effect_are_named() -> None:
     assert GREEDY.unused == []
     assert Sampling(top_p=0.9, min_p=0.1, repetition_penalty=1.2).unused == ["top_p", "min_p"]
     assert Sampling(temperature=1.0, top_p=0.9).unused == []
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", '{"x": 1}', '{"messages": []}', '{"messages": [5]}', '{"messages": 5}']
+)
+def test_every_error_in_a_line_says_what_to_do(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "fine"}}\n{line}\n')
+    with pytest.raises(UserError, match="line 2") as caught:
+        read_prompts(path)
+    assert caught.value.do

@@ -12,7 +12,8 @@ import pytest
 import crosstune
 from crosstune.api.arguments import read_config
 from crosstune.api.callbacks import Callbacks
-from crosstune.core.errors import UserError
+from crosstune.api.python_words import Written, put_into_python, python_words
+from crosstune.core.errors import ConfigError, UserError
 from crosstune.core.events import Event, StepMetrics, Warned
 from crosstune.loop.stop import StopSignal
 
@@ -142,3 +143,58 @@ def test_what_is_not_a_callback(callback: Any) -> None:
 def test_callbacks_are_a_list() -> None:
     with pytest.raises(UserError, match="pass a list"):
         send(print)
+
+
+@pytest.mark.parametrize(
+    ("said", "in_python"),
+    [
+        ("lower --lr, or add data", "lower lr=, or add data"),
+        ("raise --context_length to 35", "raise context_length= to 35"),
+        ("use --precision fp32.", 'use precision="fp32".'),
+        ("pass --truncation cut or drop", 'pass truncation="cut" or drop'),
+        (
+            "as in --columns query=prompt,reply=completion; the",
+            'as in columns="query=prompt,reply=completion"; the',
+        ),
+        ("--batch_size 4 --gradient_accumulation_steps 2", "batch_size=4 gradient_accumulation_steps=2"),
+        ("pass --train_on_prompt, or --skip_eval", "pass train_on_prompt=True, or skip_eval=True"),
+        ("--double_quant false", "double_quant=False"),
+        ("--eval_steps N with --result best", 'eval_steps=N with result="best"'),
+        ("run `crosstune train --resume RUN` or crosstune plan --machine x", None),
+        ("see: crosstune train --help", None),
+        (
+            "pip install --upgrade torch; then --backend cuda",
+            'pip install --upgrade torch; then backend="cuda"',
+        ),
+        ("use --to gguf", 'use to="gguf"'),
+        ("no flag in it", None),
+    ],
+)
+def test_errors_name_keywords_instead_of_flags(said: str, in_python: str | None) -> None:
+    problem = UserError(said, why=said, do=said)
+    error = ConfigError([problem])
+    put_into_python(error, {})
+    assert error.lines() == UserError(in_python or said, why=in_python or said, do=in_python or said).lines()
+
+
+def test_errors_name_the_argument_and_its_row_instead_of_a_file_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path))
+    written = Written()
+    path = read_config({}, written=written, dataset=[{"text": "x"}]).dataset
+    folder = read_config({}, written=written, eval_dataset={"test": [{"text": "y"}]}).eval_dataset
+    error = UserError(f"{path}, line 2: wrong.", why=f"{folder}/test.jsonl, line 3", do=f"look at {path}")
+    with pytest.raises(UserError) as caught, python_words(written):
+        raise error
+    assert str(caught.value).splitlines() == [
+        "dataset, row 2: wrong.",
+        '  why: eval_dataset["test"], row 3',
+        "  do:  look at dataset",
+    ]
+
+
+def test_plan_raises_errors_in_the_words_of_python() -> None:
+    with pytest.raises(UserError) as caught:
+        crosstune.plan(machine="cpu-laptop", backend="cuda")
+    assert 'backend="auto"' in str(caught.value) and "--" not in str(caught.value)

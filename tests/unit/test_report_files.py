@@ -22,8 +22,8 @@ def write_lines(path: Path, rows: list[dict]) -> None:
 
 def test_a_folder_without_a_run_is_the_users_to_mend(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
-    for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(UserError, match="is not a run folder"):
+    for folder, said in ((tmp_path, "is not a run folder"), (tmp_path / "nowhere", "There is no run")):
+        with pytest.raises(UserError, match=said):
             load_run(folder)
 
 

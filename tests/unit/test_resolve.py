@@ -1,4 +1,4 @@
-"""What is asked and what a machine can do, to what will run: a table over the bundled machines."""
+"""Resolve requests and machines to the plan that will run: a table over the bundled machines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from crosstune.cli.plan import describe_plan
 from crosstune.config.facts import Facts
 from crosstune.config.load import make_config
 from crosstune.config.plan import Adjustment, Plan
@@ -84,7 +85,7 @@ def test_strict_forbids_every_change_and_lists_them_all() -> None:
             backend="mps",
             precision="bf16",
             use_flash_attention=True,
-            world_size=2,
+            distributed_backend="nccl",
             strict=True,
         )
     assert len(caught.value.problems) == 3
@@ -188,16 +189,22 @@ def test_processes_on_one_machine_share_its_memory() -> None:
     assert shared.batch_size < alone.batch_size == apart.batch_size
 
 
-def test_world_size_is_cut_to_the_devices_there() -> None:
-    plan = plan_on("rtx-4090", world_size=4)
-    assert plan.world_size == 1
-    assert adjustment(plan, "world_size", "change").asked == 4
+def test_more_processes_than_devices_are_refused_where_each_needs_one() -> None:
+    with pytest.raises(ConfigError, match="4 processes cannot train on 1 cuda device"):
+        plan_on("rtx-4090", world_size=4)
+    with pytest.raises(ConfigError, match="2 processes cannot train on 1 cuda device"):
+        plan_on("rtx-4090", ranks=Ranks(engine="torch", size=2, local_size=2))
+    apart = plan_on("rtx-4090", ranks=Ranks(engine="torch", size=2, local_size=1, num_nodes=2))
+    assert (apart.world_size, apart.collective) == (2, "nccl")
+    assert plan_on("rtx-4090", world_size=2, distributed_backend="gloo").collective == "gloo"
+    assert plan_on("cpu-laptop", backend="cpu", world_size=7).world_size == 7
 
 
-def test_nccl_becomes_gloo_on_a_cpu() -> None:
-    plan = plan_on("cpu-laptop", backend="cpu", world_size=2, distributed_backend="nccl")
-    assert plan.collective == "gloo"
-    assert adjustment(plan, "distributed_backend", "change").used == "gloo"
+def test_a_communication_library_that_the_backend_lacks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--distributed_backend nccl does not work with --backend cpu"):
+        plan_on("cpu-laptop", backend="cpu", world_size=2, distributed_backend="nccl")
+    with pytest.raises(ConfigError, match="--distributed_backend gloo does not work with --backend mlx"):
+        plan_on("apple-m2-max-64gb", backend="mlx", world_size=2, distributed_backend="gloo")
 
 
 def test_nccl_becomes_gloo_on_mps() -> None:
@@ -243,7 +250,7 @@ def test_a_model_far_too_large_is_a_warning_with_a_way_out() -> None:
 
 def test_slow_paths_are_warned_about() -> None:
     plan = plan_on("cpu-laptop", train_type="qlora")
-    assert "slow" in adjustment(plan, "backend", "warning").reason
+    assert "slow" in adjustment(plan, "backend", "choice").reason
     assert "limited support" in adjustment(plan, "n_bits", "warning").reason
     mps = plan_on("apple-m1-16gb", backend="mps", train_type="qlora")
     assert "slow" in adjustment(mps, "n_bits", "warning").reason
@@ -258,8 +265,19 @@ def test_an_option_without_effect_is_told_and_not_swallowed(tmp_path: Path) -> N
     assert {"mlx_config", "n_bits", "with_stack", "sharding_strategy"} <= idle
 
 
+def test_a_cpu_that_was_asked_for_gets_no_warning() -> None:
+    plan = plan_on("cpu-laptop", backend="cpu", precision="fp32")
+    assert not [a for a in plan.adjustments if a.option == "backend"]
+
+
 def test_max_steps_alone_decides_when_to_stop() -> None:
-    assert plan_on("h200", max_steps=500).config.num_epochs == 0
+    plan = plan_on("h200", max_steps=500)
+    assert plan.config.num_epochs == 0
+    assert not [a for a in plan.adjustments if a.option == "num_epochs"], "nobody asked for 0 epochs"
+    assert "length       500 steps, however much of the data that is" in describe_plan(plan)
+    assert "length       1 epoch of the data" in describe_plan(plan_on("h200"))
+    both = describe_plan(plan_on("h200", max_steps=500, num_epochs=2))
+    assert "length       2 epochs of the data, at most 500 steps" in both
     assert plan_on("h200", max_steps=500, num_epochs=2).config.num_epochs == 2
 
 

@@ -1,4 +1,4 @@
-"""What a written tokenizer may do differently, and the number format and size that headers tell."""
+"""Allowed differences of a written tokenizer, and the number format and size that headers tell."""
 
 from __future__ import annotations
 
@@ -104,3 +104,9 @@ def test_a_quantized_folder_counts_as_what_it_is_computed_in(tmp_path: Path) -> 
 )
 def test_a_folder_is_named_after_its_form(form: WeightForm, name: str) -> None:
     assert form.name == name
+
+
+def test_a_stop_token_of_minus_one_means_none(bare: Path) -> None:
+    (bare / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 2]}))
+    assert Tokenizer.from_folder(bare).stop_ids >= {2}
+    assert -1 not in Tokenizer.from_folder(bare).stop_ids

@@ -1,4 +1,4 @@
-"""How much memory a step may use: one answer for the plan, the manager and the tables in the docs."""
+"""The memory that a step may use: one answer for the plan, the manager and the tables in the docs."""
 
 from __future__ import annotations
 

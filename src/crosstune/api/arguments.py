@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+from crosstune.api.python_words import Written
 from crosstune.config.load import cache_override, make_config
 from crosstune.config.schema import Config, options_by_name
 from crosstune.core.atomic_files import put_in_place, staging_folder
 from crosstune.core.errors import UserError, raise_all
-from crosstune.data.corpus import cache_folder
 from crosstune.data.in_memory import write_in_memory
+from crosstune.data.tokenize_source import cache_folder
 from crosstune.data.tokenizer import Tokenizer
 
 PathLike: TypeAlias = str | os.PathLike[str]
@@ -41,10 +42,13 @@ Data: TypeAlias = PathLike | Rows | Mapping[str, Rows]
 """A path, a name or a hub id; rows in memory; or rows by the name of their split."""
 
 
-def read_config(options: Mapping[str, Any], **objects: Data | SavesTokenizer | None) -> Config:
+def read_config(
+    options: Mapping[str, Any], *, written: Written | None = None, **objects: Data | SavesTokenizer | None
+) -> Config:
     """Make a configuration of options and of `objects`: options that may be in memory, None where they are not set.
 
-    Rows and tokenizers in memory are written to the cache, after all problems with names and values were raised.
+    Rows and tokenizers in memory are written to the cache, after all problems with names and values were raised; the
+    paths are added to `written`.
     """
     values, in_memory = dict[str, Any](), dict[str, Any]()
     given = {name: value for name, value in objects.items() if value is not None}
@@ -60,9 +64,10 @@ def read_config(options: Mapping[str, Any], **objects: Data | SavesTokenizer | N
     config = make_config(**values)
     if not in_memory:
         return config
-    return make_config(
-        **values, **{name: str(_WRITERS[name](value, name)) for name, value in in_memory.items()}
-    )
+    paths = {name: str(_WRITERS[name](value, name)) for name, value in in_memory.items()}
+    if written is not None:
+        written.update({path: name for name, path in paths.items()})
+    return make_config(**values, **paths)
 
 
 def _object_problem(name: str, value: Any) -> UserError | None:

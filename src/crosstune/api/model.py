@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from crosstune.api.arguments import PathLike
-from crosstune.core.errors import UserError
+from crosstune.api.python_words import python_words
+from crosstune.core.errors import UserError, shown
 from crosstune.core.events import Observer, Observers, Warned
 from crosstune.core.sampling import Sampling
 
@@ -76,13 +77,14 @@ class Model:
             return self.chat(messages, max_new_tokens=max_new_tokens, on_text=on_text, **sampling)
         conversations = [[*start, {"role": "user", "content": text}] for text in prompt]
         answers: list[str] = []
-        for place in range(0, len(conversations), _TOGETHER):
-            settings = _read_sampling(sampling)
-            answers += self._chat_model().answers(
-                conversations[place : place + _TOGETHER],
-                max_new_tokens=max_new_tokens,
-                sampling=replace(settings, seed=settings.seed + place),
-            )
+        with python_words():
+            settings = _read_sampling(sampling, max_new_tokens)
+            for place in range(0, len(conversations), _TOGETHER):
+                answers += self._chat_model().answers(
+                    conversations[place : place + _TOGETHER],
+                    max_new_tokens=max_new_tokens,
+                    sampling=replace(settings, seed=settings.seed + place),
+                )
         return answers
 
     def chat(
@@ -94,12 +96,14 @@ class Model:
         **sampling: float,
     ) -> str:
         """Return the model's next turn of a conversation: dicts with `role` and `content`."""
-        return self._chat_model().answer(
-            [dict(message) for message in messages],
-            max_new_tokens=max_new_tokens,
-            sampling=_read_sampling(sampling),
-            on_text=on_text,
-        )
+        with python_words():
+            settings = _read_sampling(sampling, max_new_tokens)
+            return self._chat_model().answer(
+                [dict(message) for message in messages],
+                max_new_tokens=max_new_tokens,
+                sampling=settings,
+                on_text=on_text,
+            )
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Return the logits after each of these tokens, as an array of (tokens, vocabulary)."""
@@ -125,7 +129,8 @@ class Model:
         """Merge the adapter into its base as `crosstune merge` does; return the new model folder."""
         from crosstune.results.merge import merge
 
-        return self._written(merge(self._request(out, into, dtype, base, force), observer=self._observer))
+        with python_words():
+            return self._written(merge(self._request(out, into, dtype, base, force), observer=self._observer))
 
     def export(
         self,
@@ -149,7 +154,8 @@ class Model:
             )
         form = Form(to=to, bits=n_bits, group_size=group_size, kind=gguf_type)
         request = self._request(out, into, dtype, base, force)
-        return self._written(export(request, form, observer=self._observer))
+        with python_words():
+            return self._written(export(request, form, observer=self._observer))
 
     def close(self) -> None:
         """Release the weights; they are read again when they are needed."""
@@ -163,9 +169,10 @@ class Model:
         from crosstune.results.chat_model import open_chat_model
 
         if self._opened is None:
-            self._opened = open_chat_model(
-                self.target, observer=self._observer, backend=self.backend, precision=self.precision
-            )
+            with python_words():
+                self._opened = open_chat_model(
+                    self.target, observer=self._observer, backend=self.backend, precision=self.precision
+                )
         return self._opened
 
     def _request(
@@ -207,11 +214,19 @@ def load(target: PathLike, *, backend: str = "auto", precision: str = "auto", pr
         )
     observer: Observer = Screen(live=True) if progress else Observers()
     name = os.fspath(target)
-    find_model(make_config(model_name=find_trained(name).base), observer)
+    with python_words():
+        find_model(make_config(model_name=find_trained(name).base), observer)
     return Model(name, backend=backend, precision=precision, observer=observer)
 
 
-def _read_sampling(settings: Mapping[str, float]) -> Sampling:
+def _read_sampling(settings: Mapping[str, float], max_new_tokens: int) -> Sampling:
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise UserError(
+            f"max_new_tokens cannot be {shown(max_new_tokens)}.", do="give an integer of 1 or more"
+        )
+    wrong = [name for name, value in settings.items() if not isinstance(value, (int, float))]
+    if wrong:
+        raise UserError(f"{wrong[0]} cannot be {shown(settings[wrong[0]])}.", do="give a number")
     known = {field.name for field in fields(Sampling)}
     unknown = sorted(settings.keys() - known)
     if unknown:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crosstune.api.arguments import Data, OptionValue, PathLike, SavesTokenizer, read_config
+from crosstune.api.python_words import Written, put_into_python, python_words
 from crosstune.cli.plan import describe_plan, plan_to_json
 from crosstune.config.plan import Adjustment, Plan
 from crosstune.core.errors import UserError
@@ -31,7 +32,7 @@ class PlanReport:
 
     @property
     def problems(self) -> Sequence[UserError]:
-        """Why `train` would refuse the request; empty when it would not."""
+        """The errors with which `train` would refuse the request; empty when it would not."""
         return tuple(self.checked.problems)
 
     @property
@@ -56,7 +57,7 @@ class PlanReport:
 
     @property
     def adjustments(self) -> Sequence[Adjustment]:
-        """What was chosen, what was changed, and warnings."""
+        """Automatic choices, changes to the request, and warnings."""
         return self.plan.adjustments
 
     def to_json(self) -> dict[str, Any]:
@@ -78,10 +79,16 @@ def plan(
     from crosstune.distributed.environment import read_ranks
     from crosstune.machines.probe import load_machine
 
-    config = read_config(options, dataset=dataset, eval_dataset=eval_dataset, tokenizer=tokenizer)
-    if config.emulate is not None:
-        raise UserError("plan does not emulate.", do="use the command: crosstune plan --emulate")
-    if machine is None:
-        read_ranks()  # refuses what train refuses
-    found, checked = check_plan(config, machine=load_machine(str(machine)) if machine is not None else None)
+    written = Written()
+    with python_words(written):
+        data = {"dataset": dataset, "eval_dataset": eval_dataset, "tokenizer": tokenizer}
+        config = read_config(options, written=written, **data)
+        if config.emulate is not None:
+            raise UserError("plan does not emulate.", do="use the command: crosstune plan --emulate")
+        if machine is None:
+            read_ranks()  # refuses what train refuses
+        where = load_machine(str(machine)) if machine is not None else None
+        found, checked = check_plan(config, machine=where)
+    for problem in checked.problems:
+        put_into_python(problem, written)
     return PlanReport(plan=found, checked=checked)

@@ -31,7 +31,7 @@ class Run:
 
     @property
     def stop_reason(self) -> str | None:
-        """What stopped the run: a signal, the time limit, or the reason that a callback gave."""
+        """The reason of a stop: a signal, the time limit, or the reason that a callback gave."""
         return self.summary.get("stop_reason")
 
     @property

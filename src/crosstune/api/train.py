@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from crosstune.api.arguments import Data, OptionValue, PathLike, SavesTokenizer, read_config
 from crosstune.api.callbacks import Callback, Callbacks, keep_process_state
+from crosstune.api.python_words import Written, python_words
 from crosstune.api.run import Run
-from crosstune.cli.train import leave_together, show_training
+from crosstune.cli.train import after_restart, leave_together, show_training
 from crosstune.core.errors import UserError
 
 
@@ -27,20 +28,23 @@ def train(
     nothing is printed.
     """
     from crosstune.distributed.environment import read_ranks
-    from crosstune.distributed.group import connect
+    from crosstune.distributed.group import connected, naming_rank
     from crosstune.loop.stop import StopSignal
 
-    stop = StopSignal()
-    called = Callbacks(callbacks, stop)
-    config = read_config(options, dataset=dataset, eval_dataset=eval_dataset, tokenizer=tokenizer)
-    group = connect(read_ranks())
-    with keep_process_state():
-        try:
-            result, _ = show_training(config, group, observers=[called], stop=stop, quiet=not progress)
-            leave_together(result, group)
-        except UserError as error:
-            if called.error is not None:
-                raise called.error from error
-            raise
+    stop, written = StopSignal(), Written()
+    with python_words(written):
+        called = Callbacks(callbacks, stop)
+        data = {"dataset": dataset, "eval_dataset": eval_dataset, "tokenizer": tokenizer}
+        config = read_config(options, written=written, **data)
+        with keep_process_state(), connected(config, read_ranks(config)) as group, naming_rank(group):
+            try:
+                result, _ = show_training(
+                    after_restart(config, group), group, observers=[called], stop=stop, quiet=not progress
+                )
+                leave_together(result, group)
+            except UserError as error:
+                if called.error is not None:
+                    raise called.error from error
+                raise
     called.raise_error()
     return Run(result.folder, summary=result.summary)

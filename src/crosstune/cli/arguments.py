@@ -6,13 +6,14 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from crosstune.cli.fold import fold_help
 from crosstune.config.load import load_config
 from crosstune.config.schema import Config
 from crosstune.config.values import wrong_path
 from crosstune.core.errors import UserError, shown
+from crosstune.core.names import nearest, unknown_name
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,6 +30,31 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         return fold_help(super().format_help())
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.refuse_unknown(unknown)
+        return found
+
+    def refuse_unknown(self, words: Sequence[str]) -> NoReturn:
+        """Raise the error for arguments that the command does not have."""
+        word = next((word for word in words if word.startswith("-")), words[0])
+        flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        close = nearest(word.partition("=")[0].replace("-", "_"), [flag.replace("-", "_") for flag in flags])
+        hint = (
+            f"did you mean {' or '.join(match.replace('__', '--', 1) for match in close)}? " if close else ""
+        )
+        raise UserError(
+            f"{self.prog}: unrecognized argument {shown(word)}.", do=f"{hint}See: {self.prog} --help"
+        )
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            name = argparse._get_action_name(action) or "argument"
+            names = [str(choice) for choice in action.choices]
+            wrong = unknown_name(name, str(value), names)
+            raise UserError(f"{self.prog}: {wrong.asked}", do=f"{wrong.do} See: {self.prog} --help")
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message}", do=f"see: {self.prog} --help")

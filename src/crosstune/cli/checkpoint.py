@@ -60,7 +60,7 @@ def run(words: Sequence[str]) -> int:
     parser = make_parser()
     own, flags = parser.parse_known_args(list(words))
     if flags and own.action not in ("import", "export"):
-        parser.error(f"unrecognized argument {flags[0]}")
+        parser.refuse_unknown(flags)
     if own.action in ("import", "export") and own.out is None:
         parser.error(f"{own.action} needs --out")
     actions = {"list": _list, "verify": _verify, "show": _show, "prune": _prune}
@@ -71,7 +71,11 @@ def run(words: Sequence[str]) -> int:
 
 def _folders(target: Path) -> list[tuple[int, Path]]:
     from crosstune.checkpoint.folders import FOLDER, checkpoint_folders, step_of
+    from crosstune.checkpoint.read import missing_checkpoint
+    from crosstune.core.missing_paths import missing_run
 
+    if not target.exists():
+        raise missing_checkpoint(target) if target.parent.name == FOLDER else missing_run(target)
     for root in (target / FOLDER, target):
         if found := checkpoint_folders(root):
             return found

@@ -12,7 +12,7 @@ from crosstune.config.schema import option_list
 from crosstune.core.errors import EXIT_DONE
 
 SHELLS = ("bash", "zsh", "tcsh")
-TAKE_OPTIONS = ("train", "plan", "data")
+TAKE_OPTIONS = ("train", "launch", "plan", "data", "judge")
 """Commands that take the options of a run besides their own."""
 INSTALL = """to install it:
   bash   crosstune completion bash > ~/.local/share/bash-completion/completions/crosstune
@@ -60,10 +60,16 @@ def whole_parser() -> argparse.ArgumentParser:
 
 
 def _add_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--config", type=read_path, help="YAML file with options")
+    """Add the options of a run that the command has not declared itself."""
+    own = {name for action in command._actions for name in action.option_strings}
+    if "--config" not in own:
+        command.add_argument("--config", type=read_path, help="YAML file with options")
     for option in option_list():
+        names = [f"--{name}" for name in (option.name, *option.aliases)]
+        if own.intersection(names):
+            continue
         command.add_argument(
-            *(f"--{name}" for name in (option.name, *option.aliases)),
+            *names,
             choices=("true", "false") if option.type is bool else option.choices,
             nargs="?" if option.type is bool else None,
             type=read_path if option.holds is Holds.PATH else str,

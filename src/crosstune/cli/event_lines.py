@@ -26,7 +26,6 @@ from crosstune.core.events import (
     Stopped,
     Warned,
 )
-from crosstune.core.measured import Comparison
 
 Lines = Iterator[tuple[str, str | None]]
 """Pairs of a line and its style."""
@@ -96,24 +95,17 @@ def _measured(event: LossMeasured) -> Lines:
     yield f"measured loss {measured.loss:.6f} on {measured.backend}: {measured.terms()}", None
 
 
-@event_lines.register
-def _compared(event: LossCompared) -> Lines:
-    yield _comparison(event.comparison)
-
-
-@event_lines.register
-def _moved(event: Moved) -> Lines:
-    yield _comparison(event.comparison)
-
-
-def _comparison(compared: Comparison) -> tuple[str, str]:
+@event_lines.register(LossCompared)
+@event_lines.register(Moved)
+def _compared(event: LossCompared | Moved) -> Lines:
+    compared = event.comparison
     there, here = compared.there, compared.here
     text = (
         f"compared the same batches: {there.loss:.6f} on {there.backend} ({there.terms()}), "
         f"{here.loss:.6f} on {here.backend} ({here.terms()}): relative difference {compared.difference:.2e}, "
         f"at most {compared.bound:g} allowed"
     )
-    return text, GOOD if compared.difference <= compared.bound else ERROR
+    yield text, GOOD if compared.difference <= compared.bound else ERROR
 
 
 @event_lines.register

@@ -10,7 +10,8 @@ from crosstune.cli.results import add_request_arguments, read_request, show_resu
 
 EXAMPLES = """examples:
   crosstune export runs/demo --to hf
-  crosstune export runs/demo --to gguf --gguf_type q8_0
+  crosstune export runs/demo --to gguf --gguf_type q8_0    (a folder with the file and a record of its making)
+  crosstune export runs/demo --to gguf --out demo.gguf     (the file alone)
   crosstune export runs/demo --to mlx --n_bits 4 --group_size 64
   crosstune export smollm2-135m --to mlx --out smollm2-mlx
 

@@ -24,9 +24,23 @@ def end_quietly(run: Callable[[], int], *, is_process: bool) -> int:
             return _stop()
     except KeyboardInterrupt:  # it was pressed again before the next ones were ignored
         return _stop()
+    except Exception as error:
+        if not _comes_from_ctrl_c(error):
+            raise
+        return _stop()
     finally:
         if not is_process:
             _handle(before)
+
+
+def _comes_from_ctrl_c(error: BaseException) -> bool:
+    """Return whether a Ctrl-C came out of an import as another error, as from libraries with native parts."""
+    chain: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in chain:
+        chain.append(following)
+        following = following.__cause__ or following.__context__
+    return any(isinstance(link, KeyboardInterrupt) for link in chain)
 
 
 def _stop() -> int:

@@ -24,9 +24,9 @@ class BarLine:
 
     title: str
     short_title: str = ""
-    """What a narrow terminal shows instead of the title."""
+    """The title on a narrow terminal."""
     share: float
-    """How much is done, from 0 to 1."""
+    """The finished share of the work, from 0 to 1."""
     figures: Sequence[str] = ()
 
     def render(self, width: int, *, ascii_only: bool = False) -> Text:
@@ -57,6 +57,10 @@ class LiveLine:
     def __init__(self, console: Console) -> None:
         self.console = console
         self._live: Live | None = None
+
+    @property
+    def is_shown(self) -> bool:
+        return self._live is not None
 
     def show(self, line: BarLine) -> None:
         if self._live is None:

@@ -15,13 +15,15 @@ from crosstune.cli.streams import lasting_output
 from crosstune.cli.words import check_words
 from crosstune.core.errors import EXIT_DONE, UserError
 from crosstune.core.names import unknown_name
-from crosstune.core.out_of_memory import memory_errors
+from crosstune.core.out_of_memory import OutOfMemory, memory_errors
 from crosstune.core.user_paths import check_home
 
 # Subcommand -> its one-line help. The code is in crosstune.cli.<name>, imported on use.
 COMMANDS = {
     "train": "fine-tune a model",
+    "launch": "start a training on several machines: SLURM, Kubernetes, Ray or ssh",
     "plan": "show what train would do, here or on another machine, without doing it",
+    "judge": "train, test and use a model that scores or compares answers",
     "data": "check a data set: counts, lengths, and examples with the supervised part marked",
     "doctor": "check this machine: backends, memory, and a three-step training job on each backend",
     "generate": "answer a prompt with a model or a trained run",
@@ -33,6 +35,7 @@ COMMANDS = {
     "move": "pack a run into one archive to continue it on another machine or backend",
     "checkpoint": "list, verify, prune and export the checkpoints of a run",
     "report": "write the HTML report of a run",
+    "adopt": "write entry files at the paths of guides, so that old commands keep working",
     "models": "list, download and remove models in the cache",
     "options": "list every option of train, or explain one",
     "completion": "print a script that completes commands and options in a shell",
@@ -95,6 +98,9 @@ def _run(command: str, words: list[str]) -> int:
             return int(importlib.import_module(f"crosstune.cli.{command}").run(words))
     except UserError as error:
         print_error(error.lines())
+        if isinstance(error, OutOfMemory):
+            # Libraries that clean up when the process ends have no memory either, and would print tracebacks.
+            sys.unraisablehook = lambda _: None
         return error.exit_code
     except OSError as error:
         if error.filename is None:
@@ -106,7 +112,10 @@ def _run(command: str, words: list[str]) -> int:
 
 
 def _print_any_character() -> None:
-    """Escape what the terminal's encoding lacks, and bytes of file names that are not UTF-8, instead of failing."""
+    """Escape what the terminal's encoding lacks, and bytes of file names that are not UTF-8, instead of failing; read
+    what is not text as the replacement character."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     for stream in (raw_stream(sys.stdout), raw_stream(sys.stderr)):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -26,7 +26,7 @@ class Output:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether a line can be rewritten in place."""
+        """True if a line can be rewritten in place."""
         return self.console.is_terminal and not self.console.is_dumb_terminal
 
     def drain(self) -> None:

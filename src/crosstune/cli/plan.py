@@ -114,6 +114,16 @@ def _demo_hint(config: Config) -> str:
     return " (the bundled demo data; pass your own with --dataset)" if is_demo else ""
 
 
+def _length(config: Config) -> str:
+    """Return when the training ends."""
+    if config.max_steps == -1:
+        return f"{config.num_epochs:g} epoch{'s' * (config.num_epochs != 1)} of the data"
+    steps = f"{config.max_steps:,} step{'s' * (config.max_steps != 1)}"
+    if not config.num_epochs:
+        return f"{steps}, however much of the data that is"
+    return f"{config.num_epochs:g} epoch{'s' * (config.num_epochs != 1)} of the data, at most {steps}"
+
+
 def _print_plan(plan: Plan, checked: Checked | None = None) -> None:
     from crosstune.cli.output import print_line
 
@@ -145,8 +155,11 @@ def _plan_lines(plan: Plan, checked: Checked | None) -> Iterator[tuple[str, str 
         ("attention", ": ".join(plan.attention)),
         (
             "step",
-            f"{config.batch_size} rows x {config.gradient_accumulation_steps} micro-batches x {plan.world_size}",
+            f"{config.rows_per_step} rows, {config.batch_size} at a time on each of {plan.world_size}"
+            if config.rows_per_step
+            else f"{config.batch_size} rows x {config.gradient_accumulation_steps} micro-batches x {plan.world_size}",
         ),
+        ("length", _length(config)),
         ("optimizer", f"{config.optimizer}, lr {config.lr:g} {config.lr_scheduler}, wd {config.wd:g}"),
     ]
     if plan.collective:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.arguments import Parser, print_json, read_path, read_path_or_name
@@ -87,7 +88,8 @@ def print_report(report: Mapping[str, Any]) -> None:
             print_line(f"{'  ' + name:<15} {numbers} (bound {report[name]['bound']:g})")
     for name, agreement in report.get("against_trained", {}).items():
         print_line(f"{'  ' + name:<15} against the trained model: {format_agreement(agreement)}")
-    print_line(f"written  {report['path']}")
+    path = Path(report["path"])
+    print_line(f"written  {path / report['file'] if 'file' in report and path.is_dir() else path}")
 
 
 def print_warnings(report: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from crosstune.core.events import (
     StepMetrics,
     Stopped,
     Tokenizing,
+    TrainingEnded,
     TrainingStarted,
 )
 
@@ -147,7 +148,10 @@ class Screen:
         title = f"model    {event.model}: {event.stage}"
         partly = f"{size(event.done)} of {size(event.total)}" if event.total else size(event.done)
         amount = size(event.done) if finished else partly
-        self._on_stage(title, done=event.done, total=event.total, amounts=[amount], finished=finished)
+        # Print nothing for a model that is ready within a second.
+        self._on_stage(
+            title, done=event.done, total=event.total, amounts=[amount], finished=finished, quiet_s=1.0
+        )
 
     @on_event.register
     def _on_tokenizing(self, event: Tokenizing) -> None:
@@ -197,6 +201,11 @@ class Screen:
         self.num_steps = event.num_steps
         if self.live:
             self._show_training(event.done, ["first step ..."])
+
+    @on_event.register
+    def _on_training_end(self, event: TrainingEnded) -> None:
+        self._bar = None  # so that no line of steps is shown again while the result is made
+        self._line.clear()
 
     @on_event.register
     def _on_evaluation_start(self, event: EvaluationStarted) -> None:

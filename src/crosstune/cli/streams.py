@@ -25,7 +25,7 @@ class LastingStream:
         self.stream = stream
         self.lost = False
         self.failure: OSError | None = None
-        """Why it is lost, unless its reader just went away: then nobody misses the text."""
+        """The error that lost it; None if its reader just went away, since then nobody misses the text."""
 
     def write(self, text: str) -> int:
         if not self.lost:

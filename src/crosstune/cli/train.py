@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from crosstune.checkpoint.folders import FOLDER as CHECKPOINTS
 from crosstune.cli.arguments import Parser, parse_config, print_json, read_path_or_name
-from crosstune.cli.errors import print_error
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, PeerLost, UserError
 from crosstune.core.events import Observer
 from crosstune.core.ranks import Group
-from crosstune.distributed.environment import read_ranks
+from crosstune.distributed.environment import read_nodes, read_ranks
 
 if TYPE_CHECKING:
     from crosstune.cli.screen import Screen
@@ -52,29 +51,35 @@ def run(words: Sequence[str]) -> int:
             do="crosstune plan --machine shows what another machine would do",
         )
 
-    ranks = read_ranks()
+    ranks, nodes = read_ranks(config), read_nodes(config)
     if ranks is None:
-        from crosstune.run import num_processes
+        from crosstune.cli.start_ranks import processes_here, start_ranks
 
-        if (size := num_processes(config)) > 1:
-            return _launch(words, size)
+        if (num_local := processes_here(config, nodes)) > 1 or (nodes is not None and nodes.num_nodes > 1):
+            return start_ranks(words, config, nodes=nodes, num_local=num_local)
     elif ranks.launcher is not None:
         from crosstune.distributed.launch import follow
 
         follow(ranks.launcher)
-    from crosstune.distributed.group import connect
+    from crosstune.distributed.group import connected, naming_rank
 
-    return _train(config, ["crosstune", "train", *words], connect(ranks), as_json=own.json)
+    with connected(config, ranks) as group, naming_rank(group):
+        return _train(after_restart(config, group), ["crosstune", "train", *words], group, as_json=own.json)
 
 
-def _launch(words: Sequence[str], size: int) -> int:
-    from crosstune.distributed.launch import launch, ring_environments
+def after_restart(config: Config, group: Group) -> Config:
+    """Return the request of this attempt: after a restart it continues the run that an earlier one began."""
+    from crosstune.checkpoint.read import newest_valid
+    from crosstune.distributed.restart import recall_folder, restarted
 
-    command = [sys.executable, "-m", "crosstune", "train", *words]
-    outcome = launch(command, size=size, environments=ring_environments)
-    if outcome.lines:
-        print_error(outcome.lines)
-    return outcome.code
+    if (folder := recall_folder(group)) is None:
+        return config
+    found = (
+        newest_valid(folder / CHECKPOINTS, on_damaged=lambda error: None, hashes=False)
+        if group.ranks.first
+        else None
+    )
+    return restarted(config, folder, has_checkpoint=group.any(found is not None))
 
 
 def _train(config: Config, command: Sequence[str], group: Group, *, as_json: bool) -> int:

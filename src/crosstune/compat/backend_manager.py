@@ -255,7 +255,9 @@ def find_capabilities(machine: Machine, backend: Backend) -> BackendCapabilities
     bits = {width for widths in report.quantizers.values() for width in widths}
     if {"bf16", "fp16"} & set(report.dtypes):
         bits.add(16)
-    is_distributed = bool(report.collectives) and can_use_several_devices(report.engine)
+    # gloo on MPS: it reduces copies of the tensors in host memory.
+    collective = next(iter(report.collectives), backend_specs()[report.name].collective)
+    is_distributed = collective is not None and can_use_several_devices(report.engine)
     return BackendCapabilities(
         quantization_bits=sorted(bits),
         supports_distributed=is_distributed,
@@ -263,8 +265,7 @@ def find_capabilities(machine: Machine, backend: Backend) -> BackendCapabilities
         supports_bfloat16="bf16" in report.dtypes,
         supports_flash_attention=report.has_flash_attention,
         max_model_size=_largest_model_b(machine, report),
-        # gloo on MPS: it reduces copies of the tensors in host memory.
-        distributed_backend=next(iter(report.collectives), backend_specs()[report.name].collective),
+        distributed_backend=collective,
         notes=list(report.notes),
     )
 

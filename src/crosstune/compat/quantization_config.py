@@ -58,7 +58,7 @@ class QuantizationMethod(Enum):
 
 @dataclass
 class QuantizationConfig:
-    """How weights are stored. An invalid value raises a ValueError at once; `validate_quantization_config` finds what
+    """The storage of weights. An invalid value raises a ValueError at once; `validate_quantization_config` finds what
     a backend does not support."""
 
     method: QuantizationMethod = QuantizationMethod.BNB_NF4

@@ -37,7 +37,7 @@ class QuantizationAdapter(ABC):
     def __init__(self, config: QuantizationConfig | None = None) -> None:
         self.config = QuantizationConfig() if config is None else config
         self.adjustments: list[str] = []
-        """What `create_quantization_adapter` changed in the requested configuration, and why."""
+        """Changes that `create_quantization_adapter` made to the requested configuration, with the reasons."""
 
     @abstractmethod
     def create_quantized_linear(

@@ -9,7 +9,7 @@ from crosstune.core.errors import UserError
 def check_values(draft: Draft, method: str) -> None:
     """Add a problem or a warning to the draft for each of them."""
     if draft["max_steps"] != -1 and not draft.is_asked("num_epochs"):
-        draft.set("num_epochs", 0, "max_steps alone decides when to stop")
+        draft.values["num_epochs"] = 0  # max_steps alone decides when to stop
     if draft["num_epochs"] == 0 and draft["max_steps"] == -1:
         draft.problems.append(UserError("num_epochs is 0 and max_steps is not set.", do="set one of the two"))
     if draft.is_asked("warmup_steps") and draft.is_asked("warmup_ratio"):

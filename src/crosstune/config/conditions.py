@@ -10,6 +10,8 @@ from crosstune.config.train_types import TRAIN_TYPE_PARTS
 from crosstune.core.quantizers import Quantizer
 
 ADAPTER_METHODS = ("lora", "dora")
+REPLICATED = ("ddp", "no_shard")
+"""Values of --sharding_strategy with which every process holds the whole model."""
 _SCHEDULES_WITH_FLOOR = ("cosine", "cosine_with_restarts", "exponential")
 
 
@@ -37,7 +39,12 @@ class Condition:
     """For the table of options, after "only with"; empty when the option's own text says it."""
     holds: Callable[[Decided], bool]
     otherwise: str
-    """Why the option has no effect; a template for `Decided.values`."""
+    """The reason that the option has no effect; a template for `Decided.values`."""
+
+
+def shards_weights(strategy: str) -> bool:
+    """Return whether a value of --sharding_strategy divides the weights over the processes."""
+    return strategy not in REPLICATED
 
 
 def idle_reason(needs: tuple[Condition, ...], decided: Decided) -> str | None:
@@ -111,6 +118,16 @@ SHARDED_MODEL = Condition(
     holds=lambda now: now.engine != "mlx",
     otherwise="has no effect on MLX: each process has the whole model",
 )
+SHARDED_WEIGHTS = Condition(
+    summary="a strategy that shards",
+    holds=lambda now: shards_weights(now.options["sharding_strategy"]),
+    otherwise="has no effect with --sharding_strategy {sharding_strategy}: each process has the whole model",
+)
+DEVICE_MEMORY = Condition(
+    summary="a device with memory of its own",
+    holds=lambda now: now.options["backend"] != "cpu",
+    otherwise="has no effect on a CPU, whose activations are in host memory",
+)
 RECOMPUTATION = Condition(
     summary="`--use_gradient_checkpointing`",
     holds=lambda now: bool(now.options["use_gradient_checkpointing"]),
@@ -155,6 +172,11 @@ WANDB = Condition(
     summary="`--log_to wandb`",
     holds=lambda now: now.options["log_to"] == "wandb",
     otherwise="has no effect without --log_to wandb",
+)
+JUDGE = Condition(
+    summary="`--recipe judge`",
+    holds=lambda now: now.options["recipe"] == "judge",
+    otherwise="has no effect with the recipe {recipe}",
 )
 PROFILE = Condition(
     summary="`--profile` or `--profile_memory`",

@@ -25,6 +25,14 @@ class StoredQuantization:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A value that a recipe chooses for an option that was left open, and why."""
+
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Facts:
     machine: Machine
     backends: Mapping[str, BackendSpec]
@@ -40,7 +48,7 @@ class Facts:
     """Set when the model is a folder of quantized weights."""
     mlx_settings: Mapping[str, Any] = field(default_factory=dict)
     """The settings in the file of --mlx_config."""
-    recipe_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Options whose default is another one with the recipe."""
     longest_row: int | None = None
     """Tokens in the longest row, once the data is loaded; the memory estimate then uses it instead of the context."""
+    preset: Mapping[str, Preset] = field(default_factory=dict)
+    """What the recipe chooses for the backend; only options that were not set."""

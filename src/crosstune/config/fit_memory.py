@@ -18,9 +18,10 @@ def fit_memory(
     quantizer: str,
     n_bits: int,
     limit: int,
+    num_shards: int = 1,
 ) -> int | None:
-    """Turn on activation checkpointing, then reduce the micro-batch, until the step fits into `limit` bytes; return its
-    estimated bytes."""
+    """Turn on activation checkpointing, then reduce the micro-batch, until the step fits into `limit` bytes of each
+    process; return its estimated bytes. The weights are divided over `num_shards` processes."""
     facts, report = draft.facts, draft.report
     shape = facts.shape
     if shape is None:
@@ -44,6 +45,7 @@ def fit_memory(
             compute_bits=compute_bits,
             score_bits=held_score_bits(report, flash=draft["use_flash_attention"], compute_bits=compute_bits),
             num_new_blocks=num_new,
+            num_shards=num_shards,
         )
 
     need = estimate()

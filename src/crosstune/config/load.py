@@ -81,6 +81,16 @@ def add_environment(spec: BackendSpec) -> None:
     os.environ.update(spec.missing_environment(os.environ))
 
 
+def add_variables(variables: Mapping[str, str], *, over: bool = False) -> None:
+    """Set environment variables for libraries that read them; without `over` keep those that the user set."""
+    os.environ.update({name: value for name, value in variables.items() if over or name not in os.environ})
+
+
+def launch_variables() -> Mapping[str, str]:
+    """Return the environment variables of this process, among which are those of NCCL and of launchers."""
+    return os.environ
+
+
 def backend_variables() -> dict[str, str]:
     """Return the environment variables of all backends that are set."""
     names = {name for spec in backend_specs().values() for name in spec.wanted_environment()}

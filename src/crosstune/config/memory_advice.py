@@ -10,7 +10,7 @@ from crosstune.core.backend import BackendSpec
 from crosstune.core.machine import BackendReport
 
 Need = Literal["weights", "forward", "step"]
-"""What did not fit: the weights, a forward pass, or a training step."""
+"""The part that did not fit: the weights, a forward pass, or a training step."""
 SHORT_ROW = 128
 """Rows of at most this many tokens are not worth shortening."""
 _QUANTIZED = {
@@ -23,7 +23,7 @@ _QUANTIZED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What to change, most harmless first."""
+    """Changes that save memory, most harmless first."""
 
     resumable: tuple[str, ...]
     """Changes with which the same training can be continued."""

@@ -13,7 +13,7 @@ from crosstune.config.option_names import find_option
 from crosstune.config.peer_names import DIFFERENT, LORA_NAMES, SAME, SAME_FOR_VALUES
 from crosstune.config.schema import options_by_name
 from crosstune.core.errors import UserError, raise_all, shown
-from crosstune.core.names import nearest
+from crosstune.core.names import did_you_mean
 from crosstune.core.yaml_files import read_yaml
 
 _LORA = "lora_parameters"
@@ -48,7 +48,7 @@ class MlxSettings:
     memory_limit_gb: float | None = None
     """The memory use that MLX tries to stay below."""
     compile: bool | None = None
-    """Whether steps are compiled; by default on a GPU only."""
+    """True to compile the steps; by default on a GPU only."""
     num_layers: int | None = None
     """Number of layers, from the last, that get adapters; -1 for all."""
 
@@ -187,8 +187,5 @@ def _read(path: Path) -> tuple[dict[str, Any], list[UserError]]:
 
 
 def _unknown(key: str, known: set[str], path: Path) -> UserError:
-    close = nearest(key, known)
     has = f"it has: {', '.join(sorted(_MLX_ONLY))}, and options"
-    return UserError(
-        f"Unknown setting '{key}' in {path}.", do=f"did you mean {' or '.join(close)}?" if close else has
-    )
+    return UserError(f"Unknown setting '{key}' in {path}.", do=did_you_mean(key, known).strip() or has)

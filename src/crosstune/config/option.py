@@ -11,6 +11,7 @@ from typing import Any, Union
 
 from crosstune.config.conditions import Condition
 from crosstune.config.unbuilt import Unbuilt
+from crosstune.core.durations import parse_duration
 
 Choices = Sequence[str] | Callable[[], Sequence[str]]
 Check = Callable[[Any], str | None]
@@ -18,7 +19,7 @@ Check = Callable[[Any], str | None]
 
 
 class Holds(Enum):
-    """What the string of an option is."""
+    """The content of an option's string."""
 
     WORDS = auto()
     PATH = auto()
@@ -28,7 +29,7 @@ class Holds(Enum):
 
 
 class OnResume(Flag):
-    """What a change of an option means when a run is resumed."""
+    """The effect of a changed option on a resumed run."""
 
     REPORTED = 0
     """The option affects what is learned: a change is allowed and reported."""
@@ -117,6 +118,15 @@ def option(
 def not_zero(value: int) -> str | None:
     """Refuse 0, for an option where -1 is for all."""
     return "-1 for all, or an integer from 1 up" if value == 0 else None
+
+
+def check_duration(value: str) -> str | None:
+    """Refuse a text that is no duration."""
+    try:
+        parse_duration(value)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def read_option(item: Field[Any], *, hint: Any, group: str) -> Option:

@@ -29,11 +29,11 @@ class Named:
     name: str
     """The name that was used."""
     is_peers: bool = False
-    """Whether it is another trainer's name."""
+    """True for another trainer's name."""
 
     @property
     def is_switch(self) -> bool:
-        """Whether a flag of this name may stand without a value."""
+        """True if a flag of this name may stand without a value."""
         if self.name in SAME_FOR_VALUES:
             return "true" in SAME_FOR_VALUES[self.name][1]
         return self.option.type is bool
@@ -95,6 +95,11 @@ def suggestions(key: str) -> list[str]:
     words = set(name.split("_"))
     if not found and len(words) > 1:  # the same words in another order
         found = [o for o in options if set(o.split("_")) == words]
+    elif not found and len(name) > 3:  # a word of a name, such as early for early_stopping
+        parts = {part for option in options for part in option.split("_")}
+        close = difflib.get_close_matches(name, parts, n=1, cutoff=0.74)
+        having = {options[o].name for o in options if set(close) & set(o.split("_")) and not _negated(o)}
+        found = sorted(having) if len(having) <= 3 else []
     return found[:3]
 
 

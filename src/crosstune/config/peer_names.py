@@ -97,7 +97,10 @@ _LOGIN = (
     "log in with `hf auth login`, or set HF_TOKEN in the environment; a token in a command stays in files"
 )
 _FIXED_ADAM = "the betas and epsilon of the optimizer are fixed at torch's defaults"
-_SEVERAL = "--world_size, --sharding_strategy and --use_cpu_offload set up several devices"
+_SEVERAL = (
+    "--sharding_strategy full_shard --world_size N trains on N devices and divides the model among them"
+)
+_BEST = "--eval_steps N with --result best makes the result from the best evaluation"
 _TEMPLATE = "--chat_template takes a name or a Jinja file; unset, the model's own template is used"
 _MASKING = "loss is computed on answers only; --train_on_prompt computes it on prompts too"
 
@@ -191,9 +194,9 @@ DIFFERENT: Mapping[str, str] = {
     "neftune_noise_alpha": "crosstune adds no noise to embeddings; --lora_dropout and --wd regularize",
     "noisy_embedding_alpha": "crosstune adds no noise to embeddings; --lora_dropout and --wd regularize",
     "label_smoothing_factor": "crosstune computes the plain cross-entropy",
-    "early_stopping_patience": "--eval_steps N with --keep_best keeps the best checkpoint",
-    "load_best_model_at_end": "--eval_steps N with --keep_best keeps the best checkpoint",
-    "metric_for_best_model": "--eval_metric; --keep_best goes by the evaluation loss",
+    "early_stopping_patience": "--eval_steps N with --early_stopping N, the evaluations without improvement",
+    "load_best_model_at_end": _BEST,
+    "metric_for_best_model": "--eval_metric; --result best goes by the evaluation loss",
     "data_seed": "--seed, which also seeds the order of the data",
     "shuffle": "the data is shuffled by --seed",
     "gradient_checkpointing_kwargs": "--reentrant_checkpointing true or false",

@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def quant_spec(self) -> QuantSpec | None:
-        """How the base is quantized; None if it is not."""
+        """The quantization of the base; None without one."""
         if self.quantizer == "none":
             return None
         return QuantSpec(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from crosstune.config.check_values import check_values
 from crosstune.config.choose_method import choose_method
-from crosstune.config.conditions import Decided
+from crosstune.config.conditions import Decided, shards_weights
 from crosstune.config.draft import Draft
 from crosstune.config.facts import Facts
 from crosstune.config.fit_attention import fit_attention
@@ -23,6 +23,7 @@ from crosstune.core.usable_memory import usable_bytes
 
 EIGHT_BIT_OPTIMIZERS_FROM = "bnb"
 """The quantizer whose library has the 8-bit optimizers."""
+_ONE_RANK_PER_DEVICE = ("nccl", "xccl")
 FUSED_OPTIMIZERS_ON = ("cuda", "cpu", "mps", "xpu")
 """Devices of torch; ROCm's is called cuda."""
 
@@ -32,7 +33,8 @@ def resolve(config: Config, facts: Facts) -> Plan:
     config = _with_stored_quantization(config, facts)
     draft = _choose_backend(config, facts)
     _mention_names(draft)
-    _use_recipe_defaults(draft)
+    for option, preset in facts.preset.items():
+        draft.set(option, preset.value, preset.reason)
     method, quantizer, n_bits = choose_method(draft)
     if method == "llama_pro" and draft["llama_pro_path"]:
         draft.set("model_name", draft["llama_pro_path"], "llama_pro_path names it", kind="choice")
@@ -45,7 +47,13 @@ def resolve(config: Config, facts: Facts) -> Plan:
     usable = usable_bytes(
         facts.machine, draft.report, facts.backends[draft.report.name], environment=facts.environment
     ) // _num_sharing(draft, world_size)
-    estimate = fit_memory(draft, method=method, quantizer=quantizer, n_bits=n_bits, limit=usable)
+    shares = (
+        world_size if draft.report.engine == "torch" and shards_weights(draft["sharding_strategy"]) else 1
+    )
+    estimate = fit_memory(
+        draft, method=method, quantizer=quantizer, n_bits=n_bits, limit=usable, num_shards=shares
+    )
+    _check_sharded_optimizer(draft, num_shards=shares)
     check_values(draft, method)
     decided = Decided(
         options={option.name: draft[option.name] for option in option_list()},
@@ -83,12 +91,6 @@ def _mention_names(draft: Draft) -> None:
         )
 
 
-def _use_recipe_defaults(draft: Draft) -> None:
-    for option, value in draft.facts.recipe_defaults.items():
-        if not draft.is_asked(option):
-            draft.set(option, value, f"the default of the recipe {draft['recipe']}", kind="choice")
-
-
 def _with_stored_quantization(config: Config, facts: Facts) -> Config:
     """Take the quantization options from a folder of quantized weights, except those that the user set."""
     library, stored = TRAIN_TYPE_PARTS[config.train_type][1], facts.stored
@@ -101,7 +103,7 @@ def _with_stored_quantization(config: Config, facts: Facts) -> Config:
 
 def _num_sharing(draft: Draft, world_size: int) -> int:
     """Return how many processes use the same memory."""
-    if draft.report.engine != "mlx":
+    if draft.report.engine != "mlx" and not draft.report.is_torch_cpu:
         return 1
     ranks = draft.facts.ranks
     return ranks.local_size if ranks is not None else world_size
@@ -121,9 +123,9 @@ def _choose_backend(config: Config, facts: Facts) -> Draft:
         name = choose_backend(machine, preference=list(facts.backends))
         draft = Draft(asked=config, facts=facts, report=machine.backends[name])
         reason = auto_reason(machine, preference=list(facts.backends))
-        draft.set("backend", name, reason, kind="choice")
         if draft.report.is_torch_cpu:
-            draft.warn("backend", "training on a CPU is very slow: use it for small models and for tests")
+            reason += "; a CPU is slow: for small models and tests"
+        draft.set("backend", name, reason, kind="choice")
         return draft
     report = machine.backends.get(config.backend)
     if report is None or not report.available:
@@ -134,10 +136,7 @@ def _choose_backend(config: Config, facts: Facts) -> Draft:
             do=f"{facts.backends[config.backend].install.rstrip('.')}; or use --backend auto, or one that is available here: "
             f"{', '.join(machine.available())}",
         )
-    draft = Draft(asked=config, facts=facts, report=report)
-    if report.is_torch_cpu:
-        draft.warn("backend", "training on a CPU is very slow: use it for small models and for tests")
-    return draft
+    return Draft(asked=config, facts=facts, report=report)
 
 
 def _fit_world(draft: Draft) -> tuple[int, str | None]:
@@ -148,32 +147,55 @@ def _fit_world(draft: Draft) -> tuple[int, str | None]:
     if ranks is not None:
         world_size = _fit_ranks(draft, ranks)
     elif asked == -1 and num_devices > 1 and not report.is_torch_cpu and report.engine != "mlx":
-        draft.set("world_size", 1, f"one of {num_devices} devices; training on several is not built yet")
-    if report.engine == "mlx":
-        if world_size > 1 and (ranks is None or ranks.local_size > 1):
-            draft.warn(
-                "world_size",
-                "MLX processes on one machine share its GPU, which is for tests only; to train faster, start one on each "
-                "of several machines with mlx.launch",
-            )
-    elif not report.is_torch_cpu and world_size > num_devices:
-        plural = "device" if num_devices == 1 else "devices"
-        draft.set("world_size", num_devices, f"{report.name} has {num_devices} {plural} here")
-        world_size = num_devices
+        why = f"one of {num_devices} devices; `crosstune train` starts a process for each"
+        draft.set("world_size", 1, why, kind="choice")
+    if report.engine == "mlx" and world_size > 1 and (ranks is None or ranks.local_size > 1):
+        draft.warn(
+            "world_size",
+            "MLX processes on one machine share its GPU, which is for tests only; to train faster, start one on each "
+            "of several machines with mlx.launch",
+        )
     collective = draft.facts.backends[report.name].collective
     wanted = draft["distributed_backend"]
     offers = (
         () if report.engine == "mlx" else report.collectives
     )  # MLX has others; only its ring is supported
     if wanted not in ("auto", collective) and wanted not in offers:
-        title = draft.facts.backends[report.name].title
-        used = collective or "auto"
-        draft.set(
-            "distributed_backend", used, f"{wanted} does not run on {report.name} ({title}), {used} does"
-        )
+        _refuse_collective(draft, wanted, collective or "auto", world_size=world_size)
     elif wanted != "auto":
         collective = wanted
+    if collective in _ONE_RANK_PER_DEVICE:
+        _check_devices(draft, ranks.local_size if ranks is not None else world_size, num_devices)
     return world_size, collective if world_size > 1 else None
+
+
+def _refuse_collective(draft: Draft, wanted: str, used: str, *, world_size: int) -> None:
+    """Add a problem for a communication library that the backend lacks; without other processes it does not matter."""
+    report = draft.report
+    why = f"{wanted} does not run on {report.name} ({draft.facts.backends[report.name].title}), {used} does"
+    if world_size == 1:
+        draft.set("distributed_backend", used, why)
+        return
+    draft.problems.append(
+        UserError(
+            f"--distributed_backend {wanted} does not work with --backend {report.name}.",
+            why=f"{why}.",
+            do=f"use --distributed_backend {used}, or leave it out",
+        )
+    )
+
+
+def _check_devices(draft: Draft, num_local: int, num_devices: int) -> None:
+    """Add a problem for more processes on a machine than it has devices."""
+    if num_local > num_devices:
+        plural = "device" if num_devices == 1 else "devices"
+        draft.problems.append(
+            UserError(
+                f"{num_local} processes cannot train on {num_devices} {draft.report.name} {plural}.",
+                why="their communication library needs a device for each process.",
+                do=f"use --world_size {num_devices}, more machines, or --distributed_backend gloo to share a device",
+            )
+        )
 
 
 def _fit_ranks(draft: Draft, ranks: Ranks) -> int:
@@ -183,7 +205,7 @@ def _fit_ranks(draft: Draft, ranks: Ranks) -> int:
         draft.problems.append(
             UserError(
                 f"{ranks.size} {ranks.engine} processes were started, but --backend {report.name} is not for them.",
-                do=f"use --backend {ranks.engine}, or start one process without mlx.launch",
+                do="use a backend of that engine, or start one process without a launcher",
             )
         )
     if asked == -1:
@@ -196,6 +218,20 @@ def _fit_ranks(draft: Draft, ranks: Ranks) -> int:
             )
         )
     return ranks.size
+
+
+def _check_sharded_optimizer(draft: Draft, *, num_shards: int) -> None:
+    """Add a problem for an optimizer whose moments are not one number for each weight, so that they cannot be divided."""
+    optimizer = draft["optimizer"]
+    if num_shards > 1 and (optimizer == "adafactor" or optimizer.endswith("_8bit")):
+        each = "row and column" if optimizer == "adafactor" else "256 weights"
+        draft.problems.append(
+            UserError(
+                f"--optimizer {optimizer} does not work with --sharding_strategy {draft['sharding_strategy']}.",
+                why=f"it keeps a number for each {each} of a whole weight, and a process has a part of it.",
+                do="use --optimizer adamw, whose moments are sharded too, or --sharding_strategy ddp",
+            )
+        )
 
 
 def _fit_optimizer(draft: Draft) -> None:

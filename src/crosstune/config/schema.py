@@ -11,9 +11,11 @@ from typing import Any
 from crosstune.config.option import OnResume, Option, read_option
 from crosstune.config.options.data import DataOptions
 from crosstune.config.options.hardware import HardwareOptions
+from crosstune.config.options.judge import JudgeOptions
 from crosstune.config.options.latent import LatentOptions
 from crosstune.config.options.method import MethodOptions
 from crosstune.config.options.model import ModelOptions
+from crosstune.config.options.processes import ProcessOptions
 from crosstune.config.options.profiling import ProfilingOptions
 from crosstune.config.options.run import RunOptions
 from crosstune.config.options.training import TrainingOptions
@@ -22,8 +24,10 @@ GROUPS: Mapping[str, type] = {
     "Model": ModelOptions,
     "Data": DataOptions,
     "Method": MethodOptions,
+    "Judge": JudgeOptions,
     "Training": TrainingOptions,
     "Hardware": HardwareOptions,
+    "Several processes": ProcessOptions,
     "Run folder and output": RunOptions,
     "Latent diffusion": LatentOptions,
     "Profiling": ProfilingOptions,
@@ -36,8 +40,10 @@ class Config(
     ModelOptions,
     DataOptions,
     MethodOptions,
+    JudgeOptions,
     TrainingOptions,
     HardwareOptions,
+    ProcessOptions,
     RunOptions,
     LatentOptions,
     ProfilingOptions,

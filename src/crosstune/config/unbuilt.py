@@ -25,12 +25,6 @@ LLAMA_PRO_ON_MLX = Unbuilt(
     do="--train_type lora, or a torch backend",
     needed=lambda now: now.engine == "mlx" and now.method == "llama_pro",
 )
-SEVERAL_TORCH_DEVICES = Unbuilt(
-    summary="several devices with the torch engine",
-    what="training on {world_size} devices",
-    do="--world_size 1",
-    needed=lambda now: now.engine == "torch" and now.world_size > 1,
-)
 WANDB_LOG = Unbuilt(
     summary="`--log_to wandb`",
     what="--log_to wandb",
@@ -42,10 +36,4 @@ PROFILER = Unbuilt(
     what="profiling",
     do="leave it out",
     needed=lambda now: bool(now.options["profile"] or now.options["profile_memory"]),
-)
-ACTIVATION_OFFLOAD = Unbuilt(
-    summary="activations in host memory",
-    what="--use_activation_cpu_offload",
-    do="--use_gradient_checkpointing",
-    needed=lambda now: bool(now.options["use_activation_cpu_offload"]),
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 from crosstune.config.option import Holds, Option
 from crosstune.core.errors import UserError, shown
-from crosstune.core.names import nearest
+from crosstune.core.names import did_you_mean
 from crosstune.core.secrets import holds_secret
 
 _TRUE = {"true", "yes", "on", "1", "y", "t"}
@@ -33,8 +33,7 @@ def convert_value(option: Option, raw: Any, source: str) -> Any:
     value = _convert(option, raw, source)
     choices = option.choices
     if choices is not None and value not in choices:
-        close = nearest(str(value), choices)
-        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        hint = did_you_mean(str(value), choices)
         raise _refused(option, value, source, do=f"{hint}It is one of: {', '.join(choices)}.")
     if (option.low is not None and value < option.low) or (option.high is not None and value > option.high):
         raise _refused(option, value, source)

@@ -1,1 +1,1 @@
-"""What every other room uses: protocols, events, errors, files, names, quantization identities, schedules."""
+"""The parts that every other room uses: protocols, events, errors, files, names, quantization identities, schedules."""

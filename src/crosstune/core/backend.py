@@ -29,7 +29,7 @@ class BackendSpec:
     collective: str | None = None
     """The communication library for several devices."""
     install: str
-    """How to make it available; shown when it is not."""
+    """The way to make it available; shown when it is not."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables to set before the engine starts; values set by the user are kept."""
     environment_on: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class BackendSpec:
     """Release the engine's cached memory every this many steps; 0 for never. With --low_memory, a GPU's is released after
     every step."""
     pinned_memory: bool = False
-    """Whether host memory may be pinned to speed up copies to the device."""
+    """True if host memory may be pinned to speed up copies to the device."""
 
     def cache_interval(self, *, low_memory: bool) -> int:
         """Return after how many steps the engine's cached memory is released; 0 for never."""

@@ -15,6 +15,8 @@ EXIT_USER_MUST_ACT = 2
 EXIT_STOPPED = 3
 EXIT_PEER_LOST = 4
 EXIT_PORT_TAKEN = 5
+EXIT_HUNG = 6
+"""Of a rank whose watchdog ended it; the launcher ends with 1."""
 EXIT_AT_ONCE = 130
 
 LIBRARY_FAULTS = (
@@ -29,7 +31,7 @@ LIBRARY_FAULTS = (
     ImportError,
     RuntimeError,
 )
-"""What a library may raise that builds a model from files with settings it does not expect."""
+"""Errors of a library that builds a model from files with settings it does not expect."""
 LONGEST_TEXT = 2000
 """Characters in each part of an error; the middle of a longer one is left out."""
 LONGEST_VALUE = 80
@@ -44,7 +46,10 @@ class UserError(Exception):
 
     def __init__(self, asked: str, *, why: str = "", do: str = "") -> None:
         self.asked, self.why, self.do = readable(asked), readable(why), readable(do)
-        super().__init__("\n".join(self.lines()))
+        super().__init__(self.asked)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())  # which may have been completed since it was raised
 
     def lines(self) -> list[str]:
         return [

@@ -184,6 +184,14 @@ class TrainingStarted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainingEnded(Event):
+    """No step comes any more; the last evaluation and the result may follow."""
+
+    kind = "training_end"
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluationStarted(Event):
     kind = "evaluation_start"
     step: int
@@ -231,7 +239,7 @@ class CheckpointSaved(Event):
     path: str
     bytes: int
     blocked_s: float
-    """How long training waited."""
+    """Time that training waited."""
     seconds: float
     removed: Sequence[str]
     """Older checkpoints that rotation deleted."""

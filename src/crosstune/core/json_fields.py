@@ -14,7 +14,7 @@ from crosstune.core.plain_files import UnreadableFile
 
 @dataclass(frozen=True)
 class Rule:
-    """What a field needs, in words, and the test of a value."""
+    """The requirement of a field, in words and as a test of a value."""
 
     needs: str
     fits: Callable[[Any], bool]

@@ -55,7 +55,7 @@ class BackendReport:
     engine: str
     available: bool
     reason: str = ""
-    """Why it is not available, and how to make it available."""
+    """The reason that it is not available, and the way to make it so."""
     device: str = "cpu"
     """The engine's name for the device."""
     devices: tuple[Device, ...] = ()
@@ -72,12 +72,12 @@ class BackendReport:
 
     @property
     def is_torch_cpu(self) -> bool:
-        """Whether torch computes on the processor, whatever the backend is called."""
+        """True if torch computes on the processor, whatever the backend is called."""
         return self.engine == "torch" and self.device == "cpu"
 
     @property
     def has_flash_attention(self) -> bool:
-        """Whether --use_flash_attention has a kernel to use: torch's or flash_attn's, or MLX's own fused attention."""
+        """True if --use_flash_attention has a kernel to use: torch's or flash_attn's, or MLX's own fused attention."""
         fused = "sdpa" if self.engine == "mlx" else "flash"
         return any(fused in kernel for kernel in self.attention)
 
@@ -160,7 +160,7 @@ def auto_reason(machine: Machine, *, preference: Sequence[str]) -> str:
 
 
 def _is_emulated(report: BackendReport) -> bool:
-    """Whether an accelerator's backend computes on the CPU, as MLX does on Linux."""
+    """Return whether an accelerator's backend computes on the CPU, as MLX does on Linux."""
     return report.name != "cpu" and report.device == "cpu"
 
 

@@ -22,7 +22,7 @@ class ModelShape:
     num_heads: int
     max_context: int | None = None
     source: str = "config"
-    """Where the sizes come from: `config`, or `name` for a guess from the model's name."""
+    """The source of the sizes: `config`, or `name` for a guess from the model's name."""
     num_experts: int = 1
     """Experts of each layer in a mixture."""
     expert_intermediate: int = 0
@@ -103,6 +103,14 @@ def model_bytes(shape: ModelShape, *, method: str, bits: int, rank: int, num_new
     return weights + trained * 16  # fp32 master, gradient and two moments
 
 
+def gathered_bytes(shape: ModelShape, *, method: str, bits: int) -> int:
+    """Return the bytes of the weights that a process gathers from the others: two blocks at a time, and the embedding and
+    the head; of those that are trained, the gradients too."""
+    block, rest = block_parameters(shape), 2 * shape.vocab * shape.hidden
+    per_weight = bits / 8 + (4 if method == "full" else 0)
+    return int(2 * block * per_weight + rest * (max(bits, 16) / 8 + (4 if method == "full" else 0)))
+
+
 def activation_bytes(
     shape: ModelShape, *, batch: int, context: int, checkpointing: bool, compute_bits: int, score_bits: int
 ) -> int:
@@ -131,9 +139,12 @@ def step_bytes(
     compute_bits: int,
     score_bits: int,
     num_new_blocks: int = 0,
+    num_shards: int = 1,
 ) -> int:
-    """Return the bytes of a whole training step."""
+    """Return the bytes of a whole training step, in each of `num_shards` processes that divide the weights."""
     model = model_bytes(shape, method=method, bits=bits, rank=rank, num_new_blocks=num_new_blocks)
+    if num_shards > 1:
+        model = model // num_shards + gathered_bytes(shape, method=method, bits=bits)
     return model + activation_bytes(
         shape,
         batch=batch,

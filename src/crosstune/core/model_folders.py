@@ -45,7 +45,7 @@ class DenseWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightForm:
-    """How a folder stores its weights. `quantizer` is "none" for plain weights in `dtype`."""
+    """The storage of a folder's weights. `quantizer` is "none" for plain weights in `dtype`."""
 
     quantizer: str
     bits: int = 4
@@ -105,7 +105,7 @@ class ModelFolders(Protocol):
     own_quantizer: str | None
     """The quantizer whose folders `logits` and `weight_errors` read; None: plain folders and those a session opens."""
     folds_sessions: bool
-    """Whether `write_dense` merges the layers of an open session instead of reading the adapter's files."""
+    """True if `write_dense` merges the layers of an open session instead of reading the adapter's files."""
 
     def check_adapter(self, weights: DenseWeights) -> None:
         """Raise a UserError when the adapter's layers do not match those of the folder."""

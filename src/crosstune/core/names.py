@@ -34,9 +34,14 @@ def nearest(name: str, names: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(name[:100], list(names), n=3, cutoff=0.6)
 
 
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return a question with the nearest names and a space after it; empty if no name is near."""
+    close = nearest(name, names)
+    return f"did you mean {' or '.join(close)}? " if close else ""
+
+
 def unknown_name(kind: str, name: str, names: Iterable[str]) -> UserError:
     """Return the error for a name that is not in `names`."""
     known = sorted(names)
-    close = nearest(name, known)
-    hint = f"did you mean {' or '.join(repr(match) for match in close)}? " if close else ""
+    hint = did_you_mean(name, known)
     return UserError(f"Unknown {kind} {shown(name)}.", do=f"{hint}The names that exist: {', '.join(known)}.")

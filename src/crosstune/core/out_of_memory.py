@@ -13,13 +13,17 @@ from crosstune.core.errors import UserError
 # torch's CPU allocator, MPS, cuBLAS, XPU, MLX on Metal and CUDA.
 _MESSAGE = re.compile(
     r"DefaultCPUAllocator|out ?of ?memory|attempting to allocate|cannot allocate memory|can't allocate memory|unable to allocate|failed to allocate"
-    r"|out_of_(device|host)_memory|insufficient memory|_STATUS_ALLOC_FAILED|std::bad_alloc|malloc or resource limit",
+    r"|out_of_(device|host)_memory|insufficient memory|_STATUS_ALLOC_FAILED|std::bad_alloc|malloc or resource limit"
+    r"|failed to map segment|can't start new thread",
     re.IGNORECASE,
 )
 
 
+_LOST_ERROR = re.compile(r"without (setting an exception|exception set)|without an exception set")
+"""What Python says when it has no memory to make a MemoryError."""
+
 LOADING, EVALUATING, GENERATING = "loading the model", "an evaluation", "generating text"
-"""What the engines do besides steps."""
+"""Work of the engines besides steps."""
 
 
 class OutOfMemory(UserError):
@@ -39,11 +43,16 @@ class OutOfMemory(UserError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or isinstance(error.__cause__, MemoryError):
         return True
+    if isinstance(error, SystemError):
+        return _LOST_ERROR.search(str(error)) is not None
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, (RuntimeError, ValueError)) and _MESSAGE.search(str(error)) is not None
+    # An ImportError comes from the system's loader, which has no memory to map a library.
+    return (
+        isinstance(error, (RuntimeError, ValueError, ImportError)) and _MESSAGE.search(str(error)) is not None
+    )
 
 
 @contextlib.contextmanager
@@ -51,7 +60,7 @@ def memory_errors(*, doing: str, release: Callable[[], None] | None = None) -> I
     """Convert every out-of-memory error in the block to OutOfMemory; call `release` first, to free cached memory."""
     try:
         yield
-    except (MemoryError, OSError, RuntimeError, ValueError) as error:
+    except (MemoryError, OSError, RuntimeError, ValueError, SystemError, ImportError) as error:
         if not is_out_of_memory(error):
             raise
         if release is not None:

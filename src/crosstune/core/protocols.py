@@ -87,6 +87,18 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StatePart:
+    """The part of a large state that a process holds: some rows of each array, in the order of the parts."""
+
+    number: int
+    count: int
+    writes: bool
+    """Whether this process writes the part; processes that have the same one do not."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """The shapes of the whole weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SessionState:
     """Everything that training changes in a session, on the host, under names that are the same in every engine."""
 
@@ -98,6 +110,8 @@ class SessionState:
     """Random generator -> its state in the engine's format. An engine ignores generators that it does not have."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Small values for JSON, such as the loss scale."""
+    part: StatePart | None = None
+    """Set when `weights` and `moments` hold only this process's rows of each array."""
 
     def num_bytes(self) -> int:
         parts = (self.weights, *self.moments.values(), self.random)
@@ -141,8 +155,9 @@ class Session(Protocol):
         """Return canonical name -> shape of every array in `SessionState.weights`."""
         ...
 
-    def export_state(self, *, copy: bool = True) -> SessionState:
-        """Return the state. Without `copy`, it may be valid only until the next step."""
+    def export_state(self, *, copy: bool = True, divided: bool = False) -> SessionState:
+        """Return the state. Without `copy`, it may be valid only until the next step. If `divided`, a large state that is
+        sharded over processes may stay so: each returns its part."""
         ...
 
     def import_state(self, state: SessionState) -> None:
@@ -217,7 +232,7 @@ class Recipe(Protocol):
     """One kind of training without engine code: its data, batching and evaluation."""
 
     weight_name: str
-    """What the weight of a batch counts, named as in metrics.jsonl: `supervised_tokens`, `examples`, ..."""
+    """The unit of a batch's weight, named as in metrics.jsonl: `supervised_tokens`, `examples`, ..."""
 
     def task(self, engine: str) -> Task:
         """Return the recipe's task for an engine; raise a UserError when there is none."""

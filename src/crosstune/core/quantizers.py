@@ -35,7 +35,7 @@ class Quantizer:
     bits_with_double_quant: tuple[int, ...] = ()
     """Bit widths at which the scales can be quantized too."""
     takes_kind: bool = False
-    """Whether --quant_type offers a choice."""
+    """True if --quant_type offers a choice."""
     usual_kinds: Mapping[int, str] = field(default_factory=dict)
     """Bits -> the kind that `auto` means, where it is not plain integers."""
     extra: str = ""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from crosstune.core.atomic_files import clear_leftovers, set_aside, write_text
+from crosstune.core.disk import NO_ROOM, free_space, readable_bytes
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, StepMetrics, Warned
 from crosstune.core.json_files import finite, read_json, read_jsonl, to_json, write_json
@@ -109,9 +110,16 @@ class RecordFailed(UserError):
     def __init__(self, path: Path, error: OSError) -> None:
         super().__init__(
             f"The record of the run could not be written: {path}.",
-            why=f"{error.strerror or error}. The checkpoints are unchanged.",
+            why=f"{error.strerror or error}{_room(path, error)}. The checkpoints are unchanged.",
             do="free space or repair the disk, then continue with --resume auto",
         )
+
+
+def _room(path: Path, error: OSError) -> str:
+    """Say how much space is left where there is too little of it."""
+    if error.errno not in NO_ROOM:
+        return ""
+    return f": {readable_bytes(free_space(path.parent))} are free, and the records of a run need a few MB"
 
 
 class Record(Protocol):

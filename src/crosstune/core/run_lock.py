@@ -20,7 +20,7 @@ class InUse(UserError):
     def __init__(self, folder: Path) -> None:
         super().__init__(
             f"{folder} is in use.",
-            why="another process is training there.",
+            why="another process is training or unpacking a run there.",
             do="wait for it or stop it, or choose another --name",
         )
 

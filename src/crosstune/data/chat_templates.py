@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from crosstune.core.errors import UserError
-from crosstune.core.names import nearest
+from crosstune.core.names import did_you_mean
 from crosstune.core.plain_files import UnreadableFile, read_plain_text
 from crosstune.data.tokenizer import TEMPLATE_LIMIT
 
@@ -81,8 +81,7 @@ def read_template(value: str, *, adds_bos: bool = False) -> str:
     if value in TEMPLATES and not path.is_file():
         return _for_other_tools(TEMPLATES[value], leading_bos=adds_bos)
     if not path.is_file():
-        close = nearest(value, TEMPLATES)
-        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        hint = did_you_mean(value, TEMPLATES)
         raise UserError(
             f"There is no chat template '{value}'.",
             why="it is neither a file here nor the name of a built-in template.",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from crosstune.core.errors import UserError
-from crosstune.core.names import nearest
+from crosstune.core.names import did_you_mean
 from crosstune.data.files import Found
 from crosstune.data.formats import COLUMNS, OPTIONAL_COLUMNS, Row, fitting_formats, recognise
 
@@ -28,8 +28,11 @@ Columns = Mapping[str, str]
 """Column of the dataset -> column that the format reads."""
 
 
-def parse_columns(text: str | None) -> dict[str, str]:
-    """Read `query=prompt,reply=completion`. The name of a column may have commas and equals signs in it."""
+def parse_columns(text: str | None, *, targets: Sequence[str] = TARGETS) -> dict[str, str]:
+    """Read `query=prompt,reply=completion`. The name of a column may have commas and equals signs in it.
+
+    `targets` are the columns that a recipe reads.
+    """
     found: dict[str, str] = {}
     held = ""
     for piece in (text or "").split(",") if text else ():
@@ -38,17 +41,17 @@ def parse_columns(text: str | None) -> dict[str, str]:
             held += f"{piece},"
             continue
         held, source, target = "", source.strip(), target.strip()
-        if target not in TARGETS and source in TARGETS:
+        if target not in targets and source in targets:
             raise UserError(
                 f"--columns cannot map {source} to '{target}'.",
                 why=f"the column of the file comes first, and {source} is a name of ours.",
                 do=f"write it the other way round: {target}={source}",
             )
-        if target not in TARGETS:
+        if target not in targets:
             raise UserError(
                 f"--columns cannot map {source} to '{target}'.",
                 why="no format reads such a column.",
-                do=f"{_hint(target, TARGETS)}map it to one of: {', '.join(TARGETS)}",
+                do=f"{did_you_mean(target, targets)}map it to one of: {', '.join(targets)}",
             )
         if not source or source in found or target in found.values():
             raise UserError(
@@ -142,7 +145,7 @@ def check_columns(parts: list[Part], columns: Columns, *, source: str) -> None:
         if name not in present:
             raise UserError(
                 f"{source} has no column '{name}', which --columns maps to {columns[name]}.",
-                do=f"{_hint(name, present)}its columns are: {', '.join(present)}",
+                do=f"{did_you_mean(name, present)}its columns are: {', '.join(present)}",
             )
 
 
@@ -190,8 +193,3 @@ def _well_known(row: Row) -> Columns:
         for source, target in zip((questions[0], answers[0]), targets, strict=True)
         if source != target
     }
-
-
-def _hint(name: str, names: Any) -> str:
-    close = nearest(name, list(names))
-    return f"did you mean {' or '.join(close)}? " if close else ""

@@ -42,7 +42,7 @@ _MOST_COLUMNS_NAMED = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """How rows are turned into text and tokens."""
+    """Turn rows into text and tokens."""
 
     tokenizer: Tokenizer
     form: str
@@ -69,7 +69,7 @@ class Encoder:
 
 @dataclass(frozen=True)
 class RowPlace:
-    """Where a row is from."""
+    """The source of a row."""
 
     part: Part
     number: int

@@ -7,6 +7,7 @@ import csv
 import hashlib
 import io
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ LARGEST_ROW_BYTES = 256 << 20
 INSTALL_DATA = 'pip install "crosstune[data]"'
 
 _CHUNK_BYTES = 1 << 20
+_QUOTED = re.compile(rb'"(?:[^"]|"")*"')
 _PARQUET_ROWS = 512
 TEXT_CHARACTERS = 1 << 20
 """A longer text file is read as several documents of about this size, so that it need not fit into memory."""
@@ -53,7 +55,7 @@ class FilePart:
 
     @property
     def is_text(self) -> bool:
-        """Whether it is a text file, whose documents have any length."""
+        """True for a text file, whose documents have any length."""
         return self.path.suffix.lower() == ".txt"
 
     @property
@@ -212,7 +214,11 @@ def _read_text(path: Path, file: io.TextIOWrapper, size: int) -> str:
 
 def _read_csv(path: Path, file: BinaryIO, *, delimiter: str) -> Iterator[Found]:
     csv.field_size_limit(LARGEST_ROW_BYTES)  # the default of 128 KiB is too small for long answers
-    reader = csv.reader(_decoded_lines(path, file), delimiter=delimiter, strict=True)
+    lines = _decoded_lines(path, file)
+    if delimiter == "\t" and _has_bare_quotes(path):
+        reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE, strict=True)
+    else:
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] | None = None
     line = 1
     try:
@@ -232,6 +238,20 @@ def _read_csv(path: Path, file: BinaryIO, *, delimiter: str) -> Iterator[Found]:
             yield Found(dict(zip(header, values, strict=True)), start, file.tell())
     except csv.Error as error:
         raise UserError(f"{path}, line {line} cannot be read.", why=str(error)) from error
+
+
+def _has_bare_quotes(path: Path) -> bool:
+    """Return whether quotes in a .tsv file are part of its texts, as in many files that were never quoted: some field
+    begins with a quote without being a quoted one, and every line has as many tabs as the first."""
+    found, num_tabs = False, None
+    with _open(path) as file:
+        for line in file:
+            fields = line.rstrip(b"\r\n").split(b"\t")
+            num_tabs = num_tabs if num_tabs is not None else len(fields)
+            if len(fields) != num_tabs and line.strip():
+                return False
+            found = found or any(field[:1] == b'"' and not _QUOTED.fullmatch(field) for field in fields)
+    return found
 
 
 def _read_documents(path: Path, file: BinaryIO) -> Iterator[Found]:

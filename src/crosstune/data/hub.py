@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from crosstune.core.errors import UserError
+from crosstune.core.hub_reach import offline_if_unreachable
 from crosstune.data.files import INSTALL_DATA, Found
 
 if TYPE_CHECKING:
@@ -75,15 +76,16 @@ def _load(repo: str, *, known: str) -> DatasetDict:
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     datasets.disable_progress_bars()
+    unreached: str | None = None
     try:
-        with _quiet("huggingface_hub", "datasets"):
+        with _quiet("huggingface_hub", "datasets"), _offline_if_unreachable() as unreached:
             return datasets.load_dataset(repo)
     except DatasetNotFoundError as error:
         raise _missing(repo, error, known=known) from error
     except (OfflineModeIsEnabled, ConnectionError, OSError) as error:
         raise UserError(
             f"The dataset '{repo}' cannot be fetched from the hub, and it is not on this machine.",
-            why=_line(error),
+            why=f"{unreached}." if unreached else _line(error),
             do="check the connection, or download it elsewhere and give the path of its files",
         ) from error
     except (HfHubHTTPError, DatasetsError, ValueError, RuntimeError) as error:
@@ -92,6 +94,19 @@ def _load(repo: str, *, known: str) -> DatasetDict:
             why=_line(error),
             do="download its files and give their path; datasets that need their own code are not supported",
         ) from error
+
+
+@contextlib.contextmanager
+def _offline_if_unreachable() -> Iterator[str | None]:
+    """Let `datasets` read only its cache if the hub cannot be reached, and yield why."""
+    import datasets
+
+    with offline_if_unreachable() as reason:
+        before, datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE, reason is not None
+        try:
+            yield reason
+        finally:
+            datasets.config.HF_HUB_OFFLINE = before
 
 
 @contextlib.contextmanager

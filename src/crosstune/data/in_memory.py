@@ -14,7 +14,7 @@ from typing import Any
 
 from crosstune.core.atomic_files import put_in_place, staging_folder
 from crosstune.core.errors import UserError
-from crosstune.data.corpus import cache_folder
+from crosstune.data.tokenize_source import cache_folder
 
 _NAME_CHARS = 16
 _SHAPES = (

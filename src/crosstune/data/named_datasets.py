@@ -9,6 +9,7 @@ from typing import Any
 
 from crosstune.data.commands import make_commands
 from crosstune.data.files import Found, Row
+from crosstune.data.translations import make_pairs, make_translations
 
 DUMMY = "dummy"
 DEFAULT_SAMPLES = 512
@@ -24,7 +25,12 @@ class HubName:
     samples: int = -1
 
 
-BUNDLED: dict[str, Callable[[str], list[dict[str, Any]]]] = {"commands": make_commands}
+Rows = Callable[[str], list[dict[str, Any]]]
+"""Returns the rows of a split."""
+
+JUDGED: dict[str, Rows] = {"judge_translations": make_translations, "judge_pairs": make_pairs}
+"""Bundled data for the recipe judge, with the splits train, val and test."""
+BUNDLED: dict[str, Rows] = {"commands": make_commands, **JUDGED}
 HUB_NAMES = {
     "alpaca": HubName(repo="yahma/alpaca-cleaned", form="alpaca"),
     "alpaca_sample": HubName(repo="yahma/alpaca-cleaned", form="alpaca", samples=DEFAULT_SAMPLES),

@@ -42,9 +42,9 @@ class RunData:
     """The rows of the held-out examples, and their formats."""
     mixture: Mixture | None = None
     sources: Sequence[dict[str, Any]] = ()
-    """What each of several sources gives to an epoch."""
+    """The share of each of several sources in an epoch."""
     notes: Sequence[str] = ()
-    """How the data was read, where that is not obvious."""
+    """Remarks on the reading of the data, where it is not obvious."""
 
     def identity(self) -> str:
         """Return the hash of everything that decides the examples, and their weights."""

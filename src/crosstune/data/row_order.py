@@ -107,4 +107,5 @@ class RowOrder:
 
 
 def rows_per_step(config: Config) -> int:
-    return config.batch_size * config.gradient_accumulation_steps * max(1, config.world_size)
+    in_all = config.batch_size * config.gradient_accumulation_steps * max(1, config.world_size)
+    return config.rows_per_step or in_all

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from crosstune.core.errors import UserError
+from crosstune.core.errors import UserError, naming
+from crosstune.core.missing_paths import near_paths
 from crosstune.core.names import nearest
 from crosstune.data.files import SUFFIXES, FilePart, Found, file_part
 from crosstune.data.hub import HELD_OUT_SPLITS, HubPart, open_hub
@@ -58,7 +59,7 @@ class Source:
     columns: tuple[tuple[str, str], ...] = ()
     """Columns of the rows that were renamed, and their new names."""
     splits: bool = False
-    """Whether examples longer than the context are split: those of text files."""
+    """True if examples longer than the context are split: those of text files."""
     unused: tuple[str, ...] = ()
     """Files of further held-out splits, which are not read."""
     samples: int = -1
@@ -89,6 +90,18 @@ def open_source(name: str, *, needs_training: bool = True) -> Source:
 
     A folder needs files to train on, unless it is opened for evaluation alone.
     """
+    with naming("dataset" if needs_training else "eval_dataset"):
+        try:
+            return _open(name, needs_training=needs_training)
+        except OSError as error:
+            raise UserError(
+                f"'{name}' cannot be read.",
+                why=f"{error.filename}: {error.strerror}.",
+                do="give a file, or a folder with data files alone, that you may read",
+            ) from error
+
+
+def _open(name: str, *, needs_training: bool) -> Source:
     if name in BUNDLED:
         parts = [RowsPart(name=name, loaded=BUNDLED[name](split)) for split in ("train", "test")]
         return Source(name=name, parts=(parts[0],), held_out=(parts[1],), form="messages")
@@ -193,7 +206,7 @@ def _is_data(path: Path, folder: Path) -> bool:
 
 def _unknown(name: str) -> UserError:
     names = known_names()
-    close = nearest(name, names)
+    close = [*near_paths(name), *nearest(name, names)]
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     return UserError(
         f"There is no dataset '{name}'.",

@@ -14,7 +14,7 @@ class OverLimit(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What rendering may take. All limits grow with the conversation, so that long ones can be rendered."""
+    """The limits of rendering. All of them grow with the conversation, so that long ones can be rendered."""
 
     cpu_s: float = 5.0
     """CPU time of one row, so that a busy machine does not fail a template."""

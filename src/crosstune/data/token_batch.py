@@ -44,5 +44,5 @@ class TokenBatch:
 
     @property
     def is_packed(self) -> bool:
-        """Whether a row holds more than one document."""
+        """True if a row holds more than one document."""
         return bool(self.segments.max() > 1)

@@ -49,7 +49,7 @@ class Tokenizer:
     special: tuple[str, ...] = ()
     """The texts of the special tokens."""
     adds_bos: bool = False
-    """Whether the tokenizer prepends the BOS token to plain text."""
+    """True if the tokenizer prepends the BOS token to plain text."""
     other_named: tuple[tuple[str, str], ...] = ()
     """The special tokens that chat templates know by name, besides bos_token and eos_token: (name, text)."""
     digest: str = ""
@@ -108,7 +108,7 @@ class Tokenizer:
 
     @cached_property
     def chat_tokens(self) -> ChatTokens:
-        """What rendering a conversation needs."""
+        """The tokens that rendering a conversation needs."""
         stops = {self.decode([token], keep_special=True) for token in self.stop_ids} - {""}
         return ChatTokens(
             chat_template=self.chat_template,
@@ -270,4 +270,4 @@ def _stop_ids(folder: Path, rust: RustTokenizer, eos: str | None) -> frozenset[i
     declared = settings.get("eos_token_id")
     ids = set(declared if isinstance(declared, list) else [declared])
     ids.add(rust.token_to_id(eos) if eos else None)
-    return frozenset(token for token in ids if token is not None)
+    return frozenset(token for token in ids if token is not None and token >= 0)  # some models write -1

@@ -13,7 +13,7 @@ VOCABULARY_LIMIT = 4_000_000
 PARTS_LIMIT = 100
 LONGEST_PATTERN = 10_000
 LARGEST_GROWTH = 256.0
-"""How many times longer than the text a normalizer or decoder may make it. Those in use stay far below."""
+"""The largest factor by which a normalizer or decoder may lengthen a text. Those in use stay far below."""
 _LONGEST_REPLACEMENT = 200
 _STAGES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _ID = whole(0, 2**31 - 1)

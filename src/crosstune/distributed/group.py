@@ -5,22 +5,129 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import importlib.metadata
 import json
+import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
+from crosstune.config.time_limits import limits_of
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import finite
 from crosstune.core.machine import Machine
-from crosstune.core.ranks import Alone, Group, Ranks
+from crosstune.core.ranks import Alone, Group, Limits, Ranks
+from crosstune.core.version import __version__
+from crosstune.distributed.boards import Board, FolderBoard
+from crosstune.distributed.watchdog import Watchdog
+
+SHARED_FOLDER_S = 20.0
+"""How long a file may take to appear on another machine."""
+_TOKEN = ".shared"
 
 
-def connect(ranks: Ranks | None) -> Group:
+@runtime_checkable
+class HasBoard(Protocol):
+    """A group whose processes can all read what each of them posts."""
+
+    def open_board(self) -> Board: ...
+
+
+@contextlib.contextmanager
+def connected(config: Config, ranks: Ranks | None) -> Iterator[Group]:
+    """Connect to the other processes of the run, and watch for one that hangs until the block ends."""
+    limits = limits_of(config)
+    group = connect(ranks, limits)
+    if ranks is None:
+        yield group
+        return
+    check_versions(group)
+    watchdog = _watchdog(group, limits)
+    watchdog.start()
+    try:
+        yield group
+    finally:
+        watchdog.stop()
+
+
+def _watchdog(group: Group, limits: Limits) -> Watchdog:
+    folder = group.ranks.launch_folder
+    return Watchdog(
+        group.ranks,
+        group.activity,
+        limit_s=limits.collective_s,
+        own=[FolderBoard(Path(folder))] if folder is not None else [],
+        shared=group.open_board() if isinstance(group, HasBoard) else None,
+    )
+
+
+@contextlib.contextmanager
+def naming_rank(group: Group) -> Iterator[None]:
+    """Put the rank and its host before an error of a process that is not the first."""
+    try:
+        yield
+    except UserError as error:
+        if not group.ranks.first and not error.asked.startswith(group.ranks.name):
+            error.asked = f"{group.ranks.name}: {error.asked}"
+        raise
+
+
+def check_shared_folder(group: Group, folder: Path) -> None:
+    """Raise a UserError in every process unless all of them see the run folder of the first one."""
+    if group.ranks.num_nodes == 1:
+        return
+    token = folder / _TOKEN
+    word = group.share(secrets.token_hex(8))
+    if group.ranks.first:
+        token.write_text(word, encoding="utf-8")
+    group.meet()
+    seen = group.ranks.first or _sees(token, word)
+    missing = not group.same("seen" if seen else group.ranks.name)
+    if group.ranks.first:
+        token.unlink(missing_ok=True)
+    if missing:
+        raise UserError(
+            f"The run folder {folder} is not shared by all machines.",
+            why=f"every process reads and writes checkpoints there, and {'another rank' if seen else group.ranks.name} "
+            "does not see what the first one writes.",
+            do="put --output_dir on a file system that all machines have mounted at the same path",
+        )
+
+
+def _sees(token: Path, word: str) -> bool:
+    """Return whether the token appears; a network file system may show it late."""
+    deadline = time.monotonic() + SHARED_FOLDER_S
+    while True:
+        with contextlib.suppress(OSError):
+            if token.read_text(encoding="utf-8") == word:
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+
+
+def check_versions(group: Group) -> None:
+    """Raise a UserError in every process unless all have the same versions of crosstune and of the engine."""
+    packages = ("crosstune", group.ranks.engine)
+    found = {"crosstune": __version__, group.ranks.engine: importlib.metadata.version(group.ranks.engine)}
+    own = ", ".join(f"{name} {found[name]}" for name in packages)
+    if not group.same(own):
+        raise UserError(
+            f"The {group.ranks.size} processes of the run have different versions.",
+            why=f"{group.ranks.name} has {own}; the first process has {group.share(own)}.",
+            do="install the same versions on every machine",
+        )
+
+
+def connect(ranks: Ranks | None, limits: Limits | None = None) -> Group:
+    """Connect to the other processes of the run."""
     if ranks is None:
         return Alone()
-    group: Group = importlib.import_module(f"crosstune.{ranks.engine}_engine.group").connect(ranks)
+    engine = importlib.import_module(f"crosstune.{ranks.engine}_engine.group")
+    group: Group = engine.connect(ranks, limits if limits is not None else Limits())
     return group
 
 
@@ -56,7 +163,7 @@ def check_started(plan: Plan, ranks: Ranks) -> None:
         raise UserError(
             f"--world_size is {plan.world_size}, but only this process was started.",
             why="a Python program does not start further processes by itself.",
-            do="use the command `crosstune train`, which starts them; or mlx.launch, on several machines",
+            do="use the command `crosstune train`, which starts them; or torchrun or mlx.launch",
         )
 
 

@@ -51,7 +51,7 @@ class Tried:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether a run would work on the emulated device, and what was found."""
+    """The outcome of an emulated run: usable on the device or not, and the findings."""
 
     emulated: str
     title: str
@@ -222,6 +222,7 @@ def _shorten(plan: Plan) -> Plan:
         num_epochs=0,
         batch_size=batch,
         gradient_accumulation_steps=accumulation,
+        rows_per_step=0,
         dataset_samples=rows if config.dataset_samples == -1 else min(rows, config.dataset_samples),
         eval_samples=min(config.eval_samples, MOST_EVALUATED),
         num_samples=min(max(config.num_samples, 1), MOST_ROWS),

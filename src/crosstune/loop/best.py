@@ -27,9 +27,10 @@ def best_step(evaluations: Losses) -> int | None:
 
 def stops_early(evaluations: Losses, *, patience: int) -> bool:
     """Return whether the last `patience` evaluations brought no improvement; never if `patience` is 0."""
-    best = best_step(evaluations)
-    if not patience or best is None:
+    if not patience:
         return False
+    # Without a single finite loss, none was an improvement over the start.
+    best = best_step(evaluations) or 0
     return sum(step > best for step in evaluations) >= patience
 
 

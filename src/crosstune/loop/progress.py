@@ -41,7 +41,7 @@ class Progress:
     final_loss: float | None = None
     peak_memory_bytes: int = 0
     stopped_early: bool = False
-    """Whether the evaluations no longer improved, see --early_stopping."""
+    """True if the evaluations no longer improved, see --early_stopping."""
     seconds: float = 0.0
     """Time spent in steps, over all processes of the run."""
     wall_s: float = 0.0

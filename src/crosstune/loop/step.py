@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from crosstune.core.errors import NonFiniteError, PeerLost, UserError
 from crosstune.core.out_of_memory import OutOfMemory
@@ -12,9 +12,14 @@ from crosstune.core.scaling import LossScale
 
 
 def take_step(
-    session: Session, window: Sequence[PreparedBatch], *, lr: float, scale: LossScale | None = None
+    session: Session,
+    window: Sequence[PreparedBatch],
+    *,
+    lr: float,
+    scale: LossScale | None = None,
+    starting: Callable[[str], None] = lambda name: None,
 ) -> Backward:
-    """Compute the gradients of a window and update the weights.
+    """Compute the gradients of a window and update the weights, telling `starting` what begins.
 
     If this raises, session and scale are unchanged.
     """
@@ -22,6 +27,7 @@ def take_step(
     check_weight(window)
     before = scale.to_json()
     while True:
+        starting("backward")
         try:
             result = session.backward(window, loss_scale=scale.factor)
         except (OutOfMemory, PeerLost):
@@ -34,6 +40,7 @@ def take_step(
         if not (math.isfinite(result.loss) and scale.shrink()):
             scale.load(before)
             raise _nonfinite(result)
+    starting("update")
     session.update(lr=lr)
     scale.grow()
     return result

@@ -19,12 +19,14 @@ from crosstune.core.events import (
     SampleRow,
     StepMetrics,
     Stopped,
+    TrainingEnded,
     TrainingStarted,
     Warned,
 )
 from crosstune.core.out_of_memory import OutOfMemory, memory_errors
 from crosstune.core.protocols import Backward, PreparedBatch, Recipe, Sample, Session
 from crosstune.core.ranks import Alone, Group
+from crosstune.core.record import RecordFailed
 from crosstune.core.scaling import LossScale
 from crosstune.core.schedule import learning_rate, warmup_steps
 from crosstune.loop.best import best_step, overfits, overfitting_warning, stops_early
@@ -37,7 +39,7 @@ from crosstune.loop.stop import StopRequested, StopSignal
 
 @dataclass(frozen=True, kw_only=True)
 class Deadline:
-    """When a run must end, in the time of `time.monotonic`."""
+    """The time by which a run must end, in the time of `time.monotonic`."""
 
     at: float
 
@@ -60,7 +62,7 @@ class Training:
     group: Group = field(default_factory=Alone)
     scale: LossScale = field(default_factory=lambda: LossScale(enabled=False))
     _overfits: bool = False
-    """Whether the last evaluation was clearly worse than the best one, which was reported."""
+    """True if the last evaluation was clearly worse than the best one, which was reported."""
 
     def run(self) -> None:
         """Run the remaining steps. Progress is always up to date; a stop writes a checkpoint."""
@@ -74,11 +76,14 @@ class Training:
             progress.status = "stopped"
             self._save(wait=True)
             self.observer.on_event(Stopped(reason=self.stop.reason, step=progress.steps, num_steps=num_steps))
-        except (NonFiniteError, OutOfMemory, PeerLost) as error:
+        except (NonFiniteError, OutOfMemory, PeerLost, RecordFailed) as error:
             try:
                 self._save(wait=True)  # the weights are those of the last completed step
                 self.checkpoints.finish()  # an earlier write may still be in progress
-            except SaveFailed:  # already reported as an event; raise the error that stopped the run
+            except (
+                SaveFailed,
+                RecordFailed,
+            ):  # reported as far as it can be; raise the error that stopped the run
                 raise error from None
             raise
         except BaseException:
@@ -95,6 +100,7 @@ class Training:
         if progress.steps not in progress.evaluations:
             self._evaluate_if_due(num_steps)  # the run was stopped between a step and its evaluation
         self._take_steps(num_steps)
+        self.observer.on_event(TrainingEnded(steps=progress.steps))
         progress.status = "finished"  # also if the last evaluation does not fit into memory
         done = progress.eval_metrics.get(progress.steps) if progress.stopped_early else None
         progress.eval_after = done if done is not None else self._evaluate(when="after")
@@ -105,6 +111,7 @@ class Training:
         try:
             while progress.steps < num_steps and not self._stops_early():
                 self._check_stop()
+                self._start("data", step=progress.steps + 1)
                 with self._saving_on_error():
                     window = prefetch.window(progress.steps)
                 self._take_step(progress.steps, window)
@@ -139,11 +146,12 @@ class Training:
             progress.stopped_early = True
             message = f"stopped early: no lower evaluation loss in {self.config.early_stopping} evaluations"
             self.observer.on_event(Warned(message=message, step=progress.steps))
-            if self.checkpoints.due_at_end(progress.steps):
+            if self.group.any(self.checkpoints.due_at_end(progress.steps)):
                 self._save()
         return True
 
     def _check_stop(self) -> None:
+        self._start("start", step=self.progress.steps + 1)
         reserve = self.progress.longest_step_s + self.checkpoints.longest_save_s
         if self.deadline is not None and self.deadline.too_close(reserve):
             self.stop.request("the time limit")
@@ -160,7 +168,7 @@ class Training:
         done = self.progress.steps
         self.checkpoints.poll()
         save_last = done == num_steps and self.checkpoints.due_at_end(done)
-        if save_last or self.group.any(self.checkpoints.due(done)):
+        if self.group.any(save_last or self.checkpoints.due(done)):
             self._save()
         self._evaluate_if_due(num_steps)
 
@@ -171,20 +179,33 @@ class Training:
 
     @contextlib.contextmanager
     def _saving_on_error(self) -> Iterator[None]:
-        """Write a checkpoint when a recipe's own code raises: the weights are those of the last completed step."""
+        """Write a checkpoint when a recipe's own code raises, whatever it raises: the weights are those of the last
+        completed step."""
+        saves = True
         try:
             yield
-        except (StopRequested, OutOfMemory, PeerLost, MemoryError):  # which `run` saves for
+            saves = False
+        except (StopRequested, OutOfMemory, PeerLost, MemoryError, KeyboardInterrupt, SystemExit):
+            saves = False  # `run` saves for the first four, the others leave at once
             raise
-        except Exception:
-            if self.checkpoints.policy.at_end or self.checkpoints.newest is not None:
-                with contextlib.suppress(SaveFailed):
-                    self._save(wait=True)
-            raise
+        finally:
+            if saves:
+                self._save_where_kept()
+
+    def _save_where_kept(self) -> None:
+        """Write a checkpoint unless the run keeps none."""
+        if self.checkpoints.policy.at_end or self.checkpoints.newest is not None:
+            with contextlib.suppress(SaveFailed):  # already reported as an event
+                self._save(wait=True)
+
+    def _start(self, name: str, *, step: int | None = None) -> None:
+        """Tell the watchdog what begins now."""
+        self.group.activity.start(f"step {step if step is not None else self.progress.steps}: {name}")
 
     def _save(self, *, wait: bool = False) -> None:
         progress = self.progress
         if progress.steps > self.checkpoints.last_step:
+            self._start("checkpoint")
             self.checkpoints.save(
                 self.session,
                 progress.steps,
@@ -197,7 +218,13 @@ class Training:
         lr = self.rate(step)
         started = time.perf_counter()
         try:
-            result: Backward | None = take_step(self.session, window, lr=lr, scale=self.scale)
+            result: Backward | None = take_step(
+                self.session,
+                window,
+                lr=lr,
+                scale=self.scale,
+                starting=lambda name: self._start(name, step=step + 1),
+            )
         except NonFiniteError as error:
             self._find_nonfinite(error, step, window)
             result = None
@@ -238,6 +265,7 @@ class Training:
             return {}
         step, started = self.progress.steps, time.perf_counter()
         self._stop_together()
+        self._start("evaluation")
         self.observer.on_event(EvaluationStarted(step=step, when=when))
         with self._saving_on_error(), self.stop.droppable():
             evaluation = self.recipe.evaluate(self.session, observer=self.observer)

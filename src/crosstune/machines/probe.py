@@ -14,7 +14,7 @@ from crosstune.core.backend import BackendSpec, backend_specs
 from crosstune.core.errors import UserError
 from crosstune.core.machine import BackendReport, Machine, choose_backend, read_machine
 from crosstune.core.memory import GIB
-from crosstune.core.names import nearest, unknown_name
+from crosstune.core.names import did_you_mean, unknown_name
 from crosstune.core.quantizers import read_quantizers
 
 PACKAGES = ("crosstune", "torch", "transformers", "peft", "mlx", "mlx-lm", "numpy")
@@ -65,8 +65,7 @@ def load_machine(name_or_path: str) -> Machine:
     path = Path(name_or_path).expanduser()
     if path.is_file():
         return read_machine(path)
-    close = nearest(name_or_path, names)
-    hint = f"did you mean {' or '.join(repr(match) for match in close)}? " if close else ""
+    hint = did_you_mean(name_or_path, names)
     raise UserError(
         f"Unknown machine '{name_or_path}'.",
         why="it is neither a bundled profile nor a file.",
@@ -82,6 +81,12 @@ def preference() -> list[str]:
 
 def fastest_backend(machine: Machine) -> str:
     return choose_backend(machine, preference=preference())
+
+
+def typical_machine(backend: str) -> Machine | None:
+    """Return the first profile that has the backend, best as its fastest one; None if no profile has it."""
+    machines = [found for found in map(load_machine, profile_names()) if backend in found.available()]
+    return min(machines, key=lambda found: fastest_backend(found) != backend, default=None)
 
 
 def recommend(machine: Machine) -> list[str]:

@@ -16,6 +16,9 @@ from crosstune.mlx_engine.task import Arrays, MetricSums
 
 LOGITS_AT_A_TIME, PLACES_AT_LEAST = 2**24, 512
 """Logits per chunk at most, and positions per chunk at least: smaller chunks would leave a GPU idle."""
+PLACE_ARRAYS = ("targets", "counted", "others", "shares")
+"""The arrays of a batch with a value for each supervised position. The last two are optional: the share of a second
+target."""
 _ROUNDING = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 1e-1}
 """Largest difference between two ways to compute the same logits, relative to the largest logit."""
 
@@ -72,9 +75,15 @@ class CausalLoss:
 
     def _unsplit_loss(self, feed: Arrays) -> mx.array:
         logits = self.model(feed["input_ids"], **self._caches(feed))
-        return _cross_entropy(
-            logits.reshape(-1, logits.shape[-1])[feed["places"]], feed["targets"], feed["counted"]
-        )
+        return _cross_entropy(logits.reshape(-1, logits.shape[-1])[feed["places"]], _of_places(feed))
+
+    def logits_at(self, ids: mx.array, places: mx.array, **kwargs: Any) -> mx.array:
+        """Return the logits at some positions, indices into the flattened rows, without those of all others if the model
+        can be split."""
+        if self._split is None:
+            logits = self.model(ids, **kwargs)
+            return logits.reshape(-1, logits.shape[-1])[places]
+        return self._split.logits(self._split.hidden(ids, **kwargs)[places])
 
     def _chunked_loss(
         self, hidden: mx.array, weights: dict[str, mx.array], feed: Arrays, *, gradients: bool
@@ -83,11 +92,9 @@ class CausalLoss:
         split = self._split
         assert split is not None
 
-        def loss_of(
-            inputs: tuple[mx.array, dict[str, mx.array]], targets: mx.array, counted: mx.array
-        ) -> Any:
+        def loss_of(inputs: tuple[mx.array, dict[str, mx.array]], of_places: dict[str, mx.array]) -> Any:
             put(self.model, inputs[1])
-            return _cross_entropy(split.logits(inputs[0]), targets, counted)
+            return _cross_entropy(split.logits(inputs[0]), of_places)
 
         compute: Any = mx.value_and_grad(loss_of) if gradients else loss_of
         most = self.places_at_a_time
@@ -99,7 +106,8 @@ class CausalLoss:
             chunk = slice(start, start + size)
             # Wait for the chunk before, so that only one chunk of logits is in memory.
             chunk_hidden = mx.depends(hidden[chunk], [total, *by_hidden[-1:], *by_weight.values()])
-            found = compute((chunk_hidden, weights), feed["targets"][chunk], feed["counted"][chunk])
+            of_chunk = {name: array[chunk] for name, array in _of_places(feed).items()}
+            found = compute((chunk_hidden, weights), of_chunk)
             if gradients:
                 found, (hidden_gradient, weight_gradients) = found
                 by_hidden.append(hidden_gradient)
@@ -149,7 +157,14 @@ class CausalLoss:
         )
 
 
-def _cross_entropy(logits: mx.array, targets: mx.array, counted: mx.array) -> mx.array:
+def _of_places(feed: Arrays) -> dict[str, mx.array]:
+    return {name: feed[name] for name in PLACE_ARRAYS if name in feed}
+
+
+def _cross_entropy(logits: mx.array, of_places: Mapping[str, mx.array]) -> mx.array:
     logits = logits.astype(mx.float32)
-    picked = mx.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-    return ((mx.logsumexp(logits, axis=-1) - picked) * counted).sum()
+    picked = mx.take_along_axis(logits, of_places["targets"][:, None], axis=-1)[:, 0]
+    if "others" in of_places:
+        other = mx.take_along_axis(logits, of_places["others"][:, None], axis=-1)[:, 0]
+        picked = picked + of_places["shares"] * (other - picked)
+    return ((mx.logsumexp(logits, axis=-1) - picked) * of_places["counted"]).sum()

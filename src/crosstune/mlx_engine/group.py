@@ -10,18 +10,18 @@ from collections.abc import Iterator, Mapping
 import mlx.core as mx
 import numpy as np
 
+from crosstune.core.activity import Activity
 from crosstune.core.errors import PeerLost, PortTaken, UserError
-from crosstune.core.ranks import Ranks
+from crosstune.core.ranks import Limits, Ranks
 
 BUFFER_BYTES = 64 * 2**20
 """Arrays are all-reduced in buckets of up to this size: few messages and little extra memory."""
-PATIENCE_S = 120.0
-"""How long to wait for the peer to listen, beyond MLX's own 15 s."""
 
 
 class RingGroup:
     def __init__(self, ranks: Ranks, group: mx.distributed.Group) -> None:
         self.ranks, self._group = ranks, group
+        self.activity = Activity()
 
     def any(self, flag: bool) -> bool:
         return any(part != b"\0" for part in self._gather(b"\1" if flag else b"\0"))
@@ -79,7 +79,7 @@ class RingGroup:
         return summed
 
 
-def connect(ranks: Ranks) -> RingGroup:
+def connect(ranks: Ranks, limits: Limits) -> RingGroup:
     """Connect to the other processes. Called first of all, as they do not wait long."""
     started = time.monotonic()
     while True:
@@ -94,7 +94,7 @@ def connect(ranks: Ranks) -> RingGroup:
                 ) from error
             # The last rank starts by connecting, so a retry does not disturb a partly connected ring.
             last = ranks.rank == ranks.size - 1
-            if "connect" in str(error) and last and time.monotonic() - started < PATIENCE_S:
+            if "connect" in str(error) and last and time.monotonic() - started < limits.connect_s:
                 continue
             raise UserError(
                 f"Process {ranks.rank} of {ranks.size} cannot connect to the others.",

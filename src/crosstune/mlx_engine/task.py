@@ -31,7 +31,7 @@ class Opening:
     """The hub id of the base model, if it came from there."""
     trained: bool = True
     compiled: bool = False
-    """Whether the step is compiled. Padding arrays to few distinct shapes then saves recompilation."""
+    """True for a compiled step. Padding arrays to few distinct shapes then saves recompilation."""
 
 
 class MlxTask(Protocol):

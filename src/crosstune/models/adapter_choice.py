@@ -53,7 +53,7 @@ class Targets:
     stacks: Sequence[str] = ()
     """The full names of all adapted expert stacks."""
     fan_in_fan_out: bool = False
-    """Whether the layers are GPT-2's, which store weights transposed."""
+    """True for GPT-2's layers, which store weights transposed."""
 
 
 def choose_names(
@@ -166,7 +166,7 @@ def describe_left_out(chosen: Sequence[str], experts: Sequence[str], *, why: str
     adapted = "attention" if all(_in_attention(name) for name in chosen) else "linear layers"
     reason = f" ({why})" if why else ""
     return [
-        f"adapts {adapted} only ({', '.join(kinds)}): {len(left)} expert layers, such as {left[0]}, are left as they "
+        f"--lora_target_modules all adapts {adapted} only ({', '.join(kinds)}): {len(left)} expert layers, such as {left[0]}, are left as they "
         f"are{reason}"
     ]
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
+import os
+import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.config.load import cache_override
+from crosstune.core.atomic_files import staged_file
 from crosstune.core.errors import UserError
-from crosstune.core.json_files import read_json, write_json
+from crosstune.core.json_files import read_json
 from crosstune.core.plain_files import open_plain
 from crosstune.core.user_paths import cache_base
 
@@ -20,6 +24,8 @@ NUM_THREADS = 4
 _BLOCK_BYTES = 4 * 2**20
 _SETTLED_S = 2.0
 """A file changed this recently is hashed again: a later change may fall into the same tick of the file system's clock."""
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 _known: dict[str, Mapping[str, Any]] = {}
 """Hashes of this process, by path, each with the stamp of its file."""
@@ -33,7 +39,7 @@ def sha256_of(path: Path, *, on_bytes: Callable[[int], None] | None = None) -> s
     key = str(path.resolve())
     stamp = _stamp(path)
     for known in (_known.get(key), _read_cached(key)):
-        if known and known.get("stamp") == stamp and isinstance(known.get("sha256"), str):
+        if known and known.get("path") == key and known.get("stamp") == stamp:
             _known[key] = known
             return str(known["sha256"])
     digest = _hash(path, on_bytes)
@@ -43,8 +49,12 @@ def sha256_of(path: Path, *, on_bytes: Callable[[int], None] | None = None) -> s
         with contextlib.suppress(
             OSError, UserError
         ):  # without a place for the cache, the next process hashes again
-            _cache_file(key).parent.mkdir(parents=True, exist_ok=True)
-            write_json(_cache_file(key), _known[key])
+            _cache_file(key).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with staged_file(_cache_file(key)) as staged:
+                staged.touch(
+                    mode=0o600
+                )  # whatever the umask is, as an entry that others may write is not believed
+                staged.write_text(json.dumps({**_known[key], "seal": _seal(_known[key])}))
     return digest
 
 
@@ -87,10 +97,22 @@ def _stamp(path: Path) -> dict[str, int]:
 
 
 def _read_cached(key: str) -> Mapping[str, Any]:
+    """Return the entry of a file; nothing unless this user wrote it as it is. What is not believed is made again."""
     try:
-        return read_json(_cache_file(key))
-    except (UserError, OSError):  # a damaged or unreadable entry is made again
+        found = _cache_file(key).stat()
+        if hasattr(os, "geteuid") and (found.st_uid != os.geteuid() or found.st_mode & _OTHERS_WRITE):
+            return {}
+        entry = read_json(_cache_file(key))
+    except (UserError, OSError):
         return {}
+    seal = entry.pop("seal", None)
+    return entry if isinstance(entry.get("sha256"), str) and seal == _seal(entry) else {}
+
+
+def _seal(entry: Mapping[str, Any]) -> str:
+    """Return a hash of an entry, against damage and edits by hand. It does not protect from the user's own programs,
+    which could change the models themselves."""
+    return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()
 
 
 def _cache_file(key: str) -> Path:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.core.hub_reach import offline_if_unreachable
 from crosstune.models.disk import HUB_VARIABLE, DiskFullError, disk_errors, ensure_space
 from crosstune.models.hub import unreachable
 from crosstune.models.progress import Progress
@@ -55,21 +56,24 @@ def main() -> None:
 
 def download(repo: str, *, progress: Progress) -> Path:
     """Download a model into the hub's own cache."""
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants, errors, snapshot_download
 
     place = Path(constants.HF_HUB_CACHE)
-    need_bytes = _bytes_to_fetch(repo)
-    ensure_space(place, need_bytes, variable=HUB_VARIABLE)
-    try:
-        with disk_errors(place, need_bytes, variable=HUB_VARIABLE):
-            found = snapshot_download(
-                repo,
-                allow_patterns=_WANTED,
-                ignore_patterns=_UNWANTED,
-                tqdm_class=_bar_class(progress, total=need_bytes or None),
-            )
-    except _hub_errors() as error:
-        raise _explain(repo, error) from error
+    with offline_if_unreachable() as unreached:
+        need_bytes = _bytes_to_fetch(repo) if unreached is None else 0
+        ensure_space(place, need_bytes, variable=HUB_VARIABLE)
+        try:
+            with disk_errors(place, need_bytes, variable=HUB_VARIABLE):
+                found = snapshot_download(
+                    repo,
+                    allow_patterns=_WANTED,
+                    ignore_patterns=_UNWANTED,
+                    tqdm_class=_bar_class(progress, total=need_bytes or None),
+                )
+        except _hub_errors() as error:
+            if unreached is not None and not isinstance(error, errors.HFValidationError):
+                raise unreachable(repo, unreached) from error
+            raise _explain(repo, error) from error
     return Path(found)
 
 

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from crosstune.core.errors import UserError
 from crosstune.core.memory import ModelShape, shape_from_name
-from crosstune.core.names import nearest
+from crosstune.core.missing_paths import near_path_hint
+from crosstune.core.names import did_you_mean
 from crosstune.models.bundled import BUNDLED, install_bundled
 from crosstune.models.cache import cache_root, check, install
 from crosstune.models.checksums import check_checksums
@@ -128,7 +129,9 @@ def _source(name: str) -> Source:
             do=f"give the folder instead: {path.parent}",
         )
     if _PATH_START.match(name):
-        raise UserError(f"There is no folder {path}.", do="check the path of the model folder")
+        raise UserError(
+            f"There is no folder {path}.", do=near_path_hint(path) or "check the path of the model folder"
+        )
     if _HUB_ID.fullmatch(name):
         return "hub"
     raise _unknown(name)
@@ -171,8 +174,7 @@ def _path(name: str) -> Path:
 
 
 def _unknown(name: str) -> UserError:
-    close = nearest(name, BUNDLED)
-    hint = f"did you mean {' or '.join(repr(match) for match in close)}? " if close else ""
+    hint = did_you_mean(name, BUNDLED)
     return UserError(
         f"Unknown model '{name}'.",
         why="it is neither a bundled name nor a folder or .gguf file on this machine, nor a hub id.",

@@ -53,7 +53,7 @@ def staged(out: Path, *, need_bytes: int) -> Iterator[Stage]:
 def check_out(out: Path) -> None:
     """Raise a UserError unless `out` is free or an empty folder."""
     if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file.", do="choose another --out")
+        raise UserError(f"{out} exists already.", do="choose another --out, or remove the file first")
     if out.is_dir() and any(out.iterdir()):
         raise UserError(
             f"{out} is not empty.",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from crosstune.config.facts import Facts, StoredQuantization
+from crosstune.config.facts import Facts, Preset, StoredQuantization
 from crosstune.config.load import backend_variables, cache_override, make_config
 from crosstune.config.mlx_settings import read_settings
 from crosstune.config.plan import Plan
@@ -15,7 +16,7 @@ from crosstune.config.schema import Config
 from crosstune.config.train_types import TRAIN_TYPE_PARTS
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
-from crosstune.core.machine import Machine
+from crosstune.core.machine import Machine, choose_backend
 from crosstune.core.names import load_plugin
 from crosstune.core.quantization import QuantSpec
 from crosstune.core.quantizers import quantizer_names, read_quantizers
@@ -44,17 +45,51 @@ def gather(
     ranks: Ranks | None = None,
 ) -> Facts:
     """Return everything that `resolve` needs. The machine is probed unless one is given; nothing is downloaded."""
+    machine = machine if machine is not None else probe_for(config)
+    preset = _preset(config, machine)
     return Facts(
-        machine=machine if machine is not None else probe_for(config),
+        machine=machine,
         backends=backend_specs(),
         quantizers=read_quantizers(),
         environment=backend_variables(),
         ranks=ranks if ranks is not None and ranks.size > 1 else None,
         mlx_settings=read_settings(config.mlx_config),
-        recipe_defaults=recipe_defaults(config),
         longest_row=longest_row,
-        **model_facts(config),
+        preset=preset,
+        **model_facts(config, preset),
     )
+
+
+def may_have_several_devices() -> bool:
+    """Return whether to count the devices for `--world_size -1`; a cheap look, since counting them loads an engine."""
+    nvidia = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    others = len(list(Path("/dev/dri").glob("renderD*")))  # AMD and Intel
+    return max(nvidia, others) > 1
+
+
+def with_all_devices(config: Config) -> Config:
+    """Return the configuration with the number of devices for `--world_size -1`."""
+    if config.world_size != -1:
+        return config
+    plan = make_plan(config)
+    num_devices = 1 if plan.engine == "mlx" or plan.backend.is_torch_cpu else len(plan.backend.devices)
+    asked = {**config.asked, "world_size": "all devices of the machine"}
+    return replace(config, world_size=max(1, num_devices), asked=asked)
+
+
+def _preset(config: Config, machine: Machine) -> Mapping[str, Preset]:
+    """Return what the recipe chooses for the backend; a recipe with presets has a function `choose_preset`."""
+    recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
+    if not hasattr(recipe, "choose_preset"):
+        return {}
+    name = config.backend
+    if name == "auto" and machine.available():
+        name = choose_backend(machine, preference=list(backend_specs()))
+    report = machine.backends.get(name)
+    if report is None or not report.available:
+        return {}
+    chosen: Mapping[str, Preset] = recipe.choose_preset(config, report)
+    return chosen
 
 
 def needs_base_model(config: Config) -> bool:
@@ -64,15 +99,13 @@ def needs_base_model(config: Config) -> bool:
     return bool(getattr(recipe, "NEEDS_BASE_MODEL", True))
 
 
-def recipe_defaults(config: Config) -> Mapping[str, Any]:
-    """Return the options that have another default with the recipe: `DEFAULTS` in its file."""
-    recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
-    defaults: Mapping[str, Any] = getattr(recipe, "DEFAULTS", {})
-    return defaults
+def _with_preset(config: Config, preset: Mapping[str, Preset]) -> Config:
+    return replace(config, **{option: chosen.value for option, chosen in preset.items()})
 
 
-def model_facts(config: Config) -> dict[str, Any]:
+def model_facts(config: Config, preset: Mapping[str, Preset]) -> dict[str, Any]:
     """Return the fields of `Facts` about the model. More is known once the model is on this machine."""
+    config = _with_preset(config, preset)
     if not needs_base_model(config):
         return {"shape": None, "stored": None}
     method, library = TRAIN_TYPE_PARTS[config.train_type]
@@ -86,12 +119,20 @@ def model_facts(config: Config) -> dict[str, Any]:
 
 def probe_for(config: Config) -> Machine:
     """Probe the requested backend; probe all backends when it is `auto` or not available."""
-    quantizers = quantizer_names() if _needs_quantizers(config) else ()
+    machine = _probe(config, quantizers=_needs_quantizers(config))
+    preset = _preset(config, machine)
+    if not _needs_quantizers(config) and _needs_quantizers(_with_preset(config, preset)):
+        return _probe(config, quantizers=True)
+    return machine
+
+
+def _probe(config: Config, *, quantizers: bool) -> Machine:
+    wanted = quantizer_names() if quantizers else ()
     if config.backend != "auto":
-        machine = probe_machine(backends=[config.backend], quantizers=quantizers)
+        machine = probe_machine(backends=[config.backend], quantizers=wanted)
         if machine.available():
             return machine
-    return probe_machine(quantizers=quantizers)
+    return probe_machine(quantizers=wanted)
 
 
 def _stored_quantization(folder: Path) -> StoredQuantization | None:

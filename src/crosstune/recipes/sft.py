@@ -206,17 +206,7 @@ class SftRecipe:
         return Evaluation(metrics=metrics, samples=samples[: self.config.num_samples])
 
     def complete_result(self, folder: Path) -> None:
-        """Write the tokenizer that the model was trained with, and its chat template: that of --chat_template, or the
-        plain one if the tokenizer has none."""
-        if self.config.tokenizer is not None:
-            replace_tokenizer(Path(self.config.tokenizer).expanduser(), folder)
-        if self.config.chat_template is not None:
-            assert self.tokenizer.chat_template is not None
-            save_template(folder, self.tokenizer.chat_template, stop_ids=self.tokenizer.stop_ids)
-        elif self.train.form not in ("text", DUMMY) and not self.tokenizer.chat_template:
-            (folder / CHAT_TEMPLATE).write_text(
-                plain_template(leading_bos=bool(self.tokenizer.leading_bos)), encoding="utf-8"
-            )
+        write_tokenizer(self.config, self.tokenizer, folder, has_turns=self.train.form not in ("text", DUMMY))
 
     def _answer(self, session: Session, questions: Sequence[Question], observer: Observer) -> list[Sample]:
         samples: list[Sample] = []
@@ -274,6 +264,20 @@ def _identity(corpus: Corpus) -> str:
     sha.update(corpus.num_supervised.astype("<i8").tobytes())
     sha.update(corpus.lengths().astype("<i8").tobytes())
     return sha.hexdigest()
+
+
+def write_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path, *, has_turns: bool = True) -> None:
+    """Write the tokenizer that the model was trained with, and its chat template: that of --chat_template, or the plain
+    one if the tokenizer has none."""
+    if config.tokenizer is not None:
+        replace_tokenizer(Path(config.tokenizer).expanduser(), folder)
+    if config.chat_template is not None:
+        assert tokenizer.chat_template is not None
+        save_template(folder, tokenizer.chat_template, stop_ids=tokenizer.stop_ids)
+    elif has_turns and not tokenizer.chat_template:
+        (folder / CHAT_TEMPLATE).write_text(
+            plain_template(leading_bos=bool(tokenizer.leading_bos)), encoding="utf-8"
+        )
 
 
 def open_tokenizer(config: Config, model_folder: Path) -> Tokenizer:

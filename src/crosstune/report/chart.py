@@ -33,7 +33,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How values are formatted: divided by `divisor` for the axis, with `show` for the read-out."""
+    """The format of values: divided by `divisor` for the axis, with `show` for the read-out."""
 
     unit: str = ""
     divisor: float = 1.0

@@ -11,6 +11,7 @@ from typing import Any
 from crosstune.core.errors import UserError
 from crosstune.core.events import Adjusted, Event
 from crosstune.core.json_files import read_jsonl, read_object
+from crosstune.core.missing_paths import missing_run
 from crosstune.core.plain_files import MissingFile
 from crosstune.core.record import RUN_FILES
 from crosstune.core.yaml_files import read_yaml
@@ -34,7 +35,7 @@ class RunFiles:
     summary: Mapping[str, Any] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
-    """Why existing files could not be read."""
+    """The reasons that existing files could not be read."""
     num_repeated_steps: int = 0
     """Rows dropped because the run was resumed from an earlier step."""
     read_time: float = 0.0
@@ -62,6 +63,8 @@ class RunFiles:
 def load_run(run_dir: Path) -> RunFiles:
     """Read what the run has written so far; it may be finished, killed or still running."""
     folder = run_dir.absolute()
+    if not folder.exists():
+        raise missing_run(run_dir)
     present = [name for name in RUN_FILES if (folder / name).is_file()]
     if not any(name in present for name in IDENTIFYING_FILES):
         raise UserError(

@@ -29,6 +29,7 @@ from crosstune.report.facts import (
     version_facts,
 )
 from crosstune.report.files import RunFiles, load_run, mapping
+from crosstune.report.judge_section import collect_judge_test
 from crosstune.report.outcome import End, end_of, evaluations, totals, training_loss
 from crosstune.report.quantity import show_time
 from crosstune.report.run_charts import run_charts
@@ -92,6 +93,7 @@ def _contents(run: RunFiles) -> dict[str, Any]:
         "charts": graphs.charts,
         "absent_charts": graphs.absent,
         "samples": collect_samples(run),
+        "judge": collect_judge_test(run.folder),
         "asked": option_rows(run),
         "unasked": unasked_options(run),
         "adjustments": adjustment_rows(run),

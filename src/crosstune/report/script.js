@@ -106,7 +106,7 @@
     if (!matchMedia("(prefers-reduced-motion: reduce)").matches) play();
   };
 
-  document.querySelectorAll(".plot").forEach(attach);
+  document.querySelectorAll(".plot[data-readout]").forEach(attach);
   document.querySelectorAll("pre[data-frames]").forEach(replay);
   // Open all details for printing: a closed one prints as its title alone.
   window.addEventListener("beforeprint", () => {

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
 from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import measure_agreement
@@ -62,6 +63,12 @@ def export(
         open_engine("mlx").check_form(form.mlx)  # before the costly merge
     opened, warnings = open_request(request, observer, engine="torch" if form.to == "gguf" else None)
     out = request.out or opened.trained.result_path(form.name)
+    is_file = out.suffix.lower() == ".gguf"
+    if is_file and form.to != "gguf":
+        raise UserError(
+            f"{out} is the name of a GGUF file, but --to {form.to} writes a folder.",
+            do="choose another --out, or use --to gguf",
+        )
     check_out(out)
     num_copies = 1 if form.to == "hf" else 2
     with staged(out, need_bytes=num_copies * dense_bytes(opened.model.path, request.dtype)) as stage:
@@ -80,6 +87,8 @@ def export(
         ]
         write_json(stage.result / RECORD, {"exported": report})
         refuse_unverified(report | {"problems": problems}, out)
+        if is_file:
+            _keep_file_alone(stage, report["file"])
     return report | {"path": str(out)}
 
 
@@ -163,6 +172,14 @@ def _write_gguf(
     problems = [] if own["verified"] else ["crosstune's own GGUF reader reads other weights from it"]
     report |= {"checked_by": opened.engine.reader, "own_reader": own}
     return report | {"kind": kind, "file": name, "problems": problems, "reread": reread}
+
+
+def _keep_file_alone(stage: Stage, name: str) -> None:
+    """Make the GGUF file itself the result: `--out model.gguf` names a file, not a folder with one in it."""
+    file = stage.scratch / name
+    (stage.result / name).rename(file)
+    shutil.rmtree(stage.result)
+    file.rename(stage.result)
 
 
 def _copy_model(source: Path, target: Path) -> None:

@@ -16,6 +16,7 @@ from crosstune.data.render_types import Message
 
 JSON_LINES = (".jsonl", ".json", ".ndjson")
 PROMPTS_LIMIT = 256 << 20
+_ROWS = 'write each line as {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,11 @@ def _read_row(line: str, *, place: str, system: str) -> Prompt:
     try:
         row = parse_json(line, foreign=True)
     except ValueError as error:
-        raise UserError(f"{place} is not JSON.", why=str(error)) from error
+        raise UserError(
+            f"{place} is not JSON.",
+            why=f"{str(error).rstrip('.')}.",
+            do=f"{_ROWS}; name the file .txt if each line is a prompt",
+        ) from error
     if isinstance(row, dict) and isinstance(row.get("prompt"), str):
         return make_prompt(row["prompt"], system=system)
     messages = row.get("messages", row.get("prompt")) if isinstance(row, dict) else None
@@ -64,11 +69,12 @@ def _read_row(line: str, *, place: str, system: str) -> Prompt:
         raise UserError(
             f"{place} has no prompt.",
             why="a row needs `prompt`, a text, or `messages`, a list of turns with role and content.",
+            do=_ROWS,
         )
     try:
         turns = to_conversation({"messages": messages}, "messages")
     except UserError as error:
-        raise UserError(f"{place}: {error.asked}", why=error.why, do=error.do) from error
+        raise UserError(f"{place}: {error.asked}", why=error.why, do=error.do or _ROWS) from error
     assert not isinstance(turns, str), "only the format text is a text"
     reference = None
     if turns[-1]["role"] == "assistant":  # a row of training data: its answer is what the model should say

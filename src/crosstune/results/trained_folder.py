@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.config.schema import Config
-from crosstune.core.errors import UserError
+from crosstune.core.errors import UserError, shown
 from crosstune.core.json_fields import NOTHING, TEXT, check_fields
 from crosstune.core.json_files import read_json
+from crosstune.core.missing_paths import missing_run, runs_beside
 from crosstune.core.names import nearest
 from crosstune.core.quantization import QuantSpec, read_spec
-from crosstune.core.record import holds_run
 from crosstune.core.safetensors_header import read_header
 from crosstune.models.adapter_fields import read_settings
 from crosstune.models.adapter_files import canonical_name, check_kind
@@ -123,25 +123,11 @@ def _check_exists(target: str, folder: Path) -> None:
     """Raise for a run that is not there: a name beside other runs, or in the folder where runs are by default."""
     if folder.exists() or target in BUNDLED or folder.suffix == ".gguf":
         return
-    runs = sorted(filter(holds_run, _subfolders(folder.parent)), key=lambda run: -run.stat().st_mtime)
-    close = nearest(folder.name, [run.name for run in runs])
-    place = Path(target).parent
+    runs = [run.name for run in runs_beside(folder)]
     is_name = "/" not in target  # of a model, unless there is a run of a similar name
-    if not (close or (runs and not is_name) or place == Path(Config().output_dir)):
-        return
-    hint = f"there are no runs in {folder.parent}"
-    if close:
-        hint = f"did you mean {' or '.join(str(place / name) for name in close)}?"
-    elif runs:
-        hint = f"the newest runs there: {', '.join(str(place / run.name) for run in runs[:5])}"
-    raise UserError(f"There is no run {target}.", why=f"{folder} does not exist.", do=hint)
-
-
-def _subfolders(folder: Path) -> list[Path]:
-    try:
-        return [found for found in folder.iterdir() if found.is_dir()]
-    except OSError:  # it is not there, or not readable: then there is nothing to suggest
-        return []
+    in_runs = Path(target).parent == Path(Config().output_dir)
+    if nearest(folder.name, runs) or (runs and not is_name) or in_runs:
+        raise missing_run(target)
 
 
 def _check_language_model(run: Path) -> None:
@@ -189,6 +175,12 @@ def _base_of(folder: Path, written: str | None, record: Mapping[str, Any]) -> st
         raise UserError(
             f"The adapter {folder} does not name its base model.",
             why="base_model_name_or_path in its adapter_config.json is empty.",
+            do="write the name or the path of the base model there",
+        )
+    if not written.isprintable():
+        raise UserError(
+            f"The adapter {folder} names a base model that cannot be: {shown(written)}.",
+            why="base_model_name_or_path in its adapter_config.json holds control characters.",
             do="write the name or the path of the base model there",
         )
     if not Path(written).is_absolute() or Path(written).is_dir():

@@ -28,12 +28,10 @@ def best_weights(
     wanted = config.result == "best" or (config.result == "auto" and len(losses) > 1)
     if not wanted or best is None or best == progress.steps:
         if config.result == "best" and best is None:
-            observer.on_event(
-                Warned(
-                    message="result: no step was evaluated, so the last weights are the result",
-                    step=progress.steps,
-                )
-            )
+            evaluated = any(step > 0 for step in progress.evaluations)
+            why = "no evaluation had a finite loss" if evaluated else "no step was evaluated"
+            message = f"result: {why}, so the last weights are the result"
+            observer.on_event(Warned(message=message, step=progress.steps))
         return None, best
     reason = ""
     for run in runs:

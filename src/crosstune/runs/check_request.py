@@ -23,7 +23,7 @@ from crosstune.core.names import load_plugin
 from crosstune.core.record import check_free
 from crosstune.data.chat_templates import read_template
 from crosstune.data.check_rows import is_here
-from crosstune.data.columns import parse_columns
+from crosstune.data.columns import TARGETS, parse_columns
 from crosstune.data.dataset_list import parse_dataset
 from crosstune.data.sources import check_name
 from crosstune.data.tokenizer import Tokenizer
@@ -88,7 +88,7 @@ def check_request(
     """
     config, checked = plan.config, Checked(problems=unbuilt_parts(plan))
     recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
-    for option, name in (("dataset", config.dataset), ("eval_dataset", config.eval_dataset)):
+    for option, name in _data_options(config):
         if name is None:
             continue
         with checked.collecting(option):
@@ -116,6 +116,11 @@ def check_request(
     with checked.collecting("tokenizer"):
         _check_tokenizer(config, checked, elsewhere=elsewhere)
     return checked
+
+
+def _data_options(config: Config) -> list[tuple[str, str | None]]:
+    options = [("dataset", config.dataset), ("eval_dataset", config.eval_dataset)]
+    return options + ([("test_dataset", config.test_dataset)] if config.recipe == "judge" else [])
 
 
 def _check_own_model(plan: Plan, checked: Checked) -> None:
@@ -186,7 +191,8 @@ def _check_data_name(name: str, checked: Checked) -> None:
 def _check_reading(config: Config, checked: Checked, *, elsewhere: bool) -> None:
     """Check --columns and --chat_template as far as that needs no data."""
     with naming("columns"):
-        parse_columns(config.columns)
+        recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
+        parse_columns(config.columns, targets=getattr(recipe, "COLUMNS", TARGETS))
     template = config.chat_template
     if template is None:
         return

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -14,73 +13,41 @@ import numpy as np
 
 from crosstune.checkpoint.folders import FOLDER as CHECKPOINTS
 from crosstune.checkpoint.folders import clear_leftovers
-from crosstune.checkpoint.read import Checkpoint, find_run
+from crosstune.checkpoint.read import find_run
 from crosstune.checkpoint.rotate import Keep
 from crosstune.checkpoint.write import SaveFailed
-from crosstune.config.options.run import mismatches
 from crosstune.config.plan import Plan
 from crosstune.core.errors import NonFiniteError, PeerLost, UserError
 from crosstune.core.events import (
     CheckpointSetAside,
-    Event,
     Failed,
     Interrupted,
     Loaded,
     Loading,
-    Moved,
     Observer,
     Observers,
     ResultSaved,
-    Resumed,
-    StepMetrics,
     Stopped,
     Warned,
 )
-from crosstune.core.measured import Measured
 from crosstune.core.out_of_memory import LOADING, OutOfMemory, memory_errors
-from crosstune.core.protocols import Generates, Recipe, Session, SessionState
+from crosstune.core.protocols import Generates, Recipe, Session
 from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import Record, RecordFailed
 from crosstune.core.scaling import LossScale, needs_loss_scale
 from crosstune.core.weight_average import result_weights
-from crosstune.loop import move_check
 from crosstune.loop.progress import Progress
 from crosstune.loop.save import Checkpoints, SavePolicy
 from crosstune.loop.stop import StopRequested, StopSignal
 from crosstune.loop.train import Deadline, Training
-from crosstune.runs import resume, same_training
+from crosstune.runs import resume
 from crosstune.runs.best_weights import best_weights
+from crosstune.runs.manifest_fields import manifest_fields
 from crosstune.runs.memory_failure import with_advice
+from crosstune.runs.restore_session import Start, restore_session
 from crosstune.runs.save_result import clear_leftovers as clear_results
 from crosstune.runs.save_result import cost_of_saving, save_result
-
-
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """The checkpoint a resumed run starts from, and how the run differs from it."""
-
-    checkpoint: Checkpoint
-    differences: Sequence[same_training.Difference]
-    """Allowed by --allow_mismatch."""
-    adapted: Sequence[same_training.Difference]
-    """Expected on another backend."""
-    changes: Sequence[same_training.Difference]
-    measured: Measured | None
-    """Loss of the next batches, measured on the machine of the checkpoint."""
-
-    @property
-    def step(self) -> int:
-        return self.checkpoint.step
-
-    def facts(self) -> dict[str, Any]:
-        return {
-            "checkpoint": str(self.checkpoint.folder),
-            "step": self.step,
-            "backend": self.checkpoint.manifest["backend"],
-            "adapted": [difference.sentence() for difference in self.adapted],
-            "allowed_differences": [difference.sentence() for difference in self.differences],
-            "changed_options": [change.sentence() for change in self.changes],
-        }
+from crosstune.runs.watch_folder import FirstStep, FolderWatch
 
 
 @dataclass(kw_only=True)
@@ -126,6 +93,7 @@ class Execution:
     def _execute(self, stop: StopSignal, extra: dict[str, Any]) -> None:
         """Execute the run and record how it ends. Fills `extra` with the summary's fields besides the progress."""
         plan, record, observer = self.plan, self.record, self.observer
+        self._watch = FolderWatch(record.folder, found=self._write_to) if self.ranks.first else None
         self._started = time.perf_counter() - self.progress.wall_s
         try:
             self.checkpoints = self._open_checkpoints()
@@ -170,6 +138,9 @@ class Execution:
             if self.progress.status == "stopped" and stop.requested:
                 extra["stop_reason"] = stop.reason
             extra["seconds"] = self.progress.wall_s = time.perf_counter() - self._started
+            if self._watch is not None:
+                self.failure = self._watch.look() or self.failure
+                self._watch.close()
             record.finish(self.progress.summary() | extra)
 
     def _write_result(self, session: Session, extra: dict[str, Any]) -> None:
@@ -213,6 +184,7 @@ class Execution:
         )
 
     def _load(self, stop: StopSignal) -> Session:
+        self.group.activity.start("loading the model")
         self.observer.on_event(Loading(model=self.described["model"]["name"]))
         try:
             with stop.droppable(), memory_errors(doing=LOADING):
@@ -227,7 +199,7 @@ class Execution:
             session=session,
             recipe=self.recipe,
             config=self.plan.config,
-            observer=Observers([_FirstStep(self._set_later_aside), self.observer]),
+            observer=Observers([FirstStep(self._set_later_aside), self.observer, *self._watchers()]),
             stop=stop,
             progress=self.progress,
             checkpoints=self.checkpoints,
@@ -240,57 +212,30 @@ class Execution:
             training.run()
         except OutOfMemory as error:
             return with_advice(error, self.plan, longest_row=self.recipe.longest_row())
-        except (NonFiniteError, PeerLost, SaveFailed) as error:
+        except SaveFailed as error:
+            if self._watch is None or self._watch.look() is None:
+                return error
+            self.progress.status = "stopped"
+            with contextlib.suppress(SaveFailed):  # already reported as an event
+                self._save_checkpoint(session)
+        except (NonFiniteError, PeerLost) as error:
             return error
-        return None
+        return self._watch.error if self._watch is not None else None
+
+    def _watchers(self) -> list[Observer]:
+        return [self._watch] if self._watch is not None else []
+
+    def _write_to(self, folder: Path) -> None:
+        """Write to another folder from now on, and stop: the lock of the run does not hold there."""
+        assert self.checkpoints is not None
+        self.record.folder, self.checkpoints.root = folder, folder / CHECKPOINTS
+        self.stop.request("the loss of its folder")
 
     def _restore(self, session: Session, start: Start) -> None:
-        """Import the state of the checkpoint into a new session."""
-        config, allowed = self.plan.config, set(mismatches(self.plan.config.allow_mismatch))
-        state = resume.fitting_state(
-            start.checkpoint.load(),
-            current=session.export_state(copy=False).weights if "trainable" in allowed else None,
-            optimizer=config.optimizer,
-            moments=not any(difference.kind == "optimizer" for difference in start.differences),
+        self.group.activity.start("restoring the checkpoint")
+        restore_session(
+            session, start, plan=self.plan, recipe=self.recipe, scale=self.scale, observer=self.observer
         )
-        session.import_state(state)
-        self.scale.load(state.facts.get("loss_scale") or self.scale.to_json())
-        if "trainable" in allowed:
-            self._report_restored(start, state)
-        manifest = start.checkpoint.manifest
-        self.observer.on_event(Resumed(**start.facts(), engine=manifest["engine"]))
-        if manifest["backend"] != self.plan.backend.name or start.measured is not None:
-            self._compare_machines(session, start, allowed="loss" in allowed)
-
-    def _report_restored(self, start: Start, state: SessionState) -> None:
-        stored = start.checkpoint.manifest["trainable"]
-        fits = [n for n, a in state.weights.items() if stored.get(n, {}).get("shape") == list(a.shape)]
-        message = (
-            f"{len(fits)} of {len(state.weights)} trained arrays come from the checkpoint; the others are new"
-        )
-        self.observer.on_event(Warned(message=message))
-
-    def _compare_machines(self, session: Session, start: Start, *, allowed: bool) -> None:
-        """Compare the loss of the same batches on both machines before a moved run continues."""
-        if start.measured is None:
-            message = (
-                f"the effect of the move from {start.checkpoint.manifest['backend']} was not measured; "
-                "`crosstune move` measures it"
-            )
-            self.observer.on_event(Warned(message=message))
-            return
-        here = move_check.measure(
-            session,
-            self.recipe,
-            step=start.step,
-            like=start.measured,
-            backend=self.plan.backend.name,
-            precision=self.plan.precision,
-            quantization=same_training.quantization_name(self.plan),
-        )
-        compared = move_check.compare(start.measured, here)
-        self.observer.on_event(Moved(comparison=compared))
-        move_check.check(compared, allowed=allowed)
 
     def _open_checkpoints(self) -> Checkpoints:
         config, root = self.plan.config, self.record.folder / CHECKPOINTS
@@ -311,7 +256,7 @@ class Execution:
             ),
             fields=self._fields,
             observer=self.observer,
-            writes=self.ranks.first,
+            group=self.group,
         )
         checkpoints.last_step = self.start.step if self.start else 0
         return checkpoints
@@ -340,32 +285,14 @@ class Execution:
         return str(newest) if newest is not None else None
 
     def _fields(self, step: int) -> dict[str, Any]:
-        """Return the manifest of a checkpoint, except for the description of its files."""
-        plan, config = self.plan, self.plan.config
-        has_next = step < self.recipe.num_steps()
-        return {
-            "step": step,
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "engine": plan.engine,
-            "backend": plan.backend.name,
-            "precision": plan.precision,
-            "quantization": same_training.quantization_name(plan),
-            "method": plan.method,
-            "recipe": config.recipe,
-            "identity": self.described["identity"],
-            "schedule": {
-                "name": config.lr_scheduler,
-                "step": step,
-                "num_steps": self.recipe.num_steps(),
-                "next_lr": self._rate(step) if has_next else None,
-            },
-            "data": dict(self.recipe.position(step)),
-            "progress": self.progress.to_manifest() | {"wall_s": time.perf_counter() - self._started},
-            "asked": self.described["asked"],
-            "options": self.described["options"],
-            "versions": self.described["machine"].get("versions", {}),
-            "resumed_from": self.described["resumed_from"],
-        }
+        return manifest_fields(
+            step,
+            plan=self.plan,
+            recipe=self.recipe,
+            described=self.described,
+            next_lr=self._rate(step) if step < self.recipe.num_steps() else None,
+            progress=self.progress.to_manifest() | {"wall_s": time.perf_counter() - self._started},
+        )
 
     def _is_good(self, session: Session) -> bool:
         """Return whether all weights are finite; only a failed run can have others. Exporting them may need every
@@ -381,6 +308,7 @@ class Execution:
 
     def _save_result(self, session: Session) -> Path | None:
         """Write the result. If that fails, make sure that the weights are in a checkpoint, from which it can be made."""
+        self.group.activity.start("saving the result")
         try:
             return save_result(session, self.recipe, self.record.folder, writes=self.ranks.first)
         except SaveFailed as error:
@@ -392,18 +320,3 @@ class Execution:
                 raise
             kept = f"{error.do}; the newest checkpoint is {newest}, and --resume auto continues from it"
             raise SaveFailed(error.asked, why=error.why, do=kept) from error
-
-
-class _FirstStep:
-    """Call a function at the first completed step: a start that fails before it must change nothing."""
-
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._act: Callable[[], None] | None = act
-
-    def on_step(self, metrics: StepMetrics) -> None:
-        act, self._act = self._act, None
-        if act is not None:
-            act()
-
-    def on_event(self, event: Event) -> None:
-        return None

@@ -22,7 +22,7 @@ from crosstune.core.names import unknown_name
 from crosstune.core.protocols import Recipe
 from crosstune.core.weight_average import result_weights
 from crosstune.loop import move_check
-from crosstune.machines.probe import fastest_backend, load_machine, probe_machine, profile_names
+from crosstune.machines.probe import load_machine, probe_machine, typical_machine
 from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import find_base, open_recipe, open_session
@@ -148,16 +148,14 @@ def _measure(checkpoint: Checkpoint, side: Side, *, like: Measured | None = None
 
 
 def _plan_there(checkpoint: Checkpoint, to: str, machine: str | None, model_name: str | None) -> Plan:
-    """Plan the run for the named machine, or for the first known profile that has the backend, best as its fastest one."""
+    """Plan the run for the named machine, or for a typical one with the backend."""
     config = restored_config(checkpoint, backend=to, model_name=model_name)
-    names = [machine] if machine is not None else profile_names()
-    machines = [found for found in map(load_machine, names) if to in found.available()]
-    machines.sort(key=lambda found: fastest_backend(found) != to)
-    if not machines:
-        if machine is None:
-            return make_plan(config)
+    if machine is None:
+        return make_plan(config, machine=typical_machine(to))
+    named = load_machine(machine)
+    if to not in named.available():
         raise UserError(f"{machine} has no {to}.", do="name another --machine, or another backend with --to")
-    return make_plan(config, machine=machines[0])
+    return make_plan(config, machine=named)
 
 
 def _compare_here(

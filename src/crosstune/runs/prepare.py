@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.checkpoint.read import Checkpoint, find_run
-from crosstune.config.load import to_yaml
+from crosstune.config.load import launch_variables, to_yaml
 from crosstune.config.plan import Plan
 from crosstune.config.resolve import resolve
 from crosstune.config.schema import Config
+from crosstune.config.time_limits import limit_warnings
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, Observer, RunMovedAside, StepMetrics
 from crosstune.core.plain_files import read_plain_text
@@ -35,8 +36,8 @@ from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import gather, model_facts, probe_for
 from crosstune.runs import resume, same_training
 from crosstune.runs.check_request import check_base_adapter, check_model, check_request
-from crosstune.runs.execute import Start
 from crosstune.runs.open_parts import find_base, open_recipe
+from crosstune.runs.restore_session import Start
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Ready:
     plan: Plan
     folder: Path
     in_place: bool
-    """Whether the run continues in its own folder."""
+    """True if the run continues in its own folder."""
     model: ModelFolder | None
     """None for a recipe that brings its own."""
     recipe: Recipe
@@ -78,17 +79,19 @@ def prepare(asked: Config, folder: Path, group: Group, screen: Observer) -> Read
     The lock of `folder` is held, so what is found there stays as it is.
     """
     ranks, early = group.ranks, EarlyEvents(screen)
-    request = resume.read_request(asked, observer=early)
-    config, checkpoint = with_world(request.config, ranks), request.checkpoint
+    group.activity.start("preparing the run")
+    request = resume.read_request(with_world(asked, ranks), observer=early)
+    config, checkpoint = request.config, request.checkpoint
     machine = share_machine(group, lambda: probe_for(config))
     facts = gather(config, machine=machine, ranks=ranks)
     plan = resolve(config, facts)
     checked = check_request(plan, folder=folder if ranks.first else None, checkpoint=checkpoint)
     checked.raise_problems()
     check_started(plan, ranks)
+    group.activity.start("finding the model and the data")
     with in_turn(group):
         model = find_base(plan.config, checkpoint, screen)
-        known = dataclasses.replace(facts, **model_facts(config))
+        known = dataclasses.replace(facts, **model_facts(config, facts.preset))
         if known != facts:  # the model was fetched just now
             facts, plan = known, resolve(config, known)
         if checked.model is None and model is not None:
@@ -109,6 +112,8 @@ def prepare(asked: Config, folder: Path, group: Group, screen: Observer) -> Read
     if start is not None:
         _check_not_past(start, recipe)
         warnings = [*warnings, *_warn_of_skipped_rows(start, recipe)]
+    if ranks.size > 1:
+        warnings = [*warnings, *limit_warnings(plan.config, launch_variables())]
     step = start.step if start is not None else None
     check_same_everywhere(group, {"options": plan.config.options(), **identified, "checkpoint": step})
     return Ready(

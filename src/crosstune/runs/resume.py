@@ -20,8 +20,10 @@ from crosstune.core.atomic_files import set_aside
 from crosstune.core.errors import UserError, naming
 from crosstune.core.events import Observer, Observers, Warned
 from crosstune.core.measured import Measured
+from crosstune.core.names import load_plugin, plugin_names
 from crosstune.core.protocols import Array, SessionState
 from crosstune.core.record import holds_record
+from crosstune.core.run_lock import hold
 from crosstune.data.dataset_list import DatasetEntry, join_entries
 from crosstune.runs.folder import run_folder
 
@@ -103,6 +105,10 @@ def _continue_named(request: Config, checkpoint: Checkpoint) -> Config:
     values = request.options_asked()
     values.pop("base_adapter", None)  # its weights are in the checkpoint
     values = kept_options(checkpoint, values, backend=request.backend) | values
+    before = (checkpoint.manifest.get("options") or {}).get("world_size")
+    if before is not None and max(1, before) != max(1, request.world_size):
+        # The command is that of the run, apart from the processes there are now.
+        values |= _same_rows(checkpoint, request)
     return _made(values, request, other="the checkpoint")
 
 
@@ -114,9 +120,14 @@ def _made(values: Mapping[str, Any], request: Config, *, other: str) -> Config:
 
 
 def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: str) -> dict[str, Any]:
-    """Return options to keep from the earlier part of a run: the precision it chose on this backend, the optimizer its
-    moments belong to, and the run's copies of missing files."""
-    manifest, kept = checkpoint.manifest, dict[str, Any]()
+    """Return options to keep from the earlier part of a run: what its recipe chose for the backend it began on, the
+    precision it chose on this backend, the optimizer its moments belong to, and the run's copies of missing files."""
+    manifest = checkpoint.manifest
+    kept = {
+        name: value
+        for name, value in (manifest.get("options") or {}).items()
+        if name in _preset_options(manifest) and name not in asked
+    }
     if backend in ("auto", manifest["backend"]) and asked.get("precision", "auto") == "auto":
         kept["precision"] = manifest["precision"]
     used = manifest["identity"].get("optimizer")
@@ -129,15 +140,28 @@ def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: s
     return kept
 
 
+def _preset_options(manifest: Mapping[str, Any]) -> frozenset[str]:
+    """Return the options that the recipe of a run may choose by the backend, and that are not the machine's own."""
+    name = manifest.get("recipe")
+    if name not in plugin_names("crosstune.recipes"):  # a manifest without it, or a recipe that is not here
+        return frozenset()
+    recipe = load_plugin("crosstune.recipes", str(name), kind="recipe")
+    return frozenset(getattr(recipe, "PRESET_OPTIONS", ())) - options_on_resume(OnResume.OWN_MACHINE)
+
+
 def _same_rows(checkpoint: Checkpoint, config: Config) -> dict[str, int]:
-    """Adapt gradient accumulation to another number of processes, so that a step keeps its rows."""
+    """Adapt gradient accumulation to another number of processes, so that a step keeps its rows. Where they cannot be
+    divided evenly, some processes have a micro-batch less than others."""
     rows = (checkpoint.manifest["identity"].get("order") or {}).get("rows_per_step")
     batch_size = config.batch_size if "batch_size" in config.asked else None
     batch_size = batch_size or (checkpoint.manifest.get("options") or {}).get("batch_size")
     if not rows or not batch_size or "world_size" not in config.asked or config.world_size < 1:
         return {}
     at_once = batch_size * config.world_size
-    return {"gradient_accumulation_steps": rows // at_once} if rows % at_once == 0 else {}
+    return {
+        "gradient_accumulation_steps": -(-rows // at_once),
+        "rows_per_step": rows if rows % at_once else 0,
+    }
 
 
 def _unpacked(config: Config) -> tuple[Path, dict[str, Any]]:
@@ -148,8 +172,8 @@ def _unpacked(config: Config) -> tuple[Path, dict[str, Any]]:
         note = read_note(path)
         folder = Path(config.output_dir).expanduser() / (config.name or note["run"])
         if not folder.exists():
-            unpack_archive(path, folder)
-        elif read_unpacked_note(folder) != note:
+            _unpack_once(path, folder)
+        if read_unpacked_note(folder) != note:
             raise UserError(
                 f"{folder} already exists and is not from {path}.",
                 do="choose another --name for the run in the archive",
@@ -158,6 +182,13 @@ def _unpacked(config: Config) -> tuple[Path, dict[str, Any]]:
     note = read_unpacked_note(path) if path.is_dir() else {}
     files = {option: _unpacked_value(path, place) for option, place in (note.get("options") or {}).items()}
     return path, files | target
+
+
+def _unpack_once(archive: Path, folder: Path) -> None:
+    """Unpack an archive under the lock of its run: of several starts at once, one unpacks it."""
+    with hold(folder):
+        if not folder.exists():
+            unpack_archive(archive, folder)
 
 
 def _unpacked_value(run: Path, place: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,15 @@ from safetensors import SafetensorError
 
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.core import atomic_files
+from crosstune.core.disk import free_space, readable_bytes
 from crosstune.core.out_of_memory import OutOfMemory, memory_errors
 from crosstune.core.protocols import Recipe, Session
 from crosstune.models.checksums import write_checksums
 from crosstune.models.folder_record import read_record
 
 _STAGED = "result"
+_FEWEST_BYTES = 2
+"""Bytes of a trained weight in the smallest format that a result has."""
 
 
 def save_result(session: Session, recipe: Recipe, folder: Path, *, writes: bool) -> Path | None:
@@ -28,6 +33,7 @@ def save_result(session: Session, recipe: Recipe, folder: Path, *, writes: bool)
     try:
         with (
             memory_errors(doing="writing the result"),
+            _room(folder, session),
             atomic_files.staging_folder(folder / _STAGED) as staging,
         ):
             written = session.save_result(staging)
@@ -42,10 +48,30 @@ def save_result(session: Session, recipe: Recipe, folder: Path, *, writes: bool)
         reason = error.strerror if isinstance(error, OSError) else None
         raise SaveFailed(
             f"The result could not be written to {folder}.",
-            why=f"the system reported: {reason or error}.",
+            why=f"the system reported: {reason or error}{_free(folder)}.",
             do="free space or repair the disk, and continue the run",
         ) from error
     return target
+
+
+@contextlib.contextmanager
+def _room(folder: Path, session: Session) -> Iterator[None]:
+    """Raise before anything is written if the disk has no room for the trained weights."""
+    need, free = _FEWEST_BYTES * session.num_parameters()[0], free_space(folder)
+    if free < need:
+        raise SaveFailed(
+            f"There is not enough disk space for the result in {folder}.",
+            why=f"it takes at least {readable_bytes(need)} and {readable_bytes(free)} are free.",
+            do="free some space, and continue the run",
+        )
+    yield
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"; {readable_bytes(free_space(folder))} are free"
+    except OSError:  # the disk is gone
+        return ""
 
 
 def clear_leftovers(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -145,12 +145,19 @@ def add_adapters(
     model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int, last_layers: int | None = None
 ) -> dict[str, Adapted]:
     """Freeze the model, add an adapter to each chosen layer or expert stack, and return the adapters by canonical name."""
-    model.requires_grad_(False)
-    kind = DoraLinear if settings.magnitudes else AdaptedLinear
     chosen = choose_targets(model, targets, dora=settings.magnitudes, last_layers=last_layers)
+    model.requires_grad_(False)
+    return adapt_layers(model, chosen, settings=settings, seed=seed)
+
+
+def adapt_layers(
+    model: nn.Module, names: Sequence[str], *, settings: AdapterSettings, seed: int
+) -> dict[str, Adapted]:
+    """Add an adapter to each of these layers and expert stacks."""
+    kind = DoraLinear if settings.magnitudes else AdaptedLinear
     stacks = set(expert_stacks(model))
     adapters: dict[str, Adapted] = {}
-    for name in chosen:
+    for name in names:
         parent_name, _, child = name.rpartition(".")
         parent: Any = model.get_submodule(parent_name)
         base = getattr(parent, child)

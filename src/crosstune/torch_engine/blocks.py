@@ -28,7 +28,7 @@ class Expansion:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the new blocks are copied from the base now, so that they are still untrained."""
+        """True if the new blocks are copied from the base now, so that they are still untrained."""
         return len(set(self.sources)) < len(self.sources)
 
     def names(self, base_name: str) -> list[tuple[str, bool]]:

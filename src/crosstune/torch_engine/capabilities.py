@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import statistics
@@ -80,10 +81,12 @@ def _product_with_gradients(left: Any, right: Any, weight: Any) -> tuple[Any, An
     return product.detach(), left.grad, right.grad
 
 
+@functools.cache
 def bf16_speedup(device: str) -> float:
     """Return the time of an fp32 product divided by that of a bf16 one. A GPU needs a large product to be busy.
 
-    A CPU without bf16 arithmetic can be a thousand times slower, so small products are timed first.
+    A CPU without bf16 arithmetic can be a thousand times slower, so small products are timed first. It is measured once
+    in a process: plans that are made one after the other then agree.
     """
     for size in (64, 256, 1024) if device == "cpu" else (2048,):
         ratio = _time_ratio(device, size)

@@ -64,7 +64,7 @@ def replace_stack(module: Any, part: str, stack: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Routing:
-    """Which rows of an input go to which expert: the rows are sorted by expert."""
+    """The rows of an input for each expert: they are sorted by expert."""
 
     experts: torch.Tensor
     """The expert of each row."""

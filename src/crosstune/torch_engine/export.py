@@ -17,7 +17,9 @@ from crosstune.models.adapter_files import PEFT_WEIGHTS, copy_tokenizer, write_j
 from crosstune.models.adapter_files import load_adapter as read_adapter_files
 from crosstune.models.config_spelling import respell_folder
 from crosstune.models.folder import PLAIN_STEM
-from crosstune.torch_engine.adapters import Adapted
+from crosstune.torch_engine.adapters import Adapted, AdaptedLinear
+from crosstune.torch_engine.sharding.parts import local_part, whole
+from crosstune.torch_engine.state import copy_rows
 from crosstune.torch_engine.stream import places_in, read_tensor
 
 SHARD_BYTES = 4 * 2**30
@@ -31,8 +33,8 @@ def adapter_weights(adapters: Mapping[str, Adapted]) -> dict[str, nn.Parameter]:
 
 
 def host_weights(adapters: Mapping[str, Adapted]) -> dict[str, Array]:
-    """Return fp32 copies of the adapter parameters on the host."""
-    return {name: p.detach().float().cpu().numpy() for name, p in adapter_weights(adapters).items()}
+    """Return fp32 copies of the adapter parameters on the host. Collective if they are sharded."""
+    return {name: whole(p).float().cpu().numpy() for name, p in adapter_weights(adapters).items()}
 
 
 def read_adapter_file(folder: Path) -> dict[str, torch.Tensor]:
@@ -48,9 +50,21 @@ def load_adapter(folder: Path, adapters: Mapping[str, Adapted], *, settings: Ada
     parameters = adapter_weights(adapters)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     tensors = read_adapter_files(folder, shapes, settings=settings)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(torch.from_numpy(tensors[name]))
+    for name, parameter in parameters.items():
+        copy_rows(tensors[name], local_part(parameter), of=parameter)
+
+
+def merged_state(model: nn.Module, adapters: Mapping[str, Adapted]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model under its own names, with the adapters of linear layers merged into them."""
+    state = model.state_dict()
+    for name, adapter in adapters.items():
+        assert isinstance(adapter, AdaptedLinear), "experts are not merged here"
+        dtype = state[f"{name}.base.weight"].dtype
+        own = [key for key in state if key.startswith(f"{name}.")]
+        kept = {key.replace(".base.", "."): state[key] for key in own if key.startswith(f"{name}.base.")}
+        state = {key: tensor for key, tensor in state.items() if key not in own}
+        state |= kept | {f"{name}.weight": adapter.merged().to(dtype)}
+    return state
 
 
 def save_model(

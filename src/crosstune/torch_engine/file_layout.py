@@ -47,7 +47,7 @@ class FileLayout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every tensor has the same name in the files as in the model."""
+        """True if every tensor has the same name in the files as in the model."""
         return all(group.converter is None and group.target in group.files for group in self.groups)
 
     def shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from crosstune.core.sampling import Sampling
+from crosstune.torch_engine.sharding.gathered import free_gathered, sharded_modules, without_gradients
 
 OnToken = Callable[[int], None]
 
@@ -51,16 +52,19 @@ def generate(
         else {"devices": []}
     )
     try:
-        with torch.inference_mode(), torch.random.fork_rng(**forked):
+        with without_gradients(model), torch.random.fork_rng(**forked):
             torch.manual_seed(sampling.seed)
             output = model.generate(
                 input_ids=input_ids.to(device),
                 attention_mask=mask.to(device),
                 logits_processor=LogitsProcessorList(_penalties(sampling, mask.to(device))),
                 streamer=_Streamer(on_token) if on_token is not None else None,
+                # Every rank of a sharded model must make the same passes, also if rounding ends one answer earlier.
+                synced_gpus=bool(sharded_modules(model)),
             )
     finally:
         model.generation_config = saved
+        free_gathered(model)
     return [_until_stop(row, stop_ids) for row in output[:, width:].tolist()]
 
 

@@ -35,7 +35,10 @@ from crosstune.torch_engine.quantized import (
     open_quantizer,
     quantize_weight,
 )
+from crosstune.torch_engine.sharding.find_blocks import find_blocks
+from crosstune.torch_engine.sharding.parts import is_sharded
 from crosstune.torch_engine.stream import Place, find_tensors
+from crosstune.torch_engine.task import Finish
 from crosstune.torch_engine.weight_forms import WeightForm, weight_forms
 
 OnLoad = Callable[[int, int], None]
@@ -43,9 +46,18 @@ OnLoad = Callable[[int, int], None]
 
 
 def load_model(
-    folder: Path, *, plan: Plan, precision: Precision, device: torch.device, on_load: OnLoad | None = None
+    folder: Path,
+    *,
+    plan: Plan,
+    precision: Precision,
+    device: torch.device,
+    on_load: OnLoad | None = None,
+    finish: Finish | None = None,
 ) -> tuple[nn.Module, Expansion | None]:
-    """Return the model, and its expansion if the method adds blocks."""
+    """Return the model, and its expansion if the method adds blocks.
+
+    `finish` is called for each block as soon as its weights are loaded, and for the rest of the model, see `Opening`.
+    """
     config = read_config(folder)
     spec = plan.quant_spec
     prequantized = read_prequantized(folder)
@@ -56,13 +68,18 @@ def load_model(
     expansion = plan_expansion(plan, folder, config)
     if expansion is not None:
         config = expand_config(config, expansion)
-    if spec is None and expansion is None:
+    if spec is None and expansion is None and finish is None:
         model = read_pretrained(folder, plan=plan, dtype=precision.weights)
     else:
-        model = _assemble(folder, config, plan, precision, device, spec, expansion, prequantized, on_load)
+        model = _assemble(
+            folder, config, plan, precision, device, spec, expansion, prequantized, on_load, finish
+        )
     if precision.buffers is not None:
         _cast_buffers(model, precision.buffers)
-    model = model.to(device)
+    if finish is None:
+        model = model.to(device)
+    else:
+        finish(model, "")
     if expansion is not None and expansion.is_fresh:
         with precision.context(device):
             check_passes_through(model, expansion, device=device)
@@ -89,10 +106,12 @@ def shrink_frozen(model: nn.Module, *, dtype: torch.dtype) -> None:
     shared = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for module in model.modules():
         if isinstance(module, AdaptedStack) and isinstance(module.base, nn.Parameter):
-            module.base.data = module.base.data.to(dtype)
+            if not is_sharded(module.base):
+                module.base.data = module.base.data.to(dtype)
         elif (
             is_linear(module)
             and not isinstance(module, QuantLinear)
+            and not is_sharded(module.weight)
             and not module.weight.requires_grad
             and id(module.weight) not in shared
         ):
@@ -167,6 +186,7 @@ def _assemble(
     expansion: Expansion | None,
     prequantized: Prequantized | None,
     on_load: OnLoad | None,
+    finish: Finish | None,
 ) -> nn.Module:
     """Build the model without weights, then load its tensors one by one, quantizing each as soon as it is read."""
     model = empty_model(
@@ -183,6 +203,7 @@ def _assemble(
     total = sum(place.end - place.start for place in places.values())
     done = 0
     compute = precision.autocast or precision.weights
+    blocks = LoadingBlocks(model, finish)
     for group, tensors in layout.read(places, num_workers=num_workers):
         done += sum(places[name].end - places[name].start for name in group.files)
         while tensors:
@@ -201,15 +222,19 @@ def _assemble(
                     forms[target].put(model, [quantize_weight(m, spec, compute) for m in matrices])
                     del matrices
                 else:
-                    _put_dense(model, target, values.to(device, precision.weights))
-            del tensor, values
-        if spec is not None:
+                    trained = expansion is None or expansion.is_new(target)
+                    _put_dense(model, target, values.to(device, precision.weights), trained=trained)
+                del values
+                blocks.put(target)
+            del tensor
+        if spec is not None or finish is not None:
             give_back_freed()
         if on_load is not None:
             on_load(done, total)
     if prequantized is not None:
         for _, form in sorted(held.items()):
             form.put(model, [prequantized.stored(matrix, device) for matrix in form.matrices])
+            blocks.put(form.parameter)
     model.tie_weights()
     return model
 
@@ -226,11 +251,28 @@ def check_layer_shapes(spec: QuantSpec, forms: Mapping[str, WeightForm]) -> None
         quantizer.check(spec, forms[name].shape)
 
 
-def _put_dense(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+class LoadingBlocks:
+    """The blocks of a model whose tensors are not all loaded yet; each is finished with its last tensor."""
+
+    def __init__(self, model: nn.Module, finish: Finish | None) -> None:
+        self.model, self.finish = model, finish
+        self._block: dict[str, str] = {}
+        for block in find_blocks(model) if finish is not None else ():
+            for name in model.get_submodule(block).state_dict():
+                self._block[f"{block}.{name}"] = block
+
+    def put(self, name: str) -> None:
+        """Note that a tensor is loaded."""
+        block = self._block.pop(name, None)
+        if self.finish is not None and block is not None and block not in self._block.values():
+            self.finish(self.model, block)
+
+
+def _put_dense(model: nn.Module, name: str, tensor: torch.Tensor, *, trained: bool) -> None:
     parent_name, _, child = name.rpartition(".")
     parent = model.get_submodule(parent_name)
     if child in parent._parameters:
-        parent._parameters[child] = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+        parent._parameters[child] = nn.Parameter(tensor, requires_grad=trained and tensor.is_floating_point())
     else:
         parent._buffers[child] = tensor
 

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.plan import Plan
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError, nothing_to_train
 from crosstune.core.out_of_memory import LOADING
-from crosstune.core.ranks import Group
+from crosstune.core.ranks import Alone, Group
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.torch_engine import export
-from crosstune.torch_engine.adapters import Adapted, add_adapters
+from crosstune.torch_engine.adapters import Adapted, adapt_layers, choose_targets
 from crosstune.torch_engine.device import CacheClearing, memory_errors, open_device
 from crosstune.torch_engine.load import shrink_frozen
 from crosstune.torch_engine.optimizer import Masters, make_optimizer
 from crosstune.torch_engine.precision import PRECISIONS, Precision
 from crosstune.torch_engine.session import Parts, TorchSession
-from crosstune.torch_engine.task import Opening, TorchTask
+from crosstune.torch_engine.task import HasOwnHead, Opening, TorchTask
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
 from crosstune.torch_engine.text_session import TextSession
+
+if TYPE_CHECKING:
+    from crosstune.torch_engine.sharding.finish import Finishing
+    from crosstune.torch_engine.sharding.parallel import Parallel
 
 
 def open_session(
@@ -38,22 +45,42 @@ def open_session(
 ) -> TorchSession:
     """Open the model of a task, by default a causal language model.
 
-    `trained=False` opens it for evaluation and generation only, without masters and optimizer. The plan already
-    refuses a group of several processes.
+    `trained=False` opens it for evaluation and generation only, without masters and optimizer. With a `group` of connected
+    processes, even of one, the model is divided as --sharding_strategy says.
     """
     task = task if task is not None else CausalLM()
     device, precision = open_device(plan.backend), PRECISIONS[plan.precision]
     torch.manual_seed(plan.config.seed)
-    opening = Opening(plan=plan, device=device, precision=precision, folder=model_folder, base_name=base_name)
+    parallel = connect_devices(plan, group, device=device)
+    finishing = sharding(plan, parallel, precision=precision)
+    device = parallel.device if parallel is not None else device
+    opening = Opening(
+        plan=plan,
+        device=device,
+        precision=precision,
+        folder=model_folder,
+        base_name=base_name,
+        finish=finishing,
+    )
     with memory_errors(device, doing=LOADING):
         model = task.build(opening)
-        adapters = adapt(model, plan, precision=precision)
+        adapters = (
+            adapt(model, plan, precision=precision) if finishing is None else finishing.finish_all(model)
+        )
+        load_base_adapter(adapters, plan)
         recompute_activations(model, plan)
         if trained:
             check_no_running_statistics(model)
         else:
             model.requires_grad_(False)
-        masters = Masters(trained_parameters(model, adapters) if trained else {})
+        head = task.head_names if isinstance(task, HasOwnHead) else ()
+        if head and adapters and finishing is not None:
+            raise UserError(
+                f"A head beside adapters cannot be trained with --sharding_strategy {plan.config.sharding_strategy}.",
+                why="its result is one model with the adapters merged, and no process has all of it.",
+                do="use --sharding_strategy ddp, or --train_type full",
+            )
+        masters = Masters(trained_parameters(model, adapters, head=head) if trained else {})
         if trained and not masters.masters:
             raise nothing_to_train(type(model).__name__)
         optimizer = optimize(masters, plan) if trained else None
@@ -67,28 +94,69 @@ def open_session(
         optimizer=optimizer,
         cache=CacheClearing(device, every=spec.cache_interval(low_memory=plan.config.low_memory)),
         pin_memory=spec.pinned_memory,
+        parallel=parallel,
     )
     return TextSession(parts) if isinstance(task, CausalLM) else TorchSession(parts)
 
 
-def adapt(model: nn.Module, plan: Plan, *, precision: Precision) -> dict[str, Adapted]:
-    """Add LoRA or DoRA adapters if the method uses them, and load the weights of --base_adapter."""
-    config = plan.config
-    if plan.method not in ("lora", "dora"):
-        return {}
-    settings = AdapterSettings.from_config(config, method=plan.method)
-    adapters = add_adapters(
-        model,
-        targets=config.lora_target_modules,
-        settings=settings,
-        seed=config.seed,
-        last_layers=read_mlx_settings(config.mlx_config).num_layers,
+def connect_devices(plan: Plan, group: Group | None, *, device: torch.device) -> Parallel | None:
+    """Connect the devices of a group of processes; return None for a run of one process."""
+    if group is None or isinstance(group, Alone):
+        return None
+    from crosstune.torch_engine.sharding.parallel import open_parallel
+
+    return open_parallel(plan, group, device=device)
+
+
+def sharding(plan: Plan, parallel: Parallel | None, *, precision: Precision) -> Finishing | None:
+    """Return what adapts and shards each part of the model when it is loaded; None if nothing is sharded."""
+    if parallel is None or not parallel.strategy.sharded:
+        return None
+    from crosstune.torch_engine.sharding.finish import Finishing
+
+    return Finishing(
+        parallel=parallel,
+        cpu_offload=plan.config.use_cpu_offload,
+        choose=partial(choose_adapted, plan=plan) if plan.method in ADAPTER_METHODS else None,
+        adapt=partial(adapt_part, plan=plan, precision=precision),
     )
+
+
+def adapt(model: nn.Module, plan: Plan, *, precision: Precision) -> dict[str, Adapted]:
+    """Freeze the model and add LoRA or DoRA adapters, if the method uses them."""
+    if plan.method not in ADAPTER_METHODS:
+        return {}
+    chosen = choose_adapted(model, plan=plan)
+    model.requires_grad_(False)
+    return adapt_part(model, model, chosen, plan=plan, precision=precision)
+
+
+def choose_adapted(model: nn.Module, *, plan: Plan) -> list[str]:
+    """Return the layers that get an adapter."""
+    return choose_targets(
+        model,
+        plan.config.lora_target_modules,
+        dora=plan.method == "dora",
+        last_layers=read_mlx_settings(plan.config.mlx_config).num_layers,
+    )
+
+
+def adapt_part(
+    model: nn.Module, part: nn.Module, names: Sequence[str], *, plan: Plan, precision: Precision
+) -> dict[str, Adapted]:
+    """Add adapters to the layers of a part of the model, and shrink its frozen weights."""
+    settings = AdapterSettings.from_config(plan.config, method=plan.method)
+    adapters = adapt_layers(model, names, settings=settings, seed=plan.config.seed)
     if precision.autocast is not None:
-        shrink_frozen(model, dtype=precision.autocast)
-    if config.base_adapter:
-        export.load_adapter(Path(config.base_adapter).expanduser(), adapters, settings=settings)
+        shrink_frozen(part, dtype=precision.autocast)
     return adapters
+
+
+def load_base_adapter(adapters: Mapping[str, Adapted], plan: Plan) -> None:
+    """Load the weights of --base_adapter."""
+    if adapters and plan.config.base_adapter:
+        settings = AdapterSettings.from_config(plan.config, method=plan.method)
+        export.load_adapter(Path(plan.config.base_adapter).expanduser(), adapters, settings=settings)
 
 
 def recompute_activations(model: nn.Module, plan: Plan) -> None:
@@ -120,10 +188,13 @@ def check_no_running_statistics(model: nn.Module) -> None:
             )
 
 
-def trained_parameters(model: nn.Module, adapters: Mapping[str, Adapted]) -> dict[str, torch.nn.Parameter]:
-    """Return the trained parameters by canonical name: the adapters, or all parameters that require gradients."""
+def trained_parameters(
+    model: nn.Module, adapters: Mapping[str, Adapted], *, head: Sequence[str] = ()
+) -> dict[str, torch.nn.Parameter]:
+    """Return the trained parameters by canonical name: the adapters and the head, or all that require gradients."""
     if adapters:
-        return export.adapter_weights(adapters)
+        heads = {name: model.get_parameter(name).requires_grad_() for name in head}
+        return export.adapter_weights(adapters) | heads
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 

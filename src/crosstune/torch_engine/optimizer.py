@@ -10,20 +10,26 @@ import torch
 from torch import nn
 
 from crosstune.core.weight_average import SLOT
+from crosstune.torch_engine.sharding.parts import is_sharded, local_part
 
 BETAS = (0.9, 0.999)
 EPSILON = 1e-8
 
 
 class Masters:
-    """Parameters the optimizer updates. An fp32 parameter is its own master; a 16-bit one has an fp32 copy."""
+    """Tensors the optimizer updates. An fp32 parameter is its own master; a 16-bit one has an fp32 copy.
+
+    The master of a sharded parameter is the part of this rank, as a plain tensor: what the optimizers here do to an
+    element does not depend on the others.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = dict(parameters)
-        self.masters: dict[str, torch.Tensor] = {
-            name: p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
-            for name, p in self.parameters.items()
-        }
+        self.masters: dict[str, torch.Tensor] = {name: _master(p) for name, p in self.parameters.items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the whole parameters."""
+        return {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
 
     def collect_gradients(self) -> None:
         """Add the gradients of one backward pass to those of the masters, in fp32."""
@@ -31,7 +37,7 @@ class Masters:
             master = self.masters[name]
             if master is parameter or parameter.grad is None:
                 continue
-            gradient = parameter.grad.float()
+            gradient = local_part(parameter.grad).float()
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             parameter.grad = None
 
@@ -39,12 +45,19 @@ class Masters:
         """Write the masters back into the model."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                if self.masters[name] is not parameter:
-                    parameter.copy_(self.masters[name])
+                if self.masters[name] is not parameter and parameter.dtype != torch.float32:
+                    local_part(parameter).copy_(self.masters[name])
 
     def clear_gradients(self) -> None:
         for tensor in (*self.parameters.values(), *self.masters.values()):
             tensor.grad = None
+
+
+def _master(parameter: nn.Parameter) -> torch.Tensor:
+    if parameter.dtype != torch.float32:
+        return local_part(parameter.detach()).float().requires_grad_()
+    # The part of this rank shares its memory with the parameter, so an update needs no copying.
+    return local_part(parameter.detach()).requires_grad_() if is_sharded(parameter) else parameter
 
 
 def make_optimizer(

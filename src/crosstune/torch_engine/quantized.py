@@ -53,7 +53,7 @@ class StoredWeight(nn.Module):
 
     The packed bits are a frozen parameter, because FSDP2 shards only parameters; their dtype is always an integer,
     which FSDP2's mixed precision does not cast. Scales, zero points and tables are buffers: they are floats, which
-    mixed precision would round, and small enough to replicate on every rank.
+    mixed precision would round. `sharding.shard` turns large ones into parameters and leaves their dtype alone.
     """
 
     packed: nn.Parameter
@@ -66,6 +66,7 @@ class StoredWeight(nn.Module):
         """Metadata the quantizer needs besides the tensors, as JSON; never changed."""
         rows, columns = facts["shape"]
         self.shape: tuple[int, int] = (rows, columns)
+        self.packed_dtype = tensors[PACKED].dtype
         self._make_dense = load_plugin(QUANT_PACKAGE, quantizer, kind="quantizer").dequantize
         for name, tensor in tensors.items():
             if name == PACKED:
@@ -80,7 +81,19 @@ class StoredWeight(nn.Module):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all stored tensors by name."""
-        return {PACKED: self.packed, **{name: t for name, t in self._buffers.items() if t is not None}}
+        parts = {**self._parameters, **self._buffers}
+        found = {name: tensor for name, tensor in parts.items() if tensor is not None}
+        if found[PACKED].is_floating_point():
+            found[PACKED] = found[PACKED].view(self.packed_dtype)
+        return found
+
+    def store_as_float(self) -> None:
+        """Store the bits of the packed integers in a float dtype of the same size, for an FSDP2 that refuses integers.
+        They are copied but never computed with; `tensors` returns the integers."""
+        if not self.packed.is_floating_point():
+            floats = {1: torch.float8_e4m3fn, 2: torch.float16, 4: torch.float32, 8: torch.float64}
+            viewed = self.packed.detach().view(floats[self.packed.element_size()])
+            self.packed = nn.Parameter(viewed, requires_grad=False)
 
     def extra_repr(self) -> str:
         return f"{self.quantizer}, {self.shape[0]} x {self.shape[1]}"
@@ -93,7 +106,10 @@ class StoredWeight(nn.Module):
         """Do nothing: `check_state` compared the facts before any tensor was copied."""
 
     def _identity(self) -> str:
-        dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self.tensors().items()}
+        dtypes = {
+            name: str(self.packed_dtype if name == PACKED else tensor.dtype).removeprefix("torch.")
+            for name, tensor in (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False))
+        }
         facts = {"quantizer": self.quantizer, "facts": self.facts, "dtypes": dtypes}
         return json.dumps(facts, sort_keys=True)
 
@@ -218,6 +234,6 @@ def weight_device(layer: Any) -> torch.device:
 def count_weights(model: nn.Module) -> int:
     """Return the number of weights of a model, counting every weight of a packed byte."""
     stored = [module for module in model.modules() if isinstance(module, StoredWeight)]
-    packed = sum(weight.packed.numel() for weight in stored)
+    parts = sum(parameter.numel() for weight in stored for parameter in weight.parameters())
     dense = sum(weight.shape[0] * weight.shape[1] for weight in stored)
-    return sum(parameter.numel() for parameter in model.parameters()) - packed + dense
+    return sum(parameter.numel() for parameter in model.parameters()) - parts + dense

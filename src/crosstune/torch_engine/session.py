@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,9 +34,28 @@ from crosstune.torch_engine import state as states
 from crosstune.torch_engine.adapters import Adapted, name_targets
 from crosstune.torch_engine.device import CacheClearing, evaluating, memory_errors, read_memory
 from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, watch_outputs
+from crosstune.torch_engine.offload_activations import offload_activations
 from crosstune.torch_engine.optimizer import Masters, averages_of, set_learning_rate
 from crosstune.torch_engine.quantized import count_weights
-from crosstune.torch_engine.task import MetricSums, Opening, Tensors, TorchTask, WritesModel
+from crosstune.torch_engine.sharding.gathered import free_gathered, without_gradients
+from crosstune.torch_engine.sharding.parts import is_sharded
+from crosstune.torch_engine.task import (
+    ChecksBatches,
+    HasOwnHead,
+    MeasuresResult,
+    MetricSums,
+    Opening,
+    Tensors,
+    TorchTask,
+    WritesModel,
+)
+
+if TYPE_CHECKING:
+    from crosstune.torch_engine.sharding.parallel import Parallel
+
+
+LARGE_STATE_BYTES = 2**30
+"""A sharded state of this size is written in parts, one by each process."""
 
 
 @dataclass(kw_only=True)
@@ -50,6 +71,8 @@ class Parts:
     """None if the model is only evaluated."""
     cache: CacheClearing
     pin_memory: bool = False
+    parallel: Parallel | None = None
+    """None for a single process."""
 
 
 class TorchSession:
@@ -58,7 +81,7 @@ class TorchSession:
         self.plan, self.device = parts.opening.plan, parts.opening.device
         self.precision = parts.opening.precision
         self.task, self.model, self.adapters = parts.task, parts.model, parts.adapters
-        self.masters, self.optimizer = parts.masters, parts.optimizer
+        self.masters, self.optimizer, self.parallel = parts.masters, parts.optimizer, parts.parallel
         self._random_before: dict[str, Array] = {}
         self._is_averaged = False
 
@@ -74,8 +97,12 @@ class TorchSession:
 
     def backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
         self._random_before = states.export_random(self.device)
-        with memory_errors(self.device):
+        with self.connected("a step"), memory_errors(self.device):
             return self._backward(window, loss_scale=loss_scale)
+
+    def connected(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        """Make collectives in the block, if there are several processes."""
+        return self.parallel.connected(doing) if self.parallel is not None else contextlib.nullcontext()
 
     def discard(self) -> None:
         self.masters.clear_gradients()
@@ -93,37 +120,51 @@ class TorchSession:
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
         total, weight, metrics = 0.0, 0, MetricTotals(self.task.metric_names)
         with (
+            self.connected(EVALUATING),
             self.averaged(),
             evaluating(self.model),
             memory_errors(self.device, doing=EVALUATING),
             states.separate_random(self.device),
-            torch.inference_mode(),
+            without_gradients(self.model),
             self.precision.context(self.device),
         ):
-            for index, batch in enumerate(batches):
-                # A task that draws noise draws the same in every evaluation.
+            for index, batch, counts in self._evaluation_turns(batches):
+                # A task that draws noise draws the same in every evaluation, on any number of processes.
                 torch.manual_seed(self.plan.config.seed + index)
-                loss, sums = self.task.loss(self.model, self._to_device(self.prepare(batch)))
-                total += float(loss)
-                weight += batch.weight
-                metrics.add(sums)
+                loss, sums = self.task.loss(self.model, self._to_device(batch))
+                if counts:
+                    total += float(loss)
+                    weight += batch.weight
+                    metrics.add(sums)
+        if self.parallel is not None:
+            free_gathered(self.model)
+            total, weights = self.parallel.sum_numbers(total, weight)
+            weight = int(weights)
         loss_mean = total / weight if weight else math.nan
-        return EvalResult(loss=loss_mean, weight=weight, metrics=metrics.means())
+        return EvalResult(loss=loss_mean, weight=weight, metrics=metrics.means(self.parallel))
 
     def find_nonfinite(self, window: Sequence[PreparedBatch]) -> str:
-        if broken := bad_weights(self.masters.masters):
-            return f"the weight {broken[0]} was not finite before the step"
+        masters = self.masters.masters
+        if broken := self._first(bad_weights(masters), of=list(masters)):
+            return f"the weight {broken} was not finite before the step"
         before = states.export_random(self.device)
-        with watch_outputs(self.model) as layers, memory_errors(self.device):
+        with self.connected("a step"), watch_outputs(self.model) as layers, memory_errors(self.device):
             self._backward(window)
-        gradients = bad_gradients(self.masters.masters)
+        layer = self._first(layers, of=[name for name, _ in self.model.named_modules()])
+        gradient = self._first(bad_gradients(masters), of=list(reversed(masters)))
         self.masters.clear_gradients()
         states.import_random(self.device, before)
-        if layers:
-            return f"the first non-finite value was the output of {layers[0]}"
-        if gradients:
-            return f"every output was finite; the first non-finite gradient was that of {gradients[0]}"
+        if layer:
+            return f"the first non-finite value was the output of {layer}"
+        if gradient:
+            return f"every output was finite; the first non-finite gradient was that of {gradient}"
         return "every value was finite when the step was run again"
+
+    def _first(self, bad: Sequence[str], *, of: Sequence[str]) -> str | None:
+        """Return the first bad name: the earliest of those that each rank found first, in the order of `of`."""
+        if self.parallel is None:
+            return bad[0] if bad else None
+        return self.parallel.first_flag({name: name in bad[:1] for name in of})
 
     def memory(self) -> Memory:
         return read_memory(self.device)
@@ -134,24 +175,33 @@ class TorchSession:
         return trained, count_weights(self.model) - added
 
     def trained_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(master.shape) for name, master in self.masters.masters.items()}
+        return self.masters.shapes()
 
-    def export_state(self, *, copy: bool = True) -> SessionState:
-        masters = self.masters.masters
-        with memory_errors(self.device, doing="a copy of the training state"):
+    def export_state(self, *, copy: bool = True, divided: bool = False) -> SessionState:
+        doing, masters = "a copy of the training state", self.masters
+        large = 12 * self.num_parameters()[0] >= LARGE_STATE_BYTES  # the weights and two moments in fp32
+        if divided and large and self.parallel is not None and self.parallel.num_shards > 1:
+            part = self.parallel.state_part(masters.shapes())
+            return states.export_part(self._trained_optimizer(), masters, part, device=self.device)
+        with self._gathering(doing), memory_errors(self.device, doing=doing):
             return SessionState(
-                weights={name: states.to_host(master, copy=copy) for name, master in masters.items()},
-                moments=states.export_moments(self._trained_optimizer(), masters, copy=copy),
+                weights=states.export_weights(masters, copy=copy),
+                moments=states.export_moments(
+                    self._trained_optimizer(), masters.masters, parameters=masters.parameters, copy=copy
+                ),
                 random=states.export_random(self.device),
             )
 
     def import_state(self, state: SessionState) -> None:
         self.import_weights(state.weights)
-        states.import_moments(self._trained_optimizer(), self.masters.masters, state.moments)
+        masters = self.masters
+        states.import_moments(
+            self._trained_optimizer(), masters.masters, state.moments, parameters=masters.parameters
+        )
         states.import_random(self.device, state.random)
 
     def import_weights(self, weights: Mapping[str, Array]) -> None:
-        states.import_weights(self.masters.masters, weights)
+        states.import_weights(self.masters, weights)
         self.masters.publish()
         for master, average in averages_of(self.optimizer).items():
             average.copy_(master.detach())
@@ -180,26 +230,47 @@ class TorchSession:
         self.masters.publish()
 
     def save_result(self, folder: Path | None) -> Path | None:
-        if folder is None:  # every rank has the whole model, so only the writing rank has work to do
-            return None
-        with memory_errors(self.device, doing="writing the result"), self.averaged():
-            return self._write_result(folder)
+        doing = "writing the result"
+        with self._gathering(doing), memory_errors(self.device, doing=doing), self.averaged():
+            if self.adapters and not isinstance(self.task, HasOwnHead):
+                weights = export.host_weights(self.adapters)
+                return None if folder is None else self._save_adapter(folder / "adapter", weights)
+            if isinstance(self.task, MeasuresResult):
+                self.task.measure_result(self.model)
+            return self._write_model(folder / "model" if folder is not None else None)
 
-    def _write_result(self, folder: Path) -> Path:
-        if self.adapters:
-            return self._save_adapter(folder / "adapter")
-        target = folder / "model"
+    def _gathering(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        """Gather parts in the block; replicas, which have none, need no other process."""
+        sharded = self.parallel is not None and self.parallel.strategy.sharded
+        return self.connected(doing) if sharded else contextlib.nullcontext()
+
+    def _write_model(self, folder: Path | None) -> Path | None:
+        """Write the whole model on the rank that has a folder; the others send it their parts."""
+        if not any(map(is_sharded, self.model.parameters())):
+            if folder is not None:
+                self._write_tensors(folder, trained=self.masters.masters)
+            return folder
+        from crosstune.torch_engine.sharding.read_whole import read_whole
+
+        assert self.parallel is not None
+        masters, parameters = self.masters.masters, self.masters.parameters
+        divided = {name: (master, parameters[name]) for name, master in masters.items()}
+        with read_whole(self.parallel.group, self.model, divided) as trained:
+            if folder is not None and trained is not None:
+                self._write_tensors(folder, trained=trained)
+        return folder
+
+    def _write_tensors(self, folder: Path, *, trained: Tensors) -> None:
         if isinstance(self.task, WritesModel):
-            self.task.write_model(self.model, target, trained=self.masters.masters)
+            self.task.write_model(self.model, folder, trained=trained)
         else:
-            export.save_tensors(target, self.model.state_dict().items())
-        return target
+            export.save_tensors(folder, self.model.state_dict().items())
 
-    def _save_adapter(self, folder: Path) -> Path:
+    def _save_adapter(self, folder: Path, weights: Mapping[str, Array]) -> Path:
         opening = self.parts.opening
         save_adapter(
             folder,
-            export.host_weights(self.adapters),
+            weights,
             settings=AdapterSettings.from_config(self.plan.config, method=self.plan.method),
             targets=name_targets(self.model, self.adapters),
             base=opening.folder,
@@ -212,29 +283,78 @@ class TorchSession:
         """Leave the gradients of the window in the masters, unscaled and clipped."""
         weight = sum(batch.weight for batch in window)
         total, metrics = torch.zeros((), device=self.device), MetricTotals(self.task.metric_names)
-        for batch in window:
-            with self.precision.context(self.device):
-                loss, sums = self.task.loss(self.model, self._to_device(batch))
-                loss = loss / weight
-            (loss * loss_scale).backward()
-            self.masters.collect_gradients()
-            total += loss.detach()
-            metrics.add(sums)
+        with self._passes(window) as turns:
+            for batch, counts in turns:
+                with self.precision.context(self.device), self._offloading():
+                    loss, sums = self.task.loss(self.model, self._to_device(batch))
+                    loss = loss / weight if counts else loss * 0.0
+                (loss * loss_scale).backward()
+                self.masters.collect_gradients()
+                if counts:
+                    total += loss.detach()
+                    metrics.add(sums)
+        if self.parallel is not None:
+            self.parallel.reduce_gradients(self._replicated())
         trained = list(self.masters.masters.values())
         if loss_scale != 1.0:
             for tensor in trained:
                 if tensor.grad is not None:
                     tensor.grad.div_(loss_scale)
-        config = self.plan.config
-        limit = config.grad_norm if config.apply_gradient_clipping else math.inf
-        norm = torch.nn.utils.clip_grad_norm_(trained, limit)
         return Backward(
-            loss=float(total),
-            grad_norm=float(norm),
+            loss=self._sum(float(total)),
+            grad_norm=self._clip(trained),
             weight=weight,
             num_tokens=sum(batch.num_tokens for batch in window),
-            metrics=metrics.means(),
+            metrics=metrics.means(self.parallel),
         )
+
+    def _offloading(self) -> contextlib.AbstractContextManager[object]:
+        return offload_activations(self.device, enabled=self.plan.config.use_activation_cpu_offload)
+
+    def _clip(self, trained: Sequence[torch.Tensor]) -> float:
+        """Clip the gradients and return their norm before."""
+        config = self.plan.config
+        limit = config.grad_norm if config.apply_gradient_clipping else math.inf
+        if self.parallel is None:
+            return float(torch.nn.utils.clip_grad_norm_(trained, limit))
+        same = self._replicated()
+        divided = [tensor for name, tensor in self.masters.masters.items() if name not in same]
+        return self.parallel.clip_gradients(divided, list(same.values()), limit)
+
+    def _sum(self, number: float) -> float:
+        return self.parallel.sum_numbers(number)[0] if self.parallel is not None else number
+
+    def _replicated(self) -> dict[str, torch.Tensor]:
+        """Return the masters that every rank holds whole."""
+        parameters = self.masters.parameters
+        return {name: m for name, m in self.masters.masters.items() if not is_sharded(parameters[name])}
+
+    @contextlib.contextmanager
+    def _passes(self, window: Sequence[PreparedBatch]) -> Iterator[Iterator[tuple[PreparedBatch, bool]]]:
+        """Give the micro-batches of this rank, each with whether it counts, for a pass each."""
+        if self.parallel is None:
+            yield ((batch, True) for batch in window)
+            return
+        self._check_batches(window)
+        with self.parallel.passes(self.model), memory_errors(self.device):
+            yield self.parallel.turns(self.model, window)
+
+    def _evaluation_turns(self, batches: Iterable[Batch]) -> Iterator[tuple[int, PreparedBatch, bool]]:
+        """Yield the batches of this rank with their index and whether they count: rank r takes each size-th one. A rank
+        of a sharded model that has none left takes part in the passes of the others."""
+        size, rank = (self.parallel.size, self.parallel.rank) if self.parallel is not None else (1, 0)
+        found = enumerate(batches)
+        while together := [(index, self.prepare(batch)) for index, batch in itertools.islice(found, size)]:
+            self._check_batches([batch for _, batch in together])
+            counts = rank < len(together)
+            if counts or (self.parallel is not None and self.parallel.strategy.sharded):
+                yield (*together[rank if counts else 0], counts)
+
+    def _check_batches(self, batches: Sequence[PreparedBatch]) -> None:
+        """Let the task check its batches on every rank, since that may need a pass of the model."""
+        if self.parallel is not None and isinstance(self.task, ChecksBatches):
+            for batch in batches:
+                self.task.check_batch(self.model, self._to_device(batch))
 
     def _to_device(self, batch: PreparedBatch) -> Tensors:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.arrays.items()}
@@ -258,10 +378,15 @@ class MetricTotals:
             before = self._sums[name]
             self._sums[name] = (before[0] + _detached(total), before[1] + _detached(weight))
 
-    def means(self) -> Metrics:
+    def means(self, parallel: Parallel | None = None) -> Metrics:
+        """Return the means, over all processes, which all have the same metrics."""
+        numbers = [float(number) for pair in self._sums.values() for number in pair]
+        if parallel is not None:
+            numbers = parallel.sum_numbers(*numbers)
+        pairs = zip(numbers[::2], numbers[1::2], strict=True)
         return {
-            name: float(total) / float(weight) if float(weight) else math.nan
-            for name, (total, weight) in self._sums.items()
+            name: total / weight if weight else math.nan
+            for name, (total, weight) in zip(self._sums, pairs, strict=True)
         }
 
 

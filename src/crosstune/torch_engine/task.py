@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -19,6 +19,9 @@ MetricSums = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]]
 """Name -> (sum, weight); the metric is their quotient over all batches and ranks."""
 
 
+Finish = Callable[[nn.Module, str], None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Opening:
     """Arguments for building a model."""
@@ -30,6 +33,9 @@ class Opening:
     """The base model; None for a recipe without one."""
     base_name: str | None = None
     """The hub id of the base model, if it came from there."""
+    finish: Finish | None = None
+    """With several processes: adapts and shards a part of the model that has its weights, so that no process holds all of
+    them. Called with the model and the name of a block, at last with "" for the rest. A task need not call it."""
 
 
 class TorchTask(Protocol):
@@ -50,7 +56,34 @@ class TorchTask(Protocol):
 
 
 @runtime_checkable
+class HasOwnHead(Protocol):
+    """A task whose head is trained whole, also where the rest of the model has adapters; its result is one model, with
+    the adapters merged."""
+
+    head_names: Sequence[str]
+    """The canonical names of the head's parameters."""
+
+
+@runtime_checkable
 class WritesModel(Protocol):
-    """A task that writes the whole model itself, in a format that other tools read."""
+    """A task that writes the whole model itself, in a format that other tools read.
+
+    Only one process calls it. It takes tensors from `model.state_dict()` or, by canonical name in fp32, from `trained`,
+    and makes no pass of the model, which may be sharded.
+    """
 
     def write_model(self, model: nn.Module, folder: Path, *, trained: Tensors) -> None: ...
+
+
+@runtime_checkable
+class MeasuresResult(Protocol):
+    """A task that measures something with the model before it is written. Every process calls it."""
+
+    def measure_result(self, model: nn.Module) -> None: ...
+
+
+@runtime_checkable
+class ChecksBatches(Protocol):
+    """A task that checks whether the model can train on a batch, with a pass of the model if need be."""
+
+    def check_batch(self, model: nn.Module, tensors: Tensors) -> None: ...

@@ -12,6 +12,7 @@ from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.quiet import hide_output
 from crosstune.torch_engine.load import readable_errors
 from crosstune.torch_engine.precision import Precision
+from crosstune.torch_engine.sharding.gathered import without_gradients
 
 
 def load_plainly(folder: Path, precision: Precision, *, device: torch.device, gguf: str | None = None) -> Any:
@@ -38,12 +39,11 @@ def replace_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
             state[name].copy_(tensor)
 
 
-@torch.inference_mode()
 def model_logits(model: Any, prompts: Prompts, *, precision: Precision, device: torch.device) -> Logits:
     """Return the logits at every position of each prompt, in fp32."""
     found = []
     for prompt in prompts:
-        with precision.context(device):
+        with without_gradients(model), precision.context(device):
             ids = torch.tensor([list(prompt)], device=device)
             found.append(model(input_ids=ids).logits[0].float().cpu().numpy())
     return found

@@ -25,7 +25,7 @@ class WeightForm:
     """The shape of each matrix."""
     stacked: bool
     transposed: bool
-    """Whether the parameter holds its matrices with a row per input."""
+    """True if the parameter holds its matrices with a row per input."""
 
     def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the matrices of the parameter's values."""

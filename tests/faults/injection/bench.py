@@ -42,7 +42,7 @@ class Bench:
 
     home: Path
     seconds: float = 0.0
-    """What a whole run took here, lately."""
+    """The seconds of a whole run here, lately."""
     _references: dict[str, Bits] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -165,7 +165,7 @@ def acknowledged(folder: Path) -> set[int]:
 
 
 def lost_or_torn(folder: Path, *, keep: Keep = KEEP, damaged: frozenset[int] = frozenset()) -> list[str]:
-    """What is wrong with the checkpoints of a run that was killed: nothing should be."""
+    """Return the problems of a killed run's checkpoints: there should be none."""
     there = {step: path for step, path in checkpoint_folders(folder / "checkpoints") if step not in damaged}
     problems = []
     for step, path in there.items():
@@ -181,7 +181,7 @@ def lost_or_torn(folder: Path, *, keep: Keep = KEEP, damaged: frozenset[int] = f
 
 
 def untidy(folder: Path) -> list[str]:
-    """What a kill left behind and a finished resume should have cleared."""
+    """Return the leftovers of a kill that a finished resume should have cleared."""
     strays = [*leftovers(folder / "checkpoints"), *folder.glob(".result.*"), *folder.glob(".*.json*.*")]
     return [f"left behind: {path.name}" for path in strays]
 

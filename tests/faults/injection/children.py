@@ -17,7 +17,7 @@ LIMIT_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a child ended: an exit code, or the number of the signal that ended it; and what it printed."""
+    """The end of a child: an exit code or the number of a signal, and the text that it printed."""
 
     code: int | None
     signal: int | None
@@ -67,7 +67,7 @@ class Child:
         return Ended(code=os.WEXITSTATUS(status), signal=None, said=said)
 
     def alive(self) -> bool:
-        """Whether it still runs; leaves its end to `wait`."""
+        """Return whether it still runs; leave its end to `wait`."""
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 

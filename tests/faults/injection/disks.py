@@ -25,7 +25,7 @@ _LOG_BYTES = 8 * PAGE
 
 
 def can_mount(home: Path) -> bool:
-    """Whether a child may have file systems of its own: as root, or where users may make namespaces."""
+    """Return whether a child may have file systems of its own: as root, or where users may make namespaces."""
     return Child(partial(_try_mount, home), said=home).wait().code == 0
 
 

@@ -15,21 +15,18 @@ import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from crosstune.checkpoint.manifest import MANIFEST, SEAL, seal
 from crosstune.cli.main import main
-from crosstune.models.adapter_choice import AdapterSettings, Targets
-from crosstune.models.adapter_files import PEFT_WEIGHTS, save_adapter
-from crosstune.models.tiny import tiny_model
+from crosstune.models.adapter_files import PEFT_WEIGHTS
+from injection.intact_files import FIXED, ROWS, Workshop
 from injection.mutations import (
     damage_bytes,
     damage_gguf,
     damage_json,
     damage_safetensors,
     damage_tar,
+    damage_tokenizer,
     damage_yaml,
 )
 
@@ -44,10 +41,6 @@ MODEL_FILES = (
     "chat_template.jinja",
 )
 RUN_FILES = ("plan.json", "summary.json", "metrics.jsonl", "events.jsonl", "config.yaml")
-_ROWS = [
-    {"messages": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": str(n)}]}
-    for n in range(8)
-]
 
 
 @dataclass(frozen=True)
@@ -59,127 +52,14 @@ class Case:
     names: tuple[str, ...]
 
 
-class Workshop:
-    """Intact files of every format, made once, and damaged copies of them."""
-
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        self.good = home / "good"
-        if not self.good.exists():
-            self._make()
-
-    def _make(self) -> None:
-        self.good.mkdir(parents=True)
-        tiny = tiny_model(
-            self.good / "model",
-            vocab=300,
-            hidden=16,
-            intermediate=32,
-            num_layers=1,
-            num_heads=2,
-            num_kv_heads=1,
-        )
-        weights = sorted(path.name for path in tiny.glob("*.safetensors"))
-        index = {"metadata": {}, "weight_map": {"model.norm.weight": weights[0]}}
-        (tiny / "model.safetensors.index.json").write_text(json.dumps(index))
-        (tiny / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-        data = self.good / "data.jsonl"
-        data.write_text("".join(json.dumps(row) + "\n" for row in _ROWS))
-        self._make_adapter(tiny)
-        options = [
-            "--model_name",
-            str(tiny),
-            "--dataset",
-            str(data),
-            "--output_dir",
-            str(self.good),
-            "--name",
-            "run",
-        ]
-        run = [
-            "train",
-            *FIXED,
-            *options,
-            "--max_steps",
-            "2",
-            "--save_steps",
-            "1",
-            "--train_type",
-            "lora",
-            "--lora_rank",
-            "2",
-        ]
-        assert main(run) == 0
-        archive = [
-            "move",
-            str(self.good / "run"),
-            "--to",
-            "cpu",
-            "--out",
-            str(self.good / "run.crosstune.tar"),
-        ]
-        assert main(archive) == 0
-        export = [
-            "export",
-            str(tiny),
-            "--to",
-            "gguf",
-            "--gguf_type",
-            "f16",
-            "--out",
-            str(self.good / "gguf"),
-            "--backend",
-            "cpu",
-        ]
-        assert main(export) == 0
-        next((self.good / "gguf").glob("*.gguf")).rename(self.good / "model.gguf")
-
-    def _make_adapter(self, base: Path) -> None:
-        layers = {"model.layers.0.self_attn.q_proj": (16, 16), "model.layers.0.self_attn.v_proj": (8, 16)}
-        tensors = {}
-        for layer, (rows, columns) in layers.items():
-            tensors[f"{layer}.lora_A.weight"] = np.full((2, columns), 0.01, np.float32)
-            tensors[f"{layer}.lora_B.weight"] = np.full((rows, 2), 0.01, np.float32)
-        settings = AdapterSettings(rank=2, alpha=4.0, dropout=0.0, rank_stabilized=False, magnitudes=False)
-        record = {"base": {"name": str(base), "identity": {}}, "quantization": None, "precision": "fp32"}
-        save_adapter(
-            self.good / "adapter",
-            tensors,
-            settings=settings,
-            targets=Targets(modules=["q_proj", "v_proj"]),
-            base=base,
-            record=record,
-        )
-
-    def import_libraries(self) -> None:
-        """Run one intact command of each engine, since the first import of a library takes longer than a case may."""
-        words = [
-            "generate",
-            str(self.good / "adapter"),
-            "--prompt",
-            "Hi",
-            "--max_new_tokens",
-            "1",
-            "--backend",
-            "cpu",
-        ]
-        assert main(words) == 0
-
-    def case(self, seed: int) -> Case:
-        """Make the damaged files of a seed in a fresh folder."""
-        chance = random.Random(seed)
-        work = self.home / "work"
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir()
-        kind = chance.choice(list(KINDS))
-        return KINDS[kind](self, work, chance)
-
-    def copy(self, name: str, work: Path) -> Path:
-        """Copy a folder; its files are damaged by replacing them, never in place."""
-        return Path(shutil.copytree(self.good / name, work / name, copy_function=os.link, symlinks=True))
-
-
-FIXED = ("--backend", "cpu", "--precision", "fp32", "--eval_samples", "2")
+def make_case(shop: Workshop, seed: int) -> Case:
+    """Make the damaged files of a seed in a fresh folder."""
+    chance = random.Random(seed)
+    work = shop.home / "work"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    kind = chance.choice(list(KINDS))
+    return KINDS[kind](shop, work, chance)
 
 
 def run_case(case: Case, *, out: Callable[[], str]) -> str | None:
@@ -244,7 +124,7 @@ def _model(shop: Workshop, work: Path, chance: random.Random) -> Case:
     if name == "config.json" or chance.random() < 0.3:
         name = "config.json"
     if name == "tokenizer.json" and chance.random() < 0.4:
-        _put(folder / name, _hostile_tokenizer(json.loads((folder / name).read_bytes()), chance))
+        _put(folder / name, damage_tokenizer(json.loads((folder / name).read_bytes()), chance))
     else:
         _damage(folder / name, chance)
     commands = {
@@ -267,49 +147,10 @@ def _train(shop: Workshop, work: Path) -> list[str]:
     return ["train", *FIXED, *data, "--max_steps", "1", "--lora_rank", "2", "--lr", "1e-4"]
 
 
-def _hostile_tokenizer(tokenizer: dict[str, Any], chance: random.Random) -> bytes:
-    double = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
-    split = {"type": "Split", "behavior": "Isolated", "invert": False}
-    patterns = [
-        "(a*)*\\d",
-        "(?:a|a)*\\d",
-        ".*.*.*\\d{9}",
-        "(\\w+\\s?)*\\d$",
-        "[",
-        "(?<=a",
-        "a{1,99999}{1,99999}",
-    ]
-    part = chance.choice(["normalizer", "normalizer regex", "pre", "decoder", "added", "vocab"])
-    if part == "normalizer":
-        tokenizer["normalizer"] = {"type": "Sequence", "normalizers": [double] * chance.choice([3, 24, 300])}
-    elif part == "normalizer regex":
-        regex = {"type": "Replace", "pattern": {"Regex": chance.choice(patterns)}, "content": "b" * 50}
-        tokenizer["normalizer"] = {"type": "Sequence", "normalizers": [regex] * chance.choice([1, 3])}
-    elif part == "pre":
-        tokenizer["pre_tokenizer"] = split | {"pattern": {"Regex": chance.choice(patterns)}}
-    elif part == "decoder":
-        tokenizer["decoder"] = {"type": "Sequence", "decoders": [double] * 24}
-    elif part == "added":
-        tokenizer["added_tokens"] = [
-            dict(token, id=chance.choice([-1, 2**31, 10**9])) for token in tokenizer["added_tokens"]
-        ]
-    else:
-        tokenizer["model"]["vocab"] = {
-            token: chance.choice([0, number, 2**31]) for token, number in tokenizer["model"]["vocab"].items()
-        }
-    return json.dumps(tokenizer).encode()
-
-
 def _adapter(shop: Workshop, work: Path, chance: random.Random) -> Case:
     folder = shop.copy("adapter", work)
     name = chance.choice(
-        [
-            "adapter_config.json",
-            "adapter_config.json",
-            PEFT_WEIGHTS,
-            "crosstune.json",
-            "tokenizer_config.json",
-        ]
+        [*["adapter_config.json"] * 2, PEFT_WEIGHTS, "crosstune.json", "tokenizer_config.json"]
     )
     _damage(folder / name, chance)
     commands = [
@@ -336,15 +177,7 @@ def _checkpoint(shop: Workshop, work: Path, chance: random.Random) -> Case:
     run = shop.copy("run", work)
     folder = sorted((run / "checkpoints").glob("step-*"))[-1]
     name = chance.choice(
-        [
-            MANIFEST,
-            MANIFEST,
-            MANIFEST,
-            SEAL,
-            "weights.safetensors",
-            "moments.safetensors",
-            "random.safetensors",
-        ]
+        [*[MANIFEST] * 3, SEAL, *(f"{part}.safetensors" for part in ("weights", "moments", "random"))]
     )
     before = (folder / name).read_bytes()
     _damage(folder / name, chance)
@@ -362,10 +195,7 @@ def _checkpoint(shop: Workshop, work: Path, chance: random.Random) -> Case:
             str(folder),
             "--output_dir",
             str(work / "runs"),
-            "--name",
-            "r",
-            "--max_steps",
-            "2",
+            *["--name", "r", "--max_steps", "2"],
         ],
     ]
     command = chance.choice(commands)
@@ -458,9 +288,9 @@ def _data(shop: Workshop, work: Path, chance: random.Random) -> Case:
         path.write_bytes(damage_bytes(raw, chance))
     elif suffix == ".json":
         path.write_bytes(
-            damage_json(_ROWS, chance)
+            damage_json(ROWS, chance)
             if chance.random() < 0.7
-            else damage_bytes(json.dumps(_ROWS).encode(), chance)
+            else damage_bytes(json.dumps(ROWS).encode(), chance)
         )
     else:
         shutil.copy(shop.good / "data.jsonl", path)

@@ -98,7 +98,7 @@ def damage(path: Path) -> None:
 
 
 def _still_damaged(folder: Path) -> bool:
-    """Whether the damaged checkpoint is still there under its name: the kill came before it was set aside."""
+    """Return whether the damaged checkpoint is still there under its name: the kill came before it was set aside."""
     return not list((folder / "checkpoints").glob(f"step-{NUM_STEPS:08d}~*"))
 
 

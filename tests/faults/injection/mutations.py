@@ -170,6 +170,40 @@ def damage_tar(raw: bytes, chance: random.Random) -> bytes:
     return bytes(data)
 
 
+def damage_tokenizer(tokenizer: dict[str, Any], chance: random.Random) -> bytes:
+    """Write a tokenizer whose parts grow the text, take exponential time, or number tokens wrongly."""
+    double = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    patterns = [
+        "(a*)*\\d",
+        "(?:a|a)*\\d",
+        ".*.*.*\\d{9}",
+        "(\\w+\\s?)*\\d$",
+        "[",
+        "(?<=a",
+        "a{1,99999}{1,99999}",
+    ]
+    part = chance.choice(["normalizer", "normalizer regex", "pre", "decoder", "added", "vocab"])
+    if part == "normalizer":
+        tokenizer["normalizer"] = {"type": "Sequence", "normalizers": [double] * chance.choice([3, 24, 300])}
+    elif part == "normalizer regex":
+        regex = {"type": "Replace", "pattern": {"Regex": chance.choice(patterns)}, "content": "b" * 50}
+        tokenizer["normalizer"] = {"type": "Sequence", "normalizers": [regex] * chance.choice([1, 3])}
+    elif part == "pre":
+        tokenizer["pre_tokenizer"] = split | {"pattern": {"Regex": chance.choice(patterns)}}
+    elif part == "decoder":
+        tokenizer["decoder"] = {"type": "Sequence", "decoders": [double] * 24}
+    elif part == "added":
+        tokenizer["added_tokens"] = [
+            dict(token, id=chance.choice([-1, 2**31, 10**9])) for token in tokenizer["added_tokens"]
+        ]
+    else:
+        tokenizer["model"]["vocab"] = {
+            token: chance.choice([0, number, 2**31]) for token, number in tokenizer["model"]["vocab"].items()
+        }
+    return json.dumps(tokenizer).encode()
+
+
 def damage_yaml(chance: random.Random) -> str:
     """Return a configuration with one to three hostile values."""
     lines = chance.sample(YAML_VALUES, chance.choice([1, 1, 3]))

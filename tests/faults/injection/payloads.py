@@ -291,7 +291,7 @@ def _command(words: list[str]) -> int:
 
 
 def _find(run: Path) -> int:
-    """What a resume does first."""
+    """Read a checkpoint as a resume does first."""
     from crosstune.config.load import make_config
     from crosstune.core.errors import UserError
     from crosstune.core.events import Observers

@@ -16,7 +16,7 @@ from crosstune.torch_engine.quantized import StoredWeight, open_quantizer
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStorage:
-    """How one layer is stored: everything that determines its values."""
+    """The storage of one layer: everything that determines its values."""
 
     spec: QuantSpec | None = None
     """None stores 16 bits."""

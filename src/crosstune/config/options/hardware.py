@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from crosstune.config.conditions import RECOMPUTATION, SEVERAL_DEVICES, SHARDED_MODEL, TORCH_ENGINE
+from crosstune.config.conditions import (
+    DEVICE_MEMORY,
+    RECOMPUTATION,
+    SEVERAL_DEVICES,
+    SHARDED_MODEL,
+    SHARDED_WEIGHTS,
+    TORCH_ENGINE,
+)
 from crosstune.config.option import OnResume, not_zero, option
-from crosstune.config.unbuilt import ACTIVATION_OFFLOAD, SEVERAL_TORCH_DEVICES
 from crosstune.core.backend import BACKENDS_PACKAGE
 from crosstune.core.names import plugin_names
 
@@ -57,11 +63,10 @@ class HardwareOptions:
     )
     world_size: int = option(
         -1,
-        "Number of devices; -1 for all. On MLX the number of processes; -1 for one",
+        "Number of devices, with a process for each; -1 for all. On a CPU and on MLX the number of processes; -1 for one",
         low=-1,
         high=2**16,
         on_resume=OnResume.FREE,
-        unbuilt=SEVERAL_TORCH_DEVICES,
         check=not_zero,
     )
     sharding_strategy: str = option(
@@ -69,7 +74,6 @@ class HardwareOptions:
         "How weights are divided over several devices",
         choices=SHARDING,
         needs=(SEVERAL_DEVICES, SHARDED_MODEL),
-        unbuilt=SEVERAL_TORCH_DEVICES,
     )
     distributed_backend: str = option(
         "auto",
@@ -79,30 +83,16 @@ class HardwareOptions:
     )
     use_cpu_offload: bool = option(
         False,
-        "Keep sharded weights in host memory",
-        needs=(SEVERAL_DEVICES, SHARDED_MODEL),
-        unbuilt=SEVERAL_TORCH_DEVICES,
+        "Keep sharded weights, gradients and optimizer moments in host memory",
+        needs=(SEVERAL_DEVICES, SHARDED_MODEL, SHARDED_WEIGHTS),
     )
     use_activation_cpu_offload: bool = option(
-        False, "Keep saved activations in host memory", unbuilt=ACTIVATION_OFFLOAD
+        False,
+        "Keep the activations that the backward pass needs in host memory",
+        needs=(TORCH_ENGINE, DEVICE_MEMORY),
     )
     no_sync: bool = option(
         False,
-        "Do not reduce gradients between the micro-batches of a step",
-        needs=(SEVERAL_DEVICES, SHARDED_MODEL),
-        unbuilt=SEVERAL_TORCH_DEVICES,
-    )
-    master_addr: str = option(
-        "localhost",
-        "Address of the first process",
-        needs=(SEVERAL_DEVICES, SHARDED_MODEL),
-        unbuilt=SEVERAL_TORCH_DEVICES,
-    )
-    master_port: int = option(
-        12355,
-        "Port of the first process",
-        low=1,
-        high=65535,
-        needs=(SEVERAL_DEVICES, SHARDED_MODEL),
-        unbuilt=SEVERAL_TORCH_DEVICES,
+        "Do not reduce gradients between the micro-batches of a step: faster, but each rank holds whole gradients",
+        needs=(SEVERAL_DEVICES, SHARDED_MODEL, SHARDED_WEIGHTS),
     )

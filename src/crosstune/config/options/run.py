@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from crosstune.config.conditions import EVALUATION, EVALUATIONS, RESUMING, SAVING, WANDB
-from crosstune.config.option import Holds, OnResume, option
+from crosstune.config.option import Holds, OnResume, check_duration, option
 from crosstune.config.unbuilt import WANDB_LOG
-from crosstune.core.durations import parse_duration
 
 MISMATCHES = ("model", "data", "eval_data", "order", "quantization", "trainable", "optimizer", "loss")
 """The values of `allow_mismatch`."""
@@ -25,14 +24,6 @@ def mismatches(value: str) -> list[str]:
 def _check_mismatches(value: str) -> str | None:
     unknown = set(mismatches(value)) - set(MISMATCHES)
     return f"one or more of {', '.join(MISMATCHES)}, with commas between them" if unknown else None
-
-
-def _check_duration(value: str) -> str | None:
-    try:
-        parse_duration(value)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def _check_name(value: str) -> str | None:
@@ -109,7 +100,7 @@ class RunOptions:
         None,
         "Save a checkpoint and stop before this much time has passed, such as 3h30m",
         on_resume=OnResume.ONE_START,
-        check=_check_duration,
+        check=check_duration,
     )
     eval_steps: int = option(
         0,

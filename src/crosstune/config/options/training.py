@@ -31,6 +31,12 @@ class TrainingOptions:
     gradient_accumulation_steps: int = option(
         1, "Micro-batches per optimizer step", aliases=("gradient_accumulation",), low=1, high=2**20
     )
+    rows_per_step: int = option(
+        0,
+        "Rows per optimizer step over all devices; 0 for batch_size x gradient_accumulation_steps x world_size",
+        low=0,
+        high=2**40,
+    )
     optimizer: str = option("adamw", "Optimizer", choices=OPTIMIZERS)
     lr: float = option(0.0002, "Peak learning rate", aliases=("learning_rate",), low=0, high=1000)
     wd: float = option(

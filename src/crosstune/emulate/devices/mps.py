@@ -1,4 +1,4 @@
-"""What torch supports on Apple GPUs, from its sources, to check a run on a computer without one."""
+"""List what torch supports on Apple GPUs, from its sources, to check a run on a computer without one."""
 
 from __future__ import annotations
 

@@ -49,16 +49,26 @@ class CausalLM:
         row, column = (batch.targets != IGNORED).nonzero()
         num_places = max(1, _round_up(len(row)) if few_shapes else len(row))
         places = np.zeros(num_places, dtype=np.int32)
-        targets = np.zeros(num_places, dtype=np.int32)
         places[: len(row)] = row * width + column
-        targets[: len(row)] = batch.targets[row, column]
         arrays: dict[str, Array] = {
             "input_ids": np.pad(batch.input_ids, pad),
             "places": places,
-            "targets": targets,
+            "targets": self.at_places(batch.targets, batch, num_places),
             "counted": (np.arange(num_places) < len(row)).astype(np.float32),
         }
         return arrays | ({"segments": np.pad(batch.segments, pad)} if batch.is_packed else {})
+
+    def at_places(self, values: Array, batch: TokenBatch, num_places: int) -> Array:
+        """Return the values at the supervised positions, filled up with zeros."""
+        found = np.zeros(num_places, dtype=values.dtype)
+        chosen = values[batch.targets != IGNORED]
+        found[: len(chosen)] = chosen
+        return found
+
+    @property
+    def prepared(self) -> CausalLoss:
+        assert self._loss is not None, "the loss is not prepared yet"
+        return self._loss
 
     def prepare_loss(self, model: nn.Module) -> CausalLoss:
         self._loss = CausalLoss(model)

@@ -5,18 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from crosstune.config.facts import Preset
 from crosstune.config.load import cache_override
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
+from crosstune.core.machine import BackendReport
 
 if TYPE_CHECKING:
     from crosstune.recipes.latent_diffusion.pair_folder import PairFolder
     from crosstune.recipes.latent_diffusion.recipe import LatentDiffusionRecipe
 
 NEEDS_BASE_MODEL = False
-DEFAULTS = {"dataset": "grammar", "train_type": "full", "lr": 1e-3, "batch_size": 64, "eval_samples": 256}
-"""Options whose default is another one with this recipe."""
+_DEFAULTS = {"dataset": "grammar", "train_type": "full", "lr": 1e-3, "batch_size": 64, "eval_samples": 256}
+"""Options whose default is another one with this recipe, on every backend."""
+PRESET_OPTIONS = tuple(_DEFAULTS)
+
+
+def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
+    """Return option -> value and reason, for options that were not set."""
+    reason = "the default of the recipe latent_diffusion"
+    return {
+        option: Preset(value=value, reason=reason)
+        for option, value in _DEFAULTS.items()
+        if option not in config.asked
+    }
 
 
 def open_recipe(config: Config, *, model_folder: Path | None, observer: Observer) -> LatentDiffusionRecipe:

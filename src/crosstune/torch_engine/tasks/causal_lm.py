@@ -39,17 +39,19 @@ class CausalLM:
     def __init__(self) -> None:
         self.opening: Opening | None = None
         self.expansion: Expansion | None = None
+        self._against_trained: dict[str, Any] | None = None
 
     def build(self, opening: Opening) -> nn.Module:
         """Load the model folder, quantized and expanded as the plan says."""
         assert opening.folder is not None, "a causal language model is built from a folder"
         model, self.expansion = load_model(
-            opening.folder, plan=opening.plan, precision=opening.precision, device=opening.device
+            opening.folder,
+            plan=opening.plan,
+            precision=opening.precision,
+            device=opening.device,
+            finish=opening.finish,
         )
         self.opening = opening
-        if self.expansion is not None:
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(self.expansion.is_new(name))
         return model
 
     def arrays(self, batch: TokenBatch) -> Mapping[str, Array]:
@@ -65,14 +67,21 @@ class CausalLM:
         return arrays | ({"positions": batch.positions.astype("int64")} if batch.is_packed else {})
 
     def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
-        """Return the cross entropy in fp32, summed over the supervised tokens of a batch.
+        """Return the cross entropy in fp32, summed over the supervised tokens of a batch."""
+        logits, targets, _ = self.supervised_logits(model, tensors)
+        return cross_entropy_sum(logits, targets), {}
+
+    def supervised_logits(
+        self, model: nn.Module, tensors: Tensors
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the logits of the supervised tokens, their targets, and their mask in the flattened columns.
 
         Rows are padded on the right and attention is causal, so no token attends to padding and no mask is needed. In
         packed rows, restarting positions tell transformers where each document begins, and attention stays within it.
         """
         options: dict[str, Any] = {"input_ids": tensors["input_ids"], "use_cache": False}
+        self.check_batch(model, tensors)
         if "positions" in tensors:
-            ensure_separates_documents(model, device=tensors["input_ids"].device)
             options["position_ids"] = tensors["positions"]
         if takes_logits_to_keep(model):
             logits = model(**options, logits_to_keep=tensors["columns"]).logits
@@ -80,7 +89,12 @@ class CausalLM:
             logits = model(**options).logits[:, tensors["columns"]]
         flat = tensors["targets"].reshape(-1)
         kept = flat != IGNORED
-        return cross_entropy_sum(logits.reshape(-1, logits.shape[-1])[kept], flat[kept]), {}
+        return logits.reshape(-1, logits.shape[-1])[kept], flat[kept], kept
+
+    def check_batch(self, model: nn.Module, tensors: Tensors) -> None:
+        """Check that the model can train on packed rows."""
+        if "positions" in tensors:
+            ensure_separates_documents(model, device=tensors["input_ids"].device)
 
     def base_record(self) -> dict[str, Any]:
         """Return a record of the base weights, their quantization and the precision of the training."""
@@ -98,7 +112,7 @@ class CausalLM:
         base = self._opened().folder
         assert base is not None
         export.save_model(folder, model.config, self._result_tensors(model, base, trained), base=base)
-        write_json(folder / RECORD, self.base_record() | self._expansion_record(model, base))
+        write_json(folder / RECORD, self.base_record() | self._expansion_record())
 
     def _result_tensors(
         self, model: nn.Module, base: Path, trained: Tensors
@@ -113,20 +127,25 @@ class CausalLM:
                 is_new = self.expansion.is_new(target)
                 yield target, trained[target].to(place.dtype) if is_new else read_tensor(place)
 
-    def _expansion_record(self, model: nn.Module, base: Path) -> dict[str, Any]:
+    def _expansion_record(self) -> dict[str, Any]:
         """Return which blocks are new and, after training on a quantized base, the effect of saving the original one."""
         if self.expansion is None:
             return {}
+        measured = {"against_trained": self._against_trained} if self._against_trained is not None else {}
+        return {"new_blocks": sorted(self.expansion.new)} | measured
+
+    def measure_result(self, model: nn.Module) -> None:
+        """Compare the new blocks over the quantized base, which were trained, with those over the original one."""
         opening = self._opened()
-        record: dict[str, Any] = {"new_blocks": sorted(self.expansion.new)}
-        if opening.plan.quant_spec is None:
-            return record
+        if self.expansion is None or opening.plan.quant_spec is None:
+            return
+        assert opening.folder is not None
         prompts = [list(range(start, start + _PROBE_TOKENS)) for start in (0, _PROBE_TOKENS)]
         with evaluating(model):
             as_trained = model_logits(model, prompts, precision=opening.precision, device=opening.device)
-            with original_weights(model, base, self.expansion):
+            with original_weights(model, opening.folder, self.expansion):
                 as_saved = model_logits(model, prompts, precision=opening.precision, device=opening.device)
-        return record | {"against_trained": {"original": measure_agreement(as_trained, as_saved).to_json()}}
+        self._against_trained = {"original": measure_agreement(as_trained, as_saved).to_json()}
 
     def _opened(self) -> Opening:
         assert self.opening is not None, "the model is not built yet"

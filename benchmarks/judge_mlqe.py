@@ -1,0 +1,80 @@
+"""Train a judge on human scores of translations, and correlate its scores with people's on the test split.
+
+    python benchmarks/judge_mlqe.py --data FOLDER --method full --rows 500,1000,2000,4000,7000 --out mlqe-full.json
+
+FOLDER has train.tsv, dev.tsv and test.tsv with the columns original, translation, mean (0-100) and z_mean, as in MLQE-PE. The
+last number of --rows is the main result, the others are its learning curve. Pearson is that with z_mean, the mean of scores
+that are normalized by annotator; intervals are of 95 %, by the bootstrap.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from judge_runs import (
+    held_out_items,
+    make_parser,
+    open_trained,
+    timed,
+    train_judge,
+    training_options,
+    write_results,
+)
+
+from crosstune.recipes.judge.items import Item
+from crosstune.recipes.judge.judge import Judgement
+from crosstune.recipes.judge.metrics.bootstrap import interval
+from crosstune.recipes.judge.metrics.correlation import pearson, spearman
+
+
+def main() -> None:
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--rows", default="7000", help="numbers of training rows, with commas between them")
+    own = parser.parse_args()
+    results: list[dict[str, Any]] = []
+    for number, count in enumerate(int(text) for text in own.rows.split(",")):
+        options = training_options(own) | {
+            "dataset": str(own.data),
+            "score_scale": "0-100",
+            "dataset_samples": count,
+            "name": f"mlqe-{own.method}-{count}",
+        }
+        run, seconds = train_judge(options)
+        items, _ = held_out_items(run)
+        if number == 0:
+            judge = open_trained(str(run), backend=own.backend, items=items, like=run, untrained=True)
+            results.append(_row("untrained", items, timed(judge, items)[0]))
+        judge = open_trained(str(run), backend=own.backend, items=items, like=run)
+        found, per_item = timed(judge, items)
+        facts = {"rows": count, "seconds": seconds, "seconds_per_item": per_item}
+        results.append(_row(f"{own.method}, {count} rows", items, found) | facts)
+    write_results(
+        own.out,
+        {
+            "command": vars(own) | {"data": str(own.data), "runs": str(own.runs), "out": str(own.out)},
+            "results": results,
+        },
+    )
+
+
+def _row(name: str, items: list[Item], found: list[Judgement]) -> dict[str, Any]:
+    expected = np.array([float(item.extra["z_mean"]) for item in items])
+    scores = np.array([one.score for one in found], dtype=np.float64)
+    bounds = interval(lambda rows: pearson(expected[rows], scores[rows]), len(items))
+    row = {
+        "name": name,
+        "pearson": pearson(expected, scores),
+        "interval": bounds.to_json() if bounds else None,
+        "spearman": spearman(expected, scores),
+        "num_items": len(items),
+    }
+    shown = f"[{bounds.low:.3f}, {bounds.high:.3f}]" if bounds else ""
+    print(f"{name:<20} Pearson {row['pearson']:.3f} {shown}  Spearman {row['spearman']:.3f}", flush=True)
+    return row
+
+
+if __name__ == "__main__":
+    main()

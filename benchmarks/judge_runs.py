@@ -1,0 +1,109 @@
+"""Train a judge through the recipe and judge the test items with it: what the judge benchmarks share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import crosstune
+from crosstune.core.events import Observers
+from crosstune.recipes.judge.items import Item
+from crosstune.recipes.judge.judge import Judge, Judgement
+from crosstune.recipes.judge.open_splits import open_judge_data
+from crosstune.results.judge import JudgeRequest, open_judge, run_config
+
+PLAIN: dict[str, Any] = {
+    "recipe": "judge",
+    "optimizer": "adamw",
+    "grad_norm": 1.0,
+    "use_gradient_checkpointing": False,
+    "lora_target_modules": "all",
+    "lora_dropout": 0.0,
+    "gradient_accumulation_steps": 1,
+    "context_length": 1024,
+    "truncation": "drop",
+    "eval_steps": 0,
+    "save_steps": 0,
+    "save_minutes": 0,
+    "num_samples": 0,
+    "result": "last",
+    "overwrite": True,
+}
+"""Every option that a preset of the recipe would choose, so that all backends do the same."""
+LEARNING_RATES = {"full": 5e-5, "lora": 5e-4}
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--precision", default="auto", help="auto: bf16_autocast on a GPU, fp32 on a CPU")
+    parser.add_argument("--method", choices=("full", "lora"), default="full")
+    parser.add_argument("--batch_size", type=int, default=32)
+    parser.add_argument("--epochs", type=float, default=2)
+    parser.add_argument("--lr", type=float, help="default 5e-5 for full, 5e-4 for lora")
+    parser.add_argument("--runs", type=Path, default=Path("judge-runs"), help="folder for the runs")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    return parser
+
+
+def training_options(own: argparse.Namespace) -> dict[str, Any]:
+    gpu = own.backend in ("cuda", "rocm") or (own.backend == "auto" and _has_cuda())
+    precision = own.precision if own.precision != "auto" else "bf16_autocast" if gpu else "fp32"
+    return PLAIN | {
+        "model_name": own.model,
+        "backend": own.backend,
+        "train_type": own.method,
+        "precision": precision,
+        "batch_size": own.batch_size,
+        "num_epochs": own.epochs,
+        "lr": own.lr or LEARNING_RATES[own.method],
+        "output_dir": str(own.runs),
+    }
+
+
+def train_judge(options: dict[str, Any]) -> tuple[Path, float]:
+    """Train; return the run and the seconds of its steps and evaluations."""
+    run = crosstune.train(progress=False, **options)
+    return run.folder, float(run.summary["seconds"])
+
+
+def open_trained(
+    target: str, *, backend: str, items: Sequence[Item], like: Path, untrained: bool = False
+) -> Judge:
+    """Open a run in fp32, as `crosstune judge eval` does; `like` is a run whose options describe the items."""
+    config = run_config(like)
+    assert config is not None
+    request = JudgeRequest(target=target, backend=backend, batch_size=64, untrained=untrained)
+    return open_judge(request, items=items, config=config, observer=Observers())
+
+
+def held_out_items(run: Path) -> tuple[list[Item], list[Item]]:
+    """Return the test and the training items of a run."""
+    config = run_config(run)
+    assert config is not None
+    data = open_judge_data(config)
+    return list(data.test), list(data.train)
+
+
+def timed(judge: Judge, items: Sequence[Item], **options: Any) -> tuple[list[Judgement], float]:
+    """Return the verdicts and the seconds per item."""
+    started = time.perf_counter()
+    found = judge.judge(items, **options)
+    return found, (time.perf_counter() - started) / len(items)
+
+
+def write_results(path: Path | None, results: Any) -> None:
+    if path is not None:
+        path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        print(f"written  {path}")
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,174 @@
+"""`crosstune adopt`: write thin entry files at the paths of the guides, so that old commands keep working."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from crosstune.cli.arguments import Parser, print_json, read_path
+from crosstune.core.errors import EXIT_DONE, UserError
+
+EXAMPLES = """examples:
+  crosstune adopt .
+  crosstune adopt my-project --force"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A file at a path of the guides, and the command that it stands for."""
+
+    path: str
+    """A .py or .sh file, relative to the folder of the project."""
+    about: str
+    command: tuple[str, ...]
+    backends: tuple[str, ...] = ()
+    """Backends to train on, unless --backend says another: the first that is available here."""
+    output_dir: str | None = None
+    """Where its results go, unless --output_dir says otherwise; the run is then named MODEL_final."""
+    script: Callable[[], str] | None = None
+    """Returns the text of a file that does more than pass its command line on."""
+
+    @property
+    def name(self) -> str:
+        return Path(self.path).stem
+
+
+def _l2t_script() -> str:
+    from crosstune.recipes.latent_diffusion.entry_script import entry_script
+
+    return entry_script(crosstune='"${PYTHON:-python}" -m crosstune')
+
+
+ENTRIES = (
+    Entry(path="train.py", about="Fine-tune a model.", command=("train",)),
+    Entry(
+        path="pt_app/eval_model/judge_train_mps.py",
+        about="Train a judge on Apple MPS, or on the CPU where there is none.",
+        command=("judge", "train"),
+        backends=("mps", "cpu"),
+        output_dir="adapters_eval",
+    ),
+    Entry(
+        path="pt_app/eval_model/judge_train_cuda.py",
+        about="Train a judge on an NVIDIA GPU, or on the CPU where there is none.",
+        command=("judge", "train"),
+        backends=("cuda", "cpu"),
+        output_dir="adapters_eval",
+    ),
+    Entry(
+        path="scripts/training/train_qwen_english_l2t_stable.sh",
+        about="Train latent diffusion, set up by the variables of its guide.",
+        command=("train",),
+        script=_l2t_script,
+    ),
+)
+"""The entries that the guides name. A new one is one more item here."""
+
+_PYTHON = '''"""{about} Written by `crosstune adopt`; the options are those of `crosstune {command}`."""
+
+import sys
+
+from crosstune.cli.adopt import run_entry
+
+if __name__ == "__main__":
+    sys.exit(run_entry("{name}", sys.argv[1:]))
+'''
+_SHELL = """#!/bin/sh
+# {about} Written by `crosstune adopt`; the options are those of `crosstune {command}`.
+exec "${{PYTHON:-python}}" -c 'import sys; from crosstune.cli.adopt import run_entry; sys.exit(run_entry("{name}", sys.argv[1:]))' "$@"
+"""
+
+
+def make_parser() -> Parser:
+    listed = "\n".join(f"  {entry.path:<40} {entry.about}" for entry in ENTRIES)
+    parser = Parser(
+        "adopt",
+        description=f"Write thin files at the paths that guides name, which run crosstune:\n\n{listed}",
+        epilog=EXAMPLES,
+    )
+    parser.add_argument("folder", type=read_path, metavar="DIR", help="folder of the project")
+    parser.add_argument("--force", action="store_true", help="replace files that are there already")
+    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    own = make_parser().parse_args(list(words))
+    written = adopt(own.folder, force=own.force)
+    if own.json:
+        print_json({"written": [str(path) for path in written]})
+    else:
+        for path in written:
+            print(f"written  {path}")
+    return EXIT_DONE
+
+
+def adopt(folder: Path, *, force: bool = False) -> list[Path]:
+    """Write all entries into a folder; raise before the first if one of the files is there and is not ours."""
+    texts = {folder / entry.path: entry_text(entry) for entry in ENTRIES}
+    taken = [path for path, text in texts.items() if path.exists() and _read(path) != text]
+    if taken and not force:
+        raise UserError(
+            f"{taken[0]} exists already" + (f", and {len(taken) - 1} more." if len(taken) > 1 else "."),
+            why="it is not a file that crosstune wrote.",
+            do="move it away, or replace it with --force",
+        )
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        if path.suffix == ".sh":
+            path.chmod(0o755)
+    return list(texts)
+
+
+def entry_text(entry: Entry) -> str:
+    if entry.script is not None:
+        return entry.script()
+    template = _SHELL if entry.path.endswith(".sh") else _PYTHON
+    return template.format(about=entry.about, command=" ".join(entry.command), name=entry.name)
+
+
+def run_entry(name: str, words: Sequence[str]) -> int:
+    """Run the command of an entry with the words of its command line."""
+    from crosstune.cli.main import main
+
+    entry = next(entry for entry in ENTRIES if entry.name == name)
+    return main([*entry.command, *entry_words(entry, words)])
+
+
+def entry_words(entry: Entry, words: Sequence[str]) -> list[str]:
+    """Return the words of a command line with what the entry adds."""
+    given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in words if word.startswith("--")}
+    added: list[str] = []
+    if given & {"help", "h"} or "-h" in words:
+        return list(words)
+    if entry.backends and "backend" not in given:
+        added += ["--backend", _available(entry.backends)]
+    if entry.output_dir is not None and not given & {"output_dir", "name", "resume"}:
+        model = _value(words, ("model", "model_name"))
+        named = ["--name", f"{Path(model).name}_final", "--overwrite"] if model else []
+        added += ["--output_dir", entry.output_dir, *named]
+    return [*words, *added]
+
+
+def _available(backends: Sequence[str]) -> str:
+    from crosstune.machines.probe import probe_machine
+
+    found = probe_machine(backends=list(backends)).available()
+    return next((name for name in backends if name in found), backends[0])
+
+
+def _value(words: Sequence[str], names: Sequence[str]) -> str | None:
+    for place, word in enumerate(words):
+        name, equals, value = word.lstrip("-").partition("=")
+        if word.startswith("--") and name in names:
+            return value if equals else next(iter(words[place + 1 : place + 2]), None)
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return ""

@@ -1,0 +1,75 @@
+"""Start the processes of a run from `crosstune train`, on this machine or as one of several."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+
+from crosstune.cli.errors import print_error
+from crosstune.config.schema import Config
+from crosstune.config.time_limits import limits_of
+from crosstune.core.errors import UserError
+from crosstune.distributed.environment import Nodes
+from crosstune.distributed.launch import launch, launch_node, ring_environments, torch_environments
+
+
+def processes_here(config: Config, nodes: Nodes | None) -> int:
+    """Return the number of processes to start on this machine: of --world_size, or of the variables of the guides."""
+    from crosstune.run import num_processes
+
+    if nodes is None:
+        return num_processes(config)
+    num_nodes, num_local = nodes.num_nodes, nodes.num_local
+    if config.world_size > 0 and num_local is None:
+        num_local, rest = divmod(config.world_size, num_nodes)
+        if rest or not num_local:
+            raise UserError(
+                f"--world_size {config.world_size} processes cannot be divided over {num_nodes} machines (NNODES).",
+                do=f"choose a multiple of {num_nodes}, or set NPROC_PER_NODE on each machine",
+            )
+    if config.world_size > 0 and num_local is not None and num_nodes == 1 and config.world_size != num_local:
+        raise UserError(
+            f"--world_size is {config.world_size}, but NNODES x NPROC_PER_NODE is {num_nodes} x {num_local}.",
+            do="leave out --world_size, or unset NPROC_PER_NODE",
+        )
+    return num_processes(config, num_local=num_local if num_local is not None else -1)
+
+
+def start_ranks(words: Sequence[str], config: Config, *, nodes: Nodes | None, num_local: int) -> int:
+    """Run the same command as ranks, and return the exit code of the run."""
+    from crosstune.run import engine_of
+
+    command = [sys.executable, "-m", "crosstune", "train", *words]
+    engine, limits = engine_of(config), limits_of(config)
+    if nodes is None or nodes.num_nodes == 1:
+        environments = ring_environments if engine == "mlx" else torch_environments
+        port = config.master_port if "master_port" in config.asked else None
+        outcome = launch(
+            command,
+            size=num_local,
+            environments=environments,
+            max_restarts=config.max_restarts,
+            collective_s=limits.collective_s,
+            port=port,
+            say=print_error,
+        )
+    elif engine == "mlx":
+        raise UserError(
+            "MLX does not train on several machines with NNODES and NODE_RANK.",
+            do="start the processes with mlx.launch, which knows the machines of the ring",
+        )
+    else:
+        outcome = launch_node(
+            command,
+            nodes,
+            num_local=num_local,
+            environments=functools.partial(torch_environments, nodes=nodes),
+            max_restarts=config.max_restarts,
+            connect_s=limits.connect_s,
+            collective_s=limits.collective_s,
+            say=print_error,
+        )
+    if outcome.lines:
+        print_error(outcome.lines)
+    return outcome.code

@@ -1,0 +1,111 @@
+"""Choose the modules of a model that FSDP2 gathers one at a time: by size, by class, or by a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp.wrap import _Policy
+
+from crosstune.core.errors import UserError
+from crosstune.torch_engine.sharding.find_blocks import find_blocks
+
+Policy = Callable[..., bool]
+_WHOLE = (nn.MultiheadAttention,)
+"""Modules that read the weights of their children without calling them."""
+
+
+def choose_blocks(model: nn.Module, *, policy: Any, min_num_params: int) -> list[nn.Module]:
+    """Return the modules inside of a model that a policy selects, inner ones first; without one, the large ones.
+
+    A policy is one of torch's for FSDP, a function of the same form, or a collection of classes.
+    """
+    if policy is None:
+        chosen = list(
+            _select(model, lambda module, recurse, nonwrapped_numel: nonwrapped_numel >= min_num_params)
+        )
+    elif isinstance(policy, _Policy):
+        chosen = _inner_first(model, policy._run_policy(model, set(), {}))
+    elif isinstance(policy, (type, set, frozenset, list, tuple)):
+        chosen = blocks_of_class(model, policy)
+    elif callable(policy):
+        chosen = list(_select(model, policy))
+    else:
+        raise UserError(
+            f"auto_wrap_policy cannot be a {type(policy).__name__}.",
+            do="pass a policy of torch.distributed.fsdp.wrap, a set of module classes, or None",
+        )
+    return [module for module in chosen if module is not model and not _shares_weights(model, module)]
+
+
+def blocks_of_class(model: nn.Module, classes: Any) -> list[nn.Module]:
+    """Return the modules of these classes, inner ones first; without a class, the repeated blocks of the model."""
+    if classes is None:
+        return list(find_blocks(model).values())
+    wanted = tuple(classes) if isinstance(classes, Iterable) else (classes,)
+    if not wanted or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in wanted):
+        raise UserError(
+            "transformer_layer_cls must be the class of the model's layers.",
+            do="pass a subclass of torch.nn.Module, such as nn.TransformerEncoderLayer, or several in a set",
+        )
+    found = _inner_first(
+        model, {module for module in model.modules() if isinstance(module, wanted)} - {model}
+    )
+    if not found:
+        repeated = sorted({type(block).__name__ for block in find_blocks(model).values()})
+        raise UserError(
+            f"The model has no {' or '.join(kind.__name__ for kind in wanted)}.",
+            do=f"its repeated layers are: {', '.join(repeated)}"
+            if repeated
+            else "use wrap_model, which goes by size",
+        )
+    return [module for module in found if not _shares_weights(model, module)]
+
+
+def _select(module: nn.Module, policy: Policy) -> Iterator[nn.Module]:
+    """Yield what a policy of FSDP1 selects, children before parents.
+
+    Its parameters are counted without those of the children that were selected.
+    """
+    for child, _ in _walk(module, policy, set()):
+        yield child
+
+
+def _walk(module: nn.Module, policy: Policy, seen: set[int]) -> list[tuple[nn.Module, int]]:
+    """Return the selected modules with the number of parameters that each takes."""
+    if id(module) in seen:
+        return []
+    seen.add(id(module))
+    own = sum(parameter.numel() for parameter in module.parameters())
+    found: list[tuple[nn.Module, int]] = []
+    if not isinstance(module, _WHOLE) and policy(module=module, recurse=True, nonwrapped_numel=own):
+        for child in module.children():
+            found += _walk(child, policy, seen)
+    left = own - sum(taken for _, taken in found)
+    if left and _has_forward(module) and policy(module=module, recurse=False, nonwrapped_numel=left):
+        found.append((module, left))
+    return found
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Return whether a module is called, so that there is a moment to gather it; lists and stored weights are not."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _inner_first(model: nn.Module, chosen: Iterable[nn.Module]) -> list[nn.Module]:
+    wanted = set(map(id, chosen))
+    found = [(name.count("."), module) for name, module in model.named_modules() if id(module) in wanted]
+    return [module for _, module in sorted(found, key=lambda entry: -entry[0]) if _has_forward(module)]
+
+
+def _shares_weights(model: nn.Module, module: nn.Module) -> bool:
+    """Return whether another part of the model has a weight of this module, such as a tied head."""
+    inside = set(map(id, module.modules()))
+    own = set(map(id, module.parameters()))
+    return any(
+        id(parameter) in own
+        for other in model.modules()
+        if id(other) not in inside
+        for parameter in other.parameters(recurse=False)
+    )

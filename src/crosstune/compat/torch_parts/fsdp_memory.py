@@ -1,0 +1,124 @@
+"""Measure and limit the memory of a device for the guides' MPSFSDPWrapper."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch.distributed.fsdp import ShardingStrategy
+
+from crosstune.compat.torch_parts.fsdp_config import MPSFSDPConfig
+from crosstune.compat.torch_parts.fsdp_model import free_cache
+from crosstune.core.errors import UserError
+from crosstune.core.memory import GIB
+from crosstune.torch_engine.probe import allocated_bytes
+
+WHOLE_SHARE, GATHERED_SHARE = 10 / 64, 30 / 64
+"""The most that weights may take of the memory to be kept whole with gradients and moments; to be kept gathered."""
+
+
+@dataclass(kw_only=True)
+class MemoryProfile:
+    """Memory before and after a block of code, in bytes."""
+
+    before_bytes: int
+    after_bytes: int = 0
+    peak_bytes: int | None = None
+    """None where the device counts no peak."""
+
+    def __str__(self) -> str:
+        peak = "" if self.peak_bytes is None else f", peak {self.peak_bytes / GIB:.3f}"
+        return f"memory: {self.before_bytes / GIB:.3f} -> {self.after_bytes / GIB:.3f} GiB{peak}"
+
+
+class MemoryOptimizer:
+    """Choose a sharding strategy for a size, and limit what torch allocates."""
+
+    def __init__(self, config: MPSFSDPConfig, device: torch.device) -> None:
+        self.config, self.device = config, device
+
+    def optimize_sharding_strategy(self, model_size: float, available_memory: float) -> ShardingStrategy:
+        """Return how to shard weights of so many bytes in so much memory.
+
+        Training in fp32 holds them four times: weights, gradients and two moments.
+        """
+        if model_size < 0 or available_memory <= 0:
+            raise UserError(
+                f"A model of {model_size} bytes in {available_memory} bytes of memory cannot be meant."
+            )
+        share = model_size / available_memory
+        if share < WHOLE_SHARE:
+            return ShardingStrategy.NO_SHARD
+        return ShardingStrategy.SHARD_GRAD_OP if share < GATHERED_SHARE else ShardingStrategy.FULL_SHARD
+
+    def setup_memory_pool(self) -> int | None:
+        """Limit torch to unified_memory_pool_size and return the limit; None where nothing limits it."""
+        total, limit = device_bytes(self.device), self.config.unified_memory_pool_size
+        if self.device.type == "cpu":
+            return None  # torch takes host memory from the system, without a pool
+        if limit is None:
+            return total
+        if limit > total:
+            raise UserError(
+                f"unified_memory_pool_size={limit / GIB:.1f} GiB is more than the device has.",
+                why=f"{self.device.type} may use {total / GIB:.1f} GiB.",
+                do="choose a smaller pool, or None",
+            )
+        torch.get_device_module(self.device.type).set_per_process_memory_fraction(limit / total)
+        return limit
+
+    def cleanup(self) -> None:
+        """Free what nothing refers to any more, and give it back to the system."""
+        gc.collect()
+        free_cache(self.device)
+
+
+def device_bytes(device: torch.device) -> int:
+    """Return the memory of a device; on MPS what Metal recommends at most."""
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory())
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().total)
+    return int(torch.get_device_module(device.type).mem_get_info()[1])
+
+
+def used_bytes(device: torch.device) -> tuple[int, int]:
+    """Return what is allocated and what torch has reserved; on the CPU both are the memory of the process."""
+    if device.type == "cpu":
+        resident = int(psutil.Process().memory_info().rss)
+        return resident, resident
+    return allocated_bytes(device.type)
+
+
+def memory_stats(device: torch.device) -> dict[str, Any]:
+    allocated, reserved = used_bytes(device)
+    total = device_bytes(device)
+    return {
+        "device": device.type,
+        "allocated_gb": allocated / GIB,
+        "reserved_gb": reserved / GIB,
+        "total_gb": total / GIB,
+        "free_gb": max(0.0, (total - reserved) / GIB),
+        "process_gb": psutil.Process().memory_info().rss / GIB,
+    }
+
+
+@contextmanager
+def measure(device: torch.device) -> Iterator[MemoryProfile]:
+    module = torch.get_device_module(device.type)
+    counts_peak = hasattr(module, "max_memory_allocated")
+    if counts_peak:
+        module.reset_peak_memory_stats()
+    profile = MemoryProfile(before_bytes=used_bytes(device)[0])
+    try:
+        yield profile
+    finally:
+        if hasattr(module, "synchronize"):
+            module.synchronize()
+        profile.after_bytes = used_bytes(device)[0]
+        profile.peak_bytes = int(module.max_memory_allocated()) if counts_peak else None

@@ -1,0 +1,276 @@
+"""Wrap a model for the guides' MPSFSDPWrapper: place it, cast it, shard it, or run it whole where FSDP2 cannot."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecisionPolicy, ShardingStrategy
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from crosstune.compat.torch_parts.fsdp_config import MPSFSDPConfig
+from crosstune.compat.torch_parts.fsdp_groups import make_mesh, open_group
+from crosstune.core.errors import UserError
+from crosstune.torch_engine.capabilities import DTYPES, working_dtypes
+from crosstune.torch_engine.quantized import StoredWeight
+from crosstune.torch_engine.sharding.gathered import free_gathered, sharded_modules
+from crosstune.torch_engine.sharding.mps_streams import prepare_mps
+from crosstune.torch_engine.sharding.shard import shard
+from crosstune.torch_engine.sharding.strategies import STRATEGIES
+
+LOG = logging.getLogger("crosstune.mps_fsdp")
+
+
+def find_device(model: nn.Module | None = None) -> torch.device:
+    """Return the device of a model that is on a GPU already; otherwise MPS, another GPU, or the CPU: what there is."""
+    placed = {p.device for p in model.parameters()} if model is not None else set()
+    on_gpu = sorted((device for device in placed if device.type not in ("cpu", "meta")), key=str)
+    if on_gpu:
+        return on_gpu[0]
+    if torch.backends.mps.is_available():
+        return torch.device("mps")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+
+
+def usable_dtype(
+    wanted: torch.dtype, device: torch.device, *, dtypes: Sequence[str] | None = None
+) -> torch.dtype:
+    """Return a dtype that computes correctly on the device: bfloat16 becomes float16, and that float32, where needed."""
+    works = working_dtypes(device.type, notes=[]) if dtypes is None else dtypes
+    order = {torch.bfloat16: ("bf16", "fp16"), torch.float16: ("fp16",)}.get(wanted, ())
+    return next((DTYPES[name] for name in order if name in works), torch.float32)
+
+
+def list_adjustments(config: MPSFSDPConfig) -> list[str]:
+    """Return which settings FSDP2 replaces by its own way."""
+    found = []
+    if config.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
+        found.append(
+            "backward_prefetch: FSDP2 gathers the next layer before the gradients of the present one"
+        )
+    if not config.limit_all_gathers:
+        found.append("limit_all_gathers: FSDP2 always holds at most two gathered layers")
+    if not config.use_orig_params:
+        found.append("use_orig_params: FSDP2 always keeps the original parameters")
+    return found
+
+
+def wrap(
+    model: nn.Module,
+    *,
+    config: MPSFSDPConfig,
+    device: torch.device,
+    blocks: list[nn.Module],
+    compute: torch.dtype,
+    in_order: bool = False,
+) -> nn.Module:
+    """Shard a model in place and return it. `in_order` says that the blocks run one after the other."""
+    _check_wrappable(model)
+    if config.sync_module_states and dist.get_world_size() > 1:
+        _sync_states(model)
+    casts = config.use_mixed_precision and not _is_quantized(model)
+    _place_unsharded(model, device, config.buffer_dtype if casts else None)
+    if device.type == "mps":
+        prepare_mps()
+    strategy = STRATEGIES["full_shard" if _frees(config.sharding_strategy) else "shard_grad_op"]
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute if casts else None,
+        reduce_dtype=config.reduce_dtype if config.use_mixed_precision else None,
+        cast_forward_inputs=casts,
+    )
+    mesh = make_mesh(config.sharding_strategy, device.type)
+    shard(
+        model, mesh=mesh, strategy=strategy, cpu_offload=config.cpu_offload, blocks=blocks, precision=policy
+    )
+    _reduce_scalars(model)
+    for module in sharded_modules(model):
+        # The loss of each process is a mean over its own rows, so the gradient is the mean over the processes: FSDP2's
+        # own division. An explicit factor would divide twice where each process holds one whole shard.
+        module.set_gradient_divide_factor(None)
+    if _frees(config.sharding_strategy):
+        model.set_reshard_after_forward(True, recurse=False)
+    model.register_forward_hook(_free_without_gradients)
+    if config.forward_prefetch and in_order:
+        for block, following in pairwise(blocks):
+            block.set_modules_to_forward_prefetch([following])
+    _finish(model, config, device)
+    return model
+
+
+def run_whole(
+    model: nn.Module, *, config: MPSFSDPConfig, device: torch.device, compute: torch.dtype
+) -> nn.Module:
+    """Place a model on the device without FSDP2, with mixed precision by autocast. For one process only."""
+    model.to(device)
+    if config.use_mixed_precision and not _is_quantized(model) and compute != torch.float32:
+        forward = model.forward
+
+        @functools.wraps(forward)
+        def cast_forward(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(device.type, dtype=compute):
+                return forward(*args, **kwargs)
+
+        model.forward = cast_forward
+    _finish(model, config, device)
+    return model
+
+
+def fsdp_problem(device: torch.device) -> str:
+    """Return why FSDP2 does not train on this device; "" if it does. Try it on a few weights; one process only."""
+    if device.type == "mps":
+        prepare_mps()
+    layer = nn.Linear(4, 4)
+    try:
+        mesh = make_mesh(ShardingStrategy.FULL_SHARD, device.type)
+        shard(layer, mesh=mesh, strategy=STRATEGIES["full_shard"], blocks=[])
+        layer(torch.ones(2, 4, device=device)).sum().backward()
+        torch.optim.AdamW(layer.parameters()).step()
+    except (RuntimeError, AttributeError, TypeError, ValueError, AssertionError) as error:
+        return str(error).strip().partition("\n")[0] or type(error).__name__
+    return ""
+
+
+def missing_kernels(patterns: Sequence[str], key: str) -> list[str]:
+    """Return the operators that match a pattern and have no kernel for a dispatch key; they run on the CPU."""
+    keys = (key, "CompositeImplicitAutograd", "CompositeExplicitAutograd")
+    found: dict[str, bool] = {}
+    for overload in torch._C._dispatch_get_all_op_names():
+        name = overload.partition(".")[0]
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            has_kernel = any(
+                torch._C._dispatch_has_kernel_for_dispatch_key(overload, entry) for entry in keys
+            )
+            found[name] = found.get(name, False) or has_kernel
+    return sorted(name for name, has_kernel in found.items() if not has_kernel)
+
+
+def _frees(strategy: Any) -> bool:
+    return strategy is ShardingStrategy.FULL_SHARD
+
+
+def _is_quantized(model: nn.Module) -> bool:
+    """Return whether a model has quantized layers. They compute in a dtype of their own, and rounding scales would
+    change their weights."""
+    return any(isinstance(module, StoredWeight) for module in model.modules())
+
+
+def _check_wrappable(model: nn.Module) -> None:
+    if sharded_modules(model):
+        raise UserError("This model is wrapped already.", do="use the model that wrap_model returned before")
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise UserError("The model has no weights yet.", do="load its weights before wrapping it")
+
+
+def _sync_states(model: nn.Module) -> None:
+    """Copy the weights and buffers of rank 0 to every process, one at a time, through host memory."""
+    group = open_group("cpu")
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            host = tensor.detach().to("cpu", copy=True).contiguous()
+            dist.broadcast(host, src=0, group=group)
+            tensor.copy_(host)
+
+
+def _place_unsharded(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Move buffers and scalars to the device and cast floating-point buffers; batch norm keeps its precision."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            casts = dtype is not None and buffer.is_floating_point() and not isinstance(module, _BatchNorm)
+            module._buffers[name] = buffer.to(device, dtype if casts else buffer.dtype)
+    for parameter in model.parameters():
+        if parameter.ndim == 0:  # which FSDP2 leaves where it is
+            parameter.data = parameter.data.to(device)
+
+
+def _reduce_scalars(model: nn.Module) -> None:
+    """Average the gradients of scalar parameters over the processes: FSDP2 cannot shard them and leaves them alone."""
+    scalars = [p for p in model.parameters() if p.ndim == 0 and p.requires_grad]
+    if not scalars or dist.get_world_size() == 1:
+        return
+    group = open_group(scalars[0].device.type)
+
+    def average(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad, group=group)
+        parameter.grad /= dist.get_world_size()
+
+    for scalar in scalars:
+        scalar.register_post_accumulate_grad_hook(average)
+
+
+def _free_without_gradients(model: Any, inputs: Any, output: Any) -> None:
+    """Free gathered weights after a pass that no backward pass follows: an optimizer made now must see the shards."""
+    if not torch.is_grad_enabled():
+        free_gathered(model)
+
+
+def _finish(model: nn.Module, config: MPSFSDPConfig, device: torch.device) -> None:
+    model._apply = functools.partial(_apply_on_device, model, type(model)._apply, device, config.cpu_offload)
+    if config.aggressive_memory_optimization:
+        model.register_forward_pre_hook(lambda module, inputs: free_cache(device))
+    if device.type == "mps":
+        slow = missing_kernels(config.fallback_to_cpu_ops, "MPS")
+        if slow:
+            warnings.warn(f"These operators run on the CPU and are slow: {', '.join(slow)}.", stacklevel=4)
+    if config.debug_mode:
+        _log_passes(model)
+
+
+def _apply_on_device(
+    model: nn.Module,
+    apply: Callable[..., nn.Module],
+    device: torch.device,
+    offloads: bool,
+    fn: Callable[[torch.Tensor], torch.Tensor],
+    recurse: bool = True,
+) -> nn.Module:
+    """Serve model.to(): the model is on its device already, and offloaded weights stay on the host."""
+    before = torch.empty(0, device=device)
+    after = fn(before)
+    if after.device.type != device.type:
+        raise UserError(
+            f"A model that was wrapped for {device.type} cannot be moved to {after.device.type}.",
+            why="its shards belong to the processes of that device.",
+            do=f"move the model to {after.device.type} before wrapping it",
+        )
+    if offloads and after.dtype == before.dtype:
+        return model
+    return apply(model, fn, recurse)
+
+
+def free_cache(device: torch.device) -> None:
+    """Give memory that torch has cached back to the system."""
+    empty = getattr(torch.get_device_module(device.type), "empty_cache", None)
+    if empty is not None:
+        empty()
+
+
+def _log_passes(model: nn.Module) -> None:
+    """Log what is sharded, and each gathering of a module in a forward or backward pass."""
+    if not LOG.handlers:
+        LOG.addHandler(logging.StreamHandler())
+    LOG.setLevel(logging.DEBUG)
+    for name, module in model.named_modules():
+        if module not in sharded_modules(model):
+            continue
+        label = name or type(model).__name__
+        local = sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in module.parameters())
+        LOG.debug(
+            "sharded %s: %d parameters, %d here", label, sum(p.numel() for p in module.parameters()), local
+        )
+        module.register_forward_pre_hook(lambda _, __, label=label: LOG.debug("forward gathers %s", label))
+        module.register_full_backward_pre_hook(
+            lambda _, __, label=label: LOG.debug("backward gathers %s", label)
+        )

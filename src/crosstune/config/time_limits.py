@@ -1,0 +1,103 @@
+"""Read the time limits of a run of several processes, and warn of values that cannot be meant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from crosstune.config.schema import Config
+from crosstune.core.durations import parse_duration
+from crosstune.core.ranks import Limits
+
+SHORTEST_S = 60.0
+"""An evaluation or a checkpoint of a large model may take longer than this."""
+LONGEST_S = 86_400.0
+_MILLISECONDS_S = 600_000.0
+"""From here on a number of seconds is likely to be meant as milliseconds."""
+BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+_NEEDED = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "a collective of NCCL that fails or hangs would never be ended",
+    "NCCL_ASYNC_ERROR_HANDLING": "a collective of NCCL that fails or hangs would never be ended",
+    "TORCH_NCCL_ENABLE_MONITORING": "a hung watchdog of NCCL would never be noticed",
+}
+"""Variables that must not be 0, with the reason."""
+_SET_BY = {"collective_timeout": "NCCL_TIMEOUT", "heartbeat_timeout": "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"}
+
+
+def limits_of(config: Config) -> Limits:
+    """Return the limits that a run uses. NCCL's heartbeat is never shorter than the limit of a collective: its watchdog
+    would end the process before the collective can report."""
+    collective_s = parse_duration(config.collective_timeout)
+    heartbeat_s = parse_duration(config.heartbeat_timeout) if config.heartbeat_timeout else collective_s
+    return Limits(
+        connect_s=parse_duration(config.connect_timeout),
+        collective_s=collective_s,
+        heartbeat_s=max(heartbeat_s, collective_s),
+        debug=config.debug_collectives,
+    )
+
+
+def nccl_variables(limits: Limits) -> dict[str, str]:
+    """Return the variables that make NCCL's watchdog follow the limits."""
+    return {
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(round(limits.heartbeat_s)),
+        "TORCH_NCCL_BLOCKING_WAIT": "0",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+        "TORCH_NCCL_ENABLE_MONITORING": "1",
+    }
+
+
+def limit_warnings(config: Config, environment: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each limit that cannot be meant, and for each variable that contradicts it."""
+    limits, warnings = limits_of(config), list[str]()
+    for name in ("collective_timeout", "heartbeat_timeout"):
+        if name in config.asked and (text := getattr(config, name)):
+            warnings += _unlikely(name, parse_duration(text))
+    asked_s = parse_duration(config.heartbeat_timeout) if config.heartbeat_timeout else limits.heartbeat_s
+    if asked_s < limits.collective_s:
+        warnings.append(
+            f"heartbeat_timeout is {asked_s:g} s, shorter than collective_timeout ({limits.collective_s:g} s): NCCL's watchdog "
+            f"would end a process before a slow collective can, so {limits.collective_s:g} s is used"
+        )
+    for name, variable in _SET_BY.items():
+        given = environment.get(variable, "").strip()
+        if (
+            given
+            and config.asked.get(name, variable) != variable
+            and _seconds(given) != parse_duration(getattr(config, name))
+        ):
+            warnings.append(f"{variable} is {given}, but --{name} {getattr(config, name)} is used")
+    for variable in BLOCKING:
+        if environment.get(variable, "").strip() not in ("", "0"):
+            warnings.append(
+                f"{variable} is {environment[variable].strip()}: a process that blocks in a collective cannot overlap it with "
+                "computation, so 0 is used"
+            )
+    for variable, why in _NEEDED.items():
+        if environment.get(variable, "").strip() == "0":
+            warnings.append(f"{variable} is 0: {why}, so it is not used")
+    return warnings
+
+
+def _unlikely(name: str, seconds: float) -> list[str]:
+    if seconds >= _MILLISECONDS_S:
+        return [
+            f"{name} is {seconds:.0f} s, which is {seconds / 86_400:.0f} days: a hung process would be noticed only then. It "
+            "is in seconds, not milliseconds; 30m is usual"
+        ]
+    if seconds > LONGEST_S:
+        return [
+            f"{name} is {seconds / 3600:.0f} hours: a hung process would be noticed only then; 30m is usual"
+        ]
+    if seconds < SHORTEST_S:
+        return [
+            f"{name} is {seconds:g} s: an evaluation, a checkpoint or a download that takes longer on one process ends the run; "
+            "30m is usual, and it is in seconds if it has no unit"
+        ]
+    return []
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        return parse_duration(text)
+    except ValueError:
+        return None

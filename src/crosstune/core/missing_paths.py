@@ -1,0 +1,74 @@
+"""Say what exists where a file, a folder or a run that was named does not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from crosstune.core.errors import UserError
+from crosstune.core.names import nearest
+from crosstune.core.record import holds_run
+
+MOST_RUNS = 5
+
+
+def near_paths(path: str | Path) -> list[str]:
+    """Return the existing paths beside a missing one whose names are near, written as the missing one is."""
+    wanted = Path(path)
+    if not wanted.name:
+        return []
+    # Case and ending are typed wrong as often as letters are, and equal endings alone make no names alike.
+    stems: dict[str, list[str]] = {}
+    for entry in _entries(wanted.expanduser().parent):
+        stems.setdefault(Path(entry.name).stem.lower(), []).append(entry.name)
+    close = [name for stem in nearest(wanted.stem.lower(), stems) for name in sorted(stems[stem])]
+    return [str(wanted.with_name(name)) for name in close[:3]]
+
+
+def near_path_hint(path: str | Path) -> str:
+    """Return a question about the paths near a missing one; nothing if there are none."""
+    close = near_paths(path)
+    return f"did you mean {' or '.join(close)}?" if close else ""
+
+
+def runs_beside(folder: Path) -> list[Path]:
+    """Return the runs in the parent of a folder, the newest first."""
+    found = [Path(entry.path) for entry in _entries(folder.absolute().parent)]
+    return sorted((path for path in found if holds_run(path)), key=_changed, reverse=True)
+
+
+def what_runs_exist(target: str | Path) -> str:
+    """Return the runs near a missing one, or the newest beside it."""
+    wanted = Path(target)
+    runs = [run.name for run in runs_beside(wanted.expanduser())]
+    if close := nearest(wanted.name, runs):
+        return f"did you mean {' or '.join(str(wanted.with_name(name)) for name in close)}?"
+    if runs:
+        newest = ", ".join(str(wanted.with_name(name)) for name in runs[:MOST_RUNS])
+        return f"the newest runs there: {newest}"
+    return f"there are no runs in {wanted.expanduser().absolute().parent}"
+
+
+def missing_run(target: str | Path) -> UserError:
+    """Return the error for a run that does not exist."""
+    return UserError(
+        f"There is no run {target}.",
+        why=f"{Path(target).expanduser().absolute()} does not exist.",
+        do=what_runs_exist(target),
+    )
+
+
+def _entries(folder: Path) -> Iterable[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if not entry.name.startswith(".")]
+    except OSError:  # it is not there, or not readable: then there is nothing to suggest
+        return []
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # it was removed just now
+        return 0.0

@@ -1,0 +1,117 @@
+"""Describe a training on several machines for a scheduler, and refuse one that could not be started again."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from crosstune.config.schema import Config, options_by_name
+from crosstune.core.errors import UserError
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+"""Variables of one process, which a machine's launcher must not inherit."""
+_CHECKPOINT_NAME = re.compile(r"step-\d+/?$|\.tar$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training on several machines, each of which starts its processes by `crosstune train`."""
+
+    name: str
+    """The name of the run, which is the same at every start."""
+    num_nodes: int
+    num_local: int = 1
+    """Processes on each machine."""
+    num_gpus: int = 0
+    """GPUs on each machine."""
+    flags: tuple[str, ...] = ()
+    """The flags of `crosstune train`."""
+    python: str | None = None
+    folder: Path = field(default_factory=Path)
+    """The folder in which the run starts, the same on all machines."""
+    config_file: Path | None = None
+    config_text: str = ""
+    """What is in the configuration file of the run."""
+    has_time_limit: bool = False
+    """Whether the run ends by itself before it is finished, with the exit code of a stop."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The scheduler's own options."""
+
+    def variables(self, *, node: int | None = None) -> dict[str, str]:
+        """Return the variables that a machine's launcher reads, without the address of the first machine."""
+        known = {"NNODES": str(self.num_nodes), "NPROC_PER_NODE": str(self.num_local)}
+        return known | ({"NODE_RANK": str(node)} if node is not None else {})
+
+    def train_words(self, *, config_file: str | None = None) -> list[str]:
+        """Return the words after `crosstune train`; the configuration file may lie elsewhere on the machines."""
+        file = config_file or (str(self.config_file.absolute()) if self.config_file else None)
+        return [*(("--config", file) if file else ()), *self.flags]
+
+    def command(self, *, python: str | None = None, config_file: str | None = None) -> list[str]:
+        words = self.train_words(config_file=config_file)
+        return [self.python or python or sys.executable, "-m", "crosstune", "train", *words]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """How a job was started, or how it ended where we waited for it."""
+
+    code: int = 0
+    lines: tuple[str, ...] = ()
+    """What happened and what to do next."""
+    failed: bool = False
+    """Whether the lines are those of an error."""
+
+
+def check_request(config: Config, *, size: int) -> list[UserError]:
+    """Return the problems of a training that a scheduler is to start, possibly several times."""
+    problems = []
+    if config.world_size not in (-1, size):
+        problems.append(
+            UserError(
+                f"--world_size is {config.world_size}, but --nnodes and --nproc_per_node make {size} processes.",
+                do="leave --world_size out",
+            )
+        )
+    if config.overwrite:
+        problems.append(
+            UserError(
+                "--overwrite does not go with launch.",
+                why="the scheduler may start the job again, and each start would set the run aside and begin anew.",
+                do="choose another --name",
+            )
+        )
+    if (config.resume == "none" and "resume" in config.asked) or _CHECKPOINT_NAME.search(config.resume):
+        problems.append(
+            UserError(
+                f"--resume {config.resume} does not go with launch.",
+                why="the scheduler may start the job again, and must find its newest checkpoint then.",
+                do="leave --resume out, or give the folder of a run; `crosstune train --resume` continues an archive or an "
+                "older checkpoint on one machine",
+            )
+        )
+    if config.backend == "mlx":
+        problems.append(
+            UserError("launch starts torch processes, and --backend is mlx.", do="start MLX with mlx.launch")
+        )
+    if config.emulate is not None:
+        problems.append(UserError("launch does not emulate.", do="use `crosstune train --emulate` here"))
+    return problems
+
+
+def restartable_flags(config: Config, words: Sequence[str], *, name: str) -> tuple[str, ...]:
+    """Return the flags for train, with a fixed name and `--resume auto` unless they say where to continue; options
+    from this shell's environment, which the machines lack, become flags."""
+    own = {option.env for option in options_by_name().values() if option.env}
+    from_shell = [name for name, source in config.asked.items() if source in own]
+    added = [word for option in from_shell for word in (f"--{option}", str(getattr(config, option)))]
+    if config.resume in ("none", "auto"):
+        if config.name is None:
+            added += ["--name", name]
+        if config.resume == "none":
+            added += ["--resume", "auto"]
+    return (*words, *added)

@@ -1,0 +1,112 @@
+"""Declare the options of `crosstune launch`: those of every scheduler here, those of one beside its code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crosstune.core.errors import UserError, shown
+from crosstune.core.secrets import holds_secret
+
+Check = Callable[[str], str | None]
+"""Return what a value must be instead; None for one that is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOption:
+    name: str
+    text: str
+    metavar: str
+    type: type = str
+    low: int = 1
+    high: int = 2**20
+    default: Any = None
+    repeats: bool = False
+    check: Check | None = None
+
+    def read(self, raw: Any) -> Any:
+        """Return the value of what was given; raise a UserError for a value that is not allowed."""
+        if self.repeats:
+            return tuple(self._read_one(item) for item in raw or ())
+        return self.default if raw is None else self._read_one(raw)
+
+    def _read_one(self, raw: str) -> Any:
+        if self.type is int:
+            text = raw.strip()
+            good = text.isascii() and text.isdigit() and len(text) < 12 and self.low <= int(text) <= self.high
+            wanted = None if good else f"an integer from {self.low} to {self.high}"
+        elif self.type is Path:
+            wanted = None if raw.strip() and raw.isprintable() else "a path"
+        else:
+            wanted = self.check(raw) if self.check else None
+        if wanted is None and holds_secret(raw):
+            wanted = "no password or access token: set it as an environment variable of the machines instead"
+        if wanted is not None:
+            raise UserError(f"--{self.name} cannot be {shown(raw)}.", do=f"give {wanted}")
+        return Path(raw).expanduser() if self.type is Path else self.type(raw)
+
+
+def matches(pattern: str, wanted: str) -> Check:
+    """Return a check that a value matches a regular expression as a whole."""
+    compiled = re.compile(pattern)
+    return lambda value: None if compiled.fullmatch(value) else wanted
+
+
+NUM_NODES = JobOption(name="nnodes", metavar="N", text="number of machines", type=int, high=2**16)
+NUM_LOCAL = JobOption(
+    name="nproc_per_node",
+    metavar="M",
+    text="processes on each machine, one per device (default: --gpus, or 1)",
+    type=int,
+    high=1024,
+)
+NUM_GPUS = JobOption(
+    name="gpus",
+    metavar="N",
+    text="GPUs to reserve on each machine (default: --nproc_per_node; 0 with --backend cpu)",
+    type=int,
+    low=0,
+    high=1024,
+)
+PYTHON = JobOption(
+    name="python",
+    metavar="FILE",
+    text="Python of the machines that has crosstune (default: the one that runs this command; in a container: python)",
+    check=lambda value: None if value.strip() and value.isprintable() else "the path of a Python interpreter",
+)
+CPUS = JobOption(name="cpus", metavar="N", text="CPU cores to reserve on each machine", type=int)
+MEMORY = JobOption(
+    name="memory",
+    metavar="SIZE",
+    text="memory to reserve on each machine, such as 64G",
+    check=matches(r"[1-9][0-9]{0,9}[KMGT]", "a number with K, M, G or T, such as 64G"),
+)
+RESTARTS = JobOption(
+    name="restarts",
+    metavar="N",
+    text="start all processes again, from the last checkpoint, up to N times after a failure (default: 3)",
+    type=int,
+    low=0,
+    high=1000,
+    default=3,
+)
+PORT = JobOption(
+    name="master_port",
+    metavar="PORT",
+    text="port on the first machine where the processes meet (default: 29500)",
+    type=int,
+    high=65535,
+    default=29500,
+)
+BEFORE = JobOption(
+    name="before",
+    metavar="LINE",
+    text="shell line to run before training, such as `module load cuda` (may be repeated)",
+    repeats=True,
+    check=lambda value: None if value.strip() and "\n" not in value else "one line of shell",
+)
+COMMON = (NUM_NODES, NUM_LOCAL, NUM_GPUS, PYTHON)
+"""Options of every scheduler."""

@@ -1,0 +1,222 @@
+"""Ray: place one launcher per bundle on an existing cluster; Ray finds the machines, torch trains in the processes."""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+import logging
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from crosstune.core.errors import UserError
+from crosstune.distributed.jobs.job import Job, Started
+from crosstune.distributed.jobs.nodes import LOST, Node, run_nodes
+from crosstune.distributed.jobs.option import CPUS, RESTARTS, JobOption, matches
+from crosstune.distributed.jobs.ray_actor import NodeActor
+
+ADDRESS = JobOption(
+    name="address",
+    metavar="ADDRESS",
+    text="address of the Ray cluster (default: the one of this machine)",
+    default="auto",
+    check=matches(
+        r"[A-Za-z0-9][A-Za-z0-9.:/_-]*|\[[0-9A-Fa-f:.]+\]:[0-9]+", "auto, or HOST:PORT of the head"
+    ),
+)
+OPTIONS = (ADDRESS, CPUS, RESTARTS)
+NUM_LINES = 15
+ANSWER_S = 30.0
+"""How long an actor may take to answer; one that does not is lost."""
+TOLD_EVERY_S = 15.0
+
+
+def check(job: Job) -> list[UserError]:
+    """Return the problems of a job that the options alone do not show: Ray has none."""
+    return []
+
+
+def bundle(job: Job) -> dict[str, float]:
+    """Return what one machine's launcher takes of the cluster."""
+    cpus = job.options[CPUS.name] or job.num_local
+    return {"CPU": float(cpus)} | ({"GPU": float(job.num_gpus)} if job.num_gpus else {})
+
+
+def write(job: Job) -> str:
+    """Return the lines that start the job detached from this terminal."""
+    own = ["--on", "ray", "--nnodes", str(job.num_nodes), "--nproc_per_node", str(job.num_local)]
+    own += ["--gpus", str(job.num_gpus), "--restarts", str(job.options[RESTARTS.name])]
+    own += ["--cpus", str(job.options[CPUS.name])] if job.options[CPUS.name] else []
+    own += ["--python", job.python] if job.python else []
+    command = [*job.command()[:3], "launch", *own, "--", *job.train_words()]
+    address = job.options[ADDRESS.name]
+    to = [] if address == "auto" else ["--address", f"http://{address.rpartition(':')[0] or address}:8265"]
+    inside = f"cd {shlex.quote(str(job.folder))} && exec {shlex.join(command)}"
+    lines = [
+        f"# {job.num_nodes} bundles of {bundle(job)}, spread over the machines of the cluster.",
+        "ray status",
+        shlex.join(["ray", "job", "submit", *to, "--no-wait", "--", "bash", "-c", inside]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def start(job: Job) -> Started:
+    """Connect to the cluster, place the launchers, and stay until they end."""
+    if importlib.util.find_spec("ray") is None:
+        raise UserError(
+            "--on ray needs Ray, which is not installed.",
+            do="pip install 'crosstune[ray]'; or add --print for the lines to type on a machine of the cluster",
+        )
+    import ray
+
+    try:
+        ray.init(address=job.options[ADDRESS.name], log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"Cannot reach a Ray cluster at {job.options[ADDRESS.name]}.",
+            why=str(error),
+            do="start one with `ray start --head` here and `ray start --address HOST:6379` on the other machines",
+        ) from error
+    cluster = _Cluster(job)
+    try:
+        return run_nodes(cluster.start, restarts=job.options[RESTARTS.name], report=_say)
+    finally:
+        cluster.release()
+        ray.shutdown()
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+class _Cluster:
+    """The part of a Ray cluster that a job holds."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.group: Any = None
+
+    def start(self, stopped: Callable[[], bool]) -> Sequence[Node]:
+        """Place an actor in each bundle, and have it start its machine's launcher; return none if stopped before."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as InGroup
+
+        self.release()
+        wanted = bundle(self.job)
+        if not self._place(wanted, stopped):
+            return []
+        actor = ray.remote(NodeActor)
+        actors = [
+            actor.options(
+                num_cpus=wanted["CPU"],
+                num_gpus=wanted.get("GPU", 0),
+                max_concurrency=2,
+                scheduling_strategy=InGroup(self.group, placement_group_bundle_index=place),
+            ).remote()
+            for place in range(self.job.num_nodes)
+        ]
+        nodes = [
+            _RayNode(actor, place, host)
+            for place, (actor, host) in enumerate(zip(actors, self._hosts(), strict=True))
+        ]
+        self._start_launchers(nodes)
+        return nodes
+
+    def release(self) -> None:
+        """Give the bundles back; their actors end."""
+        from ray.util import remove_placement_group
+
+        if self.group is not None:
+            remove_placement_group(self.group)
+            self.group = None
+
+    def _place(self, wanted: dict[str, float], stopped: Callable[[], bool]) -> bool:
+        """Wait until the cluster has room for all bundles; return whether it has."""
+        import ray
+        from ray.util import placement_group
+
+        self.group = placement_group([wanted] * self.job.num_nodes, strategy="SPREAD")
+        told_at = time.monotonic()
+        while not self.group.wait(timeout_seconds=1):
+            if stopped():
+                return False
+            if time.monotonic() - told_at > TOLD_EVERY_S:
+                told_at = time.monotonic()
+                have = {name: n for name, n in ray.cluster_resources().items() if name in ("CPU", "GPU")}
+                _say(f"waiting for {self.job.num_nodes} bundles of {wanted}; the cluster has {have} in all")
+        return True
+
+    def _hosts(self) -> list[str]:
+        """Return the address of each bundle's machine."""
+        import ray
+        from ray.util import placement_group_table
+
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        placed = placement_group_table(self.group)["bundles_to_node_id"]
+        return [addresses[placed[place]] for place in range(self.job.num_nodes)]
+
+    def _start_launchers(self, nodes: Sequence[_RayNode]) -> None:
+        import ray
+
+        try:
+            first = nodes[0].host
+            port = ray.get(nodes[0].actor.free_port.remote(first), timeout=ANSWER_S * 4)
+            starts = []
+            for place, node in enumerate(nodes):
+                variables = self.job.variables(node=place) | {"MASTER_ADDR": first, "MASTER_PORT": str(port)}
+                command = [self.job.python or "", *self.job.command()[1:]]
+                starts.append(node.actor.start.remote(command, variables, str(self.job.folder)))
+            ray.get(starts, timeout=ANSWER_S * 4)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause if isinstance(error.cause, UserError) else error from None
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            for node in nodes:
+                node.lost = f"{error}"
+
+
+class _RayNode:
+    """The launcher of one bundle. The output of the first is printed; that of the others is kept for errors."""
+
+    def __init__(self, actor: Any, place: int, host: str) -> None:
+        self.actor, self.place, self.host = actor, place, host
+        self.lost = ""
+        """Why Ray lost its machine."""
+        self._silent_since = 0.0
+        self._lines: collections.deque[str] = collections.deque(maxlen=NUM_LINES)
+
+    def poll(self) -> int | None:
+        import ray
+
+        if self.lost:
+            return LOST
+        try:
+            code, lines = ray.get(self.actor.poll.remote(), timeout=ANSWER_S)
+        except ray.exceptions.ActorUnavailableError as error:  # Ray does not know yet whether it is gone
+            self._silent_since = self._silent_since or time.monotonic()
+            if time.monotonic() - self._silent_since < ANSWER_S:
+                return None
+            self.lost = str(error)
+            return LOST
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            self.lost = str(error)
+            return LOST
+        self._silent_since = 0.0
+        for line in lines:
+            if self.place == 0:
+                _say(line)
+            else:
+                self._lines.append(line)
+        return code
+
+    def send(self, name: str) -> None:
+        if not self.lost:
+            self.actor.send.remote(name)
+
+    def close(self) -> None:
+        import ray
+
+        ray.kill(self.actor, no_restart=True)
+
+    def last_lines(self) -> list[str]:
+        return self.lost.splitlines()[:3] if self.lost else list(self._lines)

@@ -1,0 +1,186 @@
+"""ssh: start each machine's launcher over ssh, and stay with it; or print the lines to type."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import re
+import shlex
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+
+from crosstune.core.errors import EXIT_USER_MUST_ACT, UserError, shown
+from crosstune.core.plain_files import UnreadableFile, read_plain_text
+from crosstune.distributed.jobs.job import RANK_VARIABLES, Job, Started
+from crosstune.distributed.jobs.nodes import run_nodes
+from crosstune.distributed.jobs.option import BEFORE, PORT, RESTARTS, JobOption, matches
+
+HOSTS = JobOption(
+    name="hosts",
+    metavar="A,B,...",
+    text="machines, as [user@]host[:port] or names of ~/.ssh/config, separated by commas",
+)
+HOSTFILE = JobOption(name="hostfile", metavar="FILE", text="file with one machine per line", type=Path)
+ADDRESS = JobOption(
+    name="master_addr",
+    metavar="ADDRESS",
+    text="address of the first machine for the others (default: its name in --hosts)",
+    check=matches(r"[A-Za-z0-9][A-Za-z0-9.:_-]*", "a host name or an IP address"),
+)
+OPTIONS = (HOSTS, HOSTFILE, ADDRESS, PORT, BEFORE, RESTARTS)
+
+_HOST = re.compile(
+    r"(?:[A-Za-z0-9_][\w.-]*@)?(?P<name>[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?"
+)
+NUM_LINES = 15
+_HOSTS_LIMIT = 2**20
+
+
+def check(job: Job) -> list[UserError]:
+    """Return the problems of a job that the options alone do not show."""
+    if (job.options[HOSTS.name] is None) == (job.options[HOSTFILE.name] is None):
+        return [
+            UserError(
+                "--on ssh needs the machines.",
+                do="give --hosts first,second,..., or --hostfile with one per line",
+            )
+        ]
+    try:
+        hosts = _hosts(job)
+    except UserError as error:
+        return [error]
+    problems = [
+        UserError(
+            f"{shown(host)} is not a machine.", do="write [user@]host[:port], or a name of ~/.ssh/config"
+        )
+        for host in hosts
+        if not _HOST.fullmatch(host)
+    ]
+    if len(hosts) != job.num_nodes:
+        problems.append(
+            UserError(
+                f"--nnodes is {job.num_nodes}, but {len(hosts)} machine{'s are' if len(hosts) != 1 else ' is'} named.",
+                do="name as many machines as --nnodes says",
+            )
+        )
+    return problems
+
+
+def write(job: Job) -> str:
+    """Return the lines that a person would type, one terminal each."""
+    lines = [
+        f"# {job.num_nodes} machines: type each line in a terminal of its own. They wait for each other."
+    ]
+    if job.num_nodes > 1:
+        lines.append("# Ctrl-C in any of them stops the run with a checkpoint; the same lines continue it.")
+    for place, host in enumerate(_hosts(job)):
+        lines.append(shlex.join(["ssh", "-t", *_port_words(host), _target(host), _remote(job, place)]))
+    return "\n".join(lines) + "\n"
+
+
+def start(job: Job) -> Started:
+    """Start the launchers of all machines, and stay until they end."""
+    if shutil.which("ssh") is None:
+        raise UserError(
+            "Cannot start the job: there is no ssh on this machine.",
+            do="install an ssh client, or add --print and type the lines where there is one",
+        )
+    return run_nodes(
+        lambda stopped: [_SshNode(job, place, host) for place, host in enumerate(_hosts(job))],
+        restarts=job.options[RESTARTS.name],
+        report=lambda line: print(line, flush=True),
+    )
+
+
+class _SshNode:
+    """The launcher of one machine, over ssh. The output of the first is ours; that of the others is kept for errors."""
+
+    def __init__(self, job: Job, place: int, host: str) -> None:
+        self.host = host
+        # No question for a password, which nobody would see; a connection that hangs ends after a minute.
+        words = [
+            "ssh",
+            "-T",
+            "-o",
+            "BatchMode=yes",
+            "-o",
+            "ServerAliveInterval=15",
+            "-o",
+            "ServerAliveCountMax=4",
+        ]
+        remote = _remote(job, place, attached=True)
+        self._lines: collections.deque[str] = collections.deque(maxlen=NUM_LINES)
+        self._process = subprocess.Popen(
+            [*words, *_port_words(host), _target(host), remote],
+            stdin=subprocess.PIPE,
+            stdout=None if place == 0 else subprocess.PIPE,
+            stderr=None if place == 0 else subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches it through us, by name
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def poll(self) -> int | None:
+        code = self._process.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    def send(self, name: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it ended meanwhile, which poll will tell
+            self._process.stdin.write(f"{name}\n".encode())
+            self._process.stdin.flush()
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()  # the launcher over there sees its input end
+        self._process.wait()
+
+    def last_lines(self) -> list[str]:
+        self._reader.join(timeout=5.0)
+        return list(self._lines)
+
+    def _read(self) -> None:
+        for line in self._process.stdout or ():
+            self._lines.append(line.decode(errors="replace").rstrip())
+
+
+def _hosts(job: Job) -> list[str]:
+    if (file := job.options[HOSTFILE.name]) is None:
+        return [host.strip() for host in (job.options[HOSTS.name] or "").split(",") if host.strip()]
+    try:
+        lines = read_plain_text(file, limit=_HOSTS_LIMIT).splitlines()
+    except UnreadableFile as error:
+        raise UserError(f"Cannot read the list of machines {file} (--hostfile).", why=error.why) from error
+    return [line.partition("#")[0].strip() for line in lines if line.partition("#")[0].strip()]
+
+
+def _port_words(host: str) -> list[str]:
+    match = _HOST.fullmatch(host)
+    return ["-p", match["port"]] if match and match["port"] else []
+
+
+def _target(host: str) -> str:
+    """Return `user@host` without the port."""
+    match = _HOST.fullmatch(host)
+    return host[: match.end("name")].replace("[", "").replace("]", "") if match else host
+
+
+def _remote(job: Job, place: int, *, attached: bool = False) -> str:
+    """Return the command for the shell of one machine."""
+    first = _HOST.fullmatch(_hosts(job)[0])
+    address = job.options[ADDRESS.name] or (first["name"].strip("[]") if first else "")
+    variables = job.variables(node=place) | {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(job.options[PORT.name]),
+    }
+    command = job.command()
+    if attached:
+        command = [command[0], "-m", "crosstune.distributed.jobs.attached", *command]
+    words = ["env", *(word for name in RANK_VARIABLES for word in ("-u", name))]
+    words += [f"{name}={value}" for name, value in variables.items()]
+    folder, run = shlex.quote(str(job.folder)), f"exec {shlex.join([*words, *command])}"
+    if before := job.options[BEFORE.name]:
+        return "\n".join([f"cd {folder} || exit {EXIT_USER_MUST_ACT}", *before, run])
+    return f"cd {folder} && {run}"

@@ -1,0 +1,156 @@
+"""Run the ranks of one attempt on this machine: start them, forward signals, and stop them together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from crosstune.config.load import child_environment
+from crosstune.core.errors import EXIT_DONE, EXIT_HUNG, EXIT_PEER_LOST, EXIT_PORT_TAKEN, EXIT_STOPPED
+from crosstune.distributed.environment import LAUNCH_FOLDER, LAUNCHER
+from crosstune.distributed.reports import Failure, Report
+
+PATIENCE_S = 5.0
+"""How long the others have to save and exit after one process failed."""
+GRACE_S = 30.0
+"""Time between SIGTERM and SIGKILL."""
+POLL_S = 0.05
+TAIL_LINES = 15
+_ORDERLY = (EXIT_DONE, EXIT_STOPPED)
+
+
+class ShouldStop(Protocol):
+    def __call__(self, *, failed: bool) -> bool:
+        """Return whether a process of another machine has failed; `failed` tells that one here has."""
+        ...
+
+
+@dataclass(kw_only=True)
+class Processes:
+    """The ranks of one attempt on this machine."""
+
+    folder: Path
+    first_rank: int = 0
+    signals: list[int] = field(default_factory=list)
+    """The signals that we received, in order."""
+    members: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    failures: list[int] = field(default_factory=list)
+    """Places of members that failed, in the order in which we noticed."""
+    ended: set[int] = field(default_factory=set)
+    """Places of members that we stopped."""
+    hung: list[str] = field(default_factory=list)
+    """What the launcher's own watchdog says of a rank that hangs."""
+
+    def start(self, command: Sequence[str], variables: Sequence[Mapping[str, str]]) -> None:
+        """Start one process for each mapping of environment variables. Rank 0 has our terminal."""
+        added = {LAUNCHER: str(os.getpid()), LAUNCH_FOLDER: str(self.folder)}
+        for place, own in enumerate(variables):
+            with contextlib.ExitStack() as stack:
+                quiet = self.first_rank + place > 0
+                log = stack.enter_context(self._log(place).open("wb")) if quiet else None
+                self.members.append(
+                    subprocess.Popen(
+                        command,
+                        env=child_environment({**own, **added}),
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,  # they receive Ctrl-C once, from us
+                    )
+                )
+        for number in list(self.signals):  # received while they were started
+            self.send(number)
+
+    def codes(self) -> list[int | None]:
+        return [member.poll() for member in self.members]
+
+    def wait(self, should_stop: ShouldStop, hangs: Callable[[], Sequence[str]] = tuple) -> None:
+        """Wait until all processes have ended.
+
+        When one fails, the others get some time, then SIGTERM, then SIGKILL. A second signal from the user or a port in
+        use at the start shortens this; after a hang they are killed, and soon after a failure on another machine.
+        `hangs` names a rank that hangs.
+        """
+        ending_at: float | None = None
+        while None in self.codes():
+            self._note_failures()
+            elsewhere = should_stop(failed=bool(self.failures))
+            again = self.stopped_again()
+            self.hung = list(hangs())
+            if self.hung or EXIT_HUNG in self.codes():
+                self.end(signal.SIGKILL)
+            if ending_at is None and (self.failures or again or elsewhere):
+                quick = again or EXIT_PORT_TAKEN in self.codes()
+                ending_at = time.monotonic() + (0.0 if quick else PATIENCE_S)
+            late_s = time.monotonic() - ending_at if ending_at is not None else -1.0
+            if late_s > (PATIENCE_S if again else 0.0 if elsewhere else GRACE_S):
+                self.end(signal.SIGKILL)
+            elif late_s > 0:
+                self.end(signal.SIGTERM)
+            time.sleep(POLL_S)
+        self._note_failures()
+
+    def report(self) -> Report:
+        """Return how the processes ended."""
+        codes = [code if code is not None else 0 for code in self.codes()]
+        named = {self.first_rank + place: code for place, code in enumerate(codes)}
+        if self.hung:
+            failure = Failure(
+                rank=self.first_rank, host=socket.gethostname(), code=EXIT_HUNG, lines=self.hung
+            )
+            return Report(codes=named, failures=[failure], signals=list(self.signals))
+        return Report(
+            codes=named,
+            failures=[
+                Failure(
+                    rank=self.first_rank + place,
+                    host=socket.gethostname(),
+                    code=codes[place],
+                    lines=self._tail(place),
+                    ended=place in self.ended,
+                )
+                for place in self.failures
+            ],
+            signals=list(self.signals),
+        )
+
+    def end(self, number: int) -> None:
+        """Send a signal to the processes that run still, SIGTERM only once; wait for those that were killed."""
+        for place, member in enumerate(self.members):
+            if member.poll() is None and (number == signal.SIGKILL or place not in self.ended):
+                member.send_signal(number)
+                self.ended.add(place)
+                if number == signal.SIGKILL:
+                    member.wait()
+
+    def stopped_again(self) -> bool:
+        """Return whether the user asked twice. A scheduler may send several signals for one stop."""
+        return self.signals.count(signal.SIGINT) > 1
+
+    def send(self, number: int) -> None:
+        for member in self.members:
+            member.send_signal(number)
+
+    def _note_failures(self) -> None:
+        codes = self.codes()
+        new = [
+            p for p, c in enumerate(codes) if c is not None and c not in _ORDERLY and p not in self.failures
+        ]
+        self.failures += sorted(new, key=lambda place: codes[place] == EXIT_PEER_LOST)
+
+    def _log(self, place: int) -> Path:
+        return self.folder / f"rank-{self.first_rank + place}.log"
+
+    def _tail(self, place: int) -> list[str]:
+        if self.first_rank + place == 0:
+            return []  # it has printed them
+        text = self._log(place).read_text(encoding="utf-8", errors="replace")
+        return text.splitlines()[-TAIL_LINES:]

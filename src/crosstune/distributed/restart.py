@@ -1,0 +1,52 @@
+"""Continue a run in its folder after its processes were restarted: remember the folder, and change the request."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from crosstune.config.schema import Config
+from crosstune.core.ranks import Group
+
+_NOTE = "run-folder"
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """A group that keeps a text over restarts: the store of torchrun's agent outlives the processes."""
+
+    def remember(self, text: str) -> None: ...
+
+    def recall(self) -> str: ...
+
+
+def remember_folder(group: Group, folder: Path) -> None:
+    """Remember the folder of the run for the next attempt; with crosstune's own launcher, in its private folder."""
+    if group.ranks.launch_folder is not None and group.ranks.first:
+        (Path(group.ranks.launch_folder) / _NOTE).write_text(str(folder.absolute()), encoding="utf-8")
+    elif group.ranks.launch_folder is None and isinstance(group, Remembers):
+        group.remember(str(folder.absolute()))
+
+
+def recall_folder(group: Group) -> Path | None:
+    """Return the run folder of an earlier attempt; None in the first attempt, or if there was none yet."""
+    ranks = group.ranks
+    if ranks.attempt == 0:
+        return None
+    if ranks.launch_folder is None:
+        text = group.recall() if isinstance(group, Remembers) else ""
+    else:
+        note = Path(ranks.launch_folder) / _NOTE
+        text = group.share(note.read_text(encoding="utf-8") if ranks.first and note.is_file() else "")
+    return Path(text) if text else None
+
+
+def restarted(config: Config, folder: Path, *, has_checkpoint: bool) -> Config:
+    """Return the request of a restarted process: continue from the newest checkpoint, or begin the run again."""
+    changed: dict[str, Any] = {"name": folder.name, "output_dir": str(folder.parent)}
+    changed |= {"resume": str(folder), "overwrite": False} if has_checkpoint else {"overwrite": True}
+    asked = {**config.asked, **dict.fromkeys(changed, "the restart")}
+    if has_checkpoint:
+        asked.pop("overwrite")
+    return dataclasses.replace(config, **changed, asked=asked)

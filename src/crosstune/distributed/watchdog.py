@@ -1,0 +1,211 @@
+"""End a job whose rank hangs, and name the rank, its host and what it waits in.
+
+A thread in each rank posts what the rank does and since when its main thread has not moved. Every rank reads what the others
+posted; so does the launcher, which also notices when all of them are stopped.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+
+from crosstune.core.activity import Activity
+from crosstune.core.errors import EXIT_HUNG, EXIT_PEER_LOST
+from crosstune.core.ranks import Ranks
+from crosstune.distributed.boards import Board, BoardLost, State
+
+_COLLECTIVE = ("torch/distributed/", "torch/autograd/graph.py", "_engine/group.py", "_engine/sharding/")
+"""Parts of file names in which a rank waits for the others."""
+_OWN = ("crosstune/", "torch/distributed/")
+_LOST_S = 10.0
+"""How long a rank may take to notice by itself that the board's process is gone."""
+
+
+class Judge:
+    """Find the rank that hangs, from what all ranks posted."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._beats: dict[int, tuple[int, float]] = {}
+
+    def verdict(self, states: Mapping[int, State], now: float) -> list[str]:
+        """Return the lines that name the hung rank; none while no rank hangs."""
+        silent = {rank: self._silent_s(state, now) for rank, state in states.items()}
+        stopped = [state for rank, state in states.items() if silent[rank] > self._limit_s]
+        still = [state for state in states.values() if state.still_s > self._limit_s]
+        if not stopped and not still:
+            return []
+        blamed = stopped or [state for state in states.values() if not state.waits] or still
+        how = "is stopped or its machine is down: it" if stopped else "hangs: it"
+        longest = max(silent[s.rank] if stopped else s.still_s for s in (stopped or still))
+        lines = [
+            f"rank {state.rank} (host {state.host}) {how} has made no progress for {longest:.0f} s. It was in: "
+            f"{state.doing}{f', {state.at}' if state.at else ''}"
+            for state in blamed
+        ]
+        others = [state for state in states.values() if state not in blamed]
+        return lines + [f"  {state.sentence()}" for state in others[:8]]
+
+    def _silent_s(self, state: State, now: float) -> float:
+        beat, since = self._beats.get(state.rank, (-1, now))
+        if beat != state.beat:
+            since = now
+        self._beats[state.rank] = (state.beat, since)
+        return now - since
+
+
+class Watchdog:
+    """The thread that watches this rank, and through the shared board all others."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        activity: Activity,
+        *,
+        limit_s: float,
+        own: Sequence[Board],
+        shared: Board | None = None,
+    ) -> None:
+        self._ranks, self._activity = ranks, activity
+        self._own, self._shared = own, shared
+        self.poll_s = min(1.0, limit_s / 20)
+        # A little before the limit, at which the collective itself gives up without naming anybody.
+        self._judge = Judge(limit_s - 3 * self.poll_s)
+        self._limit_s = limit_s
+        self._main = threading.main_thread().ident
+        self._place: object = None
+        self._moved = self._answered = time.monotonic()
+        self._beat = 0
+        self._latest: State | None = None
+        self._states: Mapping[int, State] = {}
+        self._lost = False
+        self._done = threading.Event()
+
+    def start(self) -> None:
+        for act in (self._watch, *((self._exchange,) if self._shared is not None else ())):
+            threading.Thread(target=act, daemon=True, name="crosstune-watchdog").start()
+
+    def stop(self) -> None:
+        self._done.set()
+
+    def state(self) -> State:
+        """Return what this rank does now."""
+        frame = sys._current_frames().get(self._main) if self._main is not None else None
+        place, now = (self._activity.name, *_places(frame)), time.monotonic()
+        if place != self._place:
+            self._place, self._moved = place, now
+        self._beat += 1
+        return State(
+            rank=self._ranks.rank,
+            host=self._ranks.host,
+            beat=self._beat,
+            doing=self._activity.name,
+            at=_where(frame),
+            still_s=now - self._moved,
+            waits=_waits(frame),
+        )
+
+    def _exchange(self) -> None:
+        """Post to the shared board and read it. In a thread of its own: the board may be in a stopped process."""
+        assert self._shared is not None
+        while not self._done.wait(self.poll_s):
+            try:
+                if self._latest is not None:
+                    self._shared.post(self._latest)
+                self._states = self._shared.read()
+            except BoardLost:
+                self._lost = True
+                return
+            self._answered = time.monotonic()
+
+    def _watch(self) -> None:
+        lost_at: float | None = None
+        while not self._done.wait(self.poll_s):
+            state, now = self.state(), time.monotonic()
+            self._latest = state
+            for board in self._own:
+                board.post(state)
+            if self._lost:
+                lost_at = lost_at if lost_at is not None else now
+                if now - lost_at > _LOST_S and state.still_s > _LOST_S:
+                    self._end(
+                        [f"rank 0 is gone, and rank {state.rank} still waits: {state.sentence()}"],
+                        EXIT_PEER_LOST,
+                    )
+            elif self._shared is not None:
+                self._judge_shared(now)
+
+    def _judge_shared(self, now: float) -> None:
+        if now - self._answered > self._limit_s - 3 * self.poll_s:
+            last = self._states.get(0)
+            was = f" It was in: {last.doing}, {last.at}" if last is not None else ""
+            host = f" (host {last.host})" if last is not None else ""
+            silent_s = now - self._answered
+            line = f"rank 0{host} is stopped or its machine is down: it has not answered for {silent_s:.0f} s.{was}"
+            self._end([line], EXIT_HUNG)
+        elif lines := self._judge.verdict(self._states, now):
+            self._end(lines, EXIT_HUNG)
+
+    def _end(self, lines: Sequence[str], code: int) -> None:
+        if self._done.is_set():
+            return
+        first = min((rank for rank in self._states if rank != 0 or self._ranks.first), default=0)
+        if self._ranks.rank in (0, first):
+            print("\n".join(f"crosstune: {line}" for line in lines), file=sys.stderr, flush=True)
+        else:
+            time.sleep(1.0)  # one process tells it
+        if any(line.startswith(f"rank {self._ranks.rank} ") for line in lines):
+            faulthandler.dump_traceback(file=sys.stderr)
+        os._exit(code)
+
+
+class LauncherWatch:
+    """The launcher's look at the ranks of its machine, which also sees when all of them are stopped."""
+
+    def __init__(self, board: Board, *, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._board, self._clock = board, clock
+        self._judge = Judge(limit_s + 1.0)  # the ranks themselves see more, and come first
+        self._next = 0.0
+
+    def verdict(self) -> list[str]:
+        """Return the lines that name a hung rank; looks at the board about once a second."""
+        now = self._clock()
+        if now < self._next:
+            return []
+        self._next = now + 0.5
+        return self._judge.verdict(self._board.read(), now)
+
+
+def _frames(frame: FrameType | None) -> list[FrameType]:
+    found = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def _places(frame: FrameType | None) -> list[tuple[int, int]]:
+    return [(id(one.f_code), one.f_lasti) for one in _frames(frame)]
+
+
+def _where(frame: FrameType | None) -> str:
+    """Return the innermost function of ours or of torch.distributed, with the one it called, and its line."""
+    frames = _frames(frame)
+    for one in frames:
+        path = one.f_code.co_filename.replace(os.sep, "/")
+        if any(part in path for part in _OWN):
+            inner = frames[0].f_code.co_name if frames[0] is not one else ""
+            name = one.f_code.co_name + (f" > {inner}" if inner else "")
+            return f"{name} ({'/'.join(path.split('/')[-2:])}:{one.f_lineno})"
+    return ""
+
+
+def _waits(frame: FrameType | None) -> bool:
+    """Return whether the innermost frames are those of a collective."""
+    paths = [one.f_code.co_filename.replace(os.sep, "/") for one in _frames(frame)[:12]]
+    return any(part in path for path in paths for part in _COLLECTIVE)

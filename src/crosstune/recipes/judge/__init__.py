@@ -1,0 +1,28 @@
+"""Train and use judges: models that score an answer, or say which of two answers is better."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from crosstune.config.schema import Config
+from crosstune.core.events import Observer
+from crosstune.recipes.judge.open_splits import open_judge_data
+from crosstune.recipes.judge.presets import OPTIONS as PRESET_OPTIONS
+from crosstune.recipes.judge.presets import choose_preset
+from crosstune.recipes.judge.read_items import TARGETS as COLUMNS
+from crosstune.recipes.judge.recipe import JudgeRecipe
+from crosstune.recipes.judge.scale import read_scale
+from crosstune.recipes.judge.verdicts import choose_format
+
+__all__ = ["COLUMNS", "PRESET_OPTIONS", "check_data", "choose_preset", "open_recipe"]
+
+
+def open_recipe(config: Config, *, model_folder: Path, observer: Observer | None = None) -> JudgeRecipe:
+    return JudgeRecipe(config, model_folder=model_folder, observer=observer)
+
+
+def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
+    """Raise if a row cannot be read or leaks into the held-out data; return what was not checked."""
+    data = open_judge_data(config)
+    choose_format(config.verdict, scale=read_scale(config.score_scale), items=[*data.train, *data.val])
+    return ["whether every item fits the context: nothing is tokenized"]

@@ -1,0 +1,61 @@
+"""Define an item to judge: a task with one answer or two, and what people said about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+WINNERS = ("A", "B", "tie")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    id: str
+    group: str
+    """Items of one group, such as all translations of one sentence, belong to one split."""
+    task: str
+    answers: tuple[str, ...]
+    """One answer to score, or two to compare."""
+    reference: str = ""
+    rubric: str = ""
+    score: float | None = None
+    winner: str | None = None
+    critique: str = ""
+    issues: tuple[str, ...] = ()
+    messages: Sequence[Mapping[str, Any]] = ()
+    """The prompt as the data has it; empty if the prompt is made from the fields above."""
+    verdict: str = ""
+    """The verdict as the data has it."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Other columns of the row, kept for predictions."""
+
+    @property
+    def is_pair(self) -> bool:
+        return len(self.answers) == 2
+
+    @property
+    def is_labelled(self) -> bool:
+        return self.score is not None or self.winner is not None
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What makes two items the same: their texts."""
+        return (self.task, *self.answers)
+
+
+def swapped(item: Item) -> Item:
+    """Return a pair with its answers in the other order."""
+    winner = {"A": "B", "B": "A"}.get(item.winner or "", item.winner)
+    return Item(
+        id=item.id,
+        group=item.group,
+        task=item.task,
+        answers=item.answers[::-1],
+        reference=item.reference,
+        rubric=item.rubric,
+        winner=winner,
+        critique=item.critique,
+        issues=item.issues,
+        extra=item.extra,
+    )

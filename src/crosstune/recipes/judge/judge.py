@@ -1,0 +1,246 @@
+"""Judge items with the model of a session: by the probabilities of the labels, by generated verdicts, or by a scalar."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crosstune.core.protocols import Generates
+from crosstune.data.tokenizer import Tokenizer
+from crosstune.recipes.judge.examples import encode_prompts
+from crosstune.recipes.judge.items import WINNERS, Item, swapped
+from crosstune.recipes.judge.label_tokens import LabelTokens, find_label_tokens
+from crosstune.recipes.judge.metrics.calibration import fit_temperature, soften
+from crosstune.recipes.judge.prompts import prompt_messages
+from crosstune.recipes.judge.saved_settings import JudgeSettings
+from crosstune.recipes.judge.verdicts import VerdictFormat
+
+Progress = Callable[[int, int], None]
+FEWEST_SHARED = 8
+"""Tokens that prompts have in common before it pays to compute them once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What a judge says about an item."""
+
+    score: float | None = None
+    """None if the generated verdict cannot be read; None for pairs."""
+    winner: str | None = None
+    probabilities: tuple[float, ...] = ()
+    """Of each label, as the model gives them."""
+    confidence: float | None = None
+    """The calibrated probability that the score is at most a point off, or that the winner is right."""
+    consistent: bool | None = None
+    """For pairs: whether the other order of the answers gives the same winner."""
+    text: str = ""
+    issues: tuple[str, ...] = ()
+    feedback: str = ""
+
+    @property
+    def is_parsed(self) -> bool:
+        return self.score is not None or self.winner is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge:
+    session: Any
+    tokenizer: Tokenizer
+    settings: JudgeSettings
+    batch_size: int = 16
+    share_prefixes: bool = True
+    tokens: LabelTokens = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", find_label_tokens(self.verdict, self.tokenizer))
+
+    @property
+    def verdict(self) -> VerdictFormat:
+        return self.settings.format()
+
+    def judge(
+        self,
+        items: Sequence[Item],
+        *,
+        by: str = "probabilities",
+        max_new_tokens: int = 256,
+        progress: Progress | None = None,
+    ) -> list[Judgement]:
+        """Judge every item; pairs in both orders. `progress` receives the number of prompts done and their total."""
+        if not items:
+            return []
+        if not items[0].is_pair:
+            return self._judge_once(items, by=by, max_new_tokens=max_new_tokens, progress=progress)
+        both = [*items, *(swapped(item) for item in items)]
+        found = self._judge_once(both, by=by, max_new_tokens=max_new_tokens, progress=progress)
+        return [
+            self._combined(one, other)
+            for one, other in zip(found[: len(items)], found[len(items) :], strict=True)
+        ]
+
+    def generate(
+        self, items: Sequence[Item], *, max_new_tokens: int, progress: Progress | None = None
+    ) -> list[str]:
+        """Return the verdicts that the model writes."""
+        assert isinstance(self.session, Generates), "a judge with score tokens generates"
+        cut = len(self.tokens.before)
+        prompts = [prompt[: len(prompt) - cut] for prompt in self._prompts(items)]
+        texts = [""] * len(items)
+        done = 0
+        for places in self._batches(prompts, range(len(items))):
+            answers = self.session.generate(
+                [prompts[place] for place in places],
+                max_new_tokens=max_new_tokens,
+                stop_ids=sorted(self.tokenizer.stop_ids),
+            )
+            for place, answer in zip(places, answers, strict=True):
+                texts[place] = self.tokenizer.decode(answer).strip()
+            done += len(places)
+            if progress is not None:
+                progress(done, len(items))
+        return texts
+
+    def label_log_probs(
+        self, items: Sequence[Item], *, progress: Progress | None = None
+    ) -> NDArray[np.float64]:
+        """Return the log probability of each label for each item, normalized over the labels."""
+        prompts = self._prompts(items)
+        probes, ids = self.tokens.probes, self.tokens.token_ids
+        known: list[dict[tuple[int, ...], NDArray[np.float64]]] = [{} for _ in items]
+        parts = self._parts()
+        done = 0
+        for group in self._groups(items):
+            shared = self._shared(prompts, group)
+            prefix = parts.read_prefix(self.session, prompts[group[0]][:shared]) if shared else None
+            start = shared if prefix is not None else 0
+            for places in self._batches(prompts, group):
+                for probe in probes:
+                    rows = [[*prompts[place][start:], *probe] for place in places]
+                    found = parts.next_log_probs(
+                        self.session, rows, token_ids=ids, last=len(probe) + 1, prefix=prefix
+                    )
+                    for place, values in zip(places, found, strict=True):
+                        for length in range(len(probe) + 1):
+                            known[place][probe[:length]] = values[length]
+                done += len(places)
+                if progress is not None:
+                    progress(done, len(items))
+        return self.tokens.log_probs(known)
+
+    def fit_temperature(self, items: Sequence[Item], found: Sequence[Judgement]) -> float:
+        """Return the temperature that fits the probabilities to people's verdicts; 1 without probabilities."""
+        rows = [(item, one) for item, one in zip(items, found, strict=True) if one.probabilities]
+        if not rows:
+            return 1.0
+        probs = np.array([one.probabilities for _, one in rows])
+        targets = label_targets([item for item, _ in rows], self.verdict)
+        return fit_temperature(np.log(np.maximum(probs, 1e-30)), targets)
+
+    def prompt_text(self, item: Item) -> str:
+        return "\n".join(str(message["content"]) for message in prompt_messages(item, self.verdict))
+
+    def _judge_once(
+        self, items: Sequence[Item], *, by: str, max_new_tokens: int, progress: Progress | None
+    ) -> list[Judgement]:
+        if self.settings.head == "scalar":
+            return self._judge_by_scalar(items, progress=progress)
+        if by == "generation":
+            texts = self.generate(items, max_new_tokens=max_new_tokens, progress=progress)
+            return [self._read(text) for text in texts]
+        return [self._from_log_probs(row) for row in self.label_log_probs(items, progress=progress)]
+
+    def _judge_by_scalar(self, items: Sequence[Item], *, progress: Progress | None) -> list[Judgement]:
+        cut = len(self.tokens.before)
+        prompts = [prompt[: len(prompt) - cut] for prompt in self._prompts(items)]
+        scale, found = self.verdict.scale, [Judgement() for _ in items]
+        done = 0
+        for places in self._batches(prompts, range(len(items))):
+            values = self._parts().scalar_scores(self.session, [prompts[place] for place in places])
+            for place, value in zip(places, values, strict=True):
+                score = scale.low + scale.span * min(1.0, max(0.0, float(value)))
+                found[place] = Judgement(score=score)
+            done += len(places)
+            if progress is not None:
+                progress(done, len(items))
+        return found
+
+    def _from_log_probs(self, log_probs: NDArray[np.float64]) -> Judgement:
+        probs = np.exp(log_probs)
+        sure = soften(probs, self.settings.temperature)
+        kept = tuple(float(prob) for prob in probs)
+        if self.verdict.name == "winner":
+            best = int(probs.argmax())
+            return Judgement(winner=WINNERS[best], probabilities=kept, confidence=float(sure[best]))
+        values = np.array(self.verdict.labels.values)
+        score = float((probs * values).sum() / probs.sum())
+        near = np.abs(values - score) <= self.verdict.scale.point
+        return Judgement(score=score, probabilities=kept, confidence=float(sure[near].sum()))
+
+    def _read(self, text: str) -> Judgement:
+        said = self.verdict.read(text)
+        return Judgement(
+            score=said.score if self.verdict.name != "winner" else None,
+            winner=said.winner if self.verdict.name == "winner" else None,
+            text=text,
+            issues=said.issues,
+            feedback=said.feedback,
+        )
+
+    def _combined(self, one: Judgement, other: Judgement) -> Judgement:
+        """Combine the verdicts of both orders: their mean probabilities, or the winner on which both agree."""
+        turned = {"A": "B", "B": "A"}.get(other.winner or "", other.winner)
+        consistent = one.winner == turned and one.winner is not None
+        if one.probabilities:
+            a, b, tie = other.probabilities
+            mean = (np.array(one.probabilities) + np.array([b, a, tie])) / 2
+            return replace(self._from_log_probs(np.log(np.maximum(mean, 1e-300))), consistent=consistent)
+        if one.winner is None or turned is None:
+            return replace(one, winner=None, consistent=False)
+        return replace(one, winner=one.winner if consistent else "tie", consistent=consistent)
+
+    def _prompts(self, items: Sequence[Item]) -> list[list[int]]:
+        return encode_prompts(items, verdict=self.verdict, tokens=self.tokens, tokenizer=self.tokenizer)
+
+    def _groups(self, items: Sequence[Item]) -> list[list[int]]:
+        """Return the places of items with the same rubric and system message, which share the beginning of their prompt."""
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for place, item in enumerate(items):
+            start = item.messages[0] if item.messages and item.messages[0].get("role") == "system" else {}
+            groups.setdefault((item.rubric, str(start.get("content", ""))), []).append(place)
+        return list(groups.values())
+
+    def _shared(self, prompts: Sequence[Sequence[int]], group: Sequence[int]) -> int:
+        """Return how many first tokens the prompts of a group share; 0 if it does not pay to compute them once."""
+        if not self.share_prefixes or len(group) < 2:
+            return 0
+        first, shortest = prompts[group[0]], min(len(prompts[place]) for place in group)
+        length = 0
+        while length < shortest - 1 and all(prompts[place][length] == first[length] for place in group):
+            length += 1
+        return length if length >= FEWEST_SHARED else 0
+
+    def _batches(self, prompts: Sequence[Sequence[int]], places: Sequence[int]) -> Iterator[list[int]]:
+        """Yield places in batches of similar length, so that little is padded."""
+        ordered = sorted(places, key=lambda place: (len(prompts[place]), place))
+        for start in range(0, len(ordered), self.batch_size):
+            yield ordered[start : start + self.batch_size]
+
+    def _parts(self) -> Any:
+        return importlib.import_module(f"crosstune.recipes.judge.{self.session.plan.engine}_parts")
+
+
+def label_targets(items: Sequence[Item], verdict: VerdictFormat) -> NDArray[np.float64]:
+    """Return the distribution over the labels that people's verdicts stand for."""
+    labels = verdict.labels
+    rows = [
+        labels.distribution(item.score)
+        if item.score is not None
+        else np.eye(len(labels))[verdict.label_of(item)]
+        for item in items
+    ]
+    return np.array(rows)

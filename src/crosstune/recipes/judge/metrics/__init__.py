@@ -1,0 +1,1 @@
+"""Compute the metrics of a judge with numpy: correlation, agreement, calibration, overlap of texts, intervals."""

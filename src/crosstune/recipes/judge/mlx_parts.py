@@ -1,0 +1,96 @@
+"""Train and ask a judge with MLX: score tokens with divided targets, and their probabilities after shared prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from numpy.typing import NDArray
+
+from crosstune.core.out_of_memory import EVALUATING
+from crosstune.core.protocols import Array
+from crosstune.mlx_engine.limits import memory_errors
+from crosstune.mlx_engine.tasks.causal_lm import CausalLM
+from crosstune.recipes.judge.examples import JudgeBatch
+
+
+class ScoreTokens(CausalLM):
+    """A language model whose targets may be divided between two tokens."""
+
+    def arrays(self, batch: JudgeBatch) -> Mapping[str, Array]:  # type: ignore[override]
+        arrays = dict(super().arrays(batch))
+        count = len(arrays["places"])
+        return arrays | {
+            "others": self.at_places(batch.others, batch, count),
+            "shares": self.at_places(batch.shares, batch, count),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefix:
+    """The keys and values of tokens that several prompts begin with, for each layer."""
+
+    states: Sequence[Sequence[mx.array]]
+    length: int
+
+    def repeated(self, count: int) -> list[KVCache]:
+        caches = []
+        for keys, values in self.states:
+            cache = KVCache()
+            cache.keys, cache.values = (mx.repeat(array, count, axis=0) for array in (keys, values))
+            cache.offset = self.length
+            caches.append(cache)
+        return caches
+
+
+def read_prefix(session: Any, tokens: Sequence[int]) -> Prefix | None:
+    """Compute the keys and values of a prefix; None for a model whose cache holds something else."""
+    caches = make_prompt_cache(session.model)
+    if any(type(cache) is not KVCache for cache in caches):
+        return None
+    with memory_errors(doing=EVALUATING):
+        session.model(mx.array([list(tokens)]), cache=caches)
+        # A cache is longer than what it holds.
+        states = [
+            tuple(array[..., : cache.offset, :] for array in (cache.keys, cache.values)) for cache in caches
+        ]
+        mx.eval(states)
+    return Prefix(states=states, length=len(tokens))
+
+
+def next_log_probs(
+    session: Any,
+    rows: Sequence[Sequence[int]],
+    *,
+    token_ids: Sequence[int],
+    last: int,
+    prefix: Prefix | None = None,
+) -> NDArray[np.float64]:
+    """Return the log probabilities of some tokens after each of the `last` positions of each row, in fp32.
+
+    Rows are padded on the right, where attention is causal and no token sees the padding.
+    """
+    width = max(map(len, rows))
+    ids = np.zeros((len(rows), width), dtype=np.int32)
+    for number, row in enumerate(rows):
+        ids[number, : len(row)] = row
+    places = np.array(
+        [
+            number * width + len(row) - last + offset
+            for number, row in enumerate(rows)
+            for offset in range(last)
+        ]
+    )
+    options = {"cache": prefix.repeated(len(rows))} if prefix is not None else {}
+    with memory_errors(doing=EVALUATING):
+        logits = session.task.prepared.logits_at(mx.array(ids), mx.array(places), **options).astype(
+            mx.float32
+        )
+        log_probs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        chosen = log_probs[:, mx.array(list(token_ids))]
+        mx.eval(chosen)
+    return np.array(chosen).astype(np.float64).reshape(len(rows), last, len(token_ids))

@@ -1,0 +1,125 @@
+"""Choose options that were left open by the backend and the memory of its device: those that the users' guide promises."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from crosstune.config.facts import Preset
+from crosstune.config.schema import Config
+from crosstune.core.machine import BackendReport
+
+GUIDE_DATA = "datasets/judge_eval"
+DEMO_DATA = "judge_translations"
+SMALL_CARD_BYTES, LARGE_CARD_BYTES = 9 * 10**9, 15 * 10**9
+"""A card of 8 GB reports less than the one, a card of 16 GB more than the other."""
+BYTES_PER_PARAMETER = 4
+"""What LoRA over a 16-bit base takes, from the guide: 12 GB for three billion parameters, two rows of 512 tokens."""
+
+ALL: Mapping[str, Any] = {
+    "num_epochs": 3,
+    "context_length": 512,
+    "truncation": "drop",
+    "lora_target_modules": "attention",
+    "lora_dropout": 0.05,
+    "wd": 0.01,
+    "eval_steps": 100,
+    "save_steps": 200,
+    "eval_samples": 200,
+    "gradient_accumulation_steps": 2,
+}
+LAPTOP: Mapping[str, Any] = {
+    "model_name": "Qwen/Qwen2-1.5B-Instruct",
+    "train_type": "lora",
+    "optimizer": "adamw",
+    "batch_size": 1,
+    "lr": 1e-4,
+    "grad_norm": 1.0,
+}
+GPU: Mapping[str, Any] = {
+    "model_name": "Qwen/Qwen2.5-3B-Instruct",
+    "train_type": "qlora",
+    "quant_type": "nf4",
+    "double_quant": True,
+    "optimizer": "paged_adamw_8bit",
+    "batch_size": 2,
+    "lr": 2e-4,
+    "grad_norm": 0.3,
+    "use_gradient_checkpointing": True,
+}
+BY_BACKEND: Mapping[str, Mapping[str, Any]] = {
+    "mps": {**LAPTOP, "precision": "fp32"},
+    "cpu": {**LAPTOP, "precision": "fp32"},
+    "mlx": LAPTOP,
+    "cuda": GPU,
+    "rocm": GPU,
+    "xpu": GPU,
+}
+LARGEST_AT_RANK_16 = {"mps": 2.0, "cpu": 2.0, "mlx": 2.0}
+"""Billions of parameters above which adapters have rank 8; 4 elsewhere."""
+OPTIONS = ("dataset", "lora_rank", "lora_alpha", *ALL, *GPU, "precision")
+"""Every option that a preset may set."""
+_SIZE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*([bm])(?![a-z])", re.I)
+
+
+def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
+    """Return option -> value and reason, for options that were not set."""
+    name, title = report.name, f"the judge's preset for {report.name}"
+    values: dict[str, tuple[Any, str]] = {
+        option: (value, title) for option, value in {**ALL, **BY_BACKEND[name]}.items()
+    }
+    values["dataset"] = _dataset()
+    model = config.model_name if "model_name" in config.asked else str(values["model_name"][0])
+    billions = read_billions(model)
+    if billions is not None and billions > LARGEST_AT_RANK_16.get(name, 4.0):
+        why = f"{title} for a model of {billions:g} billion parameters"
+        values |= {"lora_rank": (8, why), "lora_alpha": (16, why)}
+    if BY_BACKEND[name] is GPU:
+        values |= _fit_card(report.memory_total_bytes, billions, config)
+    method = config.train_type if "train_type" in config.asked else values["train_type"][0]
+    if "lora" not in str(method) and "dora" not in str(method):
+        for option in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules"):
+            values.pop(option, None)
+    if config.no_4bit or not any(word in str(method) for word in ("qlora", "bnb")):
+        for option in ("quant_type", "double_quant"):
+            values.pop(option, None)
+    if "max_steps" in config.asked:
+        values.pop("num_epochs")
+    if config.skip_eval:
+        values.pop("eval_steps")
+    asked = config.asked
+    return {
+        option: Preset(value=value, reason=why)
+        for option, (value, why) in values.items()
+        if option not in asked
+    }
+
+
+def read_billions(model: str) -> float | None:
+    """Return the number of parameters that a model's name tells, such as 1.5 for Qwen2-1.5B-Instruct."""
+    found = _SIZE.search(model.rpartition("/")[2].replace("-", " ").replace("_", " "))
+    if found is None:
+        return None
+    return float(found[1]) / (1 if found[2].lower() == "b" else 1000)
+
+
+def _dataset() -> tuple[str, str]:
+    if Path(GUIDE_DATA).is_dir():
+        return GUIDE_DATA, "the guide's folder is here"
+    return (
+        DEMO_DATA,
+        f"there is no folder {GUIDE_DATA} here: this is the bundled data; pass your own with --dataset",
+    )
+
+
+def _fit_card(total_bytes: int, billions: float | None, config: Config) -> dict[str, tuple[Any, str]]:
+    """Return what the guide advises for a card of this memory."""
+    size = f"a card of {total_bytes / 1e9:.0f} GB"
+    if 0 < total_bytes <= SMALL_CARD_BYTES:
+        return {"batch_size": (1, size), "gradient_accumulation_steps": (4, size)}
+    needed = BYTES_PER_PARAMETER * 1e9 * billions if billions is not None else None
+    if total_bytes >= LARGE_CARD_BYTES and needed is not None and needed <= total_bytes:
+        return {"train_type": ("lora", f"{size} holds the model without 4 bits, which is faster")}
+    return {}

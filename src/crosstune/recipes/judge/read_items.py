@@ -1,0 +1,234 @@
+"""Read judged items from the rows of a source: the guide's messages, scored answers, and compared pairs of answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from crosstune.core.errors import UserError, shown
+from crosstune.data.columns import Columns, RenamedPart, check_columns
+from crosstune.data.files import Row
+from crosstune.data.sources import Part, Source
+from crosstune.recipes.judge.items import WINNERS, Item
+from crosstune.recipes.judge.scale import Scale
+from crosstune.recipes.judge.verdicts import parse_text_verdict
+
+# Column that the recipe reads -> other names of it. A name counts only if the row has no column of the first name.
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "task": ("source", "original", "instruction", "prompt", "question"),
+    "answer": ("translation", "response", "output", "completion"),
+    "answer_a": ("response1", "answer1", "response_a"),
+    "answer_b": ("response2", "answer2", "response_b"),
+    "score": ("mean", "rating", "label"),
+    "winner": ("preference",),
+    "reference": ("reference_answer",),
+    "critique": ("feedback", "explanation"),
+    "issues": (),
+    "rubric": ("criteria",),
+    "input": ("context",),
+    "id": ("idx", "index"),
+    "group": (),
+    "messages": (),
+}
+TARGETS = tuple(ALIASES)
+"""The columns that --columns may map to."""
+_WINNER_NAMES = {
+    "a": "A", "1": "A", "answer_a": "A", "response1": "A", "first": "A", "b": "B", "2": "B", "answer_b": "B",
+    "response2": "B", "second": "B", "tie": "tie", "0": "tie", "c": "tie", "draw": "tie", "equal": "tie", "none": "tie",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemReader:
+    """How rows become items."""
+
+    scale: Scale
+    columns: Columns = field(default_factory=dict)
+    group_by: str | None = None
+    """The column that says which rows belong together; None: the column `group`, or the text of the task."""
+    references: str = "auto"
+    labelled: bool = True
+    """Whether every row must have a score or a winner."""
+
+    def read(self, source: Source, *, limit: int = -1) -> list[Item]:
+        """Return the items of a source, at most `limit` unless that is -1; raise for a row that is none."""
+        if self.columns:
+            check_columns(list(source.parts), self.columns, source=source.name)
+        items: list[Item] = []
+        for part, row, number in self._rows(source):
+            if len(items) == limit:
+                break
+            try:
+                items.append(self._item(row, number=len(items)))
+            except UserError as error:
+                raise UserError(f"{part.place(number)}: {error.asked}", why=error.why, do=error.do) from error
+        if not items:
+            raise UserError(f"The dataset {source.name} is empty.", do="give it at least one row")
+        self._check_together(items, source.name)
+        return items
+
+    def _rows(self, source: Source) -> Iterator[tuple[Part, Row, int]]:
+        for part in source.parts:
+            read = RenamedPart(part=part, columns=tuple(self.columns.items())) if self.columns else part
+            for found in read.rows():
+                yield part, found.row, found.number
+
+    def _item(self, row: Row, *, number: int) -> Item:
+        fields = _named_fields(row)
+        group = self._group(row, fields)
+        shared: dict[str, Any] = {
+            "id": _text(fields.get("id")) or str(number),
+            "extra": {name: value for name, value in row.items() if name not in fields["used"]},
+        }
+        if "messages" in fields and "score" not in fields and "winner" not in fields:
+            return self._from_messages(fields, group=group, shared=shared)
+        shared |= {
+            "task": _join(_required(fields, "task"), _text(fields.get("input"))),
+            "reference": "" if self.references == "ignore" else _text(fields.get("reference")),
+            "rubric": _text(fields.get("rubric")),
+            "critique": _text(fields.get("critique")),
+            "issues": _issues(fields.get("issues")),
+        }
+        shared["group"] = group or shared["task"]
+        if "answer_a" in fields or "answer_b" in fields:
+            answers = (_required(fields, "answer_a"), _required(fields, "answer_b"))
+            return Item(**shared, answers=answers, winner=self._winner(fields))
+        return Item(**shared, answers=(_required(fields, "answer"),), score=self._score(fields))
+
+    def _from_messages(self, fields: Mapping[str, Any], *, group: str, shared: dict[str, Any]) -> Item:
+        """Read a conversation that ends with the verdict."""
+        messages = fields["messages"]
+        if (
+            not isinstance(messages, list)
+            or len(messages) < 2
+            or not all(isinstance(m, dict) for m in messages)
+        ):
+            raise UserError("It has no conversation with a verdict in `messages`.", do=_SHAPES)
+        verdict = str(messages[-1].get("content", ""))
+        if messages[-1].get("role") != "assistant":
+            raise UserError("Its last message is not the assistant's verdict.", do=_SHAPES)
+        found = parse_text_verdict(verdict)
+        score = found.score
+        if score is None:
+            raise UserError(
+                f"Its verdict has no score: {shown(verdict)}.",
+                do="write it as `Score: N/10`, or as `[RESULT] n`",
+            )
+        self._check_scale(score)
+        task = _text(fields.get("task")) or str(messages[-2].get("content", ""))
+        return Item(
+            **shared,
+            group=group or task,
+            task=task,
+            answers=(_text(fields.get("answer")) or str(messages[-2].get("content", "")),),
+            score=score,
+            critique=found.feedback,
+            issues=found.issues,
+            messages=[dict(message) for message in messages[:-1]],
+            verdict=verdict,
+        )
+
+    def _group(self, row: Row, fields: Mapping[str, Any]) -> str:
+        if self.group_by is None:
+            return _text(fields.get("group"))
+        if self.group_by not in row:
+            raise UserError(
+                f"It has no column '{self.group_by}', which --group_by names.",
+                do=f"its columns are: {', '.join(map(str, row))}",
+            )
+        return _text(row[self.group_by])
+
+    def _score(self, fields: Mapping[str, Any]) -> float | None:
+        value = fields.get("score")
+        if value is None or (isinstance(value, str) and not value.strip()):
+            if self.labelled:
+                raise UserError("It has no score.", do=_SHAPES)
+            return None
+        try:
+            score = float(value) if not isinstance(value, bool) else math.nan
+        except (TypeError, ValueError):
+            score = math.nan
+        if not math.isfinite(score):
+            raise UserError(f"Its score is not a number: {shown(value)}.")
+        self._check_scale(score)
+        return score
+
+    def _check_scale(self, score: float) -> None:
+        if not self.scale.holds(score):
+            raise UserError(
+                f"Its score {score:g} is outside the scale {self.scale}.",
+                do="set the scale of the data with --score_scale LOW-HIGH, or correct the row",
+            )
+
+    def _winner(self, fields: Mapping[str, Any]) -> str | None:
+        value = fields.get("winner")
+        if value is None or (isinstance(value, str) and not value.strip()):
+            if self.labelled:
+                raise UserError("It has no winner.", do=_SHAPES)
+            return None
+        name = _WINNER_NAMES.get(_text(value).strip().lower())
+        if name is None:
+            raise UserError(f"Its winner is {shown(value)}.", do=f"use one of {', '.join(WINNERS)}")
+        return name
+
+    def _check_together(self, items: list[Item], source: str) -> None:
+        """Raise where the rows are not of one kind, or only some have a reference."""
+        pairs = sum(item.is_pair for item in items)
+        if 0 < pairs < len(items):
+            raise UserError(
+                f"{source} mixes {len(items) - pairs} scored answers with {pairs} pairs of answers.",
+                do="put them into two data sets",
+            )
+        without = sum(not item.reference for item in items)
+        if self.references == "auto" and 0 < without < len(items):
+            raise UserError(
+                f"{without} of {len(items)} rows of {source} have no reference.",
+                why="a judge that sees a reference for some answers only learns two tasks at once.",
+                do="add the references, or pass --references optional or --references ignore",
+            )
+
+
+_SHAPES = (
+    "a row has `messages` that end with the verdict; or task, answer and score; or task, answer_a, answer_b and winner; "
+    "--columns maps other names, as in --columns original=task,mean=score"
+)
+
+
+def _named_fields(row: Row) -> dict[str, Any]:
+    """Return the values under the names that the recipe reads, and which columns were used."""
+    found: dict[str, Any] = {}
+    used: set[str] = set()
+    for name, aliases in ALIASES.items():
+        column = next((each for each in (name, *aliases) if each in row and row[each] is not None), None)
+        if column is not None and column not in used:
+            found[name] = row[column]
+            used.add(column)
+    return found | {"used": used}
+
+
+def _required(fields: Mapping[str, Any], name: str) -> str:
+    text = _text(fields.get(name))
+    if not text.strip():
+        raise UserError(f"It has no {name}.", do=_SHAPES)
+    return text
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value)
+
+
+def _join(task: str, more: str) -> str:
+    return f"{task}\n\n{more}" if more.strip() else task
+
+
+def _issues(value: Any) -> tuple[str, ...]:
+    if isinstance(value, (list, tuple)):
+        return tuple(str(each) for each in value)
+    text = _text(value).strip()
+    return tuple(part.strip() for part in text.split(";") if part.strip()) if text else ()

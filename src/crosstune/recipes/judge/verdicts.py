@@ -1,0 +1,199 @@
+"""Define the formats of a verdict: how each is written, which part is the label, and how a text is read back."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from crosstune.core.errors import UserError
+from crosstune.core.json_files import parse_json
+from crosstune.recipes.judge.items import WINNERS, Item
+from crosstune.recipes.judge.scale import Labels, Scale, digit_labels, number_labels, write_number
+
+FORMATS = ("digit", "score", "result", "json", "winner")
+NO_ISSUES = "none"
+
+_NUMBER = r"(-?\d+(?:\.\d+)?)"
+_SCORE = re.compile(rf"score\s*[:=]\s*\**\s*{_NUMBER}\s*(?:/\s*{_NUMBER})?", re.I)
+_RESULT = re.compile(rf"\[RESULT\]\s*\(?({_NUMBER}|A|B|C|tie)\b", re.I)
+_ISSUES = re.compile(r"^issues\s*:\s*(.*)$", re.I | re.M)
+_FEEDBACK = re.compile(r"^feedback\s*:\s*(.*)$", re.I | re.M)
+_WINNER = re.compile(r"^\W*(?:(?:winner|verdict|answer|result)\s*:?\s*)?\W*(A|B|C|tie)\b", re.I)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextVerdict:
+    """What a text says: a score or a winner, None where it says none."""
+
+    score: float | None = None
+    out_of: float | None = None
+    """The highest score, if the text names it."""
+    winner: str | None = None
+    issues: tuple[str, ...] = ()
+    feedback: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerdictFormat:
+    """A format on a scale. A verdict is `before`, a label, `after`; feedback may follow, or precede in `result`."""
+
+    name: str
+    scale: Scale
+    explains: bool = False
+    """Whether verdicts have issues and feedback."""
+
+    @property
+    def labels(self) -> Labels:
+        if self.name == "winner":
+            return Labels(texts=WINNERS)
+        return digit_labels(self.scale) if self.name == "digit" else number_labels(self.scale)
+
+    @property
+    def before(self) -> str:
+        return {"score": "Score: ", "result": "[RESULT] ", "json": '{"score": '}.get(self.name, "")
+
+    @property
+    def after(self) -> str:
+        """What follows the label in every verdict."""
+        if self.name == "score":
+            return f"/{write_number(self.scale.high)}"
+        return ("," if self.explains else "}") if self.name == "json" else ""
+
+    def request(self) -> str:
+        """Return the last sentence of a prompt: what the verdict has to look like."""
+        low, high = write_number(self.scale.low), write_number(self.scale.high)
+        if self.name == "winner":
+            said = "Which answer is better? Reply with A, B or tie"
+            return f"{said}, then a line of feedback." if self.explains else f"{said}."
+        if self.name == "digit":
+            return "Rate the answer with one digit from 0 (worst) to 9 (best)."
+        rate = f"Rate the answer from {low} (worst) to {high} (best)."
+        shape = {
+            "score": f"`Score: N/{high}`" + (", then its issues and feedback" if self.explains else ""),
+            "result": ("feedback, then " if self.explains else "") + "`[RESULT] N`",
+            "json": 'JSON with the key "score"' + (', and "issues" and "feedback"' if self.explains else ""),
+        }[self.name]
+        return f"{rate} Reply with {shape}."
+
+    def write(self, label: str, item: Item | None = None) -> str:
+        """Return the verdict with a label, and the feedback of an item if the format has any."""
+        said = f"{self.before}{label}{self.after}"
+        if not self.explains or item is None:
+            return said
+        issues, feedback = "; ".join(item.issues) or NO_ISSUES, " ".join(item.critique.split())
+        if self.name == "score":
+            return f"{said}\nIssues: {issues}\nFeedback: {feedback}"
+        if self.name == "result":
+            return f"Feedback: {feedback or issues} {said}"
+        if self.name == "json":
+            rest = json.dumps({"issues": list(item.issues), "feedback": feedback}, ensure_ascii=False)
+            return f"{said} {rest[1:]}"
+        return f"{said}\nFeedback: {feedback}" if self.name == "winner" else said
+
+    def label_of(self, item: Item) -> int:
+        """Return the index of the label nearest to what people said."""
+        if item.winner is not None:
+            return WINNERS.index(item.winner)
+        assert item.score is not None
+        return self.labels.neighbours(item.score)[0]
+
+    def read(self, text: str) -> TextVerdict:
+        """Return what a generated text says in this format; a score outside the scale is none."""
+        if self.name == "digit":
+            digit = re.match(r"\s*(\d)(?!\d)", text)
+            return TextVerdict(score=self.labels.values[int(digit[1])] if digit else None)
+        if self.name == "winner":
+            return _read_winner(text)
+        found = _read_json(text) if self.name == "json" else parse_text_verdict(text)
+        if found.score is None or not self.scale.holds(found.score):
+            return TextVerdict(issues=found.issues, feedback=found.feedback)
+        if found.out_of is not None and found.out_of != self.scale.high:
+            return TextVerdict(issues=found.issues, feedback=found.feedback)
+        return found
+
+
+def parse_text_verdict(text: str) -> TextVerdict:
+    """Read `Score: N/10` with its issues and feedback, `[RESULT] n`, or a JSON verdict."""
+    if text.lstrip().startswith("{"):
+        return _read_json(text)
+    issues = _ISSUES.search(text)
+    feedback = _FEEDBACK.search(text)
+    explained: dict[str, Any] = {
+        "issues": _split_issues(issues[1]) if issues else (),
+        "feedback": _RESULT.sub("", feedback[1]).strip() if feedback else "",
+    }
+    if match := _RESULT.search(text):
+        value = match[1]
+        is_number = value[0].isdigit() or value[0] == "-"
+        return TextVerdict(
+            score=float(value) if is_number else None,
+            winner=None if is_number else _winner_name(value),
+            **explained,
+        )
+    if match := _SCORE.search(text):
+        return TextVerdict(score=float(match[1]), out_of=float(match[2]) if match[2] else None, **explained)
+    return TextVerdict(**explained)
+
+
+def choose_format(name: str, *, scale: Scale, items: list[Item]) -> VerdictFormat:
+    """Return the format of --verdict; auto fits the data."""
+    pairs = items[0].is_pair
+    explained = any(item.critique or item.issues for item in items)
+    if name == "auto":
+        written = any(item.messages for item in items)
+        name = "winner" if pairs else _format_of(items[0].verdict) if written else "digit"
+    if pairs != (name == "winner"):
+        raise UserError(
+            f"--verdict {name} does not fit the data.",
+            why="its rows are " + ("pairs of answers." if pairs else "single answers with a score."),
+            do="use --verdict winner" if pairs else "use --verdict digit, score, result or json",
+        )
+    return VerdictFormat(name=name, scale=scale, explains=explained and name != "digit")
+
+
+def _format_of(verdict: str) -> str:
+    if verdict.lstrip().startswith("{"):
+        return "json"
+    return "result" if _RESULT.search(verdict) else "score"
+
+
+def _read_json(text: str) -> TextVerdict:
+    start, end = text.find("{"), text.rfind("}")
+    try:
+        fields = parse_json(text[start : end + 1], foreign=True) if 0 <= start < end else None
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        return TextVerdict()
+    value = fields.get("score")
+    is_score = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    issues = fields.get("issues")
+    return TextVerdict(
+        score=float(value) if is_score and value is not None else None,
+        winner=_winner_name(str(fields.get("winner", ""))),
+        issues=tuple(map(str, issues)) if isinstance(issues, list) else (),
+        feedback=str(fields.get("feedback") or ""),
+    )
+
+
+def _read_winner(text: str) -> TextVerdict:
+    feedback = _FEEDBACK.search(text)
+    said = feedback[1].strip() if feedback else ""
+    if match := _RESULT.search(text):
+        return TextVerdict(winner=_winner_name(match[1]), feedback=said)
+    if text.lstrip().startswith("{"):
+        return _read_json(text)
+    match = _WINNER.match(text.strip())
+    return TextVerdict(winner=_winner_name(match[1]) if match else None, feedback=said)
+
+
+def _winner_name(text: str) -> str | None:
+    return {"a": "A", "b": "B", "c": "tie", "tie": "tie"}.get(text.strip().lower())
+
+
+def _split_issues(text: str) -> tuple[str, ...]:
+    parts = tuple(part.strip() for part in text.split(";") if part.strip())
+    return () if parts == (NO_ISSUES,) else parts

@@ -1,0 +1,174 @@
+"""Open a trained judge, or any model as one, and test it on labelled items beside its baselines."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crosstune.config.load import make_config
+from crosstune.config.schema import Config, option_list
+from crosstune.core.errors import UserError
+from crosstune.core.events import Evaluating, EvaluationStarted, Observer, Warned
+from crosstune.core.json_files import read_json, write_json
+from crosstune.data.tokenizer import Tokenizer
+from crosstune.planner.gather import make_plan
+from crosstune.recipes.judge.evaluation import Report, baselines, evaluate_items, worst_items
+from crosstune.recipes.judge.items import Item
+from crosstune.recipes.judge.judge import Judge, Judgement
+from crosstune.recipes.judge.predictions import FILE, METRICS_FILE, prediction_row, write_predictions
+from crosstune.recipes.judge.saved_settings import JudgeSettings, read_judge_settings
+from crosstune.recipes.judge.scale import read_scale
+from crosstune.recipes.judge.tasks import judge_task
+from crosstune.recipes.judge.verdicts import choose_format
+from crosstune.results.opened import check_base
+from crosstune.results.trained_folder import Trained, find_trained
+from crosstune.runs.open_parts import find_model, open_session
+
+MEMORY_SAFE = {"cuda": "cpu", "rocm": "cpu", "xpu": "cpu", "mps": "cpu"}
+"""Backend of a training -> the one that tests its result by default, so that two models never share the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeRequest:
+    """How to open and ask a judge."""
+
+    target: str
+    base: str | None = None
+    backend: str = "auto"
+    precision: str = "fp32"
+    by: str = "probabilities"
+    batch_size: int = 16
+    max_new_tokens: int = 256
+    share_prefixes: bool = True
+    untrained: bool = False
+    """Open the base model instead, without what was learned."""
+
+
+def run_config(folder: Path) -> Config | None:
+    """Return the options of the judge run in a folder; None if it is no run. Raise for a run of another recipe."""
+    if not (folder / "plan.json").is_file():
+        return None
+    plan = read_json(folder / "plan.json")
+    options, asked = (
+        found if isinstance(found := plan.get(name), dict) else {} for name in ("options", "asked")
+    )
+    if options.get("recipe") != "judge":
+        raise UserError(
+            f"The run {folder} did not train a judge.",
+            why=f"its recipe is {options.get('recipe')}.",
+            do="train one with `crosstune judge train`",
+        )
+    known = {option.name for option in option_list()}
+    config = make_config(**{name: value for name, value in options.items() if name in known})
+    return dataclasses.replace(config, asked=dict.fromkeys(asked, f"the run {folder.name}"))
+
+
+def backend_for_test(config: Config, trained_on: str) -> str:
+    """Return the backend that tests a judge after its training."""
+    return config.eval_backend if config.eval_backend != "auto" else MEMORY_SAFE.get(trained_on, trained_on)
+
+
+def open_judge(request: JudgeRequest, *, items: Sequence[Item], config: Config, observer: Observer) -> Judge:
+    """Open a run, an adapter or a model as a judge. One that was not trained as such uses the format of `config`."""
+    trained = find_trained(_reward_model(request.target) or request.target, base=request.base)
+    settings = read_judge_settings(_result_folder(trained))
+    if settings is None:
+        verdict = choose_format(config.verdict, scale=read_scale(config.score_scale), items=list(items))
+        settings = JudgeSettings(verdict=verdict.name, scale=str(verdict.scale), explains=verdict.explains)
+    _check_kind(settings, items)
+    options = trained.options()
+    if request.untrained:
+        options = {"model_name": _untrained_base(trained, request), "train_type": "full"}
+    options |= {"backend": request.backend, "precision": request.precision}
+    plan = make_plan(make_config(**options))
+    model = find_model(plan.config, observer)
+    if not request.untrained:
+        for sentence in check_base(trained, model):
+            observer.on_event(Warned(message=sentence))
+    session = open_session(plan, model, task=judge_task(settings.head, plan.engine), trained=False)
+    tokenizer = Tokenizer.from_folder(trained.tokenizer_folder(model.path), model=model.path)
+    return Judge(
+        session=session,
+        tokenizer=tokenizer,
+        settings=settings,
+        batch_size=request.batch_size,
+        share_prefixes=request.share_prefixes,
+    )
+
+
+def ask(judge: Judge, items: Sequence[Item], request: JudgeRequest, observer: Observer) -> list[Judgement]:
+    """Judge items and show the progress."""
+    observer.on_event(EvaluationStarted(step=0, when="test"))
+
+    def show(done: int, total: int) -> None:
+        observer.on_event(Evaluating(done=done, total=total, what="items"))
+
+    return judge.judge(items, by=request.by, max_new_tokens=request.max_new_tokens, progress=show)
+
+
+def measure_judge(
+    request: JudgeRequest,
+    items: Sequence[Item],
+    *,
+    config: Config,
+    observer: Observer,
+    train: Sequence[Item] = (),
+    with_untrained: bool = True,
+) -> tuple[Report, list[Judgement]]:
+    """Judge labelled items, and compare with people and with the baselines."""
+    judge = open_judge(request, items=items, config=config, observer=observer)
+    found = ask(judge, items, request, observer)
+    scale, settings = judge.verdict.scale, judge.settings
+    del judge  # the untrained model takes its place in memory
+    report = evaluate_items(items, found, scale=scale)
+    report["judge"] = dataclasses.asdict(settings) | {"by": request.by, "target": request.target}
+    report["baselines"] = baselines(items, scale=scale, train=train)
+    if with_untrained and settings.head == "tokens":
+        untrained = dataclasses.replace(request, untrained=True)
+        base = open_judge(untrained, items=items, config=config, observer=observer)
+        report["baselines"]["untrained model"] = evaluate_items(
+            items, ask(base, items, untrained, observer), scale=scale
+        )
+    report["worst"] = [prediction_row(items[place], found[place]) for place in worst_items(items, found)]
+    return report, found
+
+
+def write_test(folder: Path, report: Report, items: Sequence[Item], found: Sequence[Judgement]) -> Path:
+    """Write the predictions and the metrics of a test; return the file of the predictions."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_predictions(folder / FILE, items, found)
+    write_json(folder / METRICS_FILE, report)
+    return folder / FILE
+
+
+def _reward_model(target: str) -> str | None:
+    """Return the folder of the model in a run with a scalar head, which is no language model; None for other targets."""
+    folder = Path(target).expanduser() / "model"
+    settings = read_judge_settings(folder)
+    return str(folder) if settings is not None and settings.head == "scalar" else None
+
+
+def _result_folder(trained: Trained) -> Path:
+    return trained.adapter if trained.adapter is not None else Path(trained.base).expanduser()
+
+
+def _untrained_base(trained: Trained, request: JudgeRequest) -> str:
+    """Return the model that a judge was before its training."""
+    if trained.adapter is not None:
+        return trained.base
+    base: Any = trained.record.get("base")
+    if isinstance(base, dict) and base.get("name"):
+        return str(base["name"])
+    return request.base or trained.base
+
+
+def _check_kind(settings: JudgeSettings, items: Sequence[Item]) -> None:
+    if items and items[0].is_pair != (settings.verdict == "winner"):
+        kind = "pairs of answers" if items[0].is_pair else "single answers"
+        learned = "which of two answers is better" if settings.verdict == "winner" else "to score an answer"
+        raise UserError(
+            f"This judge cannot judge {kind}.", why=f"it learned {learned}.", do="give it other data"
+        )

@@ -1,0 +1,232 @@
+"""Find the other processes of a run: reach the master, and wait until every rank has signed in."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import psutil
+import torch.distributed as dist
+
+from crosstune.config.load import add_variables
+from crosstune.core.errors import PortTaken, UserError
+from crosstune.core.ranks import Limits, Ranks
+
+_RETRY_S = 0.2
+
+
+def join_store(ranks: Ranks, limits: Limits) -> dist.Store:
+    """Return the store of this attempt, after all ranks have signed in to it.
+
+    The store of torchrun's agent outlives a restart: without a prefix for each attempt, a process would read the
+    address of one that is gone.
+    """
+    deadline = time.monotonic() + limits.connect_s
+    store = dist.PrefixStore(f"crosstune/{ranks.attempt}", _open_store(ranks, deadline, limits))
+    with _store_errors(ranks):
+        _sign_in(store, ranks)
+        _await_all(store, ranks, deadline, limits)
+    store.set_timeout(timedelta(seconds=limits.collective_s))
+    return store
+
+
+def second_connection(ranks: Ranks, limits: Limits) -> dist.Store:
+    """Return another connection to the store, for a thread that must not wait for the first one."""
+    return _open_client(ranks, time.monotonic() + limits.connect_s)
+
+
+def shared_store(store: dist.Store) -> dist.Store:
+    """Return the store without the prefix of the attempt."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def use_interface_of(ranks: Ranks) -> None:
+    """Make gloo and NCCL use the network interface that leads to the master, unless the user chose one.
+
+    gloo would otherwise take the address of the host's name, which is often loopback or another network.
+    """
+    interface = _interface_to(ranks)
+    if interface is None:
+        return
+    add_variables({"GLOO_SOCKET_IFNAME": interface})
+    if ranks.num_nodes > 1:
+        add_variables({"NCCL_SOCKET_IFNAME": interface})
+
+
+def _interface_to(ranks: Ranks) -> str | None:
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            ranks.master_addr, ranks.master_port, type=socket.SOCK_DGRAM
+        ):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # sends nothing for UDP
+                own = probe.getsockname()[0]
+                for name, addresses in psutil.net_if_addrs().items():
+                    if any(one.address.split("%")[0] == own for one in addresses):
+                        return name
+    return None
+
+
+def _open_store(ranks: Ranks, deadline: float, limits: Limits) -> dist.Store:
+    if ranks.serves_store:
+        listening = _listen(ranks)
+        return dist.TCPStore(
+            ranks.master_addr,
+            ranks.master_port,
+            is_master=True,
+            timeout=timedelta(seconds=limits.connect_s),
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+    _await_master(ranks, deadline, limits)
+    return _open_client(ranks, deadline)
+
+
+def _open_client(ranks: Ranks, deadline: float) -> dist.Store:
+    """Connect to the store of the master. torch waits forever for another program that accepts and stays silent, so a
+    thread does it."""
+    place = f"{ranks.master_addr}:{ranks.master_port}"
+    found: list[dist.Store] = []
+    problems: list[str] = []
+    left_s = max(1.0, deadline - time.monotonic())
+
+    def open_it() -> None:
+        try:
+            found.append(
+                dist.TCPStore(
+                    ranks.master_addr,
+                    ranks.master_port,
+                    is_master=False,
+                    timeout=timedelta(seconds=left_s),
+                    wait_for_workers=False,
+                )
+            )
+        except RuntimeError as error:
+            problems.append(str(error).strip().splitlines()[0])
+
+    thread = threading.Thread(target=open_it, daemon=True)
+    thread.start()
+    thread.join(left_s)
+    if found:
+        return found[0]
+    raise UserError(
+        f"{ranks.name} reaches {place}, but what answers there is not the first process of the run.",
+        why=problems[0] if problems else f"it did not answer as a store within {left_s:.0f} s.",
+        do="choose another MASTER_PORT: some other program has this one",
+    )
+
+
+def _listen(ranks: Ranks) -> socket.socket:
+    """Listen at the address of the master only, so that a run on one machine cannot be reached from outside."""
+    problem: OSError | None = None
+    try:
+        found = socket.getaddrinfo(ranks.master_addr, ranks.master_port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise _unreachable(
+            ranks, why=f"{ranks.master_addr} is not the address of any machine: {error}"
+        ) from error
+    for family, kind, protocol, _, address in found:
+        listening = socket.socket(family, kind, protocol)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(1024)
+        except OSError as error:
+            listening.close()
+            problem = error
+            continue
+        return listening
+    where = f"{ranks.name} cannot listen on {ranks.master_addr}:{ranks.master_port}."
+    if problem is not None and problem.errno == errno.EADDRINUSE:
+        raise PortTaken(where, why="another program has this port.", do="choose another MASTER_PORT")
+    raise UserError(
+        where, why=f"{problem}.", do="set MASTER_ADDR to an address of the machine on which rank 0 runs"
+    )
+
+
+def _await_master(ranks: Ranks, deadline: float, limits: Limits) -> None:
+    """Wait until the master listens."""
+    while True:
+        try:
+            with socket.create_connection(
+                (ranks.master_addr, ranks.master_port), timeout=max(0.1, deadline - time.monotonic())
+            ):
+                return
+        except OSError as error:
+            if time.monotonic() + _RETRY_S > deadline:
+                why = f"nothing answered within {limits.connect_s:g} s ({error})."
+                raise _unreachable(ranks, why=why) from error
+        time.sleep(_RETRY_S)
+
+
+def _unreachable(ranks: Ranks, *, why: str) -> UserError:
+    return UserError(
+        f"{ranks.name} cannot reach the first process at {ranks.master_addr}:{ranks.master_port}.",
+        why=why,
+        do="set MASTER_ADDR and MASTER_PORT to the address of rank 0 for all processes, start all of them, and let the "
+        "port through the firewall",
+    )
+
+
+def _sign_in(store: dist.Store, ranks: Ranks) -> None:
+    """Record this rank; raise if another process has it, or another number of processes."""
+    entry = {"host": ranks.host, "pid": os.getpid(), "size": ranks.size}
+    if store.add(f"count/{ranks.rank}", 1) > 1:
+        raise UserError(
+            f"Two processes say that they are rank {ranks.rank} of {ranks.size}.",
+            why=f"both reached the store at {ranks.master_addr}:{ranks.master_port}.",
+            do="give each process its own RANK; two runs at the same time need different values of MASTER_PORT",
+        )
+    store.set(f"rank/{ranks.rank}", json.dumps(entry))
+
+
+def _await_all(store: dist.Store, ranks: Ranks, deadline: float, limits: Limits) -> None:
+    names = [f"rank/{rank}" for rank in range(ranks.size)]
+    while missing := [rank for rank, name in enumerate(names) if not store.check([name])]:
+        _check_sizes(store, ranks)
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{_listed(missing)} of {ranks.size} did not come within {limits.connect_s:g} s.",
+                why=f"{ranks.name} waited for it at {ranks.master_addr}:{ranks.master_port}.",
+                do="look at the output of that process; start all processes within this time, or raise --connect_timeout",
+            )
+        time.sleep(0.02)
+    _check_sizes(store, ranks)
+
+
+def _check_sizes(store: dist.Store, ranks: Ranks) -> None:
+    for rank in range(ranks.size):
+        if rank != ranks.rank and store.check([f"rank/{rank}"]):
+            entry = json.loads(store.get(f"rank/{rank}"))
+            if entry["size"] != ranks.size:
+                raise UserError(
+                    f"Rank {rank} (host {entry['host']}) is one of {entry['size']}, {ranks.name} is not.",
+                    do="start all processes of the run with the same WORLD_SIZE",
+                )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
+    return f"Rank {shown}" if len(ranks) == 1 else f"Ranks {shown}"
+
+
+@contextlib.contextmanager
+def _store_errors(ranks: Ranks) -> Iterator[None]:
+    """Raise a UserError if the store goes away while the processes sign in."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise UserError(
+            f"{ranks.name} lost the first process at {ranks.master_addr}:{ranks.master_port} while it connected.",
+            why=str(error).strip().splitlines()[0],
+            do="read the last output of rank 0",
+        ) from error

@@ -1,0 +1,199 @@
+"""Divide the work of a step over the processes of a run, and combine what they computed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from crosstune.config.plan import Plan
+from crosstune.core.errors import PeerLost
+from crosstune.core.out_of_memory import OutOfMemory
+from crosstune.core.protocols import PreparedBatch, StatePart
+from crosstune.core.ranks import Group
+from crosstune.torch_engine.lost_peers import peer_errors
+from crosstune.torch_engine.sharding.gathered import free_gathered, set_gradient_sync
+from crosstune.torch_engine.sharding.strategies import REPLICAS, STRATEGIES, Strategy, make_mesh
+from crosstune.torch_engine.state import export_random, import_random
+
+BUFFER_BYTES = 64 * 2**20
+"""Gradients are all-reduced in buckets of up to this size: few messages and little extra memory."""
+
+
+class NumberGroup(Group, Protocol):
+    def sum_numbers(self, *numbers: float) -> list[float]:
+        """Sum each number over the ranks in double precision, bitwise equal on every rank."""
+        ...
+
+
+@dataclass(kw_only=True)
+class Parallel:
+    """The processes of a run as the torch session sees them."""
+
+    group: NumberGroup
+    strategy: Strategy
+    mesh: DeviceMesh
+    device: torch.device
+    reduce_once: bool = False
+    """Whether gradients are reduced after the last micro-batch only, see --no_sync."""
+    interrupted: OutOfMemory | PeerLost | None = field(default=None)
+    """Why this rank left a pass that the others are still in, so that no collective works any more."""
+
+    @property
+    def size(self) -> int:
+        return self.group.ranks.size
+
+    @property
+    def rank(self) -> int:
+        return self.group.ranks.rank
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of ranks, or hosts, that hold the same part of the model."""
+        names = self.mesh.mesh_dim_names or ()
+        return self.mesh.size(names.index(REPLICAS)) if REPLICAS in names else 1
+
+    @property
+    def num_shards(self) -> int:
+        return self.size // self.num_replicas if self.strategy.sharded else 1
+
+    def state_part(self, shapes: Mapping[str, tuple[int, ...]]) -> StatePart:
+        """Return which part of a sharded state this rank holds. The hosts of a hybrid strategy hold the same ones."""
+        count = self.num_shards
+        return StatePart(number=self.rank % count, count=count, writes=self.rank < count, shapes=dict(shapes))
+
+    def turns(
+        self, model: nn.Module, window: Sequence[PreparedBatch]
+    ) -> Iterator[tuple[PreparedBatch, bool]]:
+        """Yield the micro-batches of this rank, each with whether it counts.
+
+        Micro-batch i belongs to rank i % size. Sharded models gather their parameters in every pass, so a rank without
+        a micro-batch of its own takes part with one that does not count.
+        """
+        num_turns = -(-len(window) // self.size)
+        seeds = self._seeds(len(window)) if self.size > 1 else []
+        after = export_random(self.device)
+        for turn in range(num_turns):
+            index = turn * self.size + self.rank
+            counts = index < len(window)
+            if not counts and not self.strategy.sharded:
+                continue
+            set_gradient_sync(model, not self.reduce_once or turn == num_turns - 1)
+            if seeds:
+                torch.manual_seed(seeds[index % len(window)])
+            yield window[index] if counts else min(window, key=lambda batch: batch.num_tokens), counts
+        if seeds:
+            import_random(self.device, after)
+
+    def _seeds(self, count: int) -> list[int]:
+        """Return a seed for each micro-batch of a step from the random state, which is the same on every rank. A
+        micro-batch draws the same numbers whichever rank computes it."""
+        drawn = int(torch.randint(2**62, ()))
+        digests = [hashlib.sha256(f"{drawn}/{index}".encode()).digest() for index in range(count)]
+        return [int.from_bytes(digest[:8], "little") >> 1 for digest in digests]
+
+    @contextlib.contextmanager
+    def passes(self, model: nn.Module) -> Iterator[None]:
+        """Run forward and backward passes, and agree on running out of memory where that is possible.
+
+        A rank that fails in a pass of a sharded model leaves the others waiting in a collective: it can only end, and
+        its session makes no further collectives. Replicas do not communicate in a pass, so all of them give up together.
+        """
+        failure: OutOfMemory | None = None
+        try:
+            yield
+        except OutOfMemory as error:
+            if self.strategy.sharded:
+                self.interrupted = error
+                raise
+            failure = error
+        free_gathered(model)
+        if not self.strategy.sharded and self.group.any(failure is not None):
+            raise failure or OutOfMemory("another process of the run has too little")
+
+    @contextlib.contextmanager
+    def connected(self, doing: str) -> Iterator[None]:
+        """Make collectives in the block; raise PeerLost for their errors. A rank that cannot make any says why at once."""
+        if self.interrupted is not None:
+            raise self.interrupted
+        try:
+            with peer_errors(self.group.ranks, doing=doing):
+                yield
+        except PeerLost as error:
+            self.interrupted = error if self.strategy.sharded else None
+            raise
+
+    def sum_numbers(self, *numbers: float) -> list[float]:
+        return self.group.sum_numbers(*numbers) if numbers else []
+
+    def first_flag(self, flags: Mapping[str, bool]) -> str | None:
+        """Return the first name whose flag is set on any rank. All ranks have the same names."""
+        totals = self.sum_numbers(*(float(flag) for flag in flags.values()))
+        return next((name for name, total in zip(flags, totals, strict=True) if total), None)
+
+    def reduce_gradients(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Sum the gradients of tensors that every rank holds whole. One without a gradient on any rank stays so."""
+        present = self.sum_numbers(*(float(tensor.grad is not None) for tensor in tensors.values()))
+        used = [tensor for tensor, count in zip(tensors.values(), present, strict=True) if count]
+        for bucket in _buckets(used):
+            parts = [torch.zeros_like(t) if t.grad is None else t.grad for t in bucket]
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            dist.all_reduce(flat)
+            for tensor, values in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                tensor.grad = values.reshape(tensor.shape)
+
+    def clip_gradients(
+        self, sharded: Sequence[torch.Tensor], whole: Sequence[torch.Tensor], limit: float
+    ) -> float:
+        """Clip to a norm over all ranks and return the norm before. `sharded` are parts, `whole` the same everywhere."""
+        both = [*sharded, *whole]
+        norm = _norm(both)
+        if self.size > 1 and self.strategy.sharded:
+            [squares] = self.sum_numbers(float(_norm(sharded)) ** 2)
+            total = math.sqrt(squares / self.num_replicas + float(_norm(whole)) ** 2)
+            norm = torch.tensor(total, device=norm.device)
+        clip_grads_with_norm_(both, limit, norm)
+        return float(norm)
+
+
+def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return get_total_norm([tensor.grad for tensor in tensors if tensor.grad is not None])
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    bucket: list[torch.Tensor] = []
+    num_bytes = 0
+    for tensor in tensors:
+        if bucket and num_bytes + tensor.nbytes > BUFFER_BYTES:
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append(tensor)
+        num_bytes += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def open_parallel(plan: Plan, group: Any, *, device: torch.device) -> Parallel:
+    """Connect the devices of the processes of a run, and return them with the mesh of the plan's strategy."""
+    strategy = STRATEGIES[plan.config.sharding_strategy]
+    if device.type not in ("cpu", "mps"):
+        device = torch.device(device.type, group.ranks.local_rank)
+        torch.get_device_module(device).set_device(device)
+    if not dist.is_initialized():
+        group.open_devices(device, collective=plan.collective)
+    return Parallel(
+        group=group,
+        strategy=strategy,
+        mesh=make_mesh(strategy, group.ranks, device_type=device.type),
+        device=device,
+        reduce_once=plan.config.no_sync,
+    )

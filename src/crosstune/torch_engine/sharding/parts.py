@@ -1,0 +1,74 @@
+"""Relate the part of a parameter on this rank to the whole: its rows, and gathering them from all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The rows of a parameter that a rank holds. The first dimension is divided into equal chunks; the last ranks may
+    have fewer rows, or none."""
+
+    shape: tuple[int, ...]
+    """The shape of the whole parameter."""
+    num_parts: int
+    number: int
+    group: Any
+    """The ranks that hold the other parts."""
+    device: torch.device
+    """Where collectives take place; an offloaded parameter is on the host."""
+
+    @property
+    def chunk(self) -> int:
+        return -(-self.shape[0] // self.num_parts)
+
+    @property
+    def rows(self) -> slice:
+        start = min(self.number * self.chunk, self.shape[0])
+        return slice(start, min(start + self.chunk, self.shape[0]))
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the whole tensor from the part of each rank, on the device of the collectives. Collective."""
+        padded = local.new_zeros((self.chunk, *self.shape[1:]), device=self.device)
+        padded[: local.shape[0]] = local
+        whole = padded.new_empty((self.num_parts * self.chunk, *self.shape[1:]))
+        dist.all_gather_into_tensor(whole, padded, group=self.group)
+        return whole[: self.shape[0]]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor, sharing its memory; the tensor itself if it is not sharded."""
+    to_local = getattr(tensor, "to_local", None)  # of torch's DTensor, whose import takes long
+    return tensor if to_local is None else to_local()
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "to_local")
+
+
+def part_of(tensor: Any) -> Part | None:
+    """Return which rows of a tensor this rank holds; None if it holds the whole tensor."""
+    if not is_sharded(tensor):
+        return None
+    mesh = tensor.device_mesh
+    [dim] = [number for number, placement in enumerate(tensor.placements) if placement.is_shard()]
+    index = torch.get_device_module(mesh.device_type).current_device() if mesh.device_type != "cpu" else None
+    return Part(
+        shape=tuple(tensor.shape),
+        num_parts=mesh.size(dim),
+        number=mesh.get_local_rank(dim),
+        group=mesh.get_group(dim),
+        device=torch.device(mesh.device_type, index),
+    )
+
+
+def whole(tensor: torch.Tensor, *, of: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the whole of a sharded tensor; or of the local tensor of each rank, divided like `of`. Collective."""
+    part = part_of(tensor if of is None else of)
+    local = local_part(tensor.detach())
+    return local if part is None else part.gather(local)

@@ -1,0 +1,88 @@
+"""Read the whole tensors of a sharded model in one process, which asks the others for their parts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from crosstune.core.ranks import Group
+from crosstune.torch_engine.sharding.parts import whole
+from crosstune.torch_engine.sharding.shard import original_dtypes
+
+_END = ""
+"""Sent instead of a name when nothing more is read."""
+MODEL, TRAINED = "model", "trained"
+
+
+class Reader(Mapping[str, Any]):
+    """Sharded tensors by name, gathered when they are read; the ranks that do not read call `serve`."""
+
+    def __init__(self, kind: str, tensors: Mapping[str, Any], gather: Gather) -> None:
+        self._kind, self._tensors, self._gather = kind, tensors, gather
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._tensors:
+            raise KeyError(name)
+        return self._gather.read(self._kind, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+class Gather:
+    """The tensors of a sharded model, by kind and name, and the processes that hold their parts."""
+
+    def __init__(self, group: Group, model: nn.Module, trained: Mapping[str, tuple[Any, Any]]) -> None:
+        self.group, self._dtypes = group, original_dtypes(model)
+        # Each with the parameter that it is divided like.
+        self.tensors: dict[str, Mapping[str, tuple[Any, Any]]] = {
+            MODEL: {name: (tensor, tensor) for name, tensor in model.state_dict().items()},
+            TRAINED: trained,
+        }
+
+    def reader(self, kind: str) -> Reader:
+        return Reader(kind, self.tensors[kind], self)
+
+    def read(self, kind: str, name: str) -> torch.Tensor:
+        """Gather a tensor; called by the first rank."""
+        self.group.share(f"{kind}/{name}")
+        tensor, divided_like = self.tensors[kind][name]
+        found = whole(tensor, of=divided_like)
+        return found.to(self._dtypes.get(name, found.dtype)) if kind == MODEL else found
+
+    def serve(self) -> None:
+        """Take part in what the first rank reads, until it ends; called by the others."""
+        while (asked := self.group.share("")) != _END:
+            kind, _, name = asked.partition("/")
+            tensor, divided_like = self.tensors[kind][name]
+            whole(tensor, of=divided_like)
+
+    def end(self) -> None:
+        self.group.share(_END)
+
+
+@contextlib.contextmanager
+def read_whole(
+    group: Group, model: nn.Module, trained: Mapping[str, tuple[Any, Any]]
+) -> Iterator[Mapping[str, torch.Tensor] | None]:
+    """Let the first rank read the whole tensors of a model: give it the trained ones, and let `model.state_dict()` return
+    the others. Give None to the other ranks, after they have served the first."""
+    gather = Gather(group, model, trained)
+    if not group.ranks.first:
+        gather.serve()
+        yield None
+        return
+    target: Any = model
+    target.state_dict = lambda: gather.reader(MODEL)
+    try:
+        yield gather.reader(TRAINED)
+    finally:
+        del target.state_dict
+        gather.end()

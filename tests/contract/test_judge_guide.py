@@ -1,0 +1,188 @@
+"""The command lines of the judge guide: through the entry files that `crosstune adopt` writes, to the plan of each."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crosstune.cli import adopt
+from crosstune.cli.main import main
+from crosstune.machines.probe import load_machine
+
+MPS, CUDA = "pt_app/eval_model/judge_train_mps.py", "pt_app/eval_model/judge_train_cuda.py"
+QWEN_SMALL, QWEN = "Qwen/Qwen2-1.5B-Instruct", "Qwen/Qwen2.5-3B-Instruct"
+
+# entry, words, GB of the card (None: a Mac), what the plan must say
+COMMANDS: list[tuple[str, str, float | None, dict[str, Any]]] = [
+    (
+        MPS,
+        "--epochs 3",
+        None,
+        {"num_epochs": 3, "batch_size": 1, "model_name": QWEN_SMALL, "precision": "fp32"},
+    ),
+    (MPS, "--epochs 1 --max_samples 50", None, {"num_epochs": 1, "dataset_samples": 50}),
+    (
+        MPS,
+        "--model meta-llama/Llama-3.2-1B-Instruct --epochs 2",
+        None,
+        {"model_name": "meta-llama/Llama-3.2-1B-Instruct"},
+    ),
+    (MPS, "--epochs 1 --max_samples 50 --test_samples 20", None, {"eval_samples": 20, "optimizer": "adamw"}),
+    (
+        CUDA,
+        "--epochs 3",
+        12.0,
+        {"train_type": "qlora", "batch_size": 2, "model_name": QWEN, "quant_type": "nf4"},
+    ),
+    (
+        CUDA,
+        "--epochs 1 --max_samples 50",
+        12.0,
+        {"optimizer": "paged_adamw_8bit", "use_gradient_checkpointing": True},
+    ),
+    (CUDA, "--no_4bit", 12.0, {"no_4bit": True, "grad_norm": 0.3}),
+    (
+        CUDA,
+        "--batch_size 1 --gradient_accumulation 4",
+        8.0,
+        {"batch_size": 1, "gradient_accumulation_steps": 4},
+    ),
+    (CUDA, f"--model {QWEN} --epochs 3", 12.0, {"num_epochs": 3, "double_quant": True}),
+    (CUDA, "--epochs 3 --batch_size 2", 12.0, {"batch_size": 2, "context_length": 512}),
+    (CUDA, "--epochs 3", 8.0, {"batch_size": 1, "gradient_accumulation_steps": 4, "train_type": "qlora"}),
+    (CUDA, "--epochs 3", 16.0, {"train_type": "lora", "batch_size": 2}),
+    (
+        CUDA,
+        "--model m/x --epochs 1 --batch_size 2 --gradient_accumulation 3 --lr 1e-5 --max_seq_length 256 --max_samples 9 "
+        "--test_samples 5 --project_name judges --no_4bit",
+        12.0,
+        {"lr": 1e-5, "context_length": 256, "gradient_accumulation_steps": 3, "project_name": "judges"},
+    ),
+]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder as the guide has it, with data in the original shape."""
+    folder = tmp_path / "datasets" / "judge_eval"
+    folder.mkdir(parents=True)
+    for split, count in (("train", 6), ("val", 2), ("test", 2)):
+        rows = [
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": f"Source: {split} {number}\nTranslation: x\nGive a 0-10 score.",
+                    },
+                    {"role": "assistant", "content": f"Score: {number}/10\nIssues: none\nFeedback: fine"},
+                ],
+                "source": f"{split} {number}",
+                "translation": "x",
+            }
+            for number in range(count)
+        ]
+        (folder / f"judge_{split}.json").write_text(json.dumps(rows))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def machine_file(folder: Path, gigabytes: float | None) -> str:
+    """A Mac, or a machine with a card of this size."""
+    if gigabytes is None:
+        return "apple-m1-16gb"
+    machine = load_machine("rtx-4090").to_json()
+    machine["name"] = f"card of {gigabytes} GB"
+    for device in machine["backends"]["cuda"]["devices"]:
+        device |= {
+            "memory_total_bytes": int(gigabytes * 1.07e9),
+            "memory_free_bytes": int(gigabytes * 1.05e9),
+        }
+    path = folder / "machine.json"
+    path.write_text(json.dumps(machine))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "words", "gigabytes", "expected"),
+    COMMANDS,
+    ids=[f"{c[0][-8:-3]} {c[1]} {c[2]}" for c in COMMANDS],
+)
+def test_every_command_of_the_guide_is_planned(
+    project: Path,
+    path: str,
+    words: str,
+    gigabytes: float | None,
+    expected: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    entry = next(entry for entry in adopt.ENTRIES if entry.path == path)
+    assert entry.command == ("judge", "train")
+    monkeypatch.setattr(
+        adopt, "_available", lambda backends: backends[0]
+    )  # that of the planned machine, not of this one
+    line = adopt.entry_words(entry, words.split())
+    machine = machine_file(project, gigabytes)
+    assert main(["plan", "--recipe", "judge", "--machine", machine, *line, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    plan = plan.get("plan", plan)
+    assert plan["backend"] == ("mps" if path == MPS else "cuda")
+    assert {name: plan["options"][name] for name in expected} == expected
+    assert plan["options"]["dataset"] == "datasets/judge_eval"
+    assert plan["options"]["output_dir"] == "adapters_eval"
+    chosen = {row["option"]: row for row in plan["adjustments"] if row["kind"] == "choice"}
+    asked = {word.lstrip("-") for word in words.split() if word.startswith("--")}
+    assert (
+        "batch_size" in asked
+        or "preset" in chosen["batch_size"]["reason"]
+        or "GB" in chosen["batch_size"]["reason"]
+    )
+
+
+def test_adopted_files_run_and_are_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["adopt", str(tmp_path)]) == 0
+    assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py")} == {
+        MPS,
+        CUDA,
+        "train.py",
+    }
+    assert main(["adopt", str(tmp_path)]) == 0, "the same files may be written again"
+    capsys.readouterr()
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / MPS), "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    assert "crosstune judge ACTION" in done.stdout and "--max_seq_length" in done.stdout
+    (tmp_path / CUDA).write_text("print('mine')\n")
+    assert main(["adopt", str(tmp_path)]) == 2
+    assert "exists already" in capsys.readouterr().err and (tmp_path / CUDA).read_text() == "print('mine')\n"
+    assert main(["adopt", str(tmp_path), "--force"]) == 0
+    assert "run_entry" in (tmp_path / CUDA).read_text()
+
+
+def test_an_entry_falls_back_to_the_cpu_and_names_its_run() -> None:
+    entry = next(entry for entry in adopt.ENTRIES if entry.path == MPS)
+    words = adopt.entry_words(entry, ["--model", "org/Judge-1B", "--epochs", "1"])
+    assert words[words.index("--backend") + 1] in ("mps", "cpu")
+    assert words[words.index("--name") + 1] == "Judge-1B_final"
+    assert adopt.entry_words(entry, ["--backend", "cpu", "--output_dir", "x"]) == [
+        "--backend",
+        "cpu",
+        "--output_dir",
+        "x",
+    ]
+
+
+def test_a_shell_entry_is_one_more_item() -> None:
+    text = adopt.entry_text(adopt.Entry(path="scripts/go.sh", about="Go.", command=("train",)))
+    assert text.startswith("#!/bin/sh\n") and 'run_entry("go"' in text

@@ -1,0 +1,54 @@
+"""The commands of docs/judge.md run as they stand, one after the other."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from pages import Followed, Page, open_workshop
+
+from crosstune.models.tiny import tiny_model
+from crosstune.recipes.judge.presets import BY_BACKEND
+from crosstune.recipes.judge.verdicts import FORMATS
+
+pytestmark = pytest.mark.slow  # six commands that each load torch
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Followed:
+    home, page = tmp_path_factory.mktemp("judge"), Page("judge.md")
+    workshop = open_workshop(home, page)
+    tiny_model(home / "my-model")
+    rows = "".join(f"word {number // 2},answer {number},{1 + number % 5}\n" for number in range(60))
+    (home / "ratings.csv").write_text(f"quelle,answer,note\n{rows}")
+    (home / "answers.jsonl").write_text(
+        '{"id": "x", "task": "say hi", "answer": "hi", "reference": "hello"}\n'
+    )
+    return Followed(workshop, page)
+
+
+def test_a_judge_is_trained_and_tested(followed: Followed) -> None:
+    assert "Pearson" in followed[0] and "untrained model" in followed[0]
+    assert "written  runs/grader/test_predictions.json" in followed[0]
+    again = followed[1]
+    assert "24 items in 6 groups" in again and "untrained model" not in again
+    rows = json.loads((followed.workshop.home / "runs/grader/test_predictions.json").read_text())
+    assert len(rows) == 24
+
+
+def test_data_is_shown_and_split(followed: Followed) -> None:
+    assert "judged by winner" in followed[2] and "Answer B:" in followed[2]
+    assert "judge_test.json (6 items in 3 groups)" in followed[3]
+
+
+def test_verdicts_and_predictions(followed: Followed) -> None:
+    assert "(1 verdicts)" in followed[4]
+    row = json.loads((followed.workshop.home / "verdicts.jsonl").read_text())
+    assert row["id"] == "x" and 0 <= row["predicted"] <= 10 and 0 < row["confidence"] <= 1
+    assert "24 items in 6 groups" in followed[5]
+
+
+def test_the_page_names_every_format_and_preset_model() -> None:
+    text = Page("judge.md").text
+    assert all(f"| `{name}` |" in text for name in FORMATS)
+    assert all(f"`{preset['model_name']}`" in text for preset in BY_BACKEND.values())

@@ -1,0 +1,13 @@
+"""Call different collectives in two ranks; started by test_staged_backend.py with torchrun."""
+
+import torch
+import torch.distributed as dist
+
+from crosstune.torch_engine.sharding.staged_backend import register_staged_backend
+
+register_staged_backend()
+dist.init_process_group("staged")
+if dist.get_rank() == 0:
+    dist.all_reduce(torch.ones(2))
+else:
+    dist.broadcast(torch.ones(2), src=1)

@@ -1,0 +1,361 @@
+"""Judges on both engines: the loss of divided labels, label probabilities, shared prefixes, learning, a scalar head."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import train_step
+
+from crosstune.cli.main import main
+from crosstune.config.load import make_config
+from crosstune.core.errors import UserError
+from crosstune.core.events import Observers
+from crosstune.data.token_batch import IGNORED
+from crosstune.planner.gather import make_plan
+from crosstune.recipes.judge.items import Item
+from crosstune.recipes.judge.judge import Judge
+from crosstune.recipes.judge.recipe import JudgeRecipe
+from crosstune.results.judge import JudgeRequest, measure_judge, open_judge
+from crosstune.runs.open_parts import find_model, open_session
+
+ENGINES = {"torch": "cpu", "mlx": "mlx"}
+WORDS = {"good": 9.0, "fine": 6.0, "poor": 3.0, "bad": 0.0}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Answers whose score is in their words: easy to learn, for a model of a few layers."""
+    folder = tmp_path_factory.mktemp("judge_data")
+    draw = np.random.default_rng(0)
+    for split, count in (("train", 96), ("val", 24), ("test", 24)):
+        rows = []
+        for number in range(count):
+            word = draw.choice(list(WORDS))
+            score = float(np.clip(WORDS[word] + draw.uniform(0, 1), 0, 10))
+            rows.append(
+                {
+                    "id": f"{split}{number}",
+                    "task": f"write {split} {number}",
+                    "answer": f"a {word} text",
+                    "score": score,
+                }
+            )
+        (folder / f"judge_{split}.json").write_text(json.dumps(rows))
+    return folder
+
+
+def options(model: Path, data: Path, backend: str, **more: Any) -> dict[str, Any]:
+    shared = {
+        "recipe": "judge",
+        "model_name": str(model),
+        "dataset": str(data),
+        "backend": backend,
+        "precision": "fp32",
+    }
+    shared |= {"train_type": "lora", "lora_target_modules": "all", "lora_dropout": 0.0, "batch_size": 4}
+    return shared | {"gradient_accumulation_steps": 1, "max_steps": 4, "num_samples": 0, "lr": 1e-2} | more
+
+
+def open_parts(model: Path, data: Path, backend: str, **more: Any) -> tuple[JudgeRecipe, Any]:
+    plan = make_plan(make_config(**options(model, data, backend, **more)))
+    recipe = JudgeRecipe(plan.config, model_folder=model)
+    found = find_model(plan.config, Observers())
+    return recipe, open_session(plan, found, task=recipe.task(plan.engine))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("verdict", ["digit", "score"])
+def test_the_loss_is_the_cross_entropy_to_divided_labels(
+    tiny_model: Path, data: Path, engine: str, verdict: str
+) -> None:
+    recipe, session = open_parts(tiny_model, data, ENGINES[engine], verdict=verdict)
+    batch = recipe.window(0)[0]
+    assert (batch.shares > 0).sum() == 4, "every row has a divided label"
+    expected = 0.0
+    for row in range(4):
+        logits = session.logits([batch.input_ids[row].tolist()])[0].astype(np.float64)
+        log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        for place in np.flatnonzero(batch.targets[row] != IGNORED):
+            share = float(batch.shares[row, place])
+            expected -= (1 - share) * log_probs[place, batch.targets[row, place]]
+            expected -= share * log_probs[place, batch.others[row, place]]
+    assert session.evaluate([batch]).loss == pytest.approx(expected / batch.weight, rel=1e-5)
+    assert batch.weight == (batch.targets != IGNORED).sum()
+
+
+def test_only_the_verdict_and_its_end_carry_loss(tiny_model: Path, data: Path) -> None:
+    recipe, _ = open_parts(tiny_model, data, "cpu")
+    example = recipe.train.corpus[0]
+    taught = example.tokens[example.supervised].tolist()
+    assert len(taught) == 2 and taught[-1] in recipe.tokenizer.stop_ids
+    assert recipe.tokenizer.decode(taught[:1]) in "0123456789"
+    hard, _ = open_parts(tiny_model, data, "cpu", soft_scores=False)
+    assert not hard.window(0)[0].shares.any()
+
+
+def test_both_engines_take_the_same_steps(tiny_model: Path, data: Path) -> None:
+    losses = {}
+    for engine, backend in ENGINES.items():
+        recipe, session = open_parts(tiny_model, data, backend, verdict="score")
+        losses[engine] = [train_step(session, recipe.window(step), lr=5e-3).loss for step in range(3)]
+    assert losses["mlx"] == pytest.approx(losses["torch"], rel=2e-4)
+    assert losses["torch"][2] < losses["torch"][0]
+
+
+def test_balanced_sampling_draws_every_score_equally(tiny_model: Path, data: Path) -> None:
+    recipe, _ = open_parts(tiny_model, data, "cpu", balance_scores=True, num_epochs=1, max_steps=-1)
+    labels = np.array([recipe.verdict.label_of(item) for item in recipe.train.items])
+    places = [row[0] for step in range(recipe.num_steps()) for row in recipe._order().rows(step)]
+    counts = np.unique(labels[places], return_counts=True)[1]
+    plain = np.unique(labels, return_counts=True)[1]
+    assert counts.max() - counts.min() <= 1 < plain.max() - plain.min()
+    assert len(places) == len(recipe.train)
+
+
+def brute_force(judge: Judge, item: Item) -> np.ndarray:
+    """The probability of each label from all logits of prompt, label and what follows."""
+    from crosstune.recipes.judge.examples import encode_prompts
+
+    tokens = judge.tokens
+    [prompt] = encode_prompts([item], verdict=judge.verdict, tokens=tokens, tokenizer=judge.tokenizer)
+    found = []
+    for sequence in tokens.sequences:
+        logits = judge.session.logits([[*prompt, *sequence]])[0].astype(np.float64)
+        log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        total = 0.0
+        for length, token in enumerate(sequence):
+            if sequence[:length] in tokens.paths:
+                total += log_probs[len(prompt) + length - 1, token]
+        found.append(total)
+    return np.exp(found) / np.exp(found).sum()
+
+
+def items(count: int, *, rubric: str = "") -> list[Item]:
+    return [
+        Item(
+            id=str(n),
+            group=str(n),
+            task=f"write {n} words{' please' * (n % 3)}",
+            answers=("a good text",),
+            rubric=rubric,
+        )
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("verdict", ["digit", "score", "result", "json"])
+def test_label_probabilities_are_those_of_all_logits(
+    tiny_model: Path, data: Path, engine: str, verdict: str
+) -> None:
+    recipe, session = open_parts(tiny_model, data, ENGINES[engine], verdict=verdict)
+    judge = recipe.judge(session)
+    if verdict != "digit":
+        assert len(judge.tokens.paths) >= 2, "10 begins like 1, and they are told apart later"
+    found = np.exp(judge.label_log_probs(items(3)))
+    for row, one in enumerate(items(3)):
+        assert found[row] == pytest.approx(brute_force(judge, one), abs=1e-6)
+    judged = judge.judge(items(3))
+    values = np.array(judge.verdict.labels.values)
+    assert [one.score for one in judged] == pytest.approx((found @ values).tolist())
+    assert all(0 < one.confidence <= 1 for one in judged)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_shared_prefix_changes_no_score(tiny_model: Path, data: Path, engine: str) -> None:
+    recipe, session = open_parts(tiny_model, data, ENGINES[engine], verdict="score")
+    rubric = "Ten points are for a text that says exactly what was asked, and nothing else."
+    asked = [*items(5, rubric=rubric), *items(3, rubric="Count the words.")]
+    sharing = recipe.judge(session)
+    alone = Judge(
+        session=session,
+        tokenizer=sharing.tokenizer,
+        settings=sharing.settings,
+        share_prefixes=False,
+        batch_size=3,
+    )
+    prompts = sharing._prompts(asked)
+    assert sharing._shared(prompts, [0, 1, 2, 3, 4]) > 20
+    first, second = sharing.label_log_probs(asked), alone.label_log_probs(asked)
+    assert np.abs(np.exp(first) - np.exp(second)).max() < 1e-5
+
+
+def test_pairs_are_asked_in_both_orders(tiny_model: Path, tmp_path: Path) -> None:
+    rows = [
+        {"id": f"r{n}", "task": f"t {n}", "answer_a": "a good text", "answer_b": "a bad text", "winner": "A"}
+        for n in range(30)
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe, session = open_parts(tiny_model, path, "cpu")
+    judge = recipe.judge(session)
+    asked = list(recipe.data.test)
+    mirrored = [Item(**vars(one) | {"answers": one.answers[::-1]}) for one in asked]
+    for one, other in zip(judge.judge(asked), judge.judge(mirrored), strict=True):
+        a, b, tie = other.probabilities
+        assert one.probabilities == pytest.approx((b, a, tie), abs=1e-6), (
+            "the order of the answers does not matter"
+        )
+        assert one.consistent is not None and one.winner in ("A", "B", "tie")
+    texts = judge.judge(asked, by="generation", max_new_tokens=4)
+    assert all(one.winner is None or one.consistent is not None for one in texts)
+
+
+def words_of(flags: dict[str, Any]) -> list[str]:
+    return [word for name, value in flags.items() if name != "recipe" for word in (f"--{name}", str(value))]
+
+
+def test_a_judge_learns_and_beats_every_baseline(
+    tiny_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = options(tiny_model, data, "cpu", train_type="full", lr=3e-3, max_steps=75, batch_size=8)
+    flags |= {"output_dir": str(tmp_path), "name": "j", "num_samples": 2}
+    assert main(["judge", "train", *words_of(flags), "--json"]) == 0
+    test = json.loads(capsys.readouterr().out)["test"]
+    assert test["metrics"]["pearson"] > 0.9 and test["num_unreadable"] == 0
+    report = json.loads((tmp_path / "j" / "test_metrics.json").read_text())
+    assert set(report["baselines"]) == {"constant", "longer answer", "untrained model"}
+    for name, other in report["baselines"].items():
+        assert report["metrics"]["mae"] < 0.7 * other["metrics"]["mae"], name
+    rows = json.loads((tmp_path / "j" / "test_predictions.json").read_text())
+    assert len(rows) == 24 and {"id", "expected", "predicted", "confidence"} <= rows[0].keys()
+    page = (tmp_path / "j" / "report.html").read_text()
+    assert "Worst disagreements" in page and "Calibration" in page and page.count('class="plot"') >= 3
+    (tmp_path / "new.jsonl").write_text(
+        '{"task": "write", "answer": "a good text"}\n{"task": "write", "answer": "a bad text"}\n'
+    )
+    out = tmp_path / "verdicts.jsonl"
+    line = [
+        "judge",
+        "predict",
+        str(tmp_path / "j"),
+        "--input",
+        str(tmp_path / "new.jsonl"),
+        "--output",
+        str(out),
+        "--backend",
+        "cpu",
+    ]
+    assert main(line) == 0
+    good, bad = (json.loads(row)["predicted"] for row in out.read_text().splitlines())
+    assert good > bad + 4
+    capsys.readouterr()
+    assert (
+        main(["judge", "eval", "--predictions", str(tmp_path / "j" / "test_predictions.json"), "--json"]) == 0
+    )
+    again = json.loads(capsys.readouterr().out)
+    assert again["metrics"]["pearson"] == pytest.approx(report["metrics"]["pearson"], abs=1e-9)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_adapter_gives_the_same_scores_on_the_other_engine(
+    tiny_model: Path, data: Path, tmp_path: Path, engine: str
+) -> None:
+    flags = options(
+        tiny_model, data, ENGINES[engine], max_steps=5, output_dir=str(tmp_path), name="j", skip_eval=True
+    )
+    assert main(["judge", "train", *words_of(flags)]) == 0
+    recipe = JudgeRecipe(make_config(**flags), model_folder=tiny_model)
+    scores = {}
+    for name, backend, untrained in (
+        ("torch", "cpu", False),
+        ("mlx", "mlx", False),
+        ("untrained", "cpu", True),
+    ):
+        request = JudgeRequest(target=str(tmp_path / "j"), backend=backend, untrained=untrained)
+        judge = open_judge(request, items=recipe.data.test, config=recipe.config, observer=Observers())
+        scores[name] = [one.score for one in judge.judge(recipe.data.test)]
+    assert scores["mlx"] == pytest.approx(scores["torch"], abs=1e-3)
+    assert np.abs(np.array(scores["torch"]) - scores["untrained"]).max() > 0.01
+
+
+def test_an_adapter_for_another_base_is_refused(tiny_model: Path, data: Path, tmp_path: Path) -> None:
+    from crosstune.models.tiny import tiny_model as make
+
+    flags = options(tiny_model, data, "cpu", max_steps=1, output_dir=str(tmp_path), name="j", skip_eval=True)
+    assert main(["judge", "train", *words_of(flags)]) == 0
+    other = make(tmp_path / "other", seed=5)
+    config = make_config(**flags)
+    request = JudgeRequest(target=str(tmp_path / "j" / "adapter"), base=str(other), backend="cpu")
+    with pytest.raises(UserError, match="trained over another base"):
+        measure_judge(request, items(2), config=config, observer=Observers())
+
+
+@pytest.mark.parametrize("train_type", ["lora", "full"])
+def test_a_scalar_head_learns_and_is_transformers_sequence_classifier(
+    tiny_model: Path, data: Path, tmp_path: Path, train_type: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    flags = options(tiny_model, data, "cpu", max_steps=40, batch_size=8, head="scalar", train_type=train_type)
+    flags |= {"output_dir": str(tmp_path), "name": "r", "lr": 3e-3}
+    assert main(["judge", "train", *words_of(flags), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["test"]["metrics"]["pearson"] > (
+        0.9 if train_type == "full" else 0.3
+    )
+    recipe = JudgeRecipe(make_config(**flags), model_folder=tiny_model)
+    request = JudgeRequest(target=str(tmp_path / "r"), backend="cpu")
+    judge = open_judge(request, items=recipe.data.test, config=recipe.config, observer=Observers())
+    ours = [one.score for one in judge.judge(recipe.data.test)]
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "r" / "model").eval()
+    prompts = judge._prompts(recipe.data.test)
+    with torch.no_grad():
+        theirs = [float(model(input_ids=torch.tensor([prompt])).logits[0, 0]) for prompt in prompts]
+    assert ours == pytest.approx([min(10.0, max(0.0, 10 * value)) for value in theirs], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"packing": True}, "--packing"),
+        ({"train_on_prompt": True}, "--train_on_prompt"),
+        ({"truncation": "cut"}, "--truncation cut"),
+        ({"head": "scalar", "train_type": "dora"}, "--head scalar"),
+        ({"verdict": "winner"}, "does not fit the data"),
+        ({"score_scale": "0-5"}, "outside the scale 0-5"),
+        ({"score_scale": "5-0"}, "score_scale"),
+        ({"columns": "answer=nonsense"}, "nonsense"),
+    ],
+)
+def test_requests_that_a_judge_refuses(
+    tiny_model: Path,
+    data: Path,
+    tmp_path: Path,
+    asked: dict[str, Any],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = options(tiny_model, data, "cpu", output_dir=str(tmp_path), name="x") | asked
+    assert main(["judge", "train", *words_of(flags)]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_scalar_head_on_mlx_is_refused(tiny_model: Path, data: Path, tmp_path: Path, capsys: Any) -> None:
+    flags = options(tiny_model, data, "mlx", output_dir=str(tmp_path), name="x", head="scalar")
+    assert main(["judge", "train", *words_of(flags)]) == 2
+    assert "torch only" in capsys.readouterr().err
+
+
+def test_the_whole_test_split_is_judged_unless_limited(tiny_model: Path, data: Path, tmp_path: Path) -> None:
+    """A preset limits the evaluations during training, not the test."""
+    from crosstune.recipes.judge.open_splits import open_judge_data
+    from crosstune.results.judge import run_config
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    plan = make_plan(make_config(**options(tiny_model, data, "cpu")))
+    assert plan.config.eval_samples == 200
+    limited = {"options": plan.config.options() | {"eval_samples": 5}, "asked": plan.to_json()["asked"]}
+    (folder / "plan.json").write_text(json.dumps(limited))
+    config = run_config(folder)
+    assert config is not None and len(open_judge_data(config).test) == 24
+    limited["asked"]["eval_samples"] = 5
+    (folder / "plan.json").write_text(json.dumps(limited))
+    config = run_config(folder)
+    assert config is not None and len(open_judge_data(config).test) == 5

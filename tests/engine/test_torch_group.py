@@ -1,0 +1,152 @@
+"""The group of several torch processes over gloo: messages, ends that name who is missing, collectives that differ."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crosstune.distributed.free_ports import free_ports
+
+RANK = """
+import os, sys, time
+import torch, torch.distributed as dist
+from crosstune.core.errors import UserError
+from crosstune.core.ranks import Limits
+from crosstune.distributed.environment import read_ranks
+from crosstune.torch_engine.group import connect
+from crosstune.torch_engine.lost_peers import peer_errors
+limits = Limits(connect_s=float(os.environ.get("LIMIT", "60")), collective_s=60.0, debug="DEBUG" in os.environ)
+rank = int(os.environ["RANK"])
+try:
+    exec(sys.argv[1])
+except UserError as error:
+    print("\\n".join(error.lines()))
+    sys.exit(error.exit_code)
+"""
+TALK = """
+group = connect(read_ranks(), limits)
+assert group.any(rank == 1) and not group.any(False)
+assert group.same("x") and not group.same(str(rank))
+assert group.share("näher" * (1 + rank)) == "näher" and group.share("") == ""
+import math
+assert group.sum_numbers(0.1, rank) == [math.fsum([0.1] * 3), 3.0]
+group.open_devices(torch.device("cpu"))
+ones = torch.ones(2)
+dist.all_reduce(ones)
+assert ones.tolist() == [3.0, 3.0]
+board = group.open_board()
+group.meet()
+"""
+
+
+def start(rank: int, code: str, *, size: int, port: int, **variables: str) -> subprocess.Popen[str]:
+    place = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    clean = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    return subprocess.Popen(
+        [sys.executable, "-c", RANK, code],
+        env={**clean, **place, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        said, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    return process.returncode, said
+
+
+def run(code: str, *, size: int = 2, **variables: Any) -> list[tuple[int, str]]:
+    [port] = free_ports(1)
+    ranks = [start(rank, code, size=size, port=port, **variables) for rank in range(size)]
+    return [end(rank) for rank in ranks]
+
+
+def test_processes_talk_to_each_other() -> None:
+    for exit_code, said in run(TALK, size=3):
+        assert exit_code == 0, said
+
+
+def test_a_restart_over_the_same_store_does_not_meet_the_attempt_before(tmp_path: Path) -> None:
+    """As under torchrun, whose agent serves the store of all attempts."""
+    serve = "store = dist.TCPStore('127.0.0.1', int(os.environ['MASTER_PORT']), is_master=True, wait_for_workers=False)\n"
+    serve += "print('serving', flush=True); time.sleep(900)"
+    [port] = free_ports(1)
+    agent = start(0, serve, size=1, port=port)
+    try:
+        assert agent.stdout is not None and agent.stdout.readline().strip() == "serving"
+        for attempt in range(3):
+            code = "group = connect(read_ranks(), limits); group.meet()\n"
+            code += "found = group.recall(); group.remember(f'run-{group.ranks.attempt}'); print('found', found); group.meet()\n"
+            code += "os._exit(9) if rank else None"  # as if it was killed
+            variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+            ranks = [start(rank, code, size=2, port=port, **variables) for rank in (0, 1)]
+            ends = [end(rank) for rank in ranks]
+            assert [exit_code for exit_code, _ in ends] == [0, 9], ends
+            before = f"found run-{attempt - 1}" if attempt else "found "
+            assert all(before in said for _, said in ends)
+    finally:
+        agent.kill()
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    [port] = free_ports(1)
+    code, said = end(start(0, "connect(read_ranks(), limits)", size=3, port=port, LIMIT="1"))
+    assert code == 2 and "Ranks 1, 2 of 3 did not come within 1 s" in said
+
+
+def test_a_master_that_cannot_be_reached_is_named() -> None:
+    [port] = free_ports(1)
+    code, said = end(start(1, "connect(read_ranks(), limits)", size=2, port=port, LIMIT="1"))
+    assert code == 2 and f"cannot reach the first process at 127.0.0.1:{port}" in said
+
+
+def test_a_port_that_another_program_has_is_said_by_every_rank() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        ranks = [
+            start(rank, "connect(read_ranks(), limits)", size=2, port=port, LIMIT="3") for rank in (0, 1)
+        ]
+        (first, said_first), (second, said_second) = (end(rank) for rank in ranks)
+    assert first == 5 and "another program has this port" in said_first
+    assert second == 2 and "is not the first process of the run" in said_second
+
+
+def test_two_processes_with_the_same_rank_and_other_sizes_are_refused() -> None:
+    [port] = free_ports(1)
+    code = "connect(read_ranks(), limits)"
+    ends = [end(p) for p in [start(rank, code, size=3, port=port, LIMIT="8") for rank in (0, 1, 1)]]
+    assert any("Two processes say that they are rank 1 of 3" in said for _, said in ends)
+    [port] = free_ports(1)
+    ends = [end(p) for p in [start(rank, code, size=rank + 2, port=port, LIMIT="8") for rank in (0, 1)]]
+    assert any("start all processes of the run with the same WORLD_SIZE" in said for _, said in ends)
+
+
+OTHERS = {
+    "operation": "dist.broadcast(torch.ones(2), 0) if rank else dist.all_reduce(torch.ones(2))",
+    "shape": "dist.all_reduce(torch.ones(2 + rank))",
+    "dtype": "dist.all_reduce(torch.ones(2, dtype=torch.float32 if rank else torch.float64))",
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_collective_that_differs_is_found_at_once_in_debug_mode(what: str) -> None:
+    code = "group = connect(read_ranks(), limits); group.open_devices(torch.device('cpu'))\n"
+    code += f"with peer_errors(group.ranks, doing='a step'): {OTHERS[what]}"
+    for exit_code, said in run(code, DEBUG="1"):
+        assert exit_code == 2 and "do different collectives" in said, said
+
+
+def test_a_killed_peer_is_a_lost_peer() -> None:
+    code = "group = connect(read_ranks(), limits)\nos._exit(9) if rank else group.meet()"
+    (first, said), _ = run(code)
+    assert first == 4 and "rank 0 of 2" in said and "lost the connection" in said

@@ -1,0 +1,101 @@
+"""A run whose folder is renamed or removed under it stops, keeps its last step, and says where."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crosstune import UserError, train
+from crosstune.checkpoint.read import newest_valid
+from crosstune.checkpoint.write import SaveFailed
+from crosstune.core.json_files import read_jsonl
+from crosstune.core.record import RecordFailed, RunRecord
+from crosstune.runs.watch_folder import FolderWatch
+
+
+@pytest.fixture
+def options(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "yes"}]}
+        for n in range(8)
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "model_name": str(tiny_model),
+        "dataset": "data.jsonl",
+        "backend": "cpu",
+        "precision": "fp32",
+        "skip_eval": True,
+        "batch_size": 2,
+        "progress": False,
+    }
+
+
+@pytest.mark.parametrize("lost", ["renamed", "removed"])
+@pytest.mark.parametrize("save_steps", [1, 100])
+def test_the_last_step_is_kept(lost: str, save_steps: int, options: dict[str, Any]) -> None:
+    folder, now = Path("runs/mine"), Path("runs/renamed" if lost == "renamed" else "runs/mine")
+
+    def lose(metrics: Any) -> None:
+        if metrics["step"] == 3 and lost == "renamed":
+            folder.rename(now)
+        while lost == "removed" and metrics["step"] == 3 and folder.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # a checkpoint may be written at the same time
+
+    with pytest.raises(UserError, match=f"The run folder runs/mine was {lost}") as caught:
+        train(**options, name="mine", max_steps=50, save_steps=save_steps, callbacks=[lose])
+    assert caught.value.exit_code == 2
+    assert f"crosstune train --resume {now.absolute() if lost == 'renamed' else now}" in caught.value.do
+    kept = newest_valid(now / "checkpoints")
+    assert kept is not None and 3 <= kept.step <= 4
+    assert json.loads((now / "summary.json").read_text())["status"] == "stopped"
+    run = train(**{**options, "max_steps": 6}, resume=str(now))
+    assert run.status == "finished" and run.summary["steps"] == 6
+    if lost == "renamed":
+        assert not folder.exists()
+        assert [row["step"] for row in read_jsonl(now / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_disk_that_is_gone_is_no_removed_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder keeps its links, and nothing may be written to the folder that the disk was mounted on."""
+    folder, found = tmp_path / "disk" / "run", list[Path]()
+    folder.mkdir(parents=True)
+    watch = FolderWatch(folder, found=found.append)
+    monkeypatch.setattr("crosstune.runs.watch_folder._path_of", lambda handle: None)
+    folder.parent.rename(tmp_path / "elsewhere")
+    folder.parent.mkdir()
+    assert watch.look() is None and not found and not folder.exists()
+    watch.close()
+
+
+def test_steps_are_kept_when_the_log_cannot_be_written(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = RunRecord._append
+
+    def fill(self: RunRecord, file: Any, data: Any) -> None:
+        if data.get("step") == 3 and "loss" in data:
+            raise RecordFailed(Path(file.name), OSError(errno.ENOSPC, "No space left on device"))
+        whole(self, file, data)
+
+    monkeypatch.setattr(RunRecord, "_append", fill)
+    with pytest.raises(RecordFailed, match=r"[MG]B are free"):
+        train(**options, name="mine", max_steps=9, save_steps=100)
+    kept = newest_valid(Path("runs/mine/checkpoints"))
+    assert kept is not None and kept.step == 3
+
+
+def test_a_result_without_room_is_refused_with_both_sizes(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crosstune.runs.save_result.free_space", lambda folder: 5_000)
+    with pytest.raises(SaveFailed, match=r"it takes at least [\d.]+ kB and 5.0 kB are free"):
+        train(**options, name="mine", max_steps=2, save_steps=1)
+    assert newest_valid(Path("runs/mine/checkpoints")) is not None
+    assert not (Path("runs/mine") / "adapter").exists()

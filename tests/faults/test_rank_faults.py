@@ -1,0 +1,40 @@
+"""Ranks that are killed and stopped, with the real launcher: the short version of `make faults`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from injection import ranks
+from injection.bench import Bench
+
+from crosstune.core.json_files import read_jsonl
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("ranks"))
+
+
+def test_a_run_recovers_from_a_killed_rank_bit_for_bit(bench: Bench, tmp_path: Path) -> None:
+    wanted = ranks.straight(bench, 2, "lora")
+    run = ranks.launch(bench, tmp_path / "killed", size=2, max_restarts=1)
+    started = run.await_ranks(0)
+    run.wait_until(lambda: run.steps() >= ranks.SAVE_STEPS + 1)
+    started[1].kill()
+    assert run.wait() == 0, run.said.read_text()
+    assert ranks.differences(ranks.read_bits(run.folder), wanted) == []
+    said = run.said.read_text()
+    assert "was killed by SIGKILL" in said and "(restart 1 of 1)" in said
+    assert [event["kind"] for event in read_jsonl(run.folder / "events.jsonl")].count("resumed") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_runs_recover_from_kills_at_random_moments(bench: Bench, size: int) -> None:
+    assert ranks.kill_ranks(bench, seed=size, size=size, num_kills=4).problems == []
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_stopped_rank_ends_the_job_within_the_limit(bench: Bench, rank: int) -> None:
+    assert ranks.stop_rank(bench, size=2, rank=rank, limit_s=10.0).problems == []

@@ -1,0 +1,190 @@
+"""How a process learns that it is one of several: the variables of mlx.launch, torchrun, SLURM and the guides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from crosstune.core.errors import UserError
+from crosstune.distributed.environment import nodes_in, ranks_in
+from crosstune.distributed.slurm import first_host
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29400",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NNODES": "2",
+    "SLURM_TASKS_PER_NODE": "4(x2)",
+    "SLURM_JOB_ID": "812",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_NODELIST": "gpu[007-008]",
+}
+
+
+def hostfile(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "hosts.json"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_process_learns_its_place(tmp_path: Path) -> None:
+    hosts = [["10.0.0.1:5000", "10.0.0.9:5000"], ["10.0.0.2:5000"], ["10.0.0.2:5001"]]
+    environment = {"MLX_HOSTFILE": hostfile(tmp_path, json.dumps(hosts)), "MLX_RANK": "2"}
+    ranks = ranks_in(environment)
+    assert ranks is not None
+    assert (ranks.engine, ranks.rank, ranks.size, ranks.local_rank, ranks.local_size) == ("mlx", 2, 3, 1, 2)
+    assert ranks.launcher is None and not ranks.first
+
+
+def test_a_process_on_its_own_is_no_rank(tmp_path: Path) -> None:
+    assert ranks_in({}) is None
+    assert ranks_in({"MLX_HOSTFILE": hostfile(tmp_path, "\n"), "MLX_RANK": "0"}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "rank", "words"),
+    [
+        ("{", "0", "is not a host file"),
+        ('[{"ssh": "mac1"}, {"ssh": "mac2"}]', "0", "is not a host file"),
+        ('[["a:1"], ["b:1"]]', "2", "MLX_RANK cannot be '2'"),
+        ('[["a:1"], ["b:1"]]', "-1", "MLX_RANK cannot be '-1'"),
+        (None, "0", "Cannot read the host file"),
+        ("", "0", "do not form a ring"),
+    ],
+)
+def test_what_is_wrong_with_a_ring_is_said(text: str | None, rank: str, words: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "missing") if text is None else hostfile(tmp_path, text) if text else ""
+    with pytest.raises(UserError, match=words):
+        ranks_in({"MLX_HOSTFILE": path, "MLX_RANK": rank})
+
+
+def test_a_process_of_torchrun_learns_its_place() -> None:
+    ranks = ranks_in(TORCHRUN)
+    assert ranks is not None
+    assert (ranks.engine, ranks.rank, ranks.size, ranks.local_rank, ranks.local_size) == ("torch", 3, 4, 1, 2)
+    assert (ranks.node_rank, ranks.num_nodes, ranks.attempt) == (1, 2, 2)
+    assert (ranks.master_addr, ranks.master_port, ranks.serves_store) == ("10.0.0.1", 29400, False)
+
+
+def test_rank_zero_serves_the_store_where_no_agent_does() -> None:
+    by_hand = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    ranks = ranks_in(by_hand)
+    assert ranks is not None and ranks.serves_store and ranks.master_port == 29500
+    assert (ranks.local_size, ranks.num_nodes) == (2, 1)
+    first = ranks_in(TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"})
+    assert first is not None and not first.serves_store
+
+
+def test_ranks_on_machines_of_their_own_have_a_local_rank_of_zero() -> None:
+    ranks = ranks_in({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"})
+    assert ranks is not None and (ranks.local_rank, ranks.local_size, ranks.node_rank) == (0, 1, 1)
+
+
+def test_one_process_is_no_rank() -> None:
+    assert ranks_in({"RANK": "0", "WORLD_SIZE": "1"}) is None
+    assert ranks_in({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+
+
+def test_a_task_of_srun_learns_its_place() -> None:
+    ranks = ranks_in(SRUN)
+    assert ranks is not None
+    assert (ranks.engine, ranks.rank, ranks.size, ranks.local_rank, ranks.local_size) == ("torch", 5, 8, 1, 4)
+    assert (ranks.master_addr, ranks.node_rank, ranks.num_nodes) == ("gpu007", 1, 2)
+    other = ranks_in(SRUN | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"})
+    assert other is not None and other.master_port == ranks.master_port and other.serves_store
+
+
+def test_the_script_of_sbatch_is_no_task() -> None:
+    script = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}
+    assert ranks_in(script | {"SLURM_PROCID": "0"}) is None
+
+
+def test_torchrun_inside_srun_has_the_word() -> None:
+    ranks = ranks_in(SRUN | TORCHRUN)
+    assert ranks is not None and ranks.rank == 3
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu[003-005,9],login1", "gpu003"),
+        ("n1", "n1"),
+        ("a-b,c", "a-b"),
+        ("rack[2,4]-x", "rack2-x"),
+        ("tux[7-9]", "tux7"),
+    ],
+)
+def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_the_variables_of_the_guides_are_for_a_launcher() -> None:
+    guide = {"NNODES": "2", "NODE_RANK": "1", "NPROC_PER_NODE": "2", "MASTER_ADDR": "10.0.0.1"}
+    assert ranks_in(guide) is None
+    nodes = nodes_in(guide)
+    assert nodes is not None
+    assert (nodes.num_nodes, nodes.node_rank, nodes.num_local) == (2, 1, 2)
+    assert (nodes.master_addr, nodes.master_port) == ("10.0.0.1", 29500)
+    assert nodes_in({}) is None and nodes_in(guide | TORCHRUN) is None
+    one = nodes_in({"NNODES": "1", "NPROC_PER_NODE": "2"})
+    assert one is not None and (one.num_nodes, one.num_local, one.master_addr) == (1, 2, "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        (TORCHRUN | {"RANK": "4"}, "RANK cannot be '4'"),
+        (TORCHRUN | {"RANK": "-1"}, "RANK cannot be '-1'"),
+        (TORCHRUN | {"RANK": "one"}, "RANK cannot be 'one'"),
+        (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE cannot be '0'"),
+        (TORCHRUN | {"WORLD_SIZE": "4.0"}, "WORLD_SIZE cannot be '4.0'"),
+        (TORCHRUN | {"WORLD_SIZE": ""}, "RANK is set, but WORLD_SIZE is not"),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK cannot be '2'"),
+        (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+        (TORCHRUN | {"MASTER_ADDR": "10.0.0.1:29500"}, "MASTER_ADDR cannot be '10.0.0.1:29500'"),
+        (TORCHRUN | {"MASTER_ADDR": "a b"}, "MASTER_ADDR cannot be 'a b'"),
+        (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT cannot be '0'"),
+        (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT cannot be '70000'"),
+        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT cannot be 'x'"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4, but RANK is not set"),
+        (SRUN | {"SLURM_PROCID": "8"}, "SLURM_PROCID cannot be '8'"),
+        (SRUN | {"SLURM_NTASKS": "many"}, "SLURM_NTASKS cannot be 'many'"),
+        (SRUN | {"SLURM_TASKS_PER_NODE": "4x2"}, "SLURM_TASKS_PER_NODE cannot be"),
+        (SRUN | {"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST is not set"),
+    ],
+)
+def test_variables_that_cannot_be_meant_are_refused(variables: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        ranks_in(variables)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "a"}, "NODE_RANK is not set"),
+        ({"NNODES": "2", "NPROC_PER_NODE": "1", "NODE_RANK": "0"}, "MASTER_ADDR is not set"),
+        ({"NNODES": "two"}, "NNODES cannot be 'two'"),
+        ({"NNODES": "0"}, "NNODES cannot be '0'"),
+        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE cannot be '0'"),
+        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK cannot be '2'"),
+        ({"NNODES": "1", "NPROC_PER_NODE": "2", "WORLD_SIZE": "3"}, "WORLD_SIZE is 3, but NNODES x"),
+    ],
+)
+def test_machines_that_cannot_be_meant_are_refused(variables: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        nodes_in(variables)

@@ -1,0 +1,267 @@
+"""`crosstune launch --print`: scripts, manifests and lines that other programs can read, with options that inject nothing."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from launching import BASE, printed, write_tool
+
+from crosstune.cli.launch import make_parser
+from crosstune.config.load import make_config
+from crosstune.distributed.jobs.make import load_scheduler, make_job, scheduler_names
+
+NASTY = [
+    "a b",
+    "it's",
+    'say "hi"',
+    "$(touch injected)",
+    "`touch injected`",
+    "${HOME}",
+    "x; touch injected",
+    "line\n#SBATCH --partition=other\ntouch injected",
+    "- a: b # c",
+    "back\\slash",
+    "$(MASTER_ADDR) $$ $",
+    "naïve ☃",
+]
+
+needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def written(scheduler: str, flags: list[str]) -> str:
+    """What is written for flags that train itself would refuse."""
+    own = make_parser().parse_args(shlex.split(BASE[scheduler]))
+    job = make_job(own.on, vars(own), config=make_config(), words=flags, name="x", folder=Path.cwd())
+    return str(load_scheduler(scheduler).write(job))
+
+
+def directives(script: str) -> dict[str, str]:
+    """The options that sbatch takes from a script: those before the first line that is no comment."""
+    found = {}
+    for line in script.splitlines():
+        if line.strip() and not line.startswith("#"):
+            break
+        if line.startswith("#SBATCH "):
+            [word] = shlex.split(line.removeprefix("#SBATCH "))
+            name, _, value = word.removeprefix("--").partition("=")
+            found[name] = value
+    return found
+
+
+def run_script(
+    script: str, folder: Path, *, code: int = 0, state: str = "RUNNING", more: str = ""
+) -> tuple[int, str]:
+    """Run a batch script in a real bash. `srun` starts its command for node 1 and ends with `code`."""
+    tools = folder / "tools"
+    tools.mkdir(exist_ok=True)
+    write_tool(
+        tools / "scontrol",
+        'case "$1 $2" in "show hostnames") printf "alpha\\nbeta\\n";; "show node") echo "   NodeAddr=10.0.0.1 NodeHostName=$3";; '
+        f'"show job") echo "   JobState={state} Reason=None";; requeue*) echo "requeue $2" >> requeued;; esac',
+    )
+    write_tool(
+        tools / "srun",
+        f'while [ "${{1#--}}" != "$1" ]; do shift; done\nSLURM_NODEID=1 "$@"\n{more}\nexit {code}',
+    )
+    write_tool(
+        tools / "python",
+        'printf "%s\\0" "$NODE_RANK" "$NNODES" "$NPROC_PER_NODE" "$MASTER_ADDR" "$MASTER_PORT" "$@" > seen',
+    )
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=folder,
+        env={
+            "PATH": f"{tools}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "77",
+            "SLURM_JOB_NODELIST": "alpha,beta",
+            "RANK": "5",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+def test_every_scheduler_is_tried_here() -> None:
+    assert sorted(BASE) == scheduler_names()
+
+
+@pytest.mark.parametrize("scheduler", BASE)
+def test_the_flags_of_train_arrive_with_a_name_and_a_resume(
+    scheduler: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed(f"{BASE[scheduler]} --model_name ORG/X --lr 1e-3", capsys)
+    words = _train_words(scheduler, text)
+    assert words[:4] == ["--model_name", "ORG/X", "--lr", "1e-3"]
+    assert words[4] == "--name" and words[5].endswith("-X") and words[6:] == ["--resume", "auto"]
+
+
+@pytest.mark.parametrize("scheduler", BASE)
+def test_flags_may_follow_two_dashes_and_keep_their_own_name(
+    scheduler: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed(f"{BASE[scheduler]} --lr 1e-3 -- --name mine --resume runs/mine", capsys)
+    assert _train_words(scheduler, text) == ["--lr", "1e-3", "--name", "mine", "--resume", "runs/mine"]
+
+
+@needs_bash
+@pytest.mark.parametrize("scheduler", BASE)
+@pytest.mark.parametrize("value", NASTY)
+def test_values_inject_nothing(
+    scheduler: str, value: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = written(scheduler, ["--dataset", value])
+    assert _train_words(scheduler, text)[:2] == ["--dataset", value]
+    if scheduler == "slurm":
+        assert "partition" not in directives(text)
+        script = text.replace(shlex.quote(_python()), str(tmp_path / "tools" / "python"))
+        assert run_script(script, tmp_path)[0] == 0
+        seen = (tmp_path / "seen").read_bytes().decode().split("\0")
+        assert seen[:4] == ["1", "2", "1", "10.0.0.1"] and 20000 <= int(seen[4]) < 32000
+        assert seen[8:10] == ["--dataset", value]
+    assert not (tmp_path / "injected").exists()
+
+
+def _python() -> str:
+    import sys
+
+    return sys.executable
+
+
+def _train_words(scheduler: str, text: str) -> list[str]:
+    """The words after `train` as the program that reads the text gets them."""
+    if scheduler == "kubernetes":
+        job = list(yaml.safe_load_all(text))[-1]
+        command = [_expanded(word) for word in job["spec"]["template"]["spec"]["containers"][0]["command"]]
+        assert command[:4] == ["python", "-m", "crosstune", "train"]
+        return command[4:]
+    if scheduler == "slurm":
+        array = text.split("train=(", 1)[1].split("\n)\n", 1)[0]
+        words = shlex.split(array)
+    else:
+        lines = shlex.split(text, comments=True)
+        words = shlex.split(
+            lines[lines.index("bash") + 2] if scheduler == "ray" else lines[3 if "-t" in lines else 0]
+        )
+    after = "--" if scheduler == "ray" else "train"
+    return words[words.index(after) + 1 :]
+
+
+def _expanded(word: str) -> str:
+    """What Kubernetes makes of a word when no variable of that name exists: `$$` is `$`."""
+    return word.replace("$$", "$")
+
+
+@needs_bash
+@pytest.mark.parametrize(
+    ("code", "state", "flags", "requeued"),
+    [
+        (0, "RUNNING", "", False),
+        (1, "RUNNING", "", False),
+        (2, "RUNNING", "", False),
+        (3, "RUNNING", "", True),
+        (3, "CANCELLED", "", False),
+        (3, "RUNNING", "--time_limit 1h", False),
+    ],
+)
+def test_a_stopped_job_is_queued_again_unless_its_user_cancelled_it(
+    code: int, state: str, flags: str, requeued: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = printed(f"{BASE['slurm']} --python {tmp_path}/tools/python {flags}", capsys)
+    assert run_script(script, tmp_path, code=code, state=state)[0] == code
+    assert (tmp_path / "requeued").exists() == requeued
+
+
+@needs_bash
+def test_a_signal_to_the_script_reaches_the_step_and_queues_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Also when the run has its own time limit, and when it was too young to save a checkpoint."""
+    script = printed(f"{BASE['slurm']} --time_limit 1h --python {tmp_path}/tools/python", capsys)
+    more = "trap 'touch passed; exit 138' USR1\nkill -USR1 $PPID\nfor i in $(seq 600); do sleep 0.05; done"
+    code, err = run_script(script, tmp_path, code=9, more=more)
+    assert (code, err.strip()) == (3, "")
+    assert (tmp_path / "passed").exists() and (tmp_path / "requeued").read_text() == "requeue 77\n"
+
+
+def test_what_slurm_is_asked_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    options = "--gpus 8 --partition gpu --account me --time 1-12 --cpus 32 --memory 400G --grace 300 --logs a/b --sbatch exclusive --sbatch reservation=x"
+    found = directives(printed(f"{BASE['slurm']} --name 'two words' {options}", capsys))
+    expected = {
+        "job-name": "two-words",
+        "chdir": str(tmp_path),
+        "nodes": "2",
+        "ntasks-per-node": "1",
+        "gpus-per-node": "8",
+        "partition": "gpu",
+        "account": "me",
+        "time": "1-12",
+        "cpus-per-task": "32",
+        "mem": "400G",
+        "signal": "B:USR1@300",
+        "output": "a/b/two-words-%j.out",
+        "open-mode": "append",
+        "requeue": "",
+        "exclusive": "",
+        "reservation": "x",
+    }
+    assert found == expected
+
+
+def test_the_processes_of_a_machine_follow_its_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    script = printed(f"{BASE['slurm']} --gpus 8", capsys)
+    assert "NPROC_PER_NODE=8" in script
+    assert directives(printed(f"{BASE['slurm']} --nproc-per-node 4", capsys))["gpus-per-node"] == "4"
+    assert "gpus-per-node" not in directives(
+        printed(f"{BASE['slurm']} --backend cpu --nproc_per_node 4", capsys)
+    )
+
+
+def test_the_lines_for_ssh(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    lines = [
+        line for line in printed(f"{BASE['ssh']} --gpus 4", capsys).splitlines() if not line.startswith("#")
+    ]
+    first, second = map(shlex.split, lines)
+    assert first[:3] == ["ssh", "-t", "alpha"] and second[:5] == ["ssh", "-t", "-p", "2222", "root@beta"]
+    for place, line in enumerate((first, second)):
+        words = shlex.split(line[-1])
+        assert words[:2] == ["cd", str(tmp_path)]
+        wanted = {
+            "NNODES=2",
+            "NPROC_PER_NODE=4",
+            f"NODE_RANK={place}",
+            "MASTER_ADDR=alpha",
+            "MASTER_PORT=29500",
+        }
+        assert wanted <= set(words)
+
+
+def test_machines_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("alpha  # the first\n\nbeta\n")
+    text = printed("--on ssh --nnodes 2 --hostfile hosts --master_addr 10.0.0.1", capsys)
+    assert "ssh -t alpha " in text and "ssh -t beta " in text and "MASTER_ADDR=10.0.0.1" in text
+
+
+def test_the_line_for_ray_is_accepted_by_launch(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(f"{BASE['ray']} --gpus 2 --cpus 8 --lr 1e-3", capsys)
+    submit = shlex.split(text.splitlines()[-1])
+    inner = shlex.split(submit[-1])
+    again = printed(inner[inner.index("launch") + 1 :], capsys)
+    assert again == text and "2 bundles of {'CPU': 8.0, 'GPU': 2.0}" in text
+
+
+def test_the_text_is_written_to_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert printed(f"{BASE['slurm']} --name x --output job.sh", capsys) == ""
+    assert (tmp_path / "job.sh").read_text() == printed(f"{BASE['slurm']} --name x", capsys)

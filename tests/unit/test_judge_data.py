@@ -1,0 +1,360 @@
+"""Items, scales, splits and verdicts of the judge recipe, and the bundled data."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crosstune.config.load import make_config
+from crosstune.core.errors import UserError
+from crosstune.data.sources import open_source
+from crosstune.data.translations import BEST_SCORE, PENALTIES, VARIANTS, make_pairs, make_translations
+from crosstune.recipes.judge.items import Item, swapped
+from crosstune.recipes.judge.open_splits import open_judge_data
+from crosstune.recipes.judge.prompts import prompt_messages, training_messages
+from crosstune.recipes.judge.read_items import ItemReader
+from crosstune.recipes.judge.scale import Scale, digit_labels, number_labels, read_scale
+from crosstune.recipes.judge.splits import find_leaks, split_groups
+from crosstune.recipes.judge.verdicts import VerdictFormat, choose_format, parse_text_verdict
+
+TEN = Scale(low=0, high=10)
+
+
+def read(path: Path, **settings: Any) -> list[Item]:
+    return ItemReader(**{"scale": TEN} | settings).read(open_source(str(path)))
+
+
+def point(task: str = "say hi", answer: str = "hi", score: Any = 7, **more: Any) -> dict[str, Any]:
+    return {"task": task, "answer": answer, "score": score, **more}
+
+
+def item(number: int, *, group: str = "", score: float = 5.0, **more: Any) -> Item:
+    return Item(
+        id=str(number), group=group or f"g{number}", task=f"task {number}", answers=(f"answer {number}",),
+        score=score, **more,
+    )  # fmt: skip
+
+
+# the shapes of rows
+
+
+def test_the_guides_shape_is_read(write_jsonl: Any, tmp_path: Path) -> None:
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "Rate this.\nSource: a cat\nTranslation: um gato"},
+                {"role": "assistant", "content": "Score: 8/10\nIssues: none\nFeedback: Good.\nEnd."},
+            ],
+            "source": "a cat",
+            "translation": "um gato",
+        }
+    ]
+    path = tmp_path / "judge_train.json"
+    path.write_text(json.dumps(rows))
+    [found] = read(path)
+    assert (found.score, found.group, found.answers, found.critique) == (8.0, "a cat", ("um gato",), "Good.")
+    verdict = choose_format("auto", scale=TEN, items=[found])
+    assert verdict.name == "score" and training_messages(found, verdict)[-1]["content"].endswith("End.")
+    assert prompt_messages(found, verdict) == rows[0]["messages"][:1]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv"])
+def test_scored_answers_in_every_kind_of_file(tmp_path: Path, suffix: str) -> None:
+    path, names = tmp_path / f"rows{suffix}", ["original", "translation", "mean"]
+    values = [["un chat", "a cat", "91.5"], ["un chien", "a dog, big", "12"]]
+    if suffix in (".csv", ".tsv"):
+        sep = "," if suffix == ".csv" else "\t"
+        path.write_text("\n".join(sep.join(f'"{v}"' for v in row) for row in [names, *values]) + "\n")
+    else:
+        rows = [dict(zip(names, row, strict=True)) for row in values]
+        path.write_text(
+            json.dumps(rows) if suffix == ".json" else "".join(json.dumps(r) + "\n" for r in rows)
+        )
+    found = read(path, scale=Scale(low=0, high=100))
+    assert [one.score for one in found] == [91.5, 12.0]
+    assert found[1].task == "un chien" and found[1].answers == ("a dog, big",)
+
+
+def test_columns_are_mapped_and_unknown_ones_refused(write_jsonl: Any) -> None:
+    path = write_jsonl([{"quelle": "x", "text": "y", "note": 3}])
+    [found] = read(path, columns={"quelle": "task", "text": "answer", "note": "score"})
+    assert (found.task, found.answers, found.score) == ("x", ("y",), 3.0)
+    with pytest.raises(UserError, match="no column 'fehlt'"):
+        read(path, columns={"fehlt": "score"})
+
+
+def test_pairs_with_every_name_of_a_winner(write_jsonl: Any) -> None:
+    winners = {"A": "A", "1": "A", "b": "B", 2: "B", "Tie": "tie", 0: "tie"}
+    rows = [
+        {"instruction": "i", "input": "n", "response1": "x", "response2": "y", "winner": w} for w in winners
+    ]
+    found = read(write_jsonl(rows))
+    assert [one.winner for one in found] == list(winners.values())
+    assert found[0].task == "i\n\nn" and found[0].is_pair
+    assert swapped(found[0]).winner == "B" and swapped(found[0]).answers == ("y", "x")
+    assert swapped(found[4]).winner == "tie"
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (point(score=11), "outside the scale 0-10"),
+        (point(score=-0.5), "outside the scale"),
+        (point(score="good"), "not a number"),
+        (point(score=True), "not a number"),
+        (point(score=float("nan")), "line 1"),
+        (point(score=None), "no score"),
+        (point(answer=" "), "no answer"),
+        ({"answer": "x", "score": 1}, "no task"),
+        ({"task": "t", "answer_a": "x", "answer_b": "y", "winner": "left"}, "winner is 'left'"),
+        ({"task": "t", "answer_a": "x", "winner": "A"}, "no answer_b"),
+        ({"task": "t", "answer_a": "x", "answer_b": "y"}, "no winner"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "no conversation with a verdict"),
+        (
+            {"messages": [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]},
+            "not the assistant",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "fine"}]},
+            "no score",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "x"},
+                    {"role": "assistant", "content": "Score: 12/10"},
+                ]
+            },
+            "outside",
+        ),
+    ],
+)
+def test_a_bad_row_is_named(write_jsonl: Any, row: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as error:
+        read(write_jsonl([row]))
+    assert words in str(error.value) and "line 1" in str(error.value)
+
+
+def test_references_of_some_rows_only_are_refused(write_jsonl: Any) -> None:
+    path = write_jsonl([point("a", reference="r"), point("b")])
+    with pytest.raises(UserError, match=r"1 of 2 rows .* no reference"):
+        read(path)
+    assert [one.reference for one in read(path, references="optional")] == ["r", ""]
+    assert [one.reference for one in read(path, references="ignore")] == ["", ""]
+
+
+def test_scores_and_pairs_do_not_mix(write_jsonl: Any) -> None:
+    with pytest.raises(UserError, match="mixes 1 scored answers with 1 pairs"):
+        read(write_jsonl([point(), {"task": "t", "answer_a": "x", "answer_b": "y", "winner": "A"}]))
+
+
+# scales and labels
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high"), [("0-10", 0, 10), ("1..5", 1, 5), ("-1 to 1", -1, 1), ("0-100", 0, 100)]
+)
+def test_scales(text: str, low: float, high: float) -> None:
+    assert read_scale(text) == Scale(low=low, high=high)
+
+
+@pytest.mark.parametrize("text", ["10", "5-1", "3-3", "a-b", "", "0-1e999"])
+def test_bad_scales(text: str) -> None:
+    with pytest.raises(UserError, match="score_scale"):
+        read_scale(text)
+
+
+@pytest.mark.parametrize("scale", [TEN, Scale(low=1, high=5), Scale(low=0, high=100), Scale(low=-1, high=1)])
+def test_a_score_is_the_expected_value_of_its_labels(scale: Scale) -> None:
+    for labels in (digit_labels(scale), number_labels(scale)):
+        assert len(labels) <= 11
+        for score in np.linspace(scale.low, scale.high, 37):
+            spread = labels.distribution(float(score))
+            assert spread.sum() == pytest.approx(1) and (spread > 0).sum() <= 2
+            assert (spread * labels.values).sum() == pytest.approx(score, abs=1e-9)
+            nearest, _, share = labels.neighbours(float(score))
+            assert share <= 0.5 and spread[nearest] == pytest.approx(1 - share)
+
+
+# verdicts
+
+
+@pytest.mark.parametrize("explains", [False, True])
+@pytest.mark.parametrize("name", ["digit", "score", "result", "json"])
+def test_a_written_verdict_reads_back(name: str, explains: bool) -> None:
+    verdict = VerdictFormat(name=name, scale=TEN, explains=explains and name != "digit")
+    one = item(1, score=7.0, issues=("typo", 'bad "word"'), critique="Two errors; see above.")
+    for place, label in enumerate(verdict.labels.texts):
+        said = verdict.read(verdict.write(label, one))
+        assert said.score == pytest.approx(verdict.labels.values[place])
+        if verdict.explains:
+            assert said.feedback == "Two errors; see above."
+            if name != "result":
+                assert said.issues == ("typo", 'bad "word"')
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("score: 7", 7.0),
+        ("**Score:** 7/10", 7.0),
+        ("Score: **7**/10", 7.0),
+        ("Score: 7.5 / 10\nFeedback: ok", 7.5),
+        ("Feedback: fine so far. [RESULT] 4", 4.0),
+        ("[RESULT] (3)", 3.0),
+        ('Sure: {"score": 2, "feedback": "x"}', None),
+        ('{"score": 2}', 2.0),
+        ('{"score": "2"}', None),
+        ('{"score": NaN}', None),
+        ("Score: 11/10", None),
+        ("Score: 3/5", None),
+        ("Score: ten", None),
+        ("", None),
+    ],
+)
+def test_texts_that_models_write(text: str, score: float | None) -> None:
+    assert VerdictFormat(name="score", scale=TEN).read(text).score == score
+
+
+@pytest.mark.parametrize(
+    ("text", "winner"),
+    [("A", "A"), ("b.", "B"), ("tie", "tie"), ("C", "tie"), ("Winner: B\nFeedback: x", "B"), ("[RESULT] A", "A"),
+     ('{"winner": "B"}', "B"), ("Answer A is better", "A"), ("Both are bad", None), ("", None)],
+)  # fmt: skip
+def test_winners_that_models_write(text: str, winner: str | None) -> None:
+    assert VerdictFormat(name="winner", scale=TEN).read(text).winner == winner
+
+
+def test_a_number_in_the_feedback_is_no_score() -> None:
+    said = parse_text_verdict("Feedback: two of 10 words are wrong. [RESULT] 6")
+    assert said.score == 6.0 and said.feedback == "two of 10 words are wrong."
+
+
+def test_the_format_must_fit_the_data() -> None:
+    with pytest.raises(UserError, match="does not fit the data"):
+        choose_format("winner", scale=TEN, items=[item(1)])
+    pair = Item(id="1", group="g", task="t", answers=("x", "y"), winner="A")
+    with pytest.raises(UserError, match="pairs of answers"):
+        choose_format("score", scale=TEN, items=[pair])
+
+
+# splits and leaks
+
+
+def test_groups_stay_together_and_the_split_depends_on_the_seed_alone() -> None:
+    items = [item(number, group=f"g{number // 4}") for number in range(400)]
+    shares = {"val": 0.1, "test": 0.1}
+    found = split_groups(items, shares=shares, seed=1)
+    assert [len(found[name]) for name in ("train", "val", "test")] == [320, 40, 40]
+    groups = {name: {one.group for one in rows} for name, rows in found.items()}
+    assert (
+        not groups["train"] & groups["val"]
+        and not groups["train"] & groups["test"]
+        and not groups["val"] & groups["test"]
+    )
+    again = split_groups(items[::-1], shares=shares, seed=1)
+    assert {one.id for one in again["test"]} == {one.id for one in found["test"]}
+    assert {one.id for one in split_groups(items, shares=shares, seed=2)["test"]} != {
+        one.id for one in found["test"]
+    }
+
+
+def test_two_groups_are_enough_to_train() -> None:
+    found = split_groups([item(1), item(2)], shares={"val": 0.1, "test": 0.1}, seed=0)
+    assert len(found["train"]) >= 1
+
+
+def test_leaks_are_found_by_group_text_and_id() -> None:
+    train = [item(7, group="A Cat"), item(8), item(9)]
+    assert find_leaks(train, {"test": [item(70, group=" a  cat")]})[0].kind == "group"
+    same = Item(id="x", group="other", task="Task 8", answers=("answer 8",), score=1.0)
+    assert find_leaks(train, {"test": [same]})[0].kind == "text"
+    assert find_leaks(train, {"val": [item(9, group="new")]})[0].places == (2,)
+    assert find_leaks(train, {"test": [item(99)]}) == []
+
+
+def splits(tmp_path: Path, **rows: list[dict[str, Any]]) -> Path:
+    for name, items in rows.items():
+        (tmp_path / f"judge_{name}.json").write_text(json.dumps(items))
+    return tmp_path
+
+
+def test_the_guides_folder_has_three_splits_and_a_leak_stops_it(tmp_path: Path) -> None:
+    rows = [point(f"t{number}", id=f"r{number}") for number in range(9)]
+    folder = splits(tmp_path, train=rows[:5], val=rows[5:7], test=rows[7:])
+    data = open_judge_data(make_config(recipe="judge", dataset=str(folder)))
+    assert [len(part) for part in (data.train, data.val, data.test)] == [5, 2, 2]
+    splits(tmp_path, test=[*rows[7:], point("T3 ", answer="other", id="new")])
+    config = {"recipe": "judge", "dataset": str(folder)}
+    with pytest.raises(UserError, match="1 of 5 training rows leak"):
+        open_judge_data(make_config(**config))
+    dropped = open_judge_data(make_config(**config, leaks="drop"))
+    assert dropped.num_leaking == 1 and len(dropped.train) == 4
+    assert len(open_judge_data(make_config(**config, leaks="allow")).train) == 5
+
+
+def test_an_id_in_two_splits_is_a_leak_and_twice_in_one_an_error(tmp_path: Path) -> None:
+    folder = splits(
+        tmp_path,
+        train=[point("a", id="x"), point("b", id="y")],
+        test=[point("c", id="x"), point("d", id="z")],
+    )
+    with pytest.raises(UserError, match="id 'x' is also in the test split"):
+        open_judge_data(make_config(recipe="judge", dataset=str(folder)))
+    splits(tmp_path, test=[point("c", id="q"), point("d", id="q")])
+    with pytest.raises(UserError, match="occur more than once"):
+        open_judge_data(make_config(recipe="judge", dataset=str(folder)))
+
+
+def test_one_file_is_split_by_group(write_jsonl: Any) -> None:
+    rows = [point(f"t{number // 3}", answer=f"a{number}") for number in range(90)]
+    data = open_judge_data(make_config(recipe="judge", dataset=str(write_jsonl(rows)), max_samples=10))
+    assert len(data.train) == 10 and len(data.val) == 9 and len(data.test) == 9
+    assert not {one.group for one in data.train} & {one.group for one in (*data.val, *data.test)}
+    by_answer = make_config(recipe="judge", dataset=str(write_jsonl(rows)), group_by="nothing")
+    with pytest.raises(UserError, match="group_by"):
+        open_judge_data(by_answer)
+
+
+# the bundled data
+
+
+def test_bundled_scores_are_right_by_construction() -> None:
+    rows = make_translations("train")
+    assert rows == make_translations("train") and len(rows) >= 4000
+    kinds = Counter(issue.split(" (")[0] for row in rows for issue in row["issues"])
+    assert set(kinds) == set(PENALTIES) and min(kinds.values()) > 100
+    for row in rows:
+        lost = sum(PENALTIES[issue.split(" (")[0]] for issue in row["issues"])
+        assert row["score"] == max(0, BEST_SCORE - lost)
+        assert (row["answer"] == row["reference"]) == (not row["issues"])
+    assert len({row["score"] for row in rows}) == 11
+
+
+def test_the_length_of_a_bundled_answer_says_little() -> None:
+    rows = make_translations("train")
+    lengths, scores = (
+        [f(row) for row in rows] for f in (lambda row: len(row["answer"]), lambda row: row["score"])
+    )
+    assert abs(np.corrcoef(lengths, scores)[0, 1]) < 0.2
+
+
+def test_bundled_splits_share_no_sentence() -> None:
+    groups = {split: {row["group"] for row in make_translations(split)} for split in ("train", "val", "test")}
+    assert not groups["train"] & (groups["val"] | groups["test"]) and not groups["val"] & groups["test"]
+    data = open_judge_data(make_config(recipe="judge", dataset="judge_translations"))
+    assert data.num_leaking == 0 and len(data.test) == 75 * len(VARIANTS)
+
+
+def test_bundled_pairs_know_the_better_one() -> None:
+    scores = {row["answer"]: row["score"] for row in make_translations("test")}
+    rows = make_pairs("test")
+    for row in rows:
+        difference = scores[row["answer_a"]] - scores[row["answer_b"]]
+        assert row["winner"] == ("tie" if not difference else "A" if difference > 0 else "B")
+    assert {row["winner"] for row in rows} == {"A", "B", "tie"}

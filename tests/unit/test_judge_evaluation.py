@@ -1,0 +1,250 @@
+"""The judge's evaluation: unreadable verdicts, undefined metrics, baselines, predictions, presets."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crosstune.cli.judge_table import table_lines
+from crosstune.config.load import load_config, make_config
+from crosstune.core.errors import UserError
+from crosstune.core.machine import BackendReport, Device
+from crosstune.recipes.judge.evaluation import baselines, evaluate_items, headline, worst_items
+from crosstune.recipes.judge.items import Item
+from crosstune.recipes.judge.judge import Judgement
+from crosstune.recipes.judge.predictions import read_predictions, write_predictions
+from crosstune.recipes.judge.presets import choose_preset, read_billions
+from crosstune.recipes.judge.saved_settings import JudgeSettings, read_judge_settings
+from crosstune.recipes.judge.scale import Scale
+
+TEN = Scale(low=0, high=10)
+
+
+def scored(*scores: float) -> list[Item]:
+    return [
+        Item(id=f"i{n}", group=f"g{n}", task=f"t{n}", answers=("x" * (n + 1),), score=score)
+        for n, score in enumerate(scores)
+    ]
+
+
+def compared(*winners: str) -> list[Item]:
+    return [
+        Item(id=f"i{n}", group=f"g{n}", task=f"t{n}", answers=("x" * 3, "y" * (2 + n)), winner=winner)
+        for n, winner in enumerate(winners)
+    ]
+
+
+def test_an_unreadable_score_is_the_worst_one_and_counted() -> None:
+    items = scored(2.0, 9.0)
+    report = evaluate_items(items, [Judgement(), Judgement(score=9.0)], scale=TEN, intervals=False)
+    assert report["num_unreadable"] == 1
+    assert report["metrics"]["mae"] == pytest.approx((8.0 + 0.0) / 2)
+    assert report["metrics"]["within_1"] == 0.5
+    assert report["confusion"]["counts"][2][-1] == 1 and report["confusion"]["labels"][-1] == "unreadable"
+
+
+def test_an_unreadable_winner_is_wrong_and_counted() -> None:
+    items = compared("A", "B", "tie")
+    found = [
+        Judgement(winner="A", consistent=True),
+        Judgement(consistent=False),
+        Judgement(winner="tie", consistent=True),
+    ]
+    report = evaluate_items(items, found, scale=TEN, intervals=False)
+    assert report["num_unreadable"] == 1
+    assert report["metrics"]["accuracy"] == pytest.approx(2 / 3)
+    assert report["metrics"]["swap_consistency"] == pytest.approx(2 / 3)
+    assert report["metrics"]["macro_f1"] < 0.67
+
+
+def test_a_test_set_of_one_class_has_no_correlation_and_says_so() -> None:
+    report = evaluate_items(scored(5, 5, 5), [Judgement(score=s) for s in (4.0, 5.0, 6.0)], scale=TEN)
+    assert math.isnan(report["metrics"]["pearson"]) and "pearson" not in report["intervals"]
+    assert "every item has the same label, 5" in report["notes"][0] and "pearson" in report["notes"][0]
+    assert "pearson" not in headline(report) and "mae" in headline(report)
+    assert any("undefined" in line for line in table_lines(report))
+    pairs = evaluate_items(compared("A", "A"), [Judgement(winner="A", consistent=True)] * 2, scale=TEN)
+    assert math.isnan(pairs["metrics"]["kappa"]) and "same label, A" in pairs["notes"][0]
+
+
+def test_the_same_verdict_for_everything_is_said() -> None:
+    report = evaluate_items(scored(1, 5, 9), [Judgement(score=5.0)] * 3, scale=TEN, intervals=False)
+    assert "every verdict is the same" in report["notes"][0]
+
+
+def test_baselines_are_fitted_on_the_training_items() -> None:
+    train = scored(0, 1, 2, 3)  # longer answers are better there
+    found = baselines(scored(4, 8), scale=TEN, train=train, intervals=False)
+    assert found["constant"]["metrics"]["mae"] == pytest.approx((2.5 + 6.5) / 2)
+    assert found["longer answer"]["metrics"]["pearson"] == pytest.approx(1.0)
+    pairs = baselines(compared("B", "A", "B"), scale=TEN, intervals=False)
+    assert pairs["constant"]["metrics"]["accuracy"] == pytest.approx(2 / 3)
+    assert pairs["longer answer"]["metrics"]["accuracy"] == pytest.approx(1 / 3)
+
+
+def test_calibration_and_feedback_are_measured() -> None:
+    items = [replace(one, critique="two wrong words") for one in scored(5, 5)]
+    found = [
+        Judgement(score=5.0, confidence=0.9, text="t", feedback="two words"),
+        Judgement(score=1.0, confidence=0.9, text="t", feedback=""),
+    ]
+    metrics = evaluate_items(items, found, scale=TEN, intervals=False)["metrics"]
+    assert metrics["ece"] == pytest.approx(0.4) and metrics["rouge_l"] == pytest.approx((2 * 2 / 5) / 2)
+
+
+def test_worst_disagreements_come_first() -> None:
+    items = scored(0, 5, 9, 3)
+    found = [Judgement(score=1.0), Judgement(score=5.0), Judgement(score=2.0), Judgement()]
+    assert worst_items(items, found) == [3, 2, 0]
+
+
+def test_predictions_read_back_with_the_same_metrics(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    items = scored(*draw.uniform(0, 10, 20))
+    found = [Judgement(score=float(s), confidence=0.5) for s in draw.uniform(0, 10, 19)] + [
+        Judgement(text="?")
+    ]
+    path = tmp_path / "test_predictions.json"
+    write_predictions(path, items, found)
+    again = read_predictions(path)
+    first, second = evaluate_items(items, found, scale=TEN), evaluate_items(*again, scale=TEN)
+    assert first["metrics"] == second["metrics"] and first["intervals"] == second["intervals"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", "no predictions"),
+        ("", "not JSON"),
+        ("{}", "no predictions"),
+        ("[1]", "Row 1"),
+        ('[{"expected": 3, "predicted": "x"}]', "do not fit"),
+        ('[{"expected": "A", "predicted": 3}]', "do not fit"),
+        ('[{"expected": 3, "predicted": 2}, {"expected": "A", "predicted": "B"}]', "mixes"),
+        ('[{"predicted": 2}]', "`expected`"),
+    ],
+)
+def test_bad_files_of_predictions(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        read_predictions(path)
+    assert words in str(error.value)
+
+
+def test_settings_of_a_judge_read_back(tmp_path: Path) -> None:
+    settings = JudgeSettings(verdict="score", scale="1-5", explains=True, temperature=1.7)
+    settings.write(tmp_path)
+    assert read_judge_settings(tmp_path) == settings
+    assert read_judge_settings(tmp_path / "missing") is None
+    (tmp_path / "judge.json").write_text(json.dumps({"verdict": "novel", "scale": "1-5"}))
+    with pytest.raises(UserError, match="verdict"):
+        read_judge_settings(tmp_path)
+
+
+# presets
+
+
+def report_of(name: str, gb: float = 24.0) -> BackendReport:
+    device = Device(name="card", memory_total_bytes=int(gb * 1e9), memory_free_bytes=int(gb * 1e9))
+    return BackendReport(
+        name=name, engine="mlx" if name == "mlx" else "torch", available=True, device=name, devices=(device,)
+    )
+
+
+def chosen(name: str, gb: float = 24.0, **asked: Any) -> dict[str, Any]:
+    found = choose_preset(make_config(recipe="judge", **asked), report_of(name, gb))
+    return {option: preset.value for option, preset in found.items()}
+
+
+@pytest.mark.parametrize("backend", ["mps", "cpu"])
+def test_the_preset_of_laptops(backend: str) -> None:
+    expected = {
+        "precision": "fp32",
+        "optimizer": "adamw",
+        "batch_size": 1,
+        "model_name": "Qwen/Qwen2-1.5B-Instruct",
+    }
+    expected |= {"train_type": "lora", "num_epochs": 3, "context_length": 512, "lr": 1e-4, "grad_norm": 1.0}
+    assert expected.items() <= chosen(backend).items()
+
+
+def test_the_preset_of_cuda() -> None:
+    expected = {
+        "train_type": "qlora",
+        "quant_type": "nf4",
+        "double_quant": True,
+        "optimizer": "paged_adamw_8bit",
+    }
+    expected |= {"batch_size": 2, "use_gradient_checkpointing": True, "grad_norm": 0.3, "lr": 2e-4}
+    expected |= {"model_name": "Qwen/Qwen2.5-3B-Instruct"}
+    found = chosen("cuda", 12.0)
+    assert expected.items() <= found.items() and "precision" not in found  # fp16 or bf16 by probe
+    assert "quant_type" not in chosen("cuda", 12.0, no_4bit=True)
+
+
+def test_small_and_large_cards() -> None:
+    small, large = chosen("cuda", 8.5), chosen("cuda", 16.9)
+    assert (small["batch_size"], small["gradient_accumulation_steps"], small["train_type"]) == (1, 4, "qlora")
+    assert large["train_type"] == "lora" and "quant_type" not in large and large["batch_size"] == 2
+    assert chosen("cuda", 16.9, model="org/Big-7B")["train_type"] == "qlora"  # does not fit without 4 bits
+    assert chosen("cuda", 16.9, model="org/unknown")["train_type"] == "qlora"
+    reason = choose_preset(make_config(recipe="judge"), report_of("cuda", 8.5))["batch_size"].reason
+    assert "8 GB" in reason
+
+
+def test_what_was_asked_is_not_chosen() -> None:
+    found = choose_preset(
+        load_config(["--recipe", "judge", "--batch_size", "4", "--train_type", "full"]), report_of("cuda", 12)
+    )
+    assert "batch_size" not in found and "train_type" not in found and "lora_dropout" not in found
+
+
+def test_large_models_get_smaller_adapters() -> None:
+    assert chosen("mps", model="org/M-3B")["lora_rank"] == 8 and "lora_rank" not in chosen(
+        "cuda", model="org/M-3B"
+    )
+    assert chosen("cuda", model="org/M-7B")["lora_alpha"] == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("Qwen/Qwen2-1.5B-Instruct", 1.5), ("meta-llama/Llama-3.2-1B-Instruct", 1), ("smollm2-135m", 0.135), ("gpt2", None),
+     ("org/4bit-model", None), ("x/Model-70b", 70)],
+)  # fmt: skip
+def test_sizes_in_names(name: str, billions: float | None) -> None:
+    assert read_billions(name) == billions
+
+
+def test_a_moved_run_keeps_what_its_first_backend_chose() -> None:
+    """The preset of another backend would change the training: its learning rate, its batches, its model."""
+    from types import SimpleNamespace
+
+    from crosstune.runs.resume import kept_options
+
+    options = {
+        "lr": 1e-4,
+        "batch_size": 1,
+        "model_name": "x",
+        "precision": "fp32",
+        "seed": 7,
+        "grad_norm": 1.0,
+    }
+    manifest = {"recipe": "judge", "options": options, "backend": "mps", "precision": "fp32", "identity": {}}
+    checkpoint: Any = SimpleNamespace(manifest=manifest, folder=Path("runs/a/checkpoints/step-1"))
+    kept = kept_options(checkpoint, {"lr": 3e-4}, backend="cuda")
+    assert kept == {"batch_size": 1, "model_name": "x", "grad_norm": 1.0}
+    assert (
+        kept_options(
+            SimpleNamespace(manifest=manifest | {"recipe": "sft"}, folder=checkpoint.folder),
+            {},
+            backend="cuda",
+        )
+        == {}
+    )  # type: ignore[arg-type]

@@ -1,0 +1,101 @@
+"""Which rank hangs, from what all ranks posted; and what a rank says of itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from crosstune.core.activity import Activity
+from crosstune.core.errors import EXIT_HUNG
+from crosstune.core.ranks import Ranks
+from crosstune.distributed.boards import FolderBoard, State
+from crosstune.distributed.watchdog import Judge, Watchdog
+
+
+def state(rank: int, **more: Any) -> State:
+    fields: dict[str, Any] = {
+        "host": f"h{rank}",
+        "beat": 1,
+        "doing": "step 3: backward",
+        "at": "all_reduce (x.py:1)",
+    }
+    return State(rank=rank, **fields | {"still_s": 0.0, "waits": True} | more)
+
+
+def test_ranks_that_move_do_not_hang() -> None:
+    judge = Judge(10.0)
+    for beat in range(5):
+        assert (
+            judge.verdict({0: state(0, beat=beat), 1: state(1, beat=beat, still_s=9.0)}, now=8.0 * beat) == []
+        )
+
+
+def test_a_rank_that_no_longer_posts_is_stopped() -> None:
+    judge = Judge(10.0)
+    judge.verdict({0: state(0), 1: state(1)}, now=0.0)
+    [line, other] = judge.verdict({0: state(0, beat=2, still_s=10.5), 1: state(1)}, now=10.5)
+    assert line.startswith("rank 1 (host h1) is stopped") and "step 3: backward, all_reduce" in line
+    assert other.startswith("  rank 0 (host h0)")
+
+
+def test_the_rank_that_does_not_wait_for_others_is_named() -> None:
+    waiting, reading = (
+        state(0, still_s=11.0),
+        state(1, doing="step 4: data", at="read (y.py:2)", waits=False, still_s=1.0),
+    )
+    [line, _] = Judge(10.0).verdict({0: waiting, 1: reading}, now=0.0)
+    assert line.startswith("rank 1 (host h1) hangs") and "11 s. It was in: step 4: data, read" in line
+
+
+def test_where_all_wait_for_each_other_all_are_named() -> None:
+    lines = Judge(10.0).verdict({rank: state(rank, still_s=12.0) for rank in (0, 1)}, now=0.0)
+    assert [line[:6] for line in lines] == ["rank 0", "rank 1"]
+
+
+def test_a_rank_posts_what_it_does_and_since_when(tmp_path: Path) -> None:
+    board, activity = FolderBoard(tmp_path), Activity()
+    watchdog = Watchdog(Ranks(rank=2, size=3, host="h"), activity, limit_s=1.0, own=[board])
+    activity.start("step 9: checkpoint")
+    watchdog.start()
+    try:
+        until = time.monotonic() + 30
+        while not (posted := board.read()) or posted[2].still_s < 0.2:
+            assert time.monotonic() < until
+            threading.Event().wait(0.5)  # one place in the code for a while
+        assert (posted[2].host, posted[2].doing) == ("h", "step 9: checkpoint")
+        assert not posted[2].waits
+    finally:
+        watchdog.stop()
+
+
+HANG = """
+import sys, threading, time, pathlib
+from crosstune.core.activity import Activity
+from crosstune.core.ranks import Ranks
+from crosstune.distributed.boards import FolderBoard
+from crosstune.distributed.watchdog import Watchdog
+rank, board, activity = int(sys.argv[1]), FolderBoard(pathlib.Path(sys.argv[2])), Activity()
+activity.start("step 1: data")
+Watchdog(Ranks(rank=rank, size=2, host="h"), activity, limit_s=1.5, own=[], shared=board).start()
+until = time.monotonic() + 900
+if rank: threading.Event().wait()
+while time.monotonic() < until: time.sleep(0.001)
+"""
+
+
+def test_every_rank_ends_when_one_hangs(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HANG]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True, env=os.environ
+        )
+        for rank in (0, 1)
+    ]
+    ends = [(rank.communicate(timeout=120)[1], rank.returncode) for rank in ranks]
+    assert [code for _, code in ends] == [EXIT_HUNG, EXIT_HUNG]
+    assert "rank 1 (host h) hangs" in ends[0][0] and "step 1: data" in ends[0][0]
