@@ -35,7 +35,7 @@ def test_every_option_is_a_flag_with_dashes_or_underscores(
         if option.choices:
             value = option.choices[0]
         if option.check is not None and option.type is str:
-            value = {"time_limit": "3h", "allow_mismatch": "data"}.get(option.name, value)
+            value = {"time_limit": "3h", "allow_mismatch": "data"}.get(option.name, option.default or value)
         for name in (option.name, option.name.replace("_", "-"), *option.aliases):
             config = load(f"--{name}", value)
             assert option.name in config.asked

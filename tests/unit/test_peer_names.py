@@ -138,7 +138,7 @@ def test_known_sections_are_flattened(tmp_path: Path) -> None:
         ("lr: 1\noptimizer:\n  lr: 2\n", "lr is given twice"),
         ("lr: 1\nlearning_rate: 2\n", "lr is given twice"),
         ("nowhere:\n  lr: 2\n", "'nowhere' in "),
-        ("model:\n  hidden_size: 2\n", "model.hidden_size"),
+        ("model:\n  hidden_width: 2\n", "model.hidden_width"),
         ("model:\n  lora:\n    r: 2\n", "model.lora"),
         ("batch_size:\n  train: 2\n", "'batch_size' in "),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +26,18 @@ class Entry:
     """Backends to train on, unless --backend says another: the first that is available here."""
     output_dir: str | None = None
     """Where its results go, unless --output_dir says otherwise; the run is then named MODEL_final."""
+    script: Callable[[], str] | None = None
+    """Returns the text of a file that does more than pass its command line on."""
 
     @property
     def name(self) -> str:
         return Path(self.path).stem
+
+
+def _l2t_script() -> str:
+    from crosstune.recipes.latent_diffusion.entry_script import entry_script
+
+    return entry_script(crosstune='"${PYTHON:-python}" -m crosstune')
 
 
 ENTRIES = (
@@ -47,6 +55,12 @@ ENTRIES = (
         command=("judge", "train"),
         backends=("cuda", "cpu"),
         output_dir="adapters_eval",
+    ),
+    Entry(
+        path="scripts/training/train_qwen_english_l2t_stable.sh",
+        about="Train latent diffusion, set up by the variables of its guide.",
+        command=("train",),
+        script=_l2t_script,
     ),
 )
 """The entries that the guides name. A new one is one more item here."""
@@ -109,6 +123,8 @@ def adopt(folder: Path, *, force: bool = False) -> list[Path]:
 
 
 def entry_text(entry: Entry) -> str:
+    if entry.script is not None:
+        return entry.script()
     template = _SHELL if entry.path.endswith(".sh") else _PYTHON
     return template.format(about=entry.about, command=" ".join(entry.command), name=entry.name)
 

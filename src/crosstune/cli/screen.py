@@ -103,7 +103,7 @@ class Screen:
             self._show_training(step, figures)
         if self._line_due(step):
             self._last_step_line = step, time.monotonic()
-            self.output.line("  ".join([title, *figures]))
+            self.output.line("  ".join([title, *_with_samples(metrics, figures)]))
 
     def _show_training(self, step: int, figures: Sequence[str]) -> None:
         place = f"{step}/{self.num_steps}"
@@ -275,3 +275,13 @@ def _mark(sample: Any) -> str:
 def _short(text: str, limit: int = 110) -> str:
     line = " ".join(text.split())
     return line if len(line) <= limit else line[: limit - 3].rsplit(" ", 1)[0] + " ..."
+
+
+def _with_samples(metrics: StepMetrics, figures: Sequence[str]) -> list[str]:
+    """Return the figures of a line; where a recipe counts examples, as `Loss: 1.2345` and `'samples_per_sec': 67.89`, which
+    scripts look for."""
+    examples, loss = dict(metrics).get("examples"), metrics["loss"]
+    if not isinstance(examples, int) or loss is None:
+        return list(figures)
+    rate = examples / max(1e-9, metrics["step_s"])
+    return [f"Loss: {loss:.4f}", *figures[1:], f"'samples_per_sec': {rate:.2f}"]

@@ -103,6 +103,11 @@ MLX_ENGINE = Condition(
     holds=lambda now: now.engine == "mlx",
     otherwise="its memory limits and compile have no effect outside the MLX engine; its other settings do",
 )
+LATENT_DIFFUSION = Condition(
+    summary="`--recipe latent_diffusion`",
+    holds=lambda now: now.options["recipe"] == "latent_diffusion",
+    otherwise="has no effect with the recipe {recipe}",
+)
 SEVERAL_DEVICES = Condition(
     summary="several devices",
     holds=lambda now: now.world_size > 1,

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from crosstune.config.mlx_settings import options_in
+from crosstune.config.mmdit_file import is_mmdit, translate
 from crosstune.config.option_names import find_option
 from crosstune.config.peer_names import SECTIONS
 from crosstune.config.schema import Config, option_list, options_by_name
@@ -163,6 +164,8 @@ def _read_file(path: Path, problems: list[UserError]) -> Given:
     if data is not None and not isinstance(data, dict):
         problems.append(UserError(f"{path} has no options.", why="it must consist of `option: value` lines."))
         return given
+    if isinstance(data, dict) and is_mmdit(data):
+        data = translate(data, path, problems)
     for section, key, raw in _flat(data or {}, path, problems):
         place = f"{section}.{key}" if section else key
         where = f"{shown(place)} in {path}"

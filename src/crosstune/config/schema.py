@@ -12,6 +12,7 @@ from crosstune.config.option import OnResume, Option, read_option
 from crosstune.config.options.data import DataOptions
 from crosstune.config.options.hardware import HardwareOptions
 from crosstune.config.options.judge import JudgeOptions
+from crosstune.config.options.latent import LatentOptions
 from crosstune.config.options.method import MethodOptions
 from crosstune.config.options.model import ModelOptions
 from crosstune.config.options.processes import ProcessOptions
@@ -28,6 +29,7 @@ GROUPS: Mapping[str, type] = {
     "Hardware": HardwareOptions,
     "Several processes": ProcessOptions,
     "Run folder and output": RunOptions,
+    "Latent diffusion": LatentOptions,
     "Profiling": ProfilingOptions,
 }
 """Title -> the options under it."""
@@ -43,6 +45,7 @@ class Config(
     HardwareOptions,
     ProcessOptions,
     RunOptions,
+    LatentOptions,
     ProfilingOptions,
 ):
     """The options of a run, as the user set them or by default."""

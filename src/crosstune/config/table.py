@@ -91,6 +91,8 @@ def _example_value(option: Option) -> str:
         return next(
             (c for c in option.choices if c not in (option.default, "auto", "none")), option.choices[0]
         )
+    if option.check is not None and option.joins_items is not None and option.default:
+        return str(option.default)  # a list of a form of its own
     if isinstance(option.default, (int, float)) and option.default > 0:
         return _shown(option.default)
     usual = {"time_limit": "3h30m", "allow_mismatch": "data", "resume": "auto", "dataset": "chats.jsonl"}

@@ -209,12 +209,17 @@ class Evaluating(Event):
     what: str = "answers"
 
 
-class SampleRow(TypedDict):
-    """A generated answer beside the expected one."""
-
+class _SampleTexts(TypedDict):
     prompt: str
     answer: str
     reference: str
+
+
+class SampleRow(_SampleTexts, total=False):
+    """A generated answer beside the expected one."""
+
+    frames: list[str]
+    """The states of the answer while it was generated, where a recipe records them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,6 +82,8 @@ class Sample:
     prompt: str
     answer: str
     reference: str = ""
+    frames: Sequence[str] = ()
+    """The states of the answer while it was generated."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from crosstune.core.events import (
     Warned,
 )
 from crosstune.core.out_of_memory import OutOfMemory, memory_errors
-from crosstune.core.protocols import Backward, PreparedBatch, Recipe, Session
+from crosstune.core.protocols import Backward, PreparedBatch, Recipe, Sample, Session
 from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import RecordFailed
 from crosstune.core.scaling import LossScale
@@ -276,10 +276,7 @@ class Training:
                 step=step,
                 when=when,
                 metrics=dict(evaluation.metrics),
-                samples=[
-                    SampleRow(prompt=sample.prompt, answer=sample.answer, reference=sample.reference)
-                    for sample in evaluation.samples
-                ],
+                samples=[_sample_row(sample) for sample in evaluation.samples],
                 seconds=time.perf_counter() - started,
             )
         )
@@ -299,6 +296,13 @@ class Training:
         elif not self._overfits:
             self._overfits = True
             self.observer.on_event(Warned(message=overfitting_warning(evaluations), step=step))
+
+
+def _sample_row(sample: Sample) -> SampleRow:
+    row = SampleRow(prompt=sample.prompt, answer=sample.answer, reference=sample.reference)
+    if sample.frames:
+        row["frames"] = list(sample.frames)
+    return row
 
 
 def _metrics(

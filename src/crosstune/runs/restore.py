@@ -14,6 +14,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
 from crosstune.core.protocols import Session
 from crosstune.core.record import holds_record
+from crosstune.core.weight_average import result_weights
 from crosstune.models.adapter_files import replace_tokenizer
 from crosstune.models.identity import source_identity
 from crosstune.models.locate import ModelFolder
@@ -89,7 +90,7 @@ def open_restored(
     # A causal language model opens without its data; the model of another recipe may depend on it.
     task = None if model is not None else open_recipe(plan.config, model, observer).task(plan.engine)
     session = open_session(plan, model, task=task)
-    session.import_weights(checkpoint.load().weights)
+    session.import_weights(result_weights(checkpoint.load()))
     return session
 
 

@@ -201,5 +201,9 @@ def trained_parameters(
 def optimize(masters: Masters, plan: Plan) -> torch.optim.Optimizer:
     config = plan.config
     return make_optimizer(
-        config.optimizer, masters.masters, weight_decay=config.wd, b_ratio=config.loraplus_lr_ratio
+        config.optimizer,
+        masters.masters,
+        weight_decay=config.wd,
+        b_ratio=config.loraplus_lr_ratio,
+        average_decay=config.ema_decay,
     )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from crosstune.core.weight_average import SLOT
 from crosstune.torch_engine.sharding.parts import is_sharded, local_part
 
 BETAS = (0.9, 0.999)
@@ -60,11 +61,17 @@ def _master(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def make_optimizer(
-    name: str, masters: Mapping[str, torch.Tensor], *, weight_decay: float, b_ratio: float = 1.0
+    name: str,
+    masters: Mapping[str, torch.Tensor],
+    *,
+    weight_decay: float,
+    b_ratio: float = 1.0,
+    average_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
     """Return the optimizer, with weight decay on matrices only, not on biases and norm weights.
 
-    `b_ratio` scales the learning rate of the adapters' B matrices (LoRA+); each group stores its own ratio.
+    `b_ratio` scales the learning rate of the adapters' B matrices (LoRA+); each group stores its own ratio. With
+    `average_decay`, each step also moves an average of the weights, which is part of the optimizer's state.
     """
     groups: dict[tuple[bool, bool], list[torch.Tensor]] = {}
     for key, master in masters.items():
@@ -77,7 +84,32 @@ def make_optimizer(
         }
         for (matrix, is_b), group in groups.items()
     ]
-    return _OPTIMIZERS[name](settings)
+    optimizer = _OPTIMIZERS[name](settings)
+    if average_decay:
+        optimizer.register_step_post_hook(lambda *_: _move_average(optimizer, average_decay))
+    return optimizer
+
+
+@torch.no_grad()
+def _move_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Move the average towards the weights; it starts as a copy of them, after the first step."""
+    averages, weights = [], []
+    for group in optimizer.param_groups:
+        for master in group["params"]:
+            if not (state := optimizer.state.get(master)):
+                continue  # it has no gradient, and stays as it is
+            if SLOT not in state:
+                state[SLOT] = master.detach().clone()
+            averages.append(state[SLOT])
+            weights.append(master)
+    if averages:
+        torch._foreach_lerp_(averages, weights, 1.0 - decay)
+
+
+def averages_of(optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, torch.Tensor]:
+    """Return weight -> its average, of the weights that have one."""
+    states = optimizer.state.items() if optimizer is not None else ()
+    return {master: state[SLOT] for master, state in states if SLOT in state}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -35,7 +35,7 @@ from crosstune.torch_engine.adapters import Adapted, name_targets
 from crosstune.torch_engine.device import CacheClearing, evaluating, memory_errors, read_memory
 from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, watch_outputs
 from crosstune.torch_engine.offload_activations import offload_activations
-from crosstune.torch_engine.optimizer import Masters, set_learning_rate
+from crosstune.torch_engine.optimizer import Masters, averages_of, set_learning_rate
 from crosstune.torch_engine.quantized import count_weights
 from crosstune.torch_engine.sharding.gathered import free_gathered, without_gradients
 from crosstune.torch_engine.sharding.parts import is_sharded
@@ -83,6 +83,7 @@ class TorchSession:
         self.task, self.model, self.adapters = parts.task, parts.model, parts.adapters
         self.masters, self.optimizer, self.parallel = parts.masters, parts.optimizer, parts.parallel
         self._random_before: dict[str, Array] = {}
+        self._is_averaged = False
 
     def prepare(self, batch: Batch) -> PreparedBatch:
         """Return the batch as host tensors, pinned if copies to the device can overlap with the host."""
@@ -120,6 +121,7 @@ class TorchSession:
         total, weight, metrics = 0.0, 0, MetricTotals(self.task.metric_names)
         with (
             self.connected(EVALUATING),
+            self.averaged(),
             evaluating(self.model),
             memory_errors(self.device, doing=EVALUATING),
             states.separate_random(self.device),
@@ -201,10 +203,35 @@ class TorchSession:
     def import_weights(self, weights: Mapping[str, Array]) -> None:
         states.import_weights(self.masters, weights)
         self.masters.publish()
+        for master, average in averages_of(self.optimizer).items():
+            average.copy_(master.detach())
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Put the moving average in the place of the weights inside the block; without one, change nothing."""
+        averages = averages_of(self.optimizer)
+        if not averages or self._is_averaged:
+            yield
+            return
+        self._is_averaged = True
+        self._swap(averages)
+        try:
+            yield
+        finally:
+            self._swap(averages)
+            self._is_averaged = False
+
+    @torch.no_grad()
+    def _swap(self, averages: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        for master, average in averages.items():
+            kept = master.detach().clone()
+            master.copy_(average)
+            average.copy_(kept)
+        self.masters.publish()
 
     def save_result(self, folder: Path | None) -> Path | None:
         doing = "writing the result"
-        with self._gathering(doing), memory_errors(self.device, doing=doing):
+        with self._gathering(doing), memory_errors(self.device, doing=doing), self.averaged():
             if self.adapters and not isinstance(self.task, HasOwnHead):
                 weights = export.host_weights(self.adapters)
                 return None if folder is None else self._save_adapter(folder / "adapter", weights)

@@ -1,0 +1,178 @@
+"""The latent-diffusion model at its full size: samples/s, memory and the share of what the hardware allows.
+
+    python benchmarks/latent_size.py                  hidden 1024, 24 blocks (0.95 B parameters), about a minute on a GPU
+    python benchmarks/latent_size.py --small          to see that it runs, on any machine
+
+Rows are full: --tokens tokens each, of random ids, with one vector; the mode is l2t. The step is the one of
+`crosstune train`: the engine's session computes the gradients of a window, clips and updates, with fp32 weights and bf16
+compute. The limit is the rate of large bf16 products, sustained for some seconds in the same run. Recomputation is not
+counted as work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from crosstune.config.load import make_config
+from crosstune.planner.gather import make_plan
+from crosstune.recipes.latent_diffusion.batch import LossWeights, PairBatch, make_batch
+from crosstune.recipes.latent_diffusion.noise import draw
+from crosstune.recipes.latent_diffusion.pair_folder import Pairs
+from crosstune.recipes.latent_diffusion.settings import ModelSettings
+from crosstune.recipes.latent_diffusion.torch_parts import LatentDiffusionTask
+from crosstune.runs.open_parts import open_session
+
+WARM_STEPS = 3
+
+
+def make_pairs(settings: ModelSettings, rows: int) -> Pairs:
+    random = np.random.default_rng(0)
+    latents = random.normal(size=(rows, settings.latent_dim)).astype(np.float32)
+    return Pairs(
+        tokens=random.integers(3, settings.vocabulary, (rows, settings.max_tokens)).astype(np.uint16),
+        lengths=np.full(rows, settings.max_tokens, np.int32),
+        latents=latents / np.linalg.norm(latents, axis=1, keepdims=True),
+        text_file=None,  # type: ignore[arg-type]  # nothing is decoded
+    )
+
+
+def make_window(pairs: Pairs, settings: ModelSettings, step: int) -> PairBatch:
+    drawn = draw(
+        np.asarray(pairs.lengths),
+        max_tokens=settings.max_tokens,
+        dim=settings.latent_dim,
+        shares={"l2t": 1.0},
+        dropped=0.1,
+        key=(0, step),
+    )
+    return make_batch(pairs, np.arange(len(pairs)), drawn, weights=LossWeights())
+
+
+def step_flops(settings: ModelSettings, rows: int) -> float:
+    """Return the floating-point operations of a step: twice the multiplications forward, twice that backward."""
+    h, c, k, s = settings.hidden_size, settings.cond_dim, settings.latent_tokens, settings.max_tokens
+    block = 12 * h * h * (s + k) + 2 * 6 * h * c + 2 * (s + k) ** 2 * h
+    unused = 9 * h * h * k  # the last block ends with the latent's keys and values
+    head = 0.5 * s * h * settings.vocabulary  # about half of the tokens are masked
+    latent = settings.latent_dim * k * h + k * h * h + h * s
+    return 6.0 * rows * (settings.n_blocks * block - unused + head + latent)
+
+
+def measure_limit(device: torch.device, *, seconds: float, size: int) -> float:
+    """Return the operations per second of large products of Gaussian numbers in bf16, sustained."""
+    dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
+    one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    synchronize(device)
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        for _ in range(20 if device.type != "cpu" else 1):
+            torch.mm(one, other)
+            count += 1
+        synchronize(device)
+    return 2.0 * size**3 * count / (time.perf_counter() - began)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(
+    settings: ModelSettings, *, rows: int, steps: int, recompute: bool, backend: str, precision: str
+) -> dict[str, Any]:
+    config = make_config(
+        recipe="latent_diffusion",
+        train_type="full",
+        backend=backend,
+        precision=precision,
+        batch_size=rows,
+        optimizer="fused_adamw",
+        use_gradient_checkpointing=recompute,
+        max_steps=steps,
+    )
+    session = open_session(make_plan(config), None, task=LatentDiffusionTask(settings, modes={"l2t"}))
+    device = session.device  # type: ignore[attr-defined]
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    pairs = make_pairs(settings, rows)
+    windows = [session.prepare(make_window(pairs, settings, step)) for step in range(4)]
+    losses, began = [], 0.0
+    for step in range(WARM_STEPS + steps):
+        if step == WARM_STEPS:
+            synchronize(device)
+            began = time.perf_counter()
+        losses.append(session.backward([windows[step % len(windows)]]).loss)
+        session.update(lr=1e-4)
+    synchronize(device)
+    step_s = (time.perf_counter() - began) / steps
+    trained, whole = session.num_parameters()
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else session.memory().peak_bytes
+    return {
+        "checkpointing": recompute,
+        "parameters": whole,
+        "trained_parameters": trained,
+        "rows": rows,
+        "step_ms": 1000 * step_s,
+        "samples_per_s": rows / step_s,
+        "tokens_per_s": rows * settings.max_tokens / step_s,
+        "flops_per_s": step_flops(settings, rows) / step_s,
+        "peak_memory_gib": peak / 2**30,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--small", action="store_true")
+    own = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
+    settings = ModelSettings(
+        vocabulary=300 if own.small else 30_525,
+        max_tokens=16 if own.small else own.tokens,
+        latent_dim=32,
+        hidden_size=64 if own.small else 1024,
+        n_blocks=2 if own.small else 24,
+        n_heads=2 if own.small else 16,
+        cond_dim=64 if own.small else 1024,
+        latent_tokens=1,
+    )
+    device = torch.device("cuda" if on_gpu else "cpu")
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+        "settings": vars(settings),
+        "runs": [],
+    }
+    for recompute in (False, True):
+        found = measure(
+            settings,
+            rows=4 if own.small else own.rows,
+            steps=2 if own.small else own.steps,
+            recompute=recompute,
+            backend="cuda" if on_gpu else "cpu",
+            precision="bf16_autocast" if on_gpu else "fp32",
+        )
+        limit = measure_limit(device, seconds=0.2 if own.small else 4.0, size=256 if own.small else 8192)
+        result["runs"].append(
+            found | {"limit_flops_per_s": limit, "share_of_limit": found["flops_per_s"] / limit}
+        )
+        print(json.dumps(result["runs"][-1]), flush=True)
+        if on_gpu:
+            torch.cuda.empty_cache()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""Latent diffusion on real text: train on WordNet's definitions and examples, decode held-out sentence vectors.
+
+    python benchmarks/latent_text.py pack --out .carry/latents        here: the texts, and the encoder in fp16 (50 MB)
+    python benchmarks/latent_text.py run --carry .carry/latents --out OUT --budget_s 270      on the GPU
+    python benchmarks/latent_text.py score OUT/latent_text.json       BLEU of the texts in it, with sacrebleu
+    python benchmarks/latent_text.py run --carry .carry/latents --out OUT --tiny              to see that it runs
+
+`run` embeds the texts, measures the time of a step, trains as many steps as the budget allows through
+`crosstune train`, chooses guidance and steps by the re-embedding cosine of one half of the held-out texts, and reports
+the other half: one pass, the same with shuffled vectors, and decoding by correction. It prints one line of JSON after
+one pass and one at the end, and writes everything to latent_text.json. A second call with --decode_only decodes with
+the model of the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HELD_OUT = 2000
+FULL = {
+    "hidden_size": 640,
+    "n_blocks": 8,
+    "latent_tokens": 8,
+    "batch_size": 1024,
+    "lr": 6e-4,
+    "dropout": 0.1,
+    "precision": "bf16_autocast",
+    "optimizer": "fused_adamw",
+}
+TINY = {
+    "hidden_size": 64,
+    "n_blocks": 2,
+    "latent_tokens": 2,
+    "batch_size": 32,
+    "lr": 2e-3,
+    "dropout": 0.0,
+    "precision": "fp32",
+}
+
+
+def pack(out: Path, *, file: Path | None) -> None:
+    """Write the texts and the encoder that `run` needs, without anything to download there."""
+    from safetensors.numpy import load_file, save_file
+
+    from crosstune.config.load import cache_override
+    from crosstune.recipes.latent_diffusion.encoders import MINILM, find_encoder
+    from crosstune.recipes.latent_diffusion.wordnet import fetch_wordnet, read_wordnet
+
+    encoder = out / "encoder"
+    out.mkdir(parents=True, exist_ok=True)
+    source = find_encoder(MINILM, cache=cache_override())
+    shutil.copytree(source, encoder, dirs_exist_ok=True)
+    weights = load_file(source / "model.safetensors")
+    halves = {name: a.astype(np.float16) if a.dtype == np.float32 else a for name, a in weights.items()}
+    save_file(halves, encoder / "model.safetensors", metadata={"format": "pt"})
+    texts = read_wordnet(fetch_wordnet(cache=cache_override(), file=file))
+    (out / "texts.txt").write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+    total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    print(f"{len(texts):,} texts and the encoder: {total / 2**20:.1f} MiB in {out}")
+
+
+class Bench:
+    def __init__(self, own: argparse.Namespace) -> None:
+        self.own, self.settings = own, TINY if own.tiny else FULL
+        self.settings = self.settings | {name: json.loads(value) for name, value in own.set or ()}
+        self.started = time.monotonic()
+        self.facts: dict[str, Any] = {"settings": self.settings}
+
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self.started:6.1f} s] {text}", flush=True)
+
+    def run(self) -> None:
+        own = self.own
+        own.out.mkdir(parents=True, exist_ok=True)
+        self.file = own.out / "latent_text.json"
+        kept = own.work / "facts.json"
+        if own.decode_only:
+            self.facts = json.loads(kept.read_text(encoding="utf-8"))
+        else:
+            self.build()
+            self.say(f"trained {self.train()} steps")
+            kept.write_text(json.dumps(self.facts), encoding="utf-8")
+        self.decode()
+
+    def save(self) -> None:
+        """Write what is known so far, so that a run that is cut short loses little."""
+        self.file.write_text(json.dumps(self.facts, indent=1), encoding="utf-8")
+        score(self.file)
+
+    def build(self) -> None:
+        from crosstune.recipes.latent_diffusion.build import BuildRequest, build
+        from crosstune.recipes.latent_diffusion.write_pairs import WriteOptions
+
+        own = self.own
+        began = time.monotonic()
+        written = build(
+            BuildRequest(
+                source=str(own.carry / "texts.txt"),
+                out=own.work / "pairs",
+                encoder=str(own.carry / "encoder"),
+                most_texts=400 if own.tiny else -1,
+                crops=own.crops,
+                validation_share=0.25 if own.tiny else 0.05,
+                most_validation=HELD_OUT,
+                options=WriteOptions(max_tokens=24, too_long="drop", dtype="fp16"),
+                on_text=lambda done, total: (
+                    self.say(f"embedded {done:,} of {total:,}") if done % 10 == 0 else None
+                ),
+            )
+        )
+        manifest = {name: value for name, value in written.manifest.items() if name != "files"}
+        self.facts["data"] = manifest | {"seconds": time.monotonic() - began}
+        self.say(f"pairs: {manifest['splits']}")
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "recipe": "latent_diffusion",
+            "dataset": str(self.own.work / "pairs"),
+            "train_type": "full",
+            "output_dir": str(self.own.work / "runs"),
+            "overwrite": True,
+            "wd": 0.05,
+            "save_minutes": 0,
+            "result": "last",
+            "log_every_n_steps": 100,
+            "log_to": "stdout",
+            **self.settings,
+        }
+
+    def train(self) -> int:
+        import crosstune
+
+        own = self.own
+        probe = crosstune.train(
+            **self._options(), name="probe", max_steps=6 if own.tiny else 60, skip_eval=True, save_model=False
+        )
+        rows = _metrics(probe.folder)
+        step_s = float(np.median([row["step_s"] for row in rows[len(rows) // 2 :]]))
+        steps = 40 if own.tiny else max(500, int(own.budget_s / (1.05 * step_s)))
+        self.say(f"a step takes {1000 * step_s:.1f} ms; training {steps} steps")
+        began = time.monotonic()
+        run = crosstune.train(
+            **self._options(),
+            name="text",
+            max_steps=steps,
+            warmup_steps=min(500, steps // 10),
+            cosine_min_lr_ratio=0.02,
+            ema_decay=0.9 if own.tiny else 0.999,
+            eval_steps=max(1, steps // 6),
+            eval_samples=256,
+            cfg_dropout_prob=0.1,
+        )
+        seconds = time.monotonic() - began
+        rows = _metrics(run.folder)
+        every = max(1, len(rows) // 200)
+        self.facts["training"] = {
+            "steps": steps,
+            "seconds": seconds,
+            "samples": sum(row["examples"] for row in rows),
+            "samples_per_s": sum(row["examples"] for row in rows) / sum(row["step_s"] for row in rows),
+            "peak_memory_bytes": run.summary.get("peak_memory_bytes"),
+            "parameters": run.summary.get("parameters"),
+            "curve": [
+                {key: row[key] for key in ("step", "loss", "text_loss", "text_accuracy", "nats_per_token")}
+                for row in rows[::every]
+            ],
+            "evaluations": _evaluations(run.folder),
+        }
+        return steps
+
+    def decode(self) -> None:
+        from crosstune.recipes.latent_diffusion.correct import CorrectOptions, decode_and_correct
+        from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
+        from crosstune.recipes.latent_diffusion.sampling import DecodeOptions
+        from crosstune.recipes.latent_diffusion.scores import cosine
+        from crosstune.recipes.latent_diffusion.trained import open_trained
+
+        own = self.own
+        trained = open_trained(own.work / "runs" / "text", dtype="fp32" if own.tiny else "bf16")
+        encoder = trained.encoder(str(own.carry / "encoder"))
+        held_out = open_pairs(own.work / "pairs").splits["validation"]
+        half = len(held_out) // 2
+        tuning, test = held_out.part(0, half), held_out.part(half, len(held_out))
+        vectors = np.asarray(test.latents, np.float32)
+        references = trained.vocabulary.normalise(test.texts)
+
+        def texts_of(latents: Any, options: DecodeOptions) -> list[str]:
+            return trained.vocabulary.decode_batch(trained.sampler.decode(latents, options=options).tokens)
+
+        tried, some = [], np.asarray(tuning.latents[:500], np.float32)
+        for steps in (1, 8, 16):
+            for guidance in (1.0, 1.5, 2.0):
+                for lengths in (1, 3):
+                    options = DecodeOptions(steps=steps, guidance=guidance, num_lengths=lengths)
+                    near = cosine(encoder.encode(texts_of(some, options)), some)
+                    tried.append((near, options))
+        near, best = max(tried, key=lambda item: item[0])
+        self.say(f"chosen by cosine {near:.4f}: {best}")
+        self.facts["tried"] = [{"cosine": near, **vars(options)} for near, options in tried]
+        self.facts["chosen"] = vars(best)
+        began = time.monotonic()
+        single = texts_of(vectors, best)
+        self.facts["decode_texts_per_s"] = len(single) / (time.monotonic() - began)
+        shuffled = texts_of(np.roll(vectors, 1, axis=0), best)
+        plain = texts_of(vectors, DecodeOptions(steps=8))
+        self.say("decoded in one pass")
+        self.facts["texts"] = {
+            "reference": references,
+            "single_pass": single,
+            "single_pass_8_steps": plain,
+            "shuffled": shuffled,
+        }
+        self.facts["embedded"] = {"single_pass": _compared(encoder.encode(single), vectors)}
+        self.save()
+        began = time.monotonic()
+        rounds, candidates = (2, 2) if own.tiny else (own.rounds, 16)
+        found = decode_and_correct(
+            trained.sampler,
+            encoder,
+            trained.vocabulary,
+            vectors,
+            options=best,
+            correct=CorrectOptions(rounds=rounds, candidates=candidates),
+            max_tokens=trained.settings.max_tokens,
+            on_round=lambda number, total, near: self.say(f"round {number}/{total}: cosine {near:.4f}"),
+        )
+        corrected = trained.vocabulary.decode_batch(found.tokens)
+        self.facts["corrected_seconds"] = time.monotonic() - began
+        self.facts["embedded"]["corrected"] = _compared(encoder.encode(corrected), vectors)
+        self.facts["texts"]["corrected"] = corrected
+        self.save()
+
+
+def _compared(found: Any, vectors: Any) -> dict[str, float]:
+    from crosstune.recipes.latent_diffusion.scores import cosine, retrieval
+
+    return {"cosine": cosine(found, vectors), "retrieval_at_1": retrieval(found, vectors)}
+
+
+def score(path: Path) -> None:
+    """Print the scores of the texts in a file of `run`; add them to it where sacrebleu is installed."""
+    from crosstune.recipes.latent_diffusion.scores import exact_match, has_sacrebleu, text_scores
+
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    texts = dict(facts["texts"])
+    references = texts.pop("reference")
+    scores = {
+        name: text_scores(found, references)
+        if has_sacrebleu()
+        else {"exact_match": exact_match(found, references)}
+        for name, found in texts.items()
+    }
+    facts["scores"] = scores
+    path.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    training = {
+        name: value for name, value in facts["training"].items() if name not in ("curve", "evaluations")
+    }
+    print(
+        json.dumps(
+            {"scores": scores, "embedded": facts["embedded"], "training": training, "chosen": facts["chosen"]}
+        )
+    )
+    for row in range(min(8, len(references))):
+        print(
+            "\n".join(
+                f"  {name:<20} {found[row]}" for name, found in {"reference": references, **texts}.items()
+            ),
+            end="\n\n",
+        )
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def _evaluations(folder: Path) -> list[dict[str, Any]]:
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{"step": e["step"], **e["metrics"]} for e in events if "metrics" in e and "when" in e]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    packing = commands.add_parser("pack")
+    packing.add_argument("--out", type=Path, required=True)
+    packing.add_argument("--file", type=Path, help="a copy of the WordNet package")
+    running = commands.add_parser("run")
+    running.add_argument("--carry", type=Path, required=True)
+    running.add_argument("--out", type=Path, required=True)
+    running.add_argument("--work", type=Path, default=Path("/tmp/latent_text"))
+    running.add_argument("--budget_s", type=float, default=270.0, help="for the training itself")
+    running.add_argument("--crops", type=int, default=4)
+    running.add_argument("--rounds", type=int, default=10)
+    running.add_argument(
+        "--decode_only", action="store_true", help="use the pairs and the model that are in --work"
+    )
+    running.add_argument("--tiny", action="store_true")
+    running.add_argument(
+        "--set", nargs=2, action="append", metavar=("OPTION", "JSON"), help="change an option"
+    )
+    scoring = commands.add_parser("score")
+    scoring.add_argument("file", type=Path)
+    own = parser.parse_args()
+    if own.command == "pack":
+        pack(own.out, file=own.file)
+    elif own.command == "score":
+        score(own.file)
+    else:
+        Bench(own).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

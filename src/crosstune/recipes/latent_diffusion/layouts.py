@@ -1,0 +1,224 @@
+"""Read and write pairs in the layouts of the original: token .npz with latent .npy files, and train_data.jsonl with
+latent shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crosstune.core.errors import UserError
+from crosstune.core.json_fields import TEXT, check_fields, whole
+from crosstune.core.json_files import parse_json, to_json, write_json
+from crosstune.core.plain_files import MissingFile, UnreadableFile, open_plain
+from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, load_array
+
+SHARD_ROWS = 100_000
+_SPLIT_FILES = {"train": "train_data.jsonl", "validation": "validation_data.jsonl"}
+_ROW = {"text": TEXT, "shard": TEXT | whole(0), "idx": whole(0)}
+_LONGEST_LINE = 1 << 22
+
+
+@dataclass(kw_only=True)
+class Imported:
+    """Texts or token ids of the original tokenizer, their vectors, and the splits they came in."""
+
+    latents: NDArray[Any]
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[NDArray[np.int32]] = field(default_factory=list)
+    splits: dict[str, list[int]] = field(default_factory=dict)
+
+
+def find_layout(folder: Path) -> str | None:
+    """Return which of the original layouts a folder has: files, shards, or None."""
+    if (folder / _SPLIT_FILES["train"]).is_file():
+        return "shards"
+    if (folder / "tokens").is_dir() and (folder / "latents").is_dir():
+        return "files"
+    return None
+
+
+def read_layout(folder: Path) -> Imported:
+    layout = find_layout(folder)
+    if layout == "shards":
+        return _read_shards(folder)
+    if layout == "files":
+        return _read_files(folder)
+    raise UserError(
+        f"{folder} has none of the layouts that can be imported.",
+        why="it has neither train_data.jsonl with latent_shards/ nor the folders tokens/ and latents/.",
+        do="give a text file to embed it",
+    )
+
+
+def _read_files(folder: Path) -> Imported:
+    """Read tokens/SPLIT/NAME_tokens.npz {input_ids, attention_mask} and latents/SPLIT/NAME.npy."""
+    rows: list[NDArray[np.int32]] = []
+    vectors: list[NDArray[Any]] = []
+    splits: dict[str, list[int]] = {}
+    for place, split in (("train", "train"), ("val", "validation"), ("validation", "validation")):
+        token_folder, latent_folder = folder / "tokens" / place, folder / "latents" / place
+        if not token_folder.is_dir():
+            continue
+        names = sorted(path.name.removesuffix("_tokens.npz") for path in token_folder.glob("*_tokens.npz"))
+        others = {path.stem for path in latent_folder.glob("*.npy")}
+        if unpaired := sorted(set(names) ^ others):
+            raise UserError(
+                f"{len(names):,} texts and {len(others):,} vectors in {folder} do not pair.",
+                why=f"{unpaired[0]} has only one of the two files, as {len(unpaired) - 1:,} others have.",
+                do="complete the files, or remove those without a partner",
+            )
+        for name in names:
+            splits.setdefault(split, []).append(len(rows))
+            rows.append(_read_tokens(token_folder / f"{name}_tokens.npz"))
+            vectors.append(_read_vector(latent_folder / f"{name}.npy"))
+    if not splits.get("train"):
+        raise UserError(f"{folder} has no training pairs.", why="tokens/train has no *_tokens.npz file.")
+    return Imported(latents=_stack(vectors, folder), token_ids=rows, splits=splits)
+
+
+def _read_tokens(path: Path) -> NDArray[np.int32]:
+    """Return the ids that the attention mask keeps."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            ids, mask = (np.asarray(arrays[name]).reshape(-1) for name in ("input_ids", "attention_mask"))
+    except FileNotFoundError as error:
+        raise MissingFile(path, "it is missing", do="check the path") from error
+    except (KeyError, ValueError, EOFError, OSError) as error:
+        why = f"it is not an .npz file with input_ids and attention_mask ({str(error)[:200]})"
+        raise UnreadableFile(path, why) from error
+    if ids.shape != mask.shape or ids.dtype.kind not in "iu" or ids.min(initial=0) < 0:
+        raise UnreadableFile(path, "input_ids and attention_mask do not fit each other")
+    return ids[mask.astype(bool)].astype(np.int32)
+
+
+def _read_vector(path: Path) -> NDArray[Any]:
+    vector = load_array(path, mapped=False)
+    if vector.dtype.kind != "f" or vector.size != vector.shape[-1]:
+        raise UnreadableFile(path, f"it holds {vector.dtype} {list(vector.shape)}, not one vector")
+    return vector.reshape(-1).astype(np.float32)
+
+
+def _stack(vectors: Sequence[NDArray[Any]], folder: Path) -> NDArray[Any]:
+    dims = sorted({len(vector) for vector in vectors})
+    if len(dims) > 1:
+        raise UserError(
+            f"The vectors in {folder} have several dimensions: {', '.join(map(str, dims))}.",
+            why="a model takes vectors of one dimension.",
+        )
+    return np.stack(vectors)
+
+
+def _read_shards(folder: Path) -> Imported:
+    """Read train_data.jsonl, validation_data.jsonl {text, shard, idx} and latent_shards/*.npy."""
+    texts: list[str] = []
+    places: list[tuple[str, int]] = []
+    splits: dict[str, list[int]] = {}
+    for split, name in _SPLIT_FILES.items():
+        if not (folder / name).is_file():
+            continue
+        for row in _read_rows(folder / name):
+            splits.setdefault(split, []).append(len(texts))
+            texts.append(row["text"])
+            places.append((_shard_name(row["shard"]), row["idx"]))
+    shards = {name: load_array(_shard_path(folder, name)) for name in sorted({shard for shard, _ in places})}
+    vectors = []
+    for name, place in places:
+        if shards[name].ndim != 2 or place >= len(shards[name]):
+            raise UserError(
+                f"A row of {folder} names vector {place} of {name}.",
+                why=f"that shard has the shape {list(shards[name].shape)}.",
+            )
+        vectors.append(np.asarray(shards[name][place], np.float32))
+    if not splits.get("train"):
+        raise UserError(f"{folder} has no training pairs.", why="train_data.jsonl has no row.")
+    return Imported(latents=_stack(vectors, folder), texts=texts, splits=splits)
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    with open_plain(path) as file:
+        number = 0
+        while line := file.readline(_LONGEST_LINE):
+            number += 1
+            try:
+                row = parse_json(line)
+            except ValueError as error:
+                raise UnreadableFile(path, f"line {number} is not JSON ({error})") from error
+            if not isinstance(row, dict):
+                raise UnreadableFile(path, f"line {number} is not an object")
+            check_fields(row, _ROW, source=path, required=tuple(_ROW), place=f"line {number}: ")
+            rows.append(row)
+    return rows
+
+
+def _shard_name(shard: str | int) -> str:
+    return f"shard_{shard:04d}.npy" if isinstance(shard, int) else shard
+
+
+def _shard_path(folder: Path, name: str) -> Path:
+    if Path(name).name != name:
+        raise UserError(
+            f"{folder} names the latent shard {name}.", why="a shard is a file in latent_shards/."
+        )
+    return folder / "latent_shards" / name
+
+
+def write_files(pairs: PairFolder, folder: Path) -> int:
+    """Write the pairs as token .npz and latent .npy files, with the tokenizer's own ids; return their number."""
+    count = 0
+    for split, found in pairs.splits.items():
+        place = "val" if split == "validation" else split
+        tokens, latents = folder / "tokens" / place, folder / "latents" / place
+        for target in (tokens, latents):
+            target.mkdir(parents=True, exist_ok=True)
+        for row in range(len(found)):
+            ids = np.zeros(pairs.max_tokens, np.int64)
+            kept = pairs.vocabulary.tokenizer.rust.encode(found.texts[row], add_special_tokens=False).ids
+            ids[: len(kept)] = kept
+            mask = (np.arange(pairs.max_tokens) < len(kept)).astype(np.int64)
+            np.savez(tokens / f"{row:08d}_tokens.npz", input_ids=ids, attention_mask=mask)
+            np.save(latents / f"{row:08d}.npy", np.asarray(found.latents[row], np.float32))
+            count += 1
+    return count
+
+
+def write_shards(pairs: PairFolder, folder: Path, *, shard_rows: int = SHARD_ROWS) -> int:
+    """Write the pairs as .jsonl files with latent shards; return their number."""
+    (folder / "latent_shards").mkdir(parents=True, exist_ok=True)
+    number, count = 0, 0
+    for split, found in pairs.splits.items():
+        lines = []
+        for start in range(0, len(found), shard_rows):
+            block = np.asarray(found.latents[start : start + shard_rows], np.float32)
+            np.save(folder / "latent_shards" / f"shard_{number:04d}.npy", block)
+            texts = found.texts[start : start + shard_rows]
+            lines += [
+                to_json({"text": text, "shard": f"shard_{number:04d}.npy", "idx": row})
+                for row, text in enumerate(texts)
+            ]
+            number += 1
+        (folder / _SPLIT_FILES[split]).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        count += len(found)
+    write_json(folder / "metadata.json", _metadata(pairs.manifest))
+    return count
+
+
+def _metadata(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "latent_dim": manifest["dim"],
+        "num_samples": sum(manifest["splits"].values()),
+        "encoder": manifest["encoder"].get("name"),
+        "shard_size": SHARD_ROWS,
+    }
+
+
+def write_layout(pairs: PairFolder, folder: Path, *, layout: str) -> int:
+    """Write the pairs in an original layout into a new folder; return their number."""
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty.", do="give another --out FOLDER")
+    return write_files(pairs, folder) if layout == "files" else write_shards(pairs, folder)

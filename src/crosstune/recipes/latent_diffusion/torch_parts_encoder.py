@@ -1,0 +1,92 @@
+"""Embed texts with a sentence-transformers folder through transformers: pooled token vectors of norm 1."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from crosstune.core.errors import UserError
+from crosstune.core.json_files import read_json
+from crosstune.core.quiet import hide_output
+from crosstune.data.tokenizer import Tokenizer
+
+_BATCH, _GPU_BATCH = 256, 2048
+_LONGEST = 512
+_REPORT_S = 0.5
+
+
+class SentenceEncoder:
+    """A loaded encoder. Texts are sorted by length before they are batched, so that little is padding."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        record: dict[str, Any],
+        device: str | None = None,
+        on_text: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._record, self._on_text = record, on_text
+        self._model = _load(folder).to(self.device)
+        self._tokenizer = Tokenizer.from_folder(folder).rust
+        limit = read_json(folder / "config.json", foreign=True).get("max_position_embeddings", _LONGEST)
+        self._tokenizer.enable_truncation(min(_LONGEST, int(limit)))
+        self._tokenizer.enable_padding()
+
+    @property
+    def dim(self) -> int:
+        return int(self._record["dim"])
+
+    def record(self) -> dict[str, Any]:
+        return self._record
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        batch_size = _BATCH if self.device.type == "cpu" else _GPU_BATCH
+        order = sorted(range(len(texts)), key=lambda row: len(texts[row]))
+        vectors = np.zeros((len(texts), self.dim), np.float32)
+        reported = time.monotonic()
+        for start in range(0, len(texts), batch_size):
+            rows = order[start : start + batch_size]
+            vectors[rows] = self.embed([texts[row] for row in rows]).cpu().numpy()
+            if self._on_text is not None and time.monotonic() - reported > _REPORT_S:
+                reported = time.monotonic()
+                self._on_text(start + len(rows), len(texts))
+        return vectors
+
+    @torch.inference_mode()
+    def embed(self, texts: Sequence[str]) -> torch.Tensor:
+        """Return the vectors of one batch on the device."""
+        encoded = self._tokenizer.encode_batch(list(texts))
+        ids = torch.tensor([item.ids for item in encoded], device=self.device)
+        mask = torch.tensor([item.attention_mask for item in encoded], device=self.device)
+        states = self._model(input_ids=ids, attention_mask=mask).last_hidden_state.float()
+        if self._record["pooling"] == "cls":
+            pooled = states[:, 0]
+        else:
+            weights = mask[..., None].float()
+            pooled = (states * weights).sum(1) / weights.sum(1).clamp(min=1)
+        return nn.functional.normalize(pooled, dim=-1)
+
+
+def _load(folder: Path) -> nn.Module:
+    try:
+        from transformers import AutoModel
+    except ImportError as error:
+        raise UserError("Embedding texts needs transformers.", do="pip install 'crosstune[torch]'") from error
+    with hide_output():
+        model: nn.Module = AutoModel.from_pretrained(
+            str(folder),
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+    return model.eval().requires_grad_(False)

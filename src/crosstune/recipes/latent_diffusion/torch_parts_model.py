@@ -1,0 +1,255 @@
+"""The multimodal diffusion transformer: text tokens and latent tokens, own weights for each, one joint attention."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from crosstune.recipes.latent_diffusion.settings import ModelSettings
+
+_TIME_COLUMNS = 256
+_TIME_SCALE = 1000.0
+_INITIAL_STD = 0.02
+
+
+class Linear(nn.Linear):
+    """A linear layer that computes in the dtype of its input, whatever the dtype of its weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.bias.to(x.dtype) if self.bias is not None else None
+        return functional.linear(x, self.weight.to(x.dtype), bias)
+
+
+class TimeEmbedding(nn.Module):
+    def __init__(self, cond_dim: int) -> None:
+        super().__init__()
+        self.inner, self.outer = Linear(_TIME_COLUMNS, cond_dim), Linear(cond_dim, cond_dim)
+
+    def forward(self, time: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        half = _TIME_COLUMNS // 2
+        steps = torch.arange(half, device=time.device, dtype=torch.float32)
+        angles = time.float()[:, None] * _TIME_SCALE * torch.exp(-math.log(10_000.0) / half * steps)
+        waves = torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype)
+        return self.outer(functional.silu(self.inner(waves)))
+
+
+class Stream(nn.Module):
+    """The weights of one modality in a block."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__()
+        hidden, self.heads = settings.hidden_size, settings.n_heads
+        self.modulation = Linear(settings.cond_dim, 6 * hidden)
+        self.qkv, self.out = Linear(hidden, 3 * hidden), Linear(hidden, hidden)
+        self.q_norm = nn.Parameter(torch.ones(hidden // self.heads))
+        self.k_norm = nn.Parameter(torch.ones(hidden // self.heads))
+        self.up, self.down = Linear(hidden, 4 * hidden), Linear(4 * hidden, hidden)
+        self.dropout = settings.dropout
+
+    def project(self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return queries, keys and values of the normalised input, as (3, batch, heads, tokens, columns)."""
+        rows, tokens, hidden = x.shape
+        mixed = self.qkv(modulate(x, shift, scale)).view(rows, tokens, 3, self.heads, hidden // self.heads)
+        q, k, v = mixed.permute(2, 0, 3, 1, 4).unbind(0)
+        q = functional.rms_norm(q, (q.shape[-1],), self.q_norm.to(q.dtype))
+        k = functional.rms_norm(k, (k.shape[-1],), self.k_norm.to(k.dtype))
+        return torch.stack([q, k, v])
+
+    def finish(
+        self, x: torch.Tensor, attended: torch.Tensor, parts: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """Add the attention's output and the feed-forward layer to the residual stream."""
+        gate, shift, scale, last_gate = parts
+        x = x + gate * self._drop(self.out(attended.transpose(1, 2).flatten(2)))
+        inner = functional.gelu(self.up(modulate(x, shift, scale)), approximate="tanh")
+        return x + last_gate * self._drop(self.down(inner))
+
+    def _drop(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class Block(nn.Module):
+    """A joint block. In the last one, a modality that is not predicted ends with its keys and values."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__()
+        self.text, self.latent = Stream(settings), Stream(settings)
+
+    def forward(
+        self,
+        text: torch.Tensor,
+        latent: torch.Tensor,
+        cond: torch.Tensor,
+        mask: torch.Tensor | None,
+        keep_text: bool = True,
+        keep_latent: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        of_text = self.text.modulation(cond)[:, None].chunk(6, dim=-1)
+        of_latent = self.latent.modulation(cond)[:, None].chunk(6, dim=-1)
+        one, other = self.text.project(text, *of_text[:2]), self.latent.project(latent, *of_latent[:2])
+        q, k, v = torch.cat([one, other], dim=3).unbind(0)
+        attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        split = text.shape[1]
+        if keep_text:
+            text = self.text.finish(text, attended[:, :, :split], of_text[2:])
+        if keep_latent:
+            latent = self.latent.finish(latent, attended[:, :, split:], of_latent[2:])
+        return text, latent
+
+
+@dataclass(frozen=True)
+class Output:
+    """What the model predicts; None for what it does not."""
+
+    logits: torch.Tensor | None
+    """Of the tokens at `places`, or of all."""
+    latent: torch.Tensor | None
+    length: torch.Tensor | None
+    """Logits of the number of tokens, from 1."""
+
+
+class LatentDiffusionModel(nn.Module):
+    def __init__(self, settings: ModelSettings, *, compute_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        hidden, cond, many = settings.hidden_size, settings.cond_dim, settings.latent_tokens
+        self.settings, self.compute_dtype = settings, compute_dtype
+        self.keeps_text = self.keeps_latent = True
+        self._recomputes: dict[str, Any] | None = None
+        self.token_embedding = nn.Embedding(settings.vocabulary, hidden)
+        self.position_embedding = nn.Embedding(settings.max_tokens, hidden)
+        self.latent_in = Linear(settings.latent_dim, many * hidden)
+        self.latent_position = nn.Parameter(torch.empty(many, hidden))
+        self.null_latent = nn.Parameter(torch.empty(many, hidden))
+        self.text_time, self.latent_time = TimeEmbedding(cond), TimeEmbedding(cond)
+        self.times_in, self.times_out = Linear(2 * cond, cond), Linear(cond, cond)
+        self.blocks = nn.ModuleList([Block(settings) for _ in range(settings.n_blocks)])
+        self.text_modulation, self.latent_modulation = Linear(cond, 2 * hidden), Linear(cond, 2 * hidden)
+        self.text_bias = nn.Parameter(torch.empty(settings.vocabulary))
+        self.latent_head = Linear(many * hidden, settings.latent_dim)
+        self.length_in, self.length_out = Linear(many * hidden, hidden), Linear(hidden, settings.max_tokens)
+        self.initialise()
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Draw the weights. Blocks start as the identity, since the layers that make their gates are zero."""
+        zero = [self.text_modulation, self.latent_modulation]
+        for block in self.blocks:
+            zero += [block.text.modulation, block.latent.modulation]
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                std = _INITIAL_STD if isinstance(module, nn.Embedding) else module.in_features**-0.5
+                module.weight.normal_(0.0, std)
+            if isinstance(module, nn.Linear):
+                module.bias.zero_()
+            if module in zero:
+                module.weight.zero_()
+        for parameter in (self.latent_position, self.null_latent):
+            parameter.normal_(0.0, _INITIAL_STD)
+        self.text_bias.zero_()
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        latents: torch.Tensor,
+        text_time: torch.Tensor,
+        latent_time: torch.Tensor,
+        without_latent: torch.Tensor | None = None,
+        places: torch.Tensor | None = None,
+    ) -> Output:
+        """Predict clean tokens and the clean vector from noisy ones.
+
+        Keys beyond a row's length are masked, so padding takes no part. `places` are the flat indices of the tokens whose
+        logits are wanted.
+        """
+        with torch.autocast(tokens.device.type, enabled=False):
+            return self._forward(tokens, lengths, latents, text_time, latent_time, without_latent, places)
+
+    def _forward(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        latents: torch.Tensor,
+        text_time: torch.Tensor,
+        latent_time: torch.Tensor,
+        without_latent: torch.Tensor | None,
+        places: torch.Tensor | None,
+    ) -> Output:
+        dtype, width = self.compute_dtype, tokens.shape[1]
+        positions = torch.arange(width, device=tokens.device)
+        text = (self.token_embedding(tokens) + self.position_embedding(positions)).to(dtype)
+        latent = self._embed_latent(latents, without_latent)
+        times = [self.text_time(text_time, dtype), self.latent_time(latent_time, dtype)]
+        cond = self.times_out(functional.silu(self.times_in(functional.silu(torch.cat(times, dim=-1)))))
+        cond = functional.silu(cond)
+        length = self._length_logits(latent) if self.keeps_text else None
+        mask = self._key_mask(lengths, width)
+        last = len(self.blocks) - 1
+        for number, block in enumerate(self.blocks):
+            keeps = (number < last or self.keeps_text, number < last or self.keeps_latent)
+            if self._recomputes is not None and self.training:
+                text, latent = checkpoint(block, text, latent, cond, mask, *keeps, **self._recomputes)
+            else:
+                text, latent = block(text, latent, cond, mask, *keeps)
+        logits = self._text_logits(text, cond, places) if self.keeps_text else None
+        vector = self._predict_latent(latent, cond) if self.keeps_latent else None
+        return Output(logits, vector, length)
+
+    def _embed_latent(self, latents: torch.Tensor, without: torch.Tensor | None) -> torch.Tensor:
+        rows, many = len(latents), self.settings.latent_tokens
+        embedded = self.latent_in(latents.to(self.compute_dtype)).view(rows, many, -1)
+        null = self.null_latent.to(embedded.dtype)
+        if without is not None:
+            embedded = torch.where(without[:, None, None], null, embedded)
+        return embedded + self.latent_position.to(embedded.dtype)
+
+    def _key_mask(self, lengths: torch.Tensor, width: int) -> torch.Tensor:
+        keys = torch.arange(width + self.settings.latent_tokens, device=lengths.device)
+        return ((keys < lengths[:, None]) | (keys >= width))[:, None, None]
+
+    def _length_logits(self, latent: torch.Tensor) -> torch.Tensor:
+        return self.length_out(functional.gelu(self.length_in(latent.flatten(1)))).float()
+
+    def _text_logits(
+        self, text: torch.Tensor, cond: torch.Tensor, places: torch.Tensor | None
+    ) -> torch.Tensor:
+        shift, scale = self.text_modulation(cond)[:, None].chunk(2, dim=-1)
+        states = modulate(text, shift, scale)
+        if places is not None:
+            states = states.flatten(0, 1).index_select(0, places)
+        weight, bias = self.token_embedding.weight.to(states.dtype), self.text_bias.to(states.dtype)
+        return functional.linear(states, weight, bias)
+
+    def _predict_latent(self, latent: torch.Tensor, cond: torch.Tensor) -> torch.Tensor:
+        shift, scale = self.latent_modulation(cond)[:, None].chunk(2, dim=-1)
+        return self.latent_head(modulate(latent, shift, scale).flatten(1)).float()
+
+    def predict(self, *, text: bool, latent: bool) -> None:
+        """Choose what is predicted, and freeze the weights that nothing else needs."""
+        self.keeps_text, self.keeps_latent = text, latent
+        last = self.blocks[-1]
+        for kept, stream, heads in (
+            (text, last.text, [self.text_modulation, self.length_in, self.length_out]),
+            (latent, last.latent, [self.latent_modulation, self.latent_head]),
+        ):
+            for module in (*heads, stream.out, stream.up, stream.down):
+                module.requires_grad_(kept)
+        self.text_bias.requires_grad_(text)
+
+    def gradient_checkpointing_enable(self, *, gradient_checkpointing_kwargs: dict[str, Any]) -> None:
+        """Recompute each block in the backward pass instead of keeping its activations."""
+        self._recomputes = gradient_checkpointing_kwargs
+
+    def enable_input_require_grads(self) -> None:
+        """The embeddings are trained, so the first block's input requires gradients already."""
+
+
+def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Normalise without weights of its own, then shift and scale by the time embedding."""
+    return functional.layer_norm(x, (x.shape[-1],)) * (1 + scale) + shift

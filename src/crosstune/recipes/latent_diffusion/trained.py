@@ -1,0 +1,111 @@
+"""Open a trained latent-diffusion model for decoding, encoding and evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crosstune.core.errors import UserError
+from crosstune.recipes.latent_diffusion.encoders import Encoder, open_encoder_of
+from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, load_array, stack_rows
+from crosstune.recipes.latent_diffusion.sampling import Samples
+from crosstune.recipes.latent_diffusion.settings import SETTINGS, ModelSettings, load_settings
+from crosstune.recipes.latent_diffusion.vocabulary import Vocabulary, load_vocabulary
+from crosstune.recipes.latent_diffusion.write_pairs import normalise_vectors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    folder: Path
+    settings: ModelSettings
+    facts: dict[str, Any]
+    """The modes that were trained, and the encoder of the vectors."""
+    vocabulary: Vocabulary
+    sampler: Samples
+
+    def needs_mode(self, *, text: bool) -> None:
+        """Raise if the model was trained in the other direction alone."""
+        missing = {"l2t": "t2l", "t2l": "l2t"}["l2t" if not text else "t2l"]
+        if self.facts.get("modes") == ["t2l" if text else "l2t"]:
+            raise UserError(
+                f"The model {self.folder} cannot {'decode vectors' if text else 'encode texts'}.",
+                why=f"it was trained with --loss_type {self.facts['modes'][0]} alone.",
+                do=f"train one with --loss_type {missing if text else 't2l'} or random",
+            )
+
+    def tokens_of(self, texts: list[str]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the token ids of texts; raise for one that the model has no room for."""
+        rows = self.vocabulary.encode(texts)
+        for text, row in zip(texts, rows, strict=True):
+            if not 1 <= len(row) <= self.settings.max_tokens:
+                raise UserError(
+                    f"The text {text[:60]!r} has {len(row)} tokens.",
+                    why=f"the model takes 1 to {self.settings.max_tokens}.",
+                    do="give a shorter text" if len(row) else "give a text",
+                )
+        return stack_rows(rows, width=self.settings.max_tokens), np.array([len(row) for row in rows])
+
+    def vectors_of(self, path: Path) -> tuple[NDArray[Any], int]:
+        """Return the vectors in an .npy file with norm 1, and how many had another norm."""
+        vectors = load_array(path)
+        if vectors.ndim == 1:
+            vectors = vectors[None]
+        check_dim(vectors, self.settings.latent_dim, source=str(path))
+        return normalise_vectors(vectors, source=str(path))
+
+    def encoder(self, name: str | None = None, **options: Any) -> Encoder:
+        """Open the encoder that the model was trained with."""
+        return open_encoder_of(self.facts, encoder=name, **options)
+
+    def can_embed(self, name: str | None = None) -> bool:
+        """Return whether the encoder is known, so that decoded texts can be embedded again."""
+        return name is not None or self.facts["encoder"].get("kind") not in ("given", "imported")
+
+    def check_data(self, pairs: PairFolder) -> None:
+        """Raise unless pairs have the dimension, tokenizer and encoder of the model's training data."""
+        check_dim(pairs.splits["train"].latents, self.settings.latent_dim, source=str(pairs.folder))
+        if pairs.manifest["encoder"].get("sha256") != self.facts["encoder"].get("sha256"):
+            raise UserError(
+                f"The vectors of {pairs.folder} come from another encoder than the model's.",
+                why=f"they come from {pairs.manifest['encoder'].get('name')}, the model was trained on those of "
+                f"{self.facts['encoder'].get('name')}.",
+                do="build the pairs with the model's encoder",
+            )
+        if pairs.vocabulary.digest != self.vocabulary.digest:
+            raise UserError(f"The tokenizer of {pairs.folder} is not the model's.")
+
+
+def check_dim(vectors: NDArray[Any], dim: int, *, source: str) -> None:
+    if vectors.ndim != 2 or vectors.dtype.kind != "f" or vectors.shape[1] != dim:
+        raise UserError(
+            f"The vectors of {source} do not fit the model.",
+            why=f"they are {vectors.dtype} {list(vectors.shape)}, and the model takes {dim} dimensions.",
+            do="embed the texts with the encoder that the model was trained with",
+        )
+
+
+def open_trained(path: Path, *, device: str | None = None, dtype: str = "fp32") -> Trained:
+    """Open a run of the recipe, or the model folder in it."""
+    folder = path / "model" if (path / "model" / SETTINGS).is_file() else path
+    if not (folder / SETTINGS).is_file():
+        raise UserError(
+            f"{path} holds no trained latent-diffusion model.",
+            why=f"there is no {SETTINGS} in it.",
+            do="give the folder of a finished run: crosstune train --recipe latent_diffusion",
+        )
+    settings, facts = load_settings(folder)
+    if not isinstance(facts.get("encoder"), dict) or not isinstance(facts.get("modes"), list):
+        raise UserError(f"{folder / SETTINGS} is incomplete.", why="it names no encoder or no modes.")
+    from crosstune.recipes.latent_diffusion.torch_parts_load import load_sampler
+
+    return Trained(
+        folder=folder,
+        settings=settings,
+        facts=facts,
+        vocabulary=load_vocabulary(folder),
+        sampler=load_sampler(folder, settings, device=device, dtype=dtype),
+    )

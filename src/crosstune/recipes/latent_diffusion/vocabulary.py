@@ -1,0 +1,130 @@
+"""Map texts to the token ids of a latent-diffusion model and back: a tokenizer, reduced to the tokens that are used."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crosstune.core.errors import UserError
+from crosstune.core.json_fields import check_fields, list_of, whole
+from crosstune.core.json_files import read_object, write_json
+from crosstune.data.tokenizer import Tokenizer
+
+PAD, MASK, UNKNOWN = 0, 1, 2
+NUM_SPECIAL = 3
+"""Ids before those of the kept tokens."""
+VOCABULARY = "vocabulary.json"
+TOKENIZER = "tokenizer.json"
+_FIELDS = {"kept": list_of(whole(0, 2**31 - 1))}
+
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """The tokenizer's ids that the model knows; a token's id here is its place among them, after the special ones."""
+
+    tokenizer: Tokenizer
+    kept: Ids
+
+    @property
+    def size(self) -> int:
+        return NUM_SPECIAL + len(self.kept)
+
+    @property
+    def digest(self) -> str:
+        return self.tokenizer.digest
+
+    @cached_property
+    def _places(self) -> Ids:
+        """The id here of each id of the tokenizer."""
+        highest = int(max(self.tokenizer.rust.get_vocab(with_added_tokens=True).values(), default=0))
+        places = np.full(max(highest, int(self.kept.max(initial=0))) + 1, UNKNOWN, np.int32)
+        places[self.kept] = np.arange(NUM_SPECIAL, self.size, dtype=np.int32)
+        return places
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        return [self.reduce(ids) for ids in tokenize(self.tokenizer, texts)]
+
+    def reduce(self, ids: Ids) -> Ids:
+        """Return ids of the tokenizer as ids of the model; those it does not know become UNKNOWN."""
+        inside = np.clip(ids, 0, len(self._places) - 1)
+        return np.where(ids == inside, self._places[inside], UNKNOWN).astype(np.int32)
+
+    def expand(self, ids: Iterable[int]) -> list[int]:
+        """Return ids of the model as ids of the tokenizer, without the special ones."""
+        return [int(self.kept[i - NUM_SPECIAL]) for i in ids if NUM_SPECIAL <= i < self.size]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.tokenizer.rust.decode(self.expand(ids))
+
+    def decode_batch(self, rows: Iterable[Iterable[int]]) -> list[str]:
+        texts: list[str] = self.tokenizer.rust.decode_batch([self.expand(row) for row in rows])
+        return texts
+
+    def show(self, ids: Iterable[int]) -> str:
+        """Return a text with a block for each masked token, as it is while it is decoded."""
+        words: list[str] = []
+        for token in ids:
+            if token == PAD:
+                continue
+            piece = "░░" if token == MASK else "?" if token == UNKNOWN else self._piece(token)
+            if piece.startswith("##") and words:
+                words[-1] += piece[2:]
+            else:
+                words.append(piece)
+        return " ".join(words)
+
+    def _piece(self, token: int) -> str:
+        return self.tokenizer.rust.id_to_token(int(self.kept[token - NUM_SPECIAL])) or "?"
+
+    def normalise(self, texts: Sequence[str]) -> list[str]:
+        """Return the texts as a perfect model would write them: what the tokenizer keeps of them."""
+        rows = [list(map(int, ids)) for ids in tokenize(self.tokenizer, texts)]
+        normalised: list[str] = self.tokenizer.rust.decode_batch(rows)
+        return normalised
+
+    def save(self, folder: Path, *, tokenizer_folder: Path) -> None:
+        source = tokenizer_folder / TOKENIZER
+        if source.resolve() != (folder / TOKENIZER).resolve():
+            shutil.copyfile(source, folder / TOKENIZER)
+        write_json(folder / VOCABULARY, {"kept": self.kept.tolist()})
+
+
+def tokenize(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Ids]:
+    """Return the tokenizer's ids of each text, without the special tokens that it would add."""
+    encoded = tokenizer.rust.encode_batch(list(texts), add_special_tokens=False)
+    return [np.asarray(item.ids, np.int32) for item in encoded]
+
+
+def count_tokens(rows: Iterable[Ids], *, min_count: int) -> Ids:
+    """Return the ids that occur at least `min_count` times, in ascending order."""
+    counts: NDArray[np.int64] = np.zeros(0, np.int64)
+    for row in rows:
+        found = np.bincount(row)
+        if len(found) > len(counts):
+            found[: len(counts)] += counts
+            counts = found
+        else:
+            counts[: len(found)] += found
+    return np.nonzero(counts >= min_count)[0].astype(np.int32)
+
+
+def load_vocabulary(folder: Path) -> Vocabulary:
+    path = folder / VOCABULARY
+    found = read_object(path)
+    check_fields(found, _FIELDS, source=path, required=("kept",))
+    kept = np.asarray(found["kept"], np.int32)
+    if len(kept) == 0 or np.any(np.diff(kept) <= 0):
+        raise UserError(
+            f"{path} is damaged.",
+            why="the kept token ids do not ascend.",
+            do="build the folder again: crosstune latents build",
+        )
+    return Vocabulary(tokenizer=Tokenizer.from_folder(folder), kept=kept)

