@@ -24,6 +24,7 @@ from crosstune.core.errors import ConfigError, UserError
 from crosstune.core.json_files import read_json, read_jsonl
 from crosstune.distributed.environment import LAUNCHER
 from crosstune.distributed.launch import ring_environments
+from crosstune.distributed.links import Begin
 from crosstune.run import train
 
 pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
@@ -103,7 +104,7 @@ def runs(tiny_model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory)
     middle = folder / "one-lora" / "checkpoints" / "step-00000003"
     todo.append(halved | RUNS["lora"] | {"name": "two-on", "world_size": 2, "resume": str(middle)})
     (folder / "todo.json").write_text(json.dumps(todo))
-    ports = [_free_port(), _free_port()]
+    begin = Begin(attempt=0, first_rank=0, size=2, num_local=2, master_addr="127.0.0.1", port=0)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(folder / "todo.json")],
@@ -111,7 +112,7 @@ def runs(tiny_model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory)
             stdout=(folder / f"said-{rank}").open("w"),
             stderr=subprocess.STDOUT,
         )
-        for rank, added in enumerate(ring_environments(folder, ports))
+        for rank, added in enumerate(ring_environments(folder, begin))
     ]
     try:
         for rank, process in enumerate(ranks):
