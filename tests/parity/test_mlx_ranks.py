@@ -123,12 +123,6 @@ def runs(tiny_model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory)
             process.kill()
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 def losses(folder: Path) -> list[float]:
     rows = read_jsonl(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
@@ -193,7 +187,7 @@ def test_processes_that_mean_different_trainings_do_not_start(runs: Path) -> Non
 def start(model: Path, data: Path, folder: Path) -> subprocess.Popen[str]:
     """A run of two processes that is long enough to be stopped; returns when a few steps are done."""
     asked = options(model, data, folder, world_size=2, gradient_accumulation_steps=1, name="run")
-    asked |= {"max_steps": 100_000, "save_steps": 50_000}
+    asked |= {"max_steps": 100_000, "save_steps": 50_000, "max_restarts": 0}
     words = [f"--{name}={value}" for name, value in asked.items()]
     process = subprocess.Popen(
         [sys.executable, "-m", "crosstune", "train", *words], stderr=subprocess.PIPE, text=True
@@ -226,7 +220,7 @@ def test_a_dead_process_ends_the_run(tiny_model: Path, data: Path, tmp_path: Pat
     os.kill(children[1], signal.SIGKILL)
     said = process.communicate(timeout=300)[1]
     assert process.returncode == 128 + signal.SIGKILL, said
-    assert "process 1 of 2 (counted from 0) was killed by SIGKILL" in said
+    assert "process 1 of 2" in said and "was killed by SIGKILL" in said
     assert "The connection to another process of the run was lost." in said
     assert not any(is_running(pid) for pid in children.values())
     summary = read_json(tmp_path / "run" / "summary.json")
@@ -259,7 +253,9 @@ def test_a_taken_port_has_a_code_of_its_own(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        [added, _] = ring_environments(tmp_path, [taken.getsockname()[1], _free_port()])
+        hosts = [[f"127.0.0.1:{taken.getsockname()[1]}"], ["127.0.0.1:1"]]
+        (tmp_path / "hosts.json").write_text(json.dumps(hosts))
+        added = {"MLX_HOSTFILE": str(tmp_path / "hosts.json"), "MLX_RANK": "0"}
         done = subprocess.run(
             [sys.executable, "-m", "crosstune", "train", "--backend=mlx"],
             env={**os.environ, **added},
@@ -272,12 +268,7 @@ def test_a_taken_port_has_a_code_of_its_own(tmp_path: Path) -> None:
     assert "cannot listen on the port" in done.stderr
 
 
-def test_what_cannot_be_started_is_refused(
-    tiny_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [f"--{n}={v}" for n, v in options(tiny_model, data, tmp_path, world_size=2).items()]
-    assert main(["train", *words, "--backend=cpu"]) == 2
-    assert "Not built yet: training on 2 devices" in capsys.readouterr().err
+def test_what_cannot_be_started_is_refused(tiny_model: Path, data: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--world_size is 2"):
         train(make_config(**options(tiny_model, data, tmp_path, world_size=2)))
     with pytest.raises(ConfigError):
