@@ -18,6 +18,7 @@ from crosstune.checkpoint.rotate import Keep
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.core.events import CheckpointFailed, CheckpointSaved, Event, Warned
 from crosstune.core.protocols import SessionState
+from crosstune.core.ranks import Alone, Ranks
 from crosstune.loop import save as saving
 from crosstune.loop.save import Checkpoints, SavePolicy
 
@@ -44,7 +45,7 @@ class OneWeight:
     def num_parameters(self) -> tuple[int, int]:
         return self.trained, 10 * self.trained
 
-    def export_state(self, *, copy: bool = True) -> SessionState:
+    def export_state(self, *, copy: bool = True, divided: bool = False) -> SessionState:
         self.copies.append(copy)
         weights = {"a.weight": np.full((2, 2), self.value, np.float32)}
         return SessionState(weights=weights, moments={}, random={})
@@ -56,10 +57,16 @@ def fields(step: int) -> Mapping[str, Any]:
     return known | {"identity": {}, "schedule": {"step": step}, "data": {}, "progress": {"steps": step}}
 
 
+class Second(Alone):
+    """A process that is not the first."""
+
+    ranks = Ranks(rank=1, size=2)
+
+
 def make(root: Path, **policy: Any) -> tuple[Checkpoints, Heard]:
-    more = {"writes": policy.pop("writes")} if "writes" in policy else {}
+    group = policy.pop("group", None)
     heard = Heard()
-    made = Checkpoints(root, policy=SavePolicy(**policy), fields=fields, observer=heard, **more)
+    made = Checkpoints(root, policy=SavePolicy(**policy), fields=fields, observer=heard, group=group)
     assert made.longest_save_s == 0.0 and made.last_step == 0
     return made, heard
 
@@ -200,7 +207,7 @@ def test_a_state_that_would_fill_the_memory_is_written_while_training_waits(
 
 
 def test_a_process_that_does_not_write_still_takes_part(tmp_path: Path) -> None:
-    made, heard = make(tmp_path, every_steps=2, writes=False)
+    made, heard = make(tmp_path, every_steps=2, group=Second())
     session = OneWeight()
     save(made, 2, session)
     made.poll()

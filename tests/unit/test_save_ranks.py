@@ -11,6 +11,7 @@ import pytest
 from crosstune.checkpoint.folders import checkpoint_folders
 from crosstune.core.events import Observers
 from crosstune.core.protocols import SessionState
+from crosstune.core.ranks import Alone, Ranks
 from crosstune.loop import save
 from crosstune.loop.save import Checkpoints, SavePolicy
 
@@ -24,9 +25,15 @@ class OneWeight:
     def num_parameters(self) -> tuple[int, int]:
         return 1, 1
 
-    def export_state(self, *, copy: bool = True) -> SessionState:
+    def export_state(self, *, copy: bool = True, divided: bool = False) -> SessionState:
         self.exports += 1
         return SessionState(weights={"w": np.ones(1, np.float32)}, moments={}, random={})
+
+
+class Second(Alone):
+    """A process that is not the first."""
+
+    ranks = Ranks(rank=1, size=2)
 
 
 class Clock:
@@ -53,7 +60,7 @@ def open_checkpoints(root: Path, *, writes: bool, **policy: Any) -> Checkpoints:
         policy=SavePolicy(**policy),
         fields=lambda step: fields | {"step": step},
         observer=Observers(),
-        writes=writes,
+        group=None if writes else Second(),
     )
 
 

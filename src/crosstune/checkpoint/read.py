@@ -20,6 +20,7 @@ from crosstune.checkpoint.manifest import (
     DamagedCheckpoint,
     decode,
 )
+from crosstune.checkpoint.parts import describe_joined, files_of, join
 from crosstune.checkpoint.tensors import CHUNK_BYTES, describe_tensors, read_tensors
 from crosstune.core.errors import UserError
 from crosstune.core.plain_files import UnreadableFile, open_plain, read_plain
@@ -45,10 +46,10 @@ class Checkpoint:
     def load(self) -> SessionState:
         moments: dict[str, dict[str, Array]] = {}
         try:
-            for key, array in read_tensors(self.folder / MOMENTS).items():
+            for key, array in self._read(MOMENTS).items():
                 slot, _, name = key.partition("/")
                 moments.setdefault(slot, {})[name] = array
-            weights, random = read_tensors(self.folder / WEIGHTS), read_tensors(self.folder / RANDOM)
+            weights, random = self._read(WEIGHTS), self._read(RANDOM)
         except UnreadableFile as error:
             raise DamagedCheckpoint(self.folder, error.short()) from error
         except OSError as error:
@@ -56,6 +57,11 @@ class Checkpoint:
         return SessionState(
             weights=weights, moments=moments, random=random, facts=dict(self.manifest["facts"])
         )
+
+    def _read(self, file: str) -> dict[str, Array]:
+        """Return the arrays of a file, or of all its parts; those of parts are mapped, not read."""
+        names = files_of(file, self.manifest["files"])
+        return join([read_tensors(self.folder / name, mapped=len(names) > 1) for name in names])
 
 
 def open_checkpoint(folder: Path, *, hashes: bool = True) -> Checkpoint:
@@ -118,10 +124,11 @@ def check_names(folder: Path, files: Mapping[str, Any]) -> None:
     """Check that every file of the manifest is there. Others, such as the .DS_Store of macOS, are not read and do no
     harm."""
     found = {entry.name for entry in os.scandir(folder)}
-    if missing := sorted({WEIGHTS, MOMENTS, RANDOM, MANIFEST, SEAL, *files} - found):
+    needed = [file for file in (WEIGHTS, MOMENTS, RANDOM) if not files_of(file, files)]
+    if missing := sorted({*needed, MANIFEST, SEAL, *files} - found):
         raise DamagedCheckpoint(folder, f"{missing[0]} is missing")
-    if unlisted := sorted({WEIGHTS, MOMENTS, RANDOM} - files.keys()):
-        raise DamagedCheckpoint(folder, f"{MANIFEST} does not list {unlisted[0]}")
+    if needed:
+        raise DamagedCheckpoint(folder, f"{MANIFEST} does not list {needed[0]}")
 
 
 def _check_file(folder: Path, name: str, facts: Mapping[str, Any], *, hashes: bool) -> None:
@@ -140,7 +147,10 @@ def _check_file(folder: Path, name: str, facts: Mapping[str, Any], *, hashes: bo
 
 def _check_arrays(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Check that the files hold the arrays that the manifest lists."""
-    found = {name: describe_tensors(folder / name) for name in (WEIGHTS, MOMENTS, RANDOM)}
+    found = {
+        file: describe_joined([describe_tensors(folder / name) for name in files_of(file, manifest["files"])])
+        for file in (WEIGHTS, MOMENTS, RANDOM)
+    }
     described = {name: [dtype, list(shape)] for name, (dtype, shape) in found[WEIGHTS].items()}
     listed = {name: [facts.get("dtype"), facts.get("shape")] for name, facts in manifest["trainable"].items()}
     if described != listed:

@@ -69,13 +69,18 @@ def file_bytes(arrays: Mapping[str, Array]) -> int:
     return len(_header(arrays)) + sum(array.nbytes for array in arrays.values())
 
 
-def read_tensors(path: Path) -> dict[str, Array]:
-    """Return copies of all arrays in a file."""
-    arrays = {}
+def read_tensors(path: Path, *, mapped: bool = False) -> dict[str, Array]:
+    """Return all arrays in a file: copies, or `mapped` into memory, so that only what is used is read."""
+    arrays: dict[str, Array] = {}
     with open_plain(path, follow_links=False) as file:
         header = _read_header(file, path)
         for name, entry in header.tensors.items():
             dtype, (begin, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
+            if mapped and end > begin:  # nothing cannot be mapped
+                arrays[name] = np.memmap(
+                    file, dtype=dtype, mode="r", offset=header.data_start + begin, shape=tuple(entry["shape"])
+                )
+                continue
             file.seek(header.data_start + begin)
             array = np.fromfile(file, dtype=dtype, count=(end - begin) // dtype.itemsize)
             if array.nbytes != end - begin:

@@ -36,7 +36,11 @@ class Committed:
 def write_checkpoint(root: Path, state: SessionState, fields: Mapping[str, Any]) -> Committed:
     """Write `root/step-NNNNNNNN` and point `latest` at it."""
     target = root / name_of(fields["step"])
-    num_bytes = write_folder(target, state, fields)
+    return committed(root, target, write_folder(target, state, fields))
+
+
+def committed(root: Path, target: Path, num_bytes: int) -> Committed:
+    """Point `latest` at a complete checkpoint."""
     try:
         point_latest(root, target)
     except OSError as error:
@@ -49,19 +53,19 @@ def write_folder(target: Path, state: SessionState, fields: Mapping[str, Any]) -
 
     `fields` is the manifest without `files`.
     """
-    _check_finite(state)
+    check_finite(state)
     parts = state_files(state)
     need = sum(file_bytes(arrays) for arrays in parts.values())
     root = target.parent
     try:
         # No parents: when the disk is gone, do not create the path elsewhere.
         root.mkdir(mode=0o700, exist_ok=True)
-        _check_room(root, need)
+        check_room(root, need)
         with staging_folder(target) as staged:
             _fill(staged, parts, fields)
             put_new(staged, target)
     except OSError as error:
-        raise _failed(target, need, error) from error
+        raise failed(target, need, error) from error
     return need
 
 
@@ -76,12 +80,16 @@ def _fill(staged: Path, parts: Mapping[str, Mapping[str, Array]], fields: Mappin
     for name, arrays in parts.items():
         written = write_tensors(staged / name, arrays)
         files[name] = {"bytes": written.num_bytes, "sha256": written.sha256}
-    raw = encode({**fields, "files": files})
+    write_manifest(staged, {**fields, "files": files})
+
+
+def write_manifest(staged: Path, fields: Mapping[str, Any]) -> None:
+    raw = encode(fields)
     write_new(staged / MANIFEST, [raw])
     write_new(staged / SEAL, [seal(raw)])
 
 
-def _check_finite(state: SessionState) -> None:
+def check_finite(state: SessionState) -> None:
     """Raise SaveFailed when a weight is not finite, since training cannot continue from it."""
     for name, array in state.weights.items():
         if not np.isfinite(array).all():
@@ -92,7 +100,7 @@ def _check_finite(state: SessionState) -> None:
             )
 
 
-def _check_room(root: Path, need: int) -> None:
+def check_room(root: Path, need: int) -> None:
     free = free_space(root)
     if free < need + SPARE_BYTES:
         raise SaveFailed(
@@ -102,7 +110,7 @@ def _check_room(root: Path, need: int) -> None:
         )
 
 
-def _failed(target: Path, need: int, error: OSError) -> SaveFailed:
+def failed(target: Path, need: int, error: OSError) -> SaveFailed:
     if error.errno in NO_ROOM:
         why = f"the disk is full or a limit was reached ({error.strerror}); it takes {readable_bytes(need)}."
     else:

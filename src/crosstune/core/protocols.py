@@ -85,6 +85,18 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StatePart:
+    """The part of a large state that a process holds: some rows of each array, in the order of the parts."""
+
+    number: int
+    count: int
+    writes: bool
+    """Whether this process writes the part; processes that have the same one do not."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """The shapes of the whole weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SessionState:
     """Everything that training changes in a session, on the host, under names that are the same in every engine."""
 
@@ -96,6 +108,8 @@ class SessionState:
     """Random generator -> its state in the engine's format. An engine ignores generators that it does not have."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Small values for JSON, such as the loss scale."""
+    part: StatePart | None = None
+    """Set when `weights` and `moments` hold only this process's rows of each array."""
 
     def num_bytes(self) -> int:
         parts = (self.weights, *self.moments.values(), self.random)
@@ -139,8 +153,9 @@ class Session(Protocol):
         """Return canonical name -> shape of every array in `SessionState.weights`."""
         ...
 
-    def export_state(self, *, copy: bool = True) -> SessionState:
-        """Return the state. Without `copy`, it may be valid only until the next step."""
+    def export_state(self, *, copy: bool = True, divided: bool = False) -> SessionState:
+        """Return the state. Without `copy`, it may be valid only until the next step. If `divided`, a large state that is
+        sharded over processes may stay so: each returns its part."""
         ...
 
     def import_state(self, state: SessionState) -> None:

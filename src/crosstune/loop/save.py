@@ -14,10 +14,12 @@ import psutil
 from crosstune.checkpoint.rotate import Keep, rotate
 from crosstune.checkpoint.tensors import word_of
 from crosstune.checkpoint.write import Committed, SaveFailed, write_checkpoint
+from crosstune.checkpoint.write_parts import write_divided
 from crosstune.core.errors import UserError
 from crosstune.core.events import CheckpointFailed, CheckpointSaved, Observer, Warned
 from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.core.protocols import Session, SessionState
+from crosstune.core.ranks import Alone, Group
 
 SNAPSHOT_SHARE = 0.25
 """Largest snapshot as a share of free memory; a larger state is written while training waits."""
@@ -52,14 +54,21 @@ class _Writing:
 class Checkpoints:
     """The checkpoints of one run. Everything but the writing itself happens in the thread of the loop.
 
-    With several processes, which have the same state, only one writes.
+    With several processes, the first one writes, unless a large state is divided over them: then each writes its part.
     """
 
     def __init__(
-        self, root: Path, *, policy: SavePolicy, fields: Fields, observer: Observer, writes: bool = True
+        self,
+        root: Path,
+        *,
+        policy: SavePolicy,
+        fields: Fields,
+        observer: Observer,
+        group: Group | None = None,
     ) -> None:
         self.root, self.policy, self.fields, self.observer = root, policy, fields, observer
-        self.writes = writes
+        self.group = group if group is not None else Alone()
+        self.writes = self.group.ranks.first
         self.newest: Path | None = None
         self.last_step = 0
         self.longest_save_s = 0.0
@@ -93,20 +102,21 @@ class Checkpoints:
         self.finish()
         in_background = not wait and _fits_in_memory(session.num_parameters()[0])
         try:
-            state = session.export_state(copy=in_background and self.writes)
+            state = session.export_state(copy=in_background and self.writes, divided=True)
         except (OutOfMemory, MemoryError) as error:
-            if in_background:  # the state itself needs less than a copy of it
+            if in_background and self.group.ranks.size == 1:  # the state itself needs less than a copy of it
                 self.save(session, step, evaluations=evaluations, facts=facts, wait=True)
             else:
                 self._report_failure(step, _no_memory(error))
             return
         self.last_step, self._last_time = step, time.monotonic()
-        if not self.writes:
+        if not self.writes and state.part is None:
             return
         fields = dict(self.fields(step)) | {"trainable": _trainable(state), "facts": dict(facts or {})}
         writing = _Writing(step=step, blocked_s=0.0, started=started)
         self._writing = writing
         scores = dict(evaluations)
+        in_background = in_background and state.part is None  # the parts are written together
         if in_background:
             writing.thread = threading.Thread(
                 target=self._write, args=(writing, state, fields, scores), daemon=True
@@ -160,8 +170,12 @@ class Checkpoints:
         evaluations: Mapping[int, float],
     ) -> None:
         try:
-            writing.committed = write_checkpoint(self.root, state, fields)
-            writing.removed, writing.problem = self._rotate(evaluations)
+            if state.part is not None:
+                writing.committed = write_divided(self.root, state, fields, group=self.group)
+            else:
+                writing.committed = write_checkpoint(self.root, state, fields)
+            if self.writes:
+                writing.removed, writing.problem = self._rotate(evaluations)
         except MemoryError as error:
             writing.error = _no_memory(error)
         except BaseException as error:  # noqa: BLE001  (raised again in the thread of the loop)
@@ -192,6 +206,8 @@ def _no_memory(error: BaseException) -> SaveFailed:
 
 
 def _trainable(state: SessionState) -> dict[str, Any]:
+    if state.part is not None:  # its masters are in fp32
+        return {name: {"dtype": "F32", "shape": list(shape)} for name, shape in state.part.shapes.items()}
     return {
         name: {"dtype": word_of(array), "shape": list(array.shape)} for name, array in state.weights.items()
     }

@@ -140,7 +140,7 @@ class Training:
             progress.stopped_early = True
             message = f"stopped early: no lower evaluation loss in {self.config.early_stopping} evaluations"
             self.observer.on_event(Warned(message=message, step=progress.steps))
-            if self.checkpoints.due_at_end(progress.steps):
+            if self.group.any(self.checkpoints.due_at_end(progress.steps)):
                 self._save()
         return True
 
@@ -162,7 +162,7 @@ class Training:
         done = self.progress.steps
         self.checkpoints.poll()
         save_last = done == num_steps and self.checkpoints.due_at_end(done)
-        if save_last or self.group.any(self.checkpoints.due(done)):
+        if self.group.any(save_last or self.checkpoints.due(done)):
             self._save()
         self._evaluate_if_due(num_steps)
 

@@ -165,8 +165,8 @@ class MlxSession:
     def trained_shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(array.shape) for name, array in self.masters.arrays.items()}
 
-    def export_state(self, *, copy: bool = True) -> SessionState:
-        """Return the state. MLX arrays are immutable, so it stays valid even without `copy`."""
+    def export_state(self, *, copy: bool = True, divided: bool = False) -> SessionState:
+        """Return the whole state, which every process has. MLX arrays are immutable, so it stays valid without `copy`."""
         with memory_errors(doing="a copy of the training state"):
             return SessionState(
                 weights={name: states.to_host(array) for name, array in self.masters.arrays.items()},

@@ -312,7 +312,7 @@ class Execution:
             ),
             fields=self._fields,
             observer=self.observer,
-            writes=self.ranks.first,
+            group=self.group,
         )
         checkpoints.last_step = self.start.step if self.start else 0
         return checkpoints

@@ -34,12 +34,11 @@ from crosstune.torch_engine import state as states
 from crosstune.torch_engine.adapters import Adapted, name_targets
 from crosstune.torch_engine.device import CacheClearing, evaluating, memory_errors, read_memory
 from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, watch_outputs
-from crosstune.torch_engine.lost_peers import peer_errors
+from crosstune.torch_engine.offload_activations import offload_activations
 from crosstune.torch_engine.optimizer import Masters, set_learning_rate
 from crosstune.torch_engine.quantized import count_weights
 from crosstune.torch_engine.sharding.gathered import free_gathered, without_gradients
 from crosstune.torch_engine.sharding.parts import is_sharded
-from crosstune.torch_engine.sharding.read_whole import read_whole
 from crosstune.torch_engine.task import (
     ChecksBatches,
     MeasuresResult,
@@ -52,6 +51,10 @@ from crosstune.torch_engine.task import (
 
 if TYPE_CHECKING:
     from crosstune.torch_engine.sharding.parallel import Parallel
+
+
+LARGE_STATE_BYTES = 2**30
+"""A sharded state of this size is written in parts, one by each process."""
 
 
 @dataclass(kw_only=True)
@@ -92,17 +95,12 @@ class TorchSession:
 
     def backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
         self._random_before = states.export_random(self.device)
-        with self._errors():
+        with self.connected("a step"), memory_errors(self.device):
             return self._backward(window, loss_scale=loss_scale)
 
-    @contextlib.contextmanager
-    def _errors(self, doing: str = "a step") -> Iterator[None]:
-        """Convert errors inside the block: of memory to OutOfMemory, of a connection to PeerLost."""
-        with contextlib.ExitStack() as stack:
-            if self.parallel is not None:
-                stack.enter_context(peer_errors(self.parallel.group.ranks, doing=doing))
-            stack.enter_context(memory_errors(self.device, doing=doing))
-            yield
+    def connected(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        """Make collectives in the block, if there are several processes."""
+        return self.parallel.connected(doing) if self.parallel is not None else contextlib.nullcontext()
 
     def discard(self) -> None:
         self.masters.clear_gradients()
@@ -111,7 +109,7 @@ class TorchSession:
     def update(self, *, lr: float) -> None:
         optimizer = self._trained_optimizer()
         set_learning_rate(optimizer, lr)
-        with self._errors():
+        with memory_errors(self.device):
             optimizer.step()
         self.masters.publish()
         self.masters.clear_gradients()
@@ -120,8 +118,9 @@ class TorchSession:
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
         total, weight, metrics = 0.0, 0, MetricTotals(self.task.metric_names)
         with (
+            self.connected(EVALUATING),
             evaluating(self.model),
-            self._errors(EVALUATING),
+            memory_errors(self.device, doing=EVALUATING),
             states.separate_random(self.device),
             without_gradients(self.model),
             self.precision.context(self.device),
@@ -146,7 +145,7 @@ class TorchSession:
         if broken := self._first(bad_weights(masters), of=list(masters)):
             return f"the weight {broken} was not finite before the step"
         before = states.export_random(self.device)
-        with watch_outputs(self.model) as layers, self._errors():
+        with self.connected("a step"), watch_outputs(self.model) as layers, memory_errors(self.device):
             self._backward(window)
         layer = self._first(layers, of=[name for name, _ in self.model.named_modules()])
         gradient = self._first(bad_gradients(masters), of=list(reversed(masters)))
@@ -175,11 +174,13 @@ class TorchSession:
     def trained_shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self.masters.shapes()
 
-    def export_state(self, *, copy: bool = True) -> SessionState:
+    def export_state(self, *, copy: bool = True, divided: bool = False) -> SessionState:
         doing, masters = "a copy of the training state", self.masters
-        if self.parallel is not None:
-            self.parallel.check_connected(doing)
-        with self._errors(doing):
+        large = 12 * self.num_parameters()[0] >= LARGE_STATE_BYTES  # the weights and two moments in fp32
+        if divided and large and self.parallel is not None and self.parallel.num_shards > 1:
+            part = self.parallel.state_part(masters.shapes())
+            return states.export_part(self._trained_optimizer(), masters, part, device=self.device)
+        with self._gathering(doing), memory_errors(self.device, doing=doing):
             return SessionState(
                 weights=states.export_weights(masters, copy=copy),
                 moments=states.export_moments(
@@ -201,7 +202,8 @@ class TorchSession:
         self.masters.publish()
 
     def save_result(self, folder: Path | None) -> Path | None:
-        with self._errors("writing the result"):
+        doing = "writing the result"
+        with self._gathering(doing), memory_errors(self.device, doing=doing):
             if self.adapters:
                 weights = export.host_weights(self.adapters)
                 return None if folder is None else self._save_adapter(folder / "adapter", weights)
@@ -209,12 +211,19 @@ class TorchSession:
                 self.task.measure_result(self.model)
             return self._write_model(folder / "model" if folder is not None else None)
 
+    def _gathering(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        """Gather parts in the block; replicas, which have none, need no other process."""
+        sharded = self.parallel is not None and self.parallel.strategy.sharded
+        return self.connected(doing) if sharded else contextlib.nullcontext()
+
     def _write_model(self, folder: Path | None) -> Path | None:
         """Write the whole model on the rank that has a folder; the others send it their parts."""
         if not any(map(is_sharded, self.model.parameters())):
             if folder is not None:
                 self._write_tensors(folder, trained=self.masters.masters)
             return folder
+        from crosstune.torch_engine.sharding.read_whole import read_whole
+
         assert self.parallel is not None
         masters, parameters = self.masters.masters, self.masters.parameters
         divided = {name: (master, parameters[name]) for name, master in masters.items()}
@@ -248,7 +257,7 @@ class TorchSession:
         total, metrics = torch.zeros((), device=self.device), MetricTotals(self.task.metric_names)
         with self._passes(window) as turns:
             for batch, counts in turns:
-                with self.precision.context(self.device):
+                with self.precision.context(self.device), self._offloading():
                     loss, sums = self.task.loss(self.model, self._to_device(batch))
                     loss = loss / weight if counts else loss * 0.0
                 (loss * loss_scale).backward()
@@ -270,6 +279,9 @@ class TorchSession:
             num_tokens=sum(batch.num_tokens for batch in window),
             metrics=metrics.means(self.parallel),
         )
+
+    def _offloading(self) -> contextlib.AbstractContextManager[object]:
+        return offload_activations(self.device, enabled=self.plan.config.use_activation_cpu_offload)
 
     def _clip(self, trained: Sequence[torch.Tensor]) -> float:
         """Clip the gradients and return their norm before."""
@@ -296,7 +308,7 @@ class TorchSession:
             yield ((batch, True) for batch in window)
             return
         self._check_batches(window)
-        with self.parallel.passes(self.model), self._errors():
+        with self.parallel.passes(self.model), memory_errors(self.device):
             yield self.parallel.turns(self.model, window)
 
     def _evaluation_turns(self, batches: Iterable[Batch]) -> Iterator[tuple[int, PreparedBatch, bool]]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from crosstune.core.check_shapes import check_fit
-from crosstune.core.protocols import Array
+from crosstune.core.protocols import Array, SessionState, StatePart
 from crosstune.torch_engine.optimizer import Masters
 from crosstune.torch_engine.sharding.parts import Part, part_of, whole
 
@@ -53,10 +53,31 @@ def export_moments(
     for name, master in masters.items():
         for slot, value in optimizer.state.get(master, {}).items():
             if isinstance(value, torch.Tensor):
-                of_rows = parameters is not None and value.shape == master.shape
-                value = to_host(whole(value, of=parameters[name]) if of_rows else value, copy=copy)
+                if parameters is not None and value.shape == master.shape:
+                    value = whole(value, of=parameters[name])
+                value = to_host(value, copy=copy)
             slots.setdefault(_CANONICAL.get(slot, slot), {})[name] = np.asarray(value)
     return slots
+
+
+def export_part(
+    optimizer: torch.optim.Optimizer, masters: Masters, part: StatePart, *, device: torch.device
+) -> SessionState:
+    """Return this rank's rows of the state, without copying. What every rank holds whole is in the first part only."""
+    held = {
+        name: master
+        for name, master in masters.masters.items()
+        if part.number == 0 or part_of(masters.parameters[name]) is not None
+    }
+    moments = export_moments(optimizer, held, copy=False)
+    if part.number:  # a scalar, such as the number of steps, belongs to no row
+        moments = {slot: {n: a for n, a in arrays.items() if a.ndim} for slot, arrays in moments.items()}
+    return SessionState(
+        weights={name: to_host(master, copy=False) for name, master in held.items()},
+        moments=moments,
+        random=export_random(device),
+        part=part,
+    )
 
 
 def import_moments(

@@ -16,7 +16,7 @@ from crosstune.torch_engine.verify import model_logits
 class TextSession(TorchSession):
     def logits(self, prompts: Prompts) -> Logits:
         """Return the logits in eval mode, in the precision of training."""
-        with evaluating(self.model), memory_errors(self.device, doing=EVALUATING):
+        with self.connected(EVALUATING), evaluating(self.model), memory_errors(self.device, doing=EVALUATING):
             return model_logits(self.model, prompts, precision=self.precision, device=self.device)
 
     def generate(
@@ -29,7 +29,12 @@ class TextSession(TorchSession):
         on_token: OnToken | None = None,
     ) -> list[list[int]]:
         limit = memory_errors(self.device, doing=GENERATING)
-        with evaluating(self.model), limit, self.precision.context(self.device):
+        with (
+            self.connected(GENERATING),
+            evaluating(self.model),
+            limit,
+            self.precision.context(self.device),
+        ):
             return generate(
                 self.model,
                 prompts,

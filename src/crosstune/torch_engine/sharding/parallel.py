@@ -16,9 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from crosstune.config.plan import Plan
+from crosstune.core.errors import PeerLost
 from crosstune.core.out_of_memory import OutOfMemory
-from crosstune.core.protocols import PreparedBatch
+from crosstune.core.protocols import PreparedBatch, StatePart
 from crosstune.core.ranks import Group
+from crosstune.torch_engine.lost_peers import peer_errors
 from crosstune.torch_engine.sharding.gathered import free_gathered, set_gradient_sync
 from crosstune.torch_engine.sharding.strategies import REPLICAS, STRATEGIES, Strategy, make_mesh
 from crosstune.torch_engine.state import export_random, import_random
@@ -43,8 +45,8 @@ class Parallel:
     device: torch.device
     reduce_once: bool = False
     """Whether gradients are reduced after the last micro-batch only, see --no_sync."""
-    interrupted: bool = field(default=False)
-    """Whether this rank left a pass that the others are still in, so that no collective works any more."""
+    interrupted: OutOfMemory | PeerLost | None = field(default=None)
+    """Why this rank left a pass that the others are still in, so that no collective works any more."""
 
     @property
     def size(self) -> int:
@@ -59,6 +61,15 @@ class Parallel:
         """The number of ranks, or hosts, that hold the same part of the model."""
         names = self.mesh.mesh_dim_names or ()
         return self.mesh.size(names.index(REPLICAS)) if REPLICAS in names else 1
+
+    @property
+    def num_shards(self) -> int:
+        return self.size // self.num_replicas if self.strategy.sharded else 1
+
+    def state_part(self, shapes: Mapping[str, tuple[int, ...]]) -> StatePart:
+        """Return which part of a sharded state this rank holds. The hosts of a hybrid strategy hold the same ones."""
+        count = self.num_shards
+        return StatePart(number=self.rank % count, count=count, writes=self.rank < count, shapes=dict(shapes))
 
     def turns(
         self, model: nn.Module, window: Sequence[PreparedBatch]
@@ -102,19 +113,24 @@ class Parallel:
             yield
         except OutOfMemory as error:
             if self.strategy.sharded:
-                self.interrupted = True
+                self.interrupted = error
                 raise
             failure = error
-        finally:
-            free_gathered(model)
+        free_gathered(model)
         if not self.strategy.sharded and self.group.any(failure is not None):
             raise failure or OutOfMemory("another process of the run has too little")
 
-    def check_connected(self, doing: str) -> None:
-        if self.interrupted:
-            raise OutOfMemory(
-                "the other processes of the run are still in the step that did not fit", doing=doing
-            )
+    @contextlib.contextmanager
+    def connected(self, doing: str) -> Iterator[None]:
+        """Make collectives in the block; raise PeerLost for their errors. A rank that cannot make any says why at once."""
+        if self.interrupted is not None:
+            raise self.interrupted
+        try:
+            with peer_errors(self.group.ranks, doing=doing):
+                yield
+        except PeerLost as error:
+            self.interrupted = error if self.strategy.sharded else None
+            raise
 
     def sum_numbers(self, *numbers: float) -> list[float]:
         return self.group.sum_numbers(*numbers) if numbers else []

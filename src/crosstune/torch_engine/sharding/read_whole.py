@@ -11,6 +11,7 @@ from torch import nn
 
 from crosstune.core.ranks import Group
 from crosstune.torch_engine.sharding.parts import whole
+from crosstune.torch_engine.sharding.shard import original_dtypes
 
 _END = ""
 """Sent instead of a name when nothing more is read."""
@@ -39,7 +40,7 @@ class Gather:
     """The tensors of a sharded model, by kind and name, and the processes that hold their parts."""
 
     def __init__(self, group: Group, model: nn.Module, trained: Mapping[str, tuple[Any, Any]]) -> None:
-        self.group = group
+        self.group, self._dtypes = group, original_dtypes(model)
         # Each with the parameter that it is divided like.
         self.tensors: dict[str, Mapping[str, tuple[Any, Any]]] = {
             MODEL: {name: (tensor, tensor) for name, tensor in model.state_dict().items()},
@@ -53,7 +54,8 @@ class Gather:
         """Gather a tensor; called by the first rank."""
         self.group.share(f"{kind}/{name}")
         tensor, divided_like = self.tensors[kind][name]
-        return whole(tensor, of=divided_like)
+        found = whole(tensor, of=divided_like)
+        return found.to(self._dtypes.get(name, found.dtype)) if kind == MODEL else found
 
     def serve(self) -> None:
         """Take part in what the first rank reads, until it ends; called by the others."""

@@ -101,6 +101,7 @@ def shard_module(
         else OffloadPolicy(),
         ignored_params={parameter for parameter in module.parameters() if parameter.ndim == 0},
     )
+    sharded.computes_in = compute
     # The loss is divided by the weight of the whole window, so gradients are summed. gloo cannot sum with another factor
     # than its own unless it is told to sum plainly.
     sharded.set_force_sum_reduction_for_comms(True)
@@ -139,3 +140,13 @@ def _own_embedding(model: nn.Module) -> nn.Module | None:
         return None
     users = [m for m in model.modules() if getattr(m, "weight", None) is embedding.weight]
     return embedding if len(users) == 1 else None
+
+
+def original_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Return the dtype that trained parameters had before they were widened, by name."""
+    found: dict[str, torch.dtype | None] = {}
+    for prefix, module in model.named_modules():  # a module comes before those in it
+        if isinstance(module, FSDPModule):
+            computes_in: Any = getattr(module, "computes_in", None)
+            found |= {name: computes_in for name, _ in module.named_parameters(prefix=prefix)}
+    return {name: dtype for name, dtype in found.items() if dtype is not None}
