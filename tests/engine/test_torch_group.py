@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from crosstune.distributed.free_ports import free_ports
 
 RANK = """
@@ -157,3 +159,26 @@ def test_a_killed_peer_is_a_lost_peer() -> None:
     code = "group = connect(read_ranks(), limits)\nos._exit(9) if rank else group.meet()"
     (first, said), _ = run(code)
     assert first == 4 and "rank 0 of 2" in said and "lost the connection" in said
+
+
+@pytest.mark.cuda
+def test_nccl_follows_the_limits_of_the_run() -> None:
+    import torch
+    import torch.distributed as dist
+
+    from crosstune.core.ranks import Limits, Ranks
+    from crosstune.torch_engine.group import connect
+
+    [port] = free_ports(1)
+    ranks = Ranks(engine="torch", size=1, master_addr="127.0.0.1", master_port=port, serves_store=True)
+    group = connect(ranks, Limits(collective_s=1200.0, heartbeat_s=1500.0))
+    group.open_devices(torch.device("cuda", 0))
+    try:
+        ones = torch.ones(4, device="cuda")
+        dist.all_reduce(ones)
+        assert ones.tolist() == [1.0] * 4
+        assert dist.get_backend_config() == "cpu:gloo,cuda:nccl"
+        assert os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "1500"
+        assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
+    finally:
+        group.close()

@@ -82,6 +82,6 @@ def plan(
     if config.emulate is not None:
         raise UserError("plan does not emulate.", do="use the command: crosstune plan --emulate")
     if machine is None:
-        read_ranks()  # refuses what train refuses
+        read_ranks(config)  # refuses what train refuses
     found, checked = check_plan(config, machine=load_machine(str(machine)) if machine is not None else None)
     return PlanReport(plan=found, checked=checked)

@@ -115,7 +115,8 @@ class TorchGroup:
 
 
 def collective_for(device: torch.device) -> str:
-    """Return the backend of torch.distributed for a device."""
+    """Return the backend of torch.distributed for a device. A backend of ours, for devices that torch has none for, is to be
+    registered and named here."""
     if device.type not in COLLECTIVES:
         raise UserError(
             f"Several processes cannot train on {device.type} devices.",
