@@ -24,6 +24,7 @@ from crosstune.core.errors import ConfigError, UserError
 from crosstune.core.json_files import read_json, read_jsonl
 from crosstune.distributed.environment import LAUNCHER
 from crosstune.distributed.launch import ring_environments
+from crosstune.distributed.links import Begin
 from crosstune.run import train
 
 pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
@@ -103,7 +104,7 @@ def runs(tiny_model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory)
     middle = folder / "one-lora" / "checkpoints" / "step-00000003"
     todo.append(halved | RUNS["lora"] | {"name": "two-on", "world_size": 2, "resume": str(middle)})
     (folder / "todo.json").write_text(json.dumps(todo))
-    ports = [_free_port(), _free_port()]
+    begin = Begin(attempt=0, first_rank=0, size=2, num_local=2, master_addr="127.0.0.1", port=0)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(folder / "todo.json")],
@@ -111,7 +112,7 @@ def runs(tiny_model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory)
             stdout=(folder / f"said-{rank}").open("w"),
             stderr=subprocess.STDOUT,
         )
-        for rank, added in enumerate(ring_environments(folder, ports))
+        for rank, added in enumerate(ring_environments(folder, begin))
     ]
     try:
         for rank, process in enumerate(ranks):
@@ -120,12 +121,6 @@ def runs(tiny_model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory)
     finally:
         for process in ranks:
             process.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def losses(folder: Path) -> list[float]:
@@ -192,7 +187,7 @@ def test_processes_that_mean_different_trainings_do_not_start(runs: Path) -> Non
 def start(model: Path, data: Path, folder: Path) -> subprocess.Popen[str]:
     """A run of two processes that is long enough to be stopped; returns when a few steps are done."""
     asked = options(model, data, folder, world_size=2, gradient_accumulation_steps=1, name="run")
-    asked |= {"max_steps": 100_000, "save_steps": 50_000}
+    asked |= {"max_steps": 100_000, "save_steps": 50_000, "max_restarts": 0}
     words = [f"--{name}={value}" for name, value in asked.items()]
     process = subprocess.Popen(
         [sys.executable, "-m", "crosstune", "train", *words], stderr=subprocess.PIPE, text=True
@@ -225,7 +220,7 @@ def test_a_dead_process_ends_the_run(tiny_model: Path, data: Path, tmp_path: Pat
     os.kill(children[1], signal.SIGKILL)
     said = process.communicate(timeout=300)[1]
     assert process.returncode == 128 + signal.SIGKILL, said
-    assert "process 1 of 2 (counted from 0) was killed by SIGKILL" in said
+    assert "process 1 of 2" in said and "was killed by SIGKILL" in said
     assert "The connection to another process of the run was lost." in said
     assert not any(is_running(pid) for pid in children.values())
     summary = read_json(tmp_path / "run" / "summary.json")
@@ -258,7 +253,9 @@ def test_a_taken_port_has_a_code_of_its_own(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        [added, _] = ring_environments(tmp_path, [taken.getsockname()[1], _free_port()])
+        hosts = [[f"127.0.0.1:{taken.getsockname()[1]}"], ["127.0.0.1:1"]]
+        (tmp_path / "hosts.json").write_text(json.dumps(hosts))
+        added = {"MLX_HOSTFILE": str(tmp_path / "hosts.json"), "MLX_RANK": "0"}
         done = subprocess.run(
             [sys.executable, "-m", "crosstune", "train", "--backend=mlx"],
             env={**os.environ, **added},

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from crosstune.config.load import load_config, make_config, to_yaml
+from crosstune.config.option import check_duration
 from crosstune.config.schema import Config, option_list
 from crosstune.core.errors import ConfigError
 
@@ -35,7 +36,8 @@ def test_every_option_is_a_flag_with_dashes_or_underscores(
         if option.choices:
             value = option.choices[0]
         if option.check is not None and option.type is str:
-            value = {"time_limit": "3h", "allow_mismatch": "data"}.get(option.name, option.default or value)
+            durations = dict.fromkeys((o.name for o in option_list() if o.check is check_duration), "3h")
+            value = (durations | {"allow_mismatch": "data"}).get(option.name, option.default or value)
         for name in (option.name, option.name.replace("_", "-"), *option.aliases):
             config = load(f"--{name}", value)
             assert option.name in config.asked

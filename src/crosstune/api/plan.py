@@ -86,7 +86,7 @@ def plan(
         if config.emulate is not None:
             raise UserError("plan does not emulate.", do="use the command: crosstune plan --emulate")
         if machine is None:
-            read_ranks()  # refuses what train refuses
+            read_ranks(config)  # refuses what train refuses
         where = load_machine(str(machine)) if machine is not None else None
         found, checked = check_plan(config, machine=where)
     for problem in checked.problems:

@@ -62,11 +62,15 @@ def run(words: Sequence[str]) -> int:
             print_verdict(verdict)
         return exit_code(verdict)
     from crosstune.distributed.environment import read_ranks
+    from crosstune.planner.gather import may_have_several_devices, with_all_devices
     from crosstune.runs.check_request import check_plan
 
-    if own.machine is None:
-        read_ranks()  # refuses what train refuses
-    plan, checked = check_plan(config, machine=load_machine(own.machine) if own.machine else None)
+    machine = load_machine(own.machine) if own.machine else None
+    if machine is None:
+        read_ranks(config)  # refuses what train refuses
+    if config.resume == "none" and (machine is not None or may_have_several_devices()):
+        config = with_all_devices(config, machine=machine)
+    plan, checked = check_plan(config, machine=machine)
     if own.json:
         print_json(plan_to_json(plan, checked))
     else:

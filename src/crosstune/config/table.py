@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from crosstune.config.option import OnResume, Option
+from crosstune.config.option import OnResume, Option, check_duration
 from crosstune.config.option_names import names_of
 from crosstune.config.schema import GROUPS, option_list
 from crosstune.config.values import expectation
@@ -95,7 +95,9 @@ def _example_value(option: Option) -> str:
         return str(option.default)  # a list of a form of its own
     if isinstance(option.default, (int, float)) and option.default > 0:
         return _shown(option.default)
-    usual = {"time_limit": "3h30m", "allow_mismatch": "data", "resume": "auto", "dataset": "chats.jsonl"}
+    if option.check is check_duration:
+        return option.default or "3h30m"
+    usual = {"allow_mismatch": "data", "resume": "auto", "dataset": "chats.jsonl"}
     return usual.get(option.name, {int: "100", float: "0.05", str: option.name.upper()}[option.type])
 
 

@@ -25,7 +25,7 @@ from crosstune.distributed.watchdog import LauncherWatch
 
 LOST_S = 30.0
 """How long another machine's launcher may be silent."""
-ORPHAN_S = 60.0
+ORPHAN_S = 300.0
 """How long a rank has to save and exit after its launcher was killed."""
 
 Environments = Callable[[Path, Begin], list[dict[str, str]]]
@@ -81,7 +81,12 @@ def _run(
     with tempfile.TemporaryDirectory(prefix="crosstune-ranks-") as name, _passing(signals) as current:
         folder = Path(name)
         while True:
-            begin = link.begin()
+            begin = link.begin(lambda: bool(signals))
+            if begin is None:
+                name = signal.Signals(signals[0]).name
+                return Outcome(
+                    code=128 + signals[0], lines=(f"stopped by {name} before the processes were started.",)
+                )
             if isinstance(begin, Outcome):
                 return begin
             processes = Processes(folder=folder, first_rank=begin.first_rank, signals=signals)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,8 +42,9 @@ class Settled:
 
 
 class Link(Protocol):
-    def begin(self) -> Begin | Outcome:
-        """Wait until all machines are ready for an attempt; return how the run ended if they are not."""
+    def begin(self, stopped: Callable[[], bool]) -> Begin | Outcome | None:
+        """Wait until all machines are ready for an attempt; return how the run ended if they are not, and None if the
+        user has stopped it meanwhile."""
         ...
 
     def should_stop(self, *, failed: bool) -> bool:
@@ -62,7 +63,9 @@ class OneMachine:
         self._size, self._max_restarts, self._port = size, max_restarts, port
         self._attempt = self._restarts = self._taken = 0
 
-    def begin(self) -> Begin:
+    def begin(self, stopped: Callable[[], bool]) -> Begin | None:
+        if stopped():
+            return None
         return Begin(
             attempt=self._attempt,
             first_rank=0,
@@ -103,11 +106,11 @@ class SeveralMachines:
         self._told = False
         self._stop = False
 
-    def begin(self) -> Begin | Outcome:
+    def begin(self, stopped: Callable[[], bool]) -> Begin | Outcome | None:
         self._told = self._stop = False
-        message = self._await("go", "end")
+        message = self._await("go", "end", stopped=stopped)
         if message is None:
-            return self._lost()
+            return None if stopped() else self._lost()
         if "end" in message:
             return _ending(message)
         self._attempt = message["go"]
@@ -158,9 +161,9 @@ class SeveralMachines:
                     ) from error
             time.sleep(_RETRY_S)
 
-    def _await(self, *kinds: str) -> Message | None:
-        """Return the next message of these kinds; None when the first machine is lost."""
-        while self._channel.silent_s() <= self._lost_s:
+    def _await(self, *kinds: str, stopped: Callable[[], bool] = lambda: False) -> Message | None:
+        """Return the next message of these kinds; None when the first machine is lost, or the user has stopped us."""
+        while self._channel.silent_s() <= self._lost_s and not stopped():
             try:
                 message = self._channel.inbox.get(timeout=_RETRY_S)
             except queue.Empty:

@@ -67,14 +67,16 @@ def may_have_several_devices() -> bool:
     return max(nvidia, others) > 1
 
 
-def with_all_devices(config: Config) -> Config:
-    """Return the configuration with the number of devices for `--world_size -1`."""
+def with_all_devices(config: Config, *, machine: Machine | None = None) -> Config:
+    """Return the configuration with the number of devices for `--world_size -1`, as the command `train` starts a process
+    for each."""
     if config.world_size != -1:
         return config
-    plan = make_plan(config)
-    num_devices = 1 if plan.engine == "mlx" or plan.backend.is_torch_cpu else len(plan.backend.devices)
+    plan = make_plan(config, machine=machine)
+    if plan.engine == "mlx" or plan.backend.is_torch_cpu or len(plan.backend.devices) < 2:
+        return config
     asked = {**config.asked, "world_size": "all devices of the machine"}
-    return replace(config, world_size=max(1, num_devices), asked=asked)
+    return replace(config, world_size=len(plan.backend.devices), asked=asked)
 
 
 def _preset(config: Config, machine: Machine) -> Mapping[str, Preset]:

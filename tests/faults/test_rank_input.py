@@ -1,0 +1,111 @@
+"""Processes that do not fit together, and places at which they cannot meet: each ends with a reason, none hangs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from injection import ranks
+from injection.bench import Bench
+
+from crosstune.cli.main import main
+from crosstune.config.load import make_config
+from crosstune.core.errors import UserError
+from crosstune.core.ranks import Alone, Ranks
+from crosstune.distributed.environment import ranks_in, with_options
+from crosstune.distributed.free_ports import free_ports
+from crosstune.distributed.group import check_versions
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("input"))
+
+
+def start(bench: Bench, folder: Path, **of_rank_one: Any) -> list[tuple[int, str]]:
+    """Two ranks as another program would start them; the second one has other options."""
+    [port] = free_ports(1)
+    processes = []
+    for rank in (0, 1):
+        words = bench.words("lora", folder, **ranks.OPTIONS | (of_rank_one if rank else {}))
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "crosstune", *words],
+                env={**os.environ, **place},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    ends = []
+    for process in processes:
+        said, _ = process.communicate(timeout=ranks.LIMIT_S)
+        ends.append((process.returncode, said))
+    return ends
+
+
+def test_a_rank_with_other_options_is_refused_by_all(bench: Bench, tmp_path: Path) -> None:
+    for code, said in start(bench, tmp_path / "run", lr=1e-5):
+        assert code == 2 and "The 2 processes of the run differ: options" in said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_rank_that_does_not_see_the_model_names_itself(bench: Bench, tmp_path: Path) -> None:
+    (first, _), (second, said) = start(bench, tmp_path / "run", model_name=str(tmp_path / "absent"))
+    assert second == 2 and "rank 1 of 2 (host" in said and "absent" in said
+    assert first == 4  # it lost the other one
+
+
+def test_a_port_in_use_is_said(bench: Bench, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        run = ranks.launch(bench, tmp_path / "run", size=2, master_port=other.getsockname()[1])
+        assert run.wait() == 2
+    said = run.said.read_text()
+    assert "cannot listen on 127.0.0.1" in said and "another program has this port" in said
+
+
+def test_other_versions_are_refused() -> None:
+    class Apart(Alone):
+        ranks = Ranks(engine="torch", rank=1, size=2, host="h")
+
+        def same(self, text: str) -> bool:
+            return False
+
+        def share(self, text: str) -> str:
+            return "crosstune 0.0, torch 1.0"
+
+    with pytest.raises(UserError, match="different versions") as caught:
+        check_versions(Apart())
+    assert "rank 1 of 2 (host h) has crosstune" in caught.value.why
+    assert "the first process has crosstune 0.0, torch 1.0" in caught.value.why
+
+
+def test_a_number_of_processes_that_contradicts_the_variables_is_refused(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NNODES", "1")
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    assert main(bench.words("lora", tmp_path / "run", world_size=3)) == 2
+    assert "--world_size is 3, but NNODES x NPROC_PER_NODE is 1 x 2" in capsys.readouterr().err
+    monkeypatch.setenv("NNODES", "2")
+    monkeypatch.setenv("NODE_RANK", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("NPROC_PER_NODE")
+    assert main(bench.words("lora", tmp_path / "run", world_size=3)) == 2
+    assert "--world_size 3 processes cannot be divided over 2 machines" in capsys.readouterr().err
+
+
+def test_an_address_that_contradicts_the_variables_is_refused() -> None:
+    config = make_config(master_addr="10.0.0.9")
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}
+    with pytest.raises(UserError, match=r"--master_addr is 10.0.0.9, but MASTER_ADDR is 10.0.0.1"):
+        with_options(variables, config)
+    del variables["MASTER_ADDR"]
+    found = ranks_in(with_options(variables, config))
+    assert found is not None and found.master_addr == "10.0.0.9"

@@ -1,0 +1,125 @@
+"""Two machines, as network namespaces with addresses of their own, train together through the guides' variables."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from injection import ranks
+from injection.bench import Bench
+
+pytestmark = pytest.mark.slow
+MASTER = "10.213.77.1"
+LIMIT_S = 15.0
+
+
+def ip(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[tuple[str, str]]:
+    """Two namespaces with a cable between them."""
+    if shutil.which("ip") is None:
+        pytest.skip("the program `ip` is not installed (iproute2)")
+    first, second = (f"ct-{os.getpid()}-{letter}" for letter in "ab")
+    made = ip("netns", "add", first)
+    if made.returncode != 0:
+        pytest.skip(f"network namespaces are not permitted here: {made.stderr.strip()}")
+    try:
+        assert ip("netns", "add", second).returncode == 0
+        made = ip(
+            "link", "add", "ct-eth", "netns", first, "type", "veth", "peer", "name", "ct-eth", "netns", second
+        )
+        if made.returncode != 0:
+            pytest.skip(f"virtual network devices are not permitted here: {made.stderr.strip()}")
+        for number, name in enumerate((first, second), start=1):
+            ip("-n", name, "addr", "add", f"10.213.77.{number}/24", "dev", "ct-eth")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", "ct-eth", "up")
+        yield first, second
+    finally:
+        for name in (first, second):
+            ip("netns", "del", name)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("machines"))
+
+
+def start(
+    bench: Bench, machines: tuple[str, str], folder: Path, *, second: Sequence[str] = (), **more: Any
+) -> list[tuple[subprocess.Popen[str], Path]]:
+    """The same command on both machines; `second` goes before that of the second one."""
+    started = []
+    for node, name in enumerate(machines):
+        words = bench.words("lora", folder, **ranks.OPTIONS | more)
+        variables = {"NNODES": "2", "NODE_RANK": str(node), "NPROC_PER_NODE": "1", "MASTER_ADDR": MASTER}
+        said = bench.home / f"{folder.name}-{node}.said"
+        before = second if node else ()
+        command = ["ip", "netns", "exec", name, *before, sys.executable, "-m", "crosstune", *words]
+        with said.open("w") as file:
+            process = subprocess.Popen(
+                command, env={**os.environ, **variables}, stdout=file, stderr=subprocess.STDOUT, text=True
+            )
+        started.append((process, said))
+    return started
+
+
+def ends(started: list[tuple[subprocess.Popen[str], Path]]) -> list[tuple[int, str]]:
+    try:
+        return [(process.wait(timeout=ranks.LIMIT_S), said.read_text()) for process, said in started]
+    finally:
+        for process, _ in started:
+            process.send_signal(signal.SIGTERM)
+
+
+def test_two_machines_train_as_one(bench: Bench, machines: tuple[str, str], tmp_path: Path) -> None:
+    wanted = ranks.straight(bench, 2, "lora")
+    (first, said), (second, quiet) = ends(start(bench, machines, tmp_path / "two"))
+    assert (first, second) == (0, 0), said + quiet
+    assert ranks.differences(ranks.read_bits(tmp_path / "two"), wanted) == []
+    assert "finished" in said and "finished" not in quiet
+
+
+def test_a_cut_link_ends_both_machines(bench: Bench, machines: tuple[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "cut"
+    started = start(bench, machines, folder, max_steps=100_000, collective_timeout=f"{LIMIT_S:g}s")
+    metrics = folder / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert all(process.poll() is None for process, _ in started), [
+            said.read_text() for _, said in started
+        ]
+        time.sleep(0.05)
+    cut = time.monotonic()
+    ip("-n", machines[0], "link", "set", "ct-eth", "down")
+    try:
+        (first, said), (second, other) = ends(started)
+    finally:
+        ip("-n", machines[0], "link", "set", "ct-eth", "up")
+    assert (first, second) == (1, 1)
+    assert "was lost" in said and "the connection to the first machine at 10.213.77.1" in other
+    assert time.monotonic() - cut < LIMIT_S + 30
+
+
+def test_a_run_folder_that_is_not_shared_is_refused(
+    bench: Bench, machines: tuple[str, str], tmp_path: Path
+) -> None:
+    """The second machine has another file system at the place of the run folder."""
+    folder = tmp_path / "apart" / "run"
+    folder.parent.mkdir()
+    hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {folder.parent} && exec "$@"', "sh"]
+    if subprocess.run([*hidden, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting is not permitted here")
+    (first, said), (second, other) = ends(start(bench, machines, folder, second=hidden))
+    assert (first, second) == (2, 2), said + other
+    assert "is not shared by all machines" in said
