@@ -31,6 +31,16 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device:
     return values.to(dtype).to(device)
 
 
+def gloo_result(expected: Callable[[], Any]) -> Any:
+    """Return what plain gloo gives; None for a collective that the gloo of this torch lacks."""
+    try:
+        return as_numbers(expected())
+    except RuntimeError as error:
+        if "does not support" not in str(error):
+            raise
+        return None
+
+
 def collectives(device: str, group: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     rank, size = dist.get_rank(), dist.get_world_size()
     new = {"device": device}
@@ -228,8 +238,10 @@ def main(device: str, stage_host: str = "") -> None:
     for (name, expected), (_, found) in zip(
         collectives("cpu", plain), collectives(device, staged), strict=True
     ):
-        assert as_numbers(found()) == as_numbers(expected()), name
-        count += 1
+        reference = gloo_result(expected)
+        if reference is not None:
+            assert as_numbers(found()) == reference, name
+            count += 1
     losses, expected_losses = train(device, staged), train("cpu", plain)
     worst = max(abs(a - b) / abs(b) for a, b in zip(losses, expected_losses, strict=True))
     assert worst <= (0 if device == "cpu" else 1e-5), (losses, expected_losses)

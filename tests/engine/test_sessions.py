@@ -226,10 +226,11 @@ def test_a_state_carries_on_bit_for_bit(backend: str, case: str, tiny_model: Pat
 
 
 def test_exporting_a_state_changes_nothing(backend: str, tiny_model: Path, windows: Windows) -> None:
-    straight, other = (open_session(backend, tiny_model, lora_dropout=0.3) for _ in range(2))
-    expected, found = run(straight, windows), run(other, windows[:2])
-    other.export_state()
-    assert found + run(other, windows[2:]) == expected
+    expected = run(open_session(backend, tiny_model, lora_dropout=0.3), windows)
+    session = open_session(backend, tiny_model, lora_dropout=0.3)
+    before = run(session, windows[:2])
+    session.export_state()
+    assert before + run(session, windows[2:]) == expected
 
 
 def test_dropout_is_a_part_of_the_state(backend: str, tiny_model: Path, windows: Windows) -> None:

@@ -151,6 +151,7 @@ def test_python_itself_without_memory(
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # which `main` replaces
     assert main(["options"]) == 2
     said = capsys.readouterr().err
+    assert "without" not in said, "Python's own words say nothing about memory"
     assert "There is not enough memory for crosstune options." in said and "Traceback" not in said
     monkeypatch.setattr(
         "crosstune.cli.options.run", lambda words: (_ for _ in ()).throw(SystemError("a bug"))

@@ -157,7 +157,8 @@ def _plan_lines(plan: Plan, checked: Checked | None) -> Iterator[tuple[str, str 
             "step",
             f"{config.rows_per_step} rows, {config.batch_size} at a time on each of {plan.world_size}"
             if config.rows_per_step
-            else f"{config.batch_size} rows x {config.gradient_accumulation_steps} micro-batches x {plan.world_size}",
+            else f"{config.batch_size} row{'s' * (config.batch_size != 1)} x "
+            f"{config.gradient_accumulation_steps} micro-batches x {plan.world_size}",
         ),
         ("length", _length(config)),
         ("optimizer", f"{config.optimizer}, lr {config.lr:g} {config.lr_scheduler}, wd {config.wd:g}"),

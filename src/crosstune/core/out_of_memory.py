@@ -65,5 +65,6 @@ def memory_errors(*, doing: str, release: Callable[[], None] | None = None) -> I
             raise
         if release is not None:
             release()
-        first = str(error).strip().partition(". ")[0].splitlines()
+        text = "" if isinstance(error, SystemError) else str(error)  # which says nothing about memory
+        first = text.strip().partition(". ")[0].splitlines()
         raise OutOfMemory(first[0] if first else "an allocation failed", doing=doing) from error

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# torch 2.13 renamed it, and warns of the old name.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
@@ -37,7 +40,7 @@ class Part:
         padded = local.new_zeros((self.chunk, *self.shape[1:]), device=self.device)
         padded[: local.shape[0]] = local
         whole = padded.new_empty((self.num_parts * self.chunk, *self.shape[1:]))
-        dist.all_gather_into_tensor(whole, padded, group=self.group)
+        _all_gather(whole, padded, group=self.group)
         return whole[: self.shape[0]]
 
 
