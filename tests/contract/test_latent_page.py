@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,9 @@ PAGE = Page("latent-diffusion.md")
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return open_workshop(tmp_path_factory.mktemp("latents"), PAGE)
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    with open_workshop(tmp_path_factory.mktemp("latents"), PAGE) as workshop:
+        yield workshop
 
 
 def test_the_commands_of_the_page(shop: Workshop) -> None:
@@ -35,7 +37,7 @@ def test_the_commands_of_the_page(shop: Workshop) -> None:
 
 
 def test_the_guides_commands_find_loss_and_speed(shop: Workshop) -> None:
-    shop.run("adopt .")
+    shop.shell("crosstune adopt .")
     script = shop.home / PATH
     flags = (
         "--backend cpu --precision fp32 --hidden_size 32 --n_blocks 2 --skip_eval true --log_every_n_steps 1"

@@ -1,0 +1,123 @@
+"""Latent diffusion in two processes is that in one, in every mode: replicated without a search for unused weights, and
+sharded. Real processes, over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import run_ranks
+
+from crosstune.config.load import make_config
+from crosstune.core.json_files import read_jsonl
+from crosstune.recipes.latent_diffusion.build import BuildRequest, build
+from crosstune.recipes.latent_diffusion.write_pairs import WriteOptions
+from crosstune.run import train
+
+MODES = ("l2t", "t2l", "unconditional", "random", "sequential")
+STRATEGIES = ("ddp", "full_shard")
+ROWS = 8
+
+
+def options(folder: Path, *, world: int, name: str, mode: str, strategy: str = "ddp") -> dict[str, Any]:
+    """Eight rows a step, in so many batches of four that each process has its share."""
+    return {
+        "recipe": "latent_diffusion",
+        "dataset": str(folder / "pairs"),
+        "output_dir": str(folder),
+        "backend": "cpu",
+        "precision": "fp32",
+        "hidden_size": 36,
+        "n_heads": 2,
+        "n_blocks": 2,
+        "batch_size": 4,
+        "gradient_accumulation_steps": ROWS // 4 // world,
+        "world_size": world,
+        "sharding_strategy": strategy,
+        "loss_type": mode,
+        "sequential_schedule": "l2t:1,t2l:1,unconditional:1",
+        "ema_decay": 0.5,
+        "lr": 3e-3,
+        "max_steps": 3,
+        "eval_samples": 8,
+        "decode_steps": 2,
+        "num_samples": 1,
+        "save_minutes": 0,
+        "name": name,
+    }
+
+
+def test_two_processes_train_and_decode_as_one(tmp_path: Path) -> None:
+    build(
+        BuildRequest(
+            source="grammar", out=tmp_path / "pairs", most_texts=120, options=WriteOptions(max_tokens=12)
+        )
+    )
+    for mode in MODES:
+        train(make_config(**options(tmp_path, world=1, name=f"{mode}-1", mode=mode)))
+    run_ranks(
+        [
+            {
+                "world": 2,
+                "host": 2,
+                "runs": [
+                    options(tmp_path, world=2, name=f"{mode}-2-{strategy}", mode=mode, strategy=strategy)
+                    for strategy in STRATEGIES
+                    for mode in MODES
+                ],
+            }
+        ]
+    )
+    for mode in MODES:
+        one = read_jsonl(tmp_path / f"{mode}-1" / "metrics.jsonl")
+        for strategy in STRATEGIES:
+            run = tmp_path / f"{mode}-2-{strategy}"
+            two = read_jsonl(run / "metrics.jsonl")
+            for column in ("loss", "grad_norm"):
+                np.testing.assert_allclose(
+                    [row[column] for row in two],
+                    [row[column] for row in one],
+                    rtol=1e-4,
+                    err_msg=f"{run.name} {column}",
+                )
+            _check_results(tmp_path / f"{mode}-1", run)
+
+
+def _check_results(one: Path, two: Path) -> None:
+    from safetensors.numpy import load_file
+
+    expected, found = (load_file(run / "model" / "model.safetensors") for run in (one, two))
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, atol=2e-4, err_msg=f"{two.name} {name}")
+    assert sorted(path.name for path in (two / "model").iterdir()) == sorted(
+        path.name for path in (one / "model").iterdir()
+    )
+
+
+@pytest.mark.parametrize("mode", ["l2t", "t2l"])
+def test_frozen_weights_stay_as_they_were(tmp_path: Path, mode: str) -> None:
+    """What a mode does not need is frozen when the model is built, before any process could search for it."""
+    from crosstune.recipes.latent_diffusion.settings import ModelSettings
+    from crosstune.recipes.latent_diffusion.torch_parts_model import LatentDiffusionModel
+
+    settings = ModelSettings(
+        vocabulary=20,
+        max_tokens=4,
+        latent_dim=4,
+        hidden_size=8,
+        n_blocks=1,
+        n_heads=1,
+        cond_dim=8,
+        latent_tokens=1,
+    )
+    model = LatentDiffusionModel(settings)
+    model.predict(text=mode == "l2t", latent=mode == "t2l")
+    frozen = {name.split(".")[0] for name, p in model.named_parameters() if not p.requires_grad}
+    heads = {
+        "l2t": {"latent_head", "latent_modulation"},
+        "t2l": {"length_in", "text_bias", "text_modulation"},
+    }[mode]
+    assert heads < frozen and "token_embedding" not in frozen
