@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def test_the_guides_commands_find_loss_and_speed(shop: Workshop) -> None:
         env=os.environ
         | shop.environment
         | {
+            "PYTHON": sys.executable,
             "L2T_BASE_STEPS": "4",
             "L2T_TRAIN_BS": "6",
             "L2T_RUN_NAME": "l2t",
