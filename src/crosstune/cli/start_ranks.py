@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Sequence
 
@@ -72,4 +73,5 @@ def start_ranks(words: Sequence[str], config: Config, *, nodes: Nodes | None, nu
         )
     if outcome.lines:
         print_error(outcome.lines)
+    gc.freeze()  # Python would take seconds to collect torch's objects, which the plan has loaded, before this process ends
     return outcome.code
