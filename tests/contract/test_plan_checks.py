@@ -52,7 +52,7 @@ def check_same(words: str, expected: str, capsys: Captured) -> None:
         ("--train_type qlora --quantization_backend quanto --group_size 48", "Groups of 48 weights"),
         ("--base_adapter nowhere", "nowhere"),
         ("--name a/b", "name cannot be 'a/b'"),
-        ("--use_activation_cpu_offload", "Not built yet"),
+        ("--profile", "Not built yet"),
         ("--resume nowhere", "nowhere"),
     ],
 )
