@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.config.check_built import unbuilt_parts
+from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.durations import parse_duration
 from crosstune.core.errors import UserError, raise_all
@@ -124,7 +125,14 @@ def _execute(
     record = begin(ready, described, screen) if group.ranks.first else SilentRecord(folder)
     check_shared_folder(group, folder)
     observer = Observers([record, screen])
-    observer.on_event(Started(folder=str(folder), data=recipe.describe(), num_steps=recipe.num_steps()))
+    observer.on_event(
+        Started(
+            folder=str(folder),
+            data=recipe.describe(),
+            num_steps=recipe.num_steps(),
+            processes=_processes(plan),
+        )
+    )
     for event in ready.early.events:
         record.on_event(event)
     for sentence in ready.warnings:
@@ -143,6 +151,15 @@ def _execute(
     )
     summary = execution.run()
     return RunResult(folder=record.folder, summary=summary, failure=execution.failure)
+
+
+def _processes(plan: Plan) -> str:
+    """Return a description of the processes of a run for the screen; an empty text for one process."""
+    if plan.world_size == 1:
+        return ""
+    over = f" over {plan.collective}" if plan.collective else ""
+    strategy = f", {plan.config.sharding_strategy}" if plan.engine == "torch" else ""
+    return f"{plan.world_size} on {plan.backend.name}{over}{strategy}"
 
 
 def _finished(ready: Ready, group: Group) -> RunResult | None:

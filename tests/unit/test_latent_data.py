@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from crosstune.cli.main import main
 from crosstune.core.errors import UserError
 from crosstune.recipes.latent_diffusion import check_dataset, grammar, wordnet
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
@@ -324,3 +325,13 @@ def test_data_that_are_no_pairs(tmp_path: Path) -> None:
             check_dataset(name)
         assert f"latents build {name}" in error.value.do
     check_dataset("grammar")
+
+
+def test_pairs_are_not_replaced_unless_asked(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (pairs / "manifest.json").read_bytes()
+    words = ["latents", "build", "grammar", "--out", str(pairs), "--max_texts", "40"]
+    assert main(words) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert (pairs / "manifest.json").read_bytes() == before
+    assert main([*words, "--overwrite"]) == 0
+    assert (pairs / "manifest.json").read_bytes() != before

@@ -13,6 +13,7 @@ import pytest
 
 from crosstune.core.errors import UserError
 from crosstune.report import write_report
+from crosstune.report.metric import display_of
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 HOSTILE = "<script>alert('x')</script> & \"quoted\" </pre><img src=//evil.example/x onerror=alert(1)>"
@@ -357,3 +358,17 @@ def test_writing_replaces_the_page_and_leaves_nothing_else(tmp_path: Path) -> No
     assert write_report(folder) == folder / "report.html"
     assert {path.name for path in folder.iterdir()} == before | {"report.html"}
     assert (folder / "report.html").read_text(encoding="utf-8") != "old"
+
+
+@pytest.mark.parametrize(
+    ("name", "better"),
+    [
+        ("token_accuracy", 1),
+        ("shuffled_accuracy", 0),
+        ("zero_accuracy", 0),
+        ("nats_per_token", -1),
+        ("chrf", 1),
+    ],
+)
+def test_a_control_has_no_better_direction(name: str, better: int) -> None:
+    assert display_of(name, [0.2, 0.3]).better == better

@@ -389,3 +389,11 @@ def test_notes_about_the_data_are_printed() -> None:
     data = {"dataset": "commands", "train": {"examples": 3}, "notes": ["no --dataset was given"]}
     Screen(live=False, stream=stream).on_event(Started(folder="runs/x", data=data, num_steps=1))
     assert "note     no --dataset was given" in stream.getvalue()
+
+
+def test_several_processes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for processes in ("", "2 on cpu over gloo, full_shard"):
+        Screen(live=False).on_event(
+            Started(folder="runs/a", data={"dataset": "rows"}, num_steps=1, processes=processes)
+        )
+        assert ("ranks    2 on cpu over gloo, full_shard" in "".join(capsys.readouterr())) == bool(processes)

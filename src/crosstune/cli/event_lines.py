@@ -62,6 +62,8 @@ def _started(event: Started) -> Lines:
         yield f"note     {sentence}", None
     for sentence in event.data.get("warnings", ()):
         yield f"warning  {sentence}", WARNING
+    if event.processes:
+        yield f"ranks    {event.processes}", None
     yield f"run      {event.folder}", None
 
 

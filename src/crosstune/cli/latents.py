@@ -43,6 +43,7 @@ def make_parser() -> Parser:
     parser.add_argument("action", choices=tuple(_HELP))
     parser.add_argument("target", type=read_path_or_name, metavar="TEXTS|PAIRS|RUN")
     parser.add_argument("--out", type=read_path, help="folder or .npy file for the result")
+    parser.add_argument("--overwrite", action="store_true", help="for build: replace the pairs in --out")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument(
         "--encoder", type=read_path_or_name, help="sentence-transformers folder (default minilm-l6-v2)"
@@ -131,10 +132,16 @@ def _build(own: argparse.Namespace) -> int:
     from crosstune.cli.count_line import CountLine
     from crosstune.recipes.latent_diffusion.build import BuildRequest, build
     from crosstune.recipes.latent_diffusion.encoders import MINILM
+    from crosstune.recipes.latent_diffusion.pair_folder import is_pair_folder
     from crosstune.recipes.latent_diffusion.write_pairs import WriteOptions
 
     if own.validation_share >= 1:
         raise UserError("--validation_share is 1 or more.", why="nothing would be left to train on.")
+    if is_pair_folder(own.out) and not own.overwrite:
+        raise UserError(
+            f"{own.out} holds pairs already.",
+            do="give another --out FOLDER, or replace them with --overwrite",
+        )
     with CountLine() as line:
         written = build(
             BuildRequest(

@@ -91,6 +91,8 @@ class Started(Event):
     data: Mapping[str, Any]
     """The recipe's description of its data."""
     num_steps: int
+    processes: str = ""
+    """How several processes train together; empty for one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,23 @@ from crosstune.report.quantity import MINUS, Shown, label_of, show_number, show_
 
 _FIRST = ("loss", "exact_match")
 _LOWER_IS_BETTER = frozenset(
-    {"loss", "nll", "perplexity", "ppl", "error", "mse", "mae", "rmse", "wer", "cer"}
+    {"loss", "nll", "nats", "perplexity", "ppl", "error", "mse", "mae", "rmse", "wer", "cer", "ece"}
 )
 _SHARES = frozenset(
     {"match", "accuracy", "acc", "agreement", "precision", "recall", "f1", "auc", "share", "winrate"}
 )
-_HIGHER_IS_BETTER = _SHARES | {"bleu", "rouge", "correlation", "spearman", "pearson", "kendall", "win"}
+_HIGHER_IS_BETTER = _SHARES | {
+    "bleu",
+    "chrf",
+    "rouge",
+    "correlation",
+    "spearman",
+    "pearson",
+    "kendall",
+    "win",
+}
+_CONTROLS = frozenset({"shuffled", "zero"})
+"""Words of metrics that are measured with wrong inputs, for comparison: no direction is better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +51,8 @@ def display_of(name: str, values: Sequence[float]) -> MetricDisplay:
     words = set(name.lower().replace("-", "_").replace("/", "_").split("_"))
     is_share = bool(words & _SHARES) and all(0 <= value <= 1 for value in values)
     better = -1 if words & _LOWER_IS_BETTER else int(bool(words & _HIGHER_IS_BETTER))
+    if words & _CONTROLS:
+        better = 0
     return MetricDisplay(
         label=label_of(name), show=show_share if is_share else show_number, is_share=is_share, better=better
     )
