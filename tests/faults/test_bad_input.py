@@ -223,7 +223,7 @@ def test_a_signal_keeps_what_was_logged_and_says_how_to_go_on(
     assert read_jsonl(tmp_path / "runs" / "again" / "metrics.jsonl")[0]["loss"] < steps[0]["loss"]
 
 
-def wait_for(condition: Any, *, seconds: float = 90) -> None:
+def wait_for(condition: Any, *, seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come to pass in time"
