@@ -13,7 +13,7 @@ import psutil
 
 from crosstune.checkpoint.rotate import Keep, rotate
 from crosstune.checkpoint.tensors import word_of
-from crosstune.checkpoint.write import Committed, SaveFailed, write_checkpoint
+from crosstune.checkpoint.write import Committed, SaveFailed, no_memory, write_checkpoint
 from crosstune.checkpoint.write_parts import write_divided
 from crosstune.core.errors import UserError
 from crosstune.core.events import CheckpointFailed, CheckpointSaved, Observer, Warned
@@ -107,7 +107,7 @@ class Checkpoints:
             if in_background and self.group.ranks.size == 1:  # the state itself needs less than a copy of it
                 self.save(session, step, evaluations=evaluations, facts=facts, wait=True)
             else:
-                self._report_failure(step, _no_memory(error))
+                self._report_failure(step, no_memory(error))
             return
         self.last_step, self._last_time = step, time.monotonic()
         if not self.writes and state.part is None:
@@ -177,7 +177,7 @@ class Checkpoints:
             if self.writes:
                 writing.removed, writing.problem = self._rotate(evaluations)
         except MemoryError as error:
-            writing.error = _no_memory(error)
+            writing.error = no_memory(error)
         except BaseException as error:  # noqa: BLE001  (raised again in the thread of the loop)
             writing.error = error
         writing.seconds = time.perf_counter() - writing.started
@@ -194,15 +194,6 @@ class Checkpoints:
         self.observer.on_event(CheckpointFailed(step=step, error=str(error)))
         if self.policy.stop_on_error:
             raise error
-
-
-def _no_memory(error: BaseException) -> SaveFailed:
-    return SaveFailed(
-        "There is not enough memory to write a checkpoint.",
-        why=f"{error.why if isinstance(error, OutOfMemory) else error or 'an allocation failed'}; "
-        "the older checkpoints are intact.",
-        do="free memory (a smaller --batch_size, other programs), then continue with --resume auto",
-    )
 
 
 def _trainable(state: SessionState) -> dict[str, Any]:
