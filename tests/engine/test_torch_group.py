@@ -36,6 +36,7 @@ assert group.same("x") and not group.same(str(rank))
 assert group.share("näher" * (1 + rank)) == "näher" and group.share("") == ""
 import math
 assert group.sum_numbers(0.1, rank) == [math.fsum([0.1] * 3), 3.0]
+assert math.isnan(group.sum_numbers((-math.inf, 0.0, math.inf)[rank])[0])
 group.open_devices(torch.device("cpu"))
 ones = torch.ones(2)
 dist.all_reduce(ones)

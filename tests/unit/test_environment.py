@@ -166,6 +166,9 @@ def test_the_variables_of_the_guides_are_for_a_launcher() -> None:
         (SRUN | {"SLURM_NTASKS": "many"}, "SLURM_NTASKS cannot be 'many'"),
         (SRUN | {"SLURM_TASKS_PER_NODE": "4x2"}, "SLURM_TASKS_PER_NODE cannot be"),
         (SRUN | {"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST is not set"),
+        (SRUN | {"SLURM_JOB_NODELIST": "gpu[001-"}, "is not a list of SLURM nodes"),
+        (SRUN | {"SLURM_JOB_NODELIST": "gpu[001-]"}, "is not a list of SLURM nodes"),
+        (SRUN | {"SLURM_JOB_NODELIST": "gpu1,gpu[2"}, "is not a list of SLURM nodes"),
     ],
 )
 def test_variables_that_cannot_be_meant_are_refused(variables: dict[str, str], words: str) -> None:

@@ -15,6 +15,7 @@ from crosstune.checkpoint.tensors import file_bytes, write_new, write_tensors
 from crosstune.core.atomic_files import put_new, staging_folder
 from crosstune.core.disk import NO_ROOM, free_space, readable_bytes
 from crosstune.core.errors import UserError
+from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.core.protocols import Array, SessionState
 
 SPARE_BYTES = 4 * 2**20
@@ -120,4 +121,13 @@ def failed(target: Path, need: int, error: OSError) -> SaveFailed:
         f"The checkpoint {target} could not be written.",
         why=f"{why} No partial checkpoint is left, and the older checkpoints are intact.",
         do="free space or repair the disk, then continue with --resume auto",
+    )
+
+
+def no_memory(error: BaseException) -> SaveFailed:
+    return SaveFailed(
+        "There is not enough memory to write a checkpoint.",
+        why=f"{error.why if isinstance(error, OutOfMemory) else error or 'an allocation failed'}; "
+        "the older checkpoints are intact.",
+        do="free memory (a smaller --batch_size, other programs), then continue with --resume auto",
     )

@@ -18,6 +18,7 @@ from crosstune.checkpoint.write import (
     check_room,
     committed,
     failed,
+    no_memory,
     state_files,
     write_manifest,
 )
@@ -108,6 +109,8 @@ def _together(group: Group, target: Path, need: int) -> Iterator[None]:
         problem = error
     except OSError as error:
         problem = failed(target, need, error)
+    except MemoryError as error:
+        problem = no_memory(error)
     if group.any(problem is not None):
         raise problem or SaveFailed(
             f"The checkpoint {target} could not be written.",

@@ -37,9 +37,13 @@ class OutOfMemory(UserError):
             do=do or "free memory, or use a smaller model",
         )
         self.reason, self.doing = why, doing
+        self.shared = False
+        """Whether every process of the run raises it, so that they can go on together."""
 
     def with_advice(self, do: str) -> OutOfMemory:
-        return OutOfMemory(self.reason, doing=self.doing, do=do)
+        advised = OutOfMemory(self.reason, doing=self.doing, do=do)
+        advised.shared = self.shared
+        return advised
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -175,6 +175,20 @@ class Session(Protocol):
 
 
 @runtime_checkable
+class DividesState(Protocol):
+    """A session that may hold only a part of the state."""
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the other processes hold parts of the state, so that exporting it takes all of them."""
+        ...
+
+
+def is_divided(session: Session) -> bool:
+    return isinstance(session, DividesState) and session.is_divided
+
+
+@runtime_checkable
 class Generates(Protocol):
     """A session whose model can generate text."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -103,3 +105,10 @@ class Alone:
 
     def meet(self) -> None:
         return None
+
+
+def sum_exactly(numbers: Sequence[float]) -> float:
+    """Return the sum, rounded once; nan for infinities of both signs, for which math.fsum raises."""
+    if math.inf in numbers and -math.inf in numbers:
+        return math.nan
+    return math.fsum(numbers)

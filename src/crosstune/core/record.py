@@ -115,6 +115,13 @@ class RecordFailed(UserError):
         )
 
 
+class RecordFailedElsewhere(RecordFailed):
+    """The same in a process that does not write the record."""
+
+    def __init__(self, asked: str, *, why: str, do: str) -> None:
+        UserError.__init__(self, asked, why=why, do=do)
+
+
 def _room(path: Path, error: OSError) -> str:
     """Say how much space is left where there is too little of it."""
     if error.errno not in NO_ROOM:

@@ -63,7 +63,7 @@ class Hub:
                 raise PortTaken(
                     f"The launcher cannot listen on {where}.",
                     why="another program has this port.",
-                    do="choose another MASTER_PORT on every machine",
+                    do="choose another --master_port (MASTER_PORT) on every machine",
                 ) from error
             raise UserError(
                 f"The launcher cannot listen on {where}.",

@@ -12,7 +12,7 @@ from crosstune.distributed.variables import has, read_address, read_number, read
 
 _PORTS_FROM, _NUM_PORTS = 20_000, 12_000
 """Below the ports that Linux gives to outgoing connections."""
-_ENTRY = re.compile(r"([^\[\],]+)(?:\[([0-9,-]+)\])?([^\[\],]*)")
+_ENTRY = re.compile(r"([^\[\],]+)(?:\[([0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*)\])?([^\[\],]*)")
 
 
 def ranks_in_slurm(environment: Mapping[str, str]) -> Ranks | None:
@@ -45,8 +45,10 @@ def ranks_in_slurm(environment: Mapping[str, str]) -> Ranks | None:
 
 def first_host(nodes: str) -> str:
     """Return the first host of a node list such as `gpu[003-005,9],login1`."""
-    match = _ENTRY.match(nodes.strip())
-    if match is None:
+    # A comma inside brackets separates numbers, every other one separates hosts.
+    entries = [_ENTRY.fullmatch(entry.strip()) for entry in re.split(r",(?![^\[]*\])", nodes)]
+    match = entries[0]
+    if match is None or None in entries:
         raise UserError(
             f"{shown(nodes)} is not a list of SLURM nodes (SLURM_JOB_NODELIST).",
             do="set MASTER_ADDR to the address of the first machine",

@@ -11,15 +11,17 @@ from typing import Any
 
 import psutil
 
+from crosstune.checkpoint.folders import name_of
 from crosstune.checkpoint.rotate import Keep, rotate
 from crosstune.checkpoint.tensors import word_of
-from crosstune.checkpoint.write import Committed, SaveFailed, write_checkpoint
+from crosstune.checkpoint.write import Committed, SaveFailed, no_memory, write_checkpoint
 from crosstune.checkpoint.write_parts import write_divided
 from crosstune.core.errors import UserError
 from crosstune.core.events import CheckpointFailed, CheckpointSaved, Observer, Warned
 from crosstune.core.out_of_memory import OutOfMemory
-from crosstune.core.protocols import Session, SessionState
+from crosstune.core.protocols import Session, SessionState, is_divided
 from crosstune.core.ranks import Alone, Group
+from crosstune.loop.agreement import Agreement
 
 SNAPSHOT_SHARE = 0.25
 """Largest snapshot as a share of free memory; a larger state is written while training waits."""
@@ -43,6 +45,8 @@ class _Writing:
     step: int
     blocked_s: float
     started: float
+    divided: bool = False
+    """Whether all processes write it, and know together whether that failed."""
     thread: threading.Thread | None = None
     committed: Committed | None = None
     removed: list[str] = field(default_factory=list)
@@ -65,9 +69,11 @@ class Checkpoints:
         fields: Fields,
         observer: Observer,
         group: Group | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         self.root, self.policy, self.fields, self.observer = root, policy, fields, observer
         self.group = group if group is not None else Alone()
+        self.agreement = agreement if agreement is not None else Agreement(self.group)
         self.writes = self.group.ranks.first
         self.newest: Path | None = None
         self.last_step = 0
@@ -104,16 +110,19 @@ class Checkpoints:
         try:
             state = session.export_state(copy=in_background and self.writes, divided=True)
         except (OutOfMemory, MemoryError) as error:
-            if in_background and self.group.ranks.size == 1:  # the state itself needs less than a copy of it
+            if is_divided(session) and self.group.ranks.size > 1:  # the others may still gather their parts
+                raise
+            if in_background:  # the state itself needs less than a copy of it
                 self.save(session, step, evaluations=evaluations, facts=facts, wait=True)
             else:
-                self._report_failure(step, _no_memory(error))
+                self._report_failure(step, no_memory(error))
             return
         self.last_step, self._last_time = step, time.monotonic()
         if not self.writes and state.part is None:
+            self.newest = self.root / name_of(step)  # where the first process writes it
             return
         fields = dict(self.fields(step)) | {"trainable": _trainable(state), "facts": dict(facts or {})}
-        writing = _Writing(step=step, blocked_s=0.0, started=started)
+        writing = _Writing(step=step, blocked_s=0.0, started=started, divided=state.part is not None)
         self._writing = writing
         scores = dict(evaluations)
         in_background = in_background and state.part is None  # the parts are written together
@@ -129,7 +138,8 @@ class Checkpoints:
             self.finish()
 
     def poll(self) -> None:
-        """Report a write that has ended; raise its error if the run stops on save errors."""
+        """Report a write that has ended; raise its error if the run stops on save errors. With several processes, the
+        error is raised in all of them at their next question to each other."""
         if self._writing is not None and (
             self._writing.thread is None or not self._writing.thread.is_alive()
         ):
@@ -144,7 +154,7 @@ class Checkpoints:
             writing.thread.join()
         self.longest_save_s = max(self.longest_save_s, writing.seconds)
         if writing.error is not None:
-            self._report_failure(writing.step, writing.error)
+            self._report_failure(writing.step, writing.error, divided=writing.divided)
             return
         assert writing.committed is not None
         self.newest = writing.committed.folder
@@ -177,7 +187,7 @@ class Checkpoints:
             if self.writes:
                 writing.removed, writing.problem = self._rotate(evaluations)
         except MemoryError as error:
-            writing.error = _no_memory(error)
+            writing.error = no_memory(error)
         except BaseException as error:  # noqa: BLE001  (raised again in the thread of the loop)
             writing.error = error
         writing.seconds = time.perf_counter() - writing.started
@@ -188,21 +198,15 @@ class Checkpoints:
         except (UserError, OSError) as error:
             return [], f"old checkpoints could not be removed: {error}"
 
-    def _report_failure(self, step: int, error: BaseException) -> None:
+    def _report_failure(self, step: int, error: BaseException, *, divided: bool = False) -> None:
         if not isinstance(error, SaveFailed):
             raise error
         self.observer.on_event(CheckpointFailed(step=step, error=str(error)))
-        if self.policy.stop_on_error:
+        if not self.policy.stop_on_error:
+            return
+        if divided:
             raise error
-
-
-def _no_memory(error: BaseException) -> SaveFailed:
-    return SaveFailed(
-        "There is not enough memory to write a checkpoint.",
-        why=f"{error.why if isinstance(error, OutOfMemory) else error or 'an allocation failed'}; "
-        "the older checkpoints are intact.",
-        do="free memory (a smaller --batch_size, other programs), then continue with --resume auto",
-    )
+        self.agreement.keep(error)
 
 
 def _trainable(state: SessionState) -> dict[str, Any]:

@@ -24,11 +24,12 @@ from crosstune.core.events import (
     Warned,
 )
 from crosstune.core.out_of_memory import OutOfMemory, memory_errors
-from crosstune.core.protocols import Backward, PreparedBatch, Recipe, Sample, Session
+from crosstune.core.protocols import Backward, PreparedBatch, Recipe, Sample, Session, is_divided
 from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import RecordFailed
 from crosstune.core.scaling import LossScale
 from crosstune.core.schedule import learning_rate, warmup_steps
+from crosstune.loop.agreement import Agreement
 from crosstune.loop.best import best_step, overfits, overfitting_warning, stops_early
 from crosstune.loop.prefetch import Prefetch
 from crosstune.loop.progress import Progress
@@ -78,19 +79,29 @@ class Training:
             self.observer.on_event(Stopped(reason=self.stop.reason, step=progress.steps, num_steps=num_steps))
         except (NonFiniteError, OutOfMemory, PeerLost, RecordFailed) as error:
             try:
-                self._save(wait=True)  # the weights are those of the last completed step
+                if self._can_save_after(error):
+                    self._save(wait=True)  # the weights are those of the last completed step
                 self.checkpoints.finish()  # an earlier write may still be in progress
-            except (
-                SaveFailed,
-                RecordFailed,
-            ):  # reported as far as it can be; raise the error that stopped the run
-                raise error from None
+            except (SaveFailed, RecordFailed, OutOfMemory):  # reported as far as it can be
+                raise error from None  # the one that stopped the run
+            finally:
+                self._agreement.problem = None
             raise
         except BaseException:
             with contextlib.suppress(SaveFailed):  # already reported as an event
                 self.checkpoints.finish()  # the thread that writes would die with the process
             raise
         self.checkpoints.finish()
+        self._agreement.check()
+
+    @property
+    def _agreement(self) -> Agreement:
+        return self.checkpoints.agreement
+
+    def _can_save_after(self, error: BaseException) -> bool:
+        """Return whether a state can be exported after an error: one that is divided needs every process, and only an
+        error that all of them raise brings them here."""
+        return not is_divided(self.session) or isinstance(error, (NonFiniteError, RecordFailed))
 
     def _run(self, num_steps: int) -> None:
         progress = self.progress
@@ -146,7 +157,7 @@ class Training:
             progress.stopped_early = True
             message = f"stopped early: no lower evaluation loss in {self.config.early_stopping} evaluations"
             self.observer.on_event(Warned(message=message, step=progress.steps))
-            if self.group.any(self.checkpoints.due_at_end(progress.steps)):
+            if self._agreement.any(self.checkpoints.due_at_end(progress.steps)):
                 self._save()
         return True
 
@@ -159,7 +170,7 @@ class Training:
 
     def _stop_together(self) -> None:
         """Stop in every process of the run if any of them has a request to stop."""
-        if self.group.any(self.stop.requested):
+        if self._agreement.any(self.stop.requested):
             self.stop.request("another process of the run")
             raise StopRequested(self.stop.reason)
 
@@ -168,7 +179,7 @@ class Training:
         done = self.progress.steps
         self.checkpoints.poll()
         save_last = done == num_steps and self.checkpoints.due_at_end(done)
-        if self.group.any(save_last or self.checkpoints.due(done)):
+        if self._agreement.any(save_last or self.checkpoints.due(done)):
             self._save()
         self._evaluate_if_due(num_steps)
 
@@ -193,7 +204,9 @@ class Training:
                 self._save_where_kept()
 
     def _save_where_kept(self) -> None:
-        """Write a checkpoint unless the run keeps none."""
+        """Write a checkpoint unless the run keeps none, or the state is divided and the other processes go on."""
+        if is_divided(self.session):
+            return
         if self.checkpoints.policy.at_end or self.checkpoints.newest is not None:
             with contextlib.suppress(SaveFailed):  # already reported as an event
                 self._save(wait=True)

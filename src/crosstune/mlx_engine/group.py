@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Iterator, Mapping
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from crosstune.core.activity import Activity
 from crosstune.core.errors import PeerLost, PortTaken, UserError
-from crosstune.core.ranks import Limits, Ranks
+from crosstune.core.ranks import Limits, Ranks, sum_exactly
 
 BUFFER_BYTES = 64 * 2**20
 """Arrays are all-reduced in buckets of up to this size: few messages and little extra memory."""
@@ -41,7 +40,7 @@ class RingGroup:
         """Sum each number over the processes in double precision, bitwise equal on every rank."""
         parts = self._gather(np.array(numbers, "<f8").tobytes())
         return [
-            math.fsum(column)
+            sum_exactly(column)
             for column in zip(*(np.frombuffer(p, "<f8").tolist() for p in parts), strict=True)
         ]
 

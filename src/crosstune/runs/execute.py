@@ -36,6 +36,7 @@ from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import Record, RecordFailed
 from crosstune.core.scaling import LossScale, needs_loss_scale
 from crosstune.core.weight_average import result_weights
+from crosstune.loop.agreement import Agreement, KeepingErrors
 from crosstune.loop.progress import Progress
 from crosstune.loop.save import Checkpoints, SavePolicy
 from crosstune.loop.stop import StopRequested, StopSignal
@@ -73,6 +74,9 @@ class Execution:
 
     def __post_init__(self) -> None:
         self.ranks = self.group.ranks
+        self.agreement = Agreement(self.group)
+        if self.ranks.size > 1:
+            self.observer = KeepingErrors(self.observer, self.agreement)
         self.scale = LossScale(enabled=needs_loss_scale(self.plan.precision))
 
     def run(self) -> dict[str, Any]:
@@ -145,12 +149,13 @@ class Execution:
 
     def _write_result(self, session: Session, extra: dict[str, Any]) -> None:
         """Write the best or the last weights as the result, and record which."""
-        runs = [self.record.folder]
+        self.group.meet()  # the first process has finished writing checkpoints
+        runs = [Path(self.group.share(str(self.record.folder)))]
         if self.start is not None:
             runs.append(find_run(self.start.checkpoint.folder))
-        chosen, best = best_weights(self.plan.config, self.progress, runs, self.observer)
+        chosen, best = best_weights(self.plan.config, self.progress, runs, self.observer, group=self.group)
         extra["best"], extra["last"] = (self._evaluation(step) for step in (best, self.progress.steps))
-        if self.group.any(chosen is not None):
+        if chosen is not None:
             self._keep_last(session)
         elif not self._is_good(session):
             return
@@ -161,6 +166,7 @@ class Execution:
             extra["result"], extra["result_step"] = str(result), step
             costs = cost_of_saving(result)
             self.observer.on_event(ResultSaved(path=str(result), step=step, against_trained=costs))
+        self.agreement.check()
 
     def _evaluation(self, step: int | None) -> dict[str, Any] | None:
         found = self.progress.eval_metrics.get(step) if step is not None else None
@@ -172,6 +178,7 @@ class Execution:
         if self.progress.steps > self.checkpoints.last_step and self._is_good(session):
             with contextlib.suppress(SaveFailed):  # already reported as an event
                 self._save_checkpoint(session)
+            self.agreement.forget_failed_save()
 
     def _save_checkpoint(self, session: Session) -> None:
         assert self.checkpoints is not None
@@ -211,13 +218,17 @@ class Execution:
         try:
             training.run()
         except OutOfMemory as error:
-            return with_advice(error, self.plan, longest_row=self.recipe.longest_row())
+            advised = with_advice(error, self.plan, longest_row=self.recipe.longest_row())
+            if self.ranks.size > 1 and not error.shared:  # the other processes wait elsewhere
+                raise advised from error
+            return advised
         except SaveFailed as error:
-            if self._watch is None or self._watch.look() is None:
+            if not self.group.any(self._watch is not None and self._watch.look() is not None):
                 return error
             self.progress.status = "stopped"
             with contextlib.suppress(SaveFailed):  # already reported as an event
                 self._save_checkpoint(session)
+            self.agreement.forget_failed_save()
         except (NonFiniteError, PeerLost) as error:
             return error
         return self._watch.error if self._watch is not None else None
@@ -257,6 +268,7 @@ class Execution:
             fields=self._fields,
             observer=self.observer,
             group=self.group,
+            agreement=self.agreement,
         )
         checkpoints.last_step = self.start.step if self.start else 0
         return checkpoints
@@ -297,14 +309,14 @@ class Execution:
     def _is_good(self, session: Session) -> bool:
         """Return whether all weights are finite; only a failed run can have others. Exporting them may need every
         process, so they are not checked after a process was lost."""
-        if self.failure is None or isinstance(self.failure, PeerLost):
+        if isinstance(self.failure, PeerLost) or not self.group.any(self.failure is not None):
             return True
         weights = session.export_state(copy=False).weights
         bad = next((name for name, array in weights.items() if not np.isfinite(array).all()), None)
         if bad is not None:
             message = f"no result is written: {bad} has non-finite values"
             self.observer.on_event(Warned(message=message, step=self.progress.steps))
-        return bad is None
+        return not self.group.any(bad is not None)
 
     def _save_result(self, session: Session) -> Path | None:
         """Write the result. If that fails, make sure that the weights are in a checkpoint, from which it can be made."""

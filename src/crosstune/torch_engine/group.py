@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from datetime import timedelta
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from crosstune.config.load import add_variables
 from crosstune.config.time_limits import nccl_variables
 from crosstune.core.activity import Activity
-from crosstune.core.ranks import Limits, Ranks
+from crosstune.core.ranks import Limits, Ranks, sum_exactly
 from crosstune.torch_engine.board import StoreBoard
 from crosstune.torch_engine.lost_peers import peer_errors
 from crosstune.torch_engine.rendezvous import join_store, second_connection, shared_store, use_interface_of
@@ -54,7 +53,7 @@ class TorchGroup:
         """Sum each number over the processes in double precision, bitwise equal on every rank."""
         parts = self.gather(np.array(numbers, "<f8").tobytes())
         return [
-            math.fsum(column)
+            sum_exactly(column)
             for column in zip(*(np.frombuffer(p, "<f8").tolist() for p in parts), strict=True)
         ]
 

@@ -121,7 +121,7 @@ def _open_client(ranks: Ranks, deadline: float) -> dist.Store:
     raise UserError(
         f"{ranks.name} reaches {place}, but what answers there is not the first process of the run.",
         why=problems[0] if problems else f"it did not answer as a store within {left_s:.0f} s.",
-        do="choose another MASTER_PORT: some other program has this one",
+        do="choose another --master_port (MASTER_PORT): some other program has this one",
     )
 
 
@@ -147,7 +147,9 @@ def _listen(ranks: Ranks) -> socket.socket:
         return listening
     where = f"{ranks.name} cannot listen on {ranks.master_addr}:{ranks.master_port}."
     if problem is not None and problem.errno == errno.EADDRINUSE:
-        raise PortTaken(where, why="another program has this port.", do="choose another MASTER_PORT")
+        raise PortTaken(
+            where, why="another program has this port.", do="choose another --master_port (MASTER_PORT)"
+        )
     raise UserError(
         where, why=f"{problem}.", do="set MASTER_ADDR to an address of the machine on which rank 0 runs"
     )

@@ -104,6 +104,10 @@ class TorchSession:
         """Make collectives in the block, if there are several processes."""
         return self.parallel.connected(doing) if self.parallel is not None else contextlib.nullcontext()
 
+    @property
+    def is_divided(self) -> bool:
+        return self.parallel is not None and self.parallel.strategy.sharded
+
     def discard(self) -> None:
         self.masters.clear_gradients()
         states.import_random(self.device, self._random_before)
@@ -111,9 +115,10 @@ class TorchSession:
     def update(self, *, lr: float) -> None:
         optimizer = self._trained_optimizer()
         set_learning_rate(optimizer, lr)
-        with memory_errors(self.device):
-            optimizer.step()
-        self.masters.publish()
+        with self.connected("an update"):
+            with memory_errors(self.device):
+                optimizer.step()
+            self.masters.publish()
         self.masters.clear_gradients()
         self.parts.cache.after_step()
 
@@ -241,8 +246,7 @@ class TorchSession:
 
     def _gathering(self, doing: str) -> contextlib.AbstractContextManager[None]:
         """Gather parts in the block; replicas, which have none, need no other process."""
-        sharded = self.parallel is not None and self.parallel.strategy.sharded
-        return self.connected(doing) if sharded else contextlib.nullcontext()
+        return self.connected(doing) if self.is_divided else contextlib.nullcontext()
 
     def _write_model(self, folder: Path | None) -> Path | None:
         """Write the whole model on the rank that has a folder; the others send it their parts."""

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from crosstune.config.plan import Plan
-from crosstune.core.errors import PeerLost
 from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.core.protocols import PreparedBatch, StatePart
 from crosstune.core.ranks import Group
@@ -45,8 +44,8 @@ class Parallel:
     device: torch.device
     reduce_once: bool = False
     """Whether gradients are reduced after the last micro-batch only, see --no_sync."""
-    interrupted: OutOfMemory | PeerLost | None = field(default=None)
-    """Why this rank left a pass that the others are still in, so that no collective works any more."""
+    interrupted: BaseException | None = field(default=None)
+    """Why this rank left a call that the others may still be in, so that no collective works any more."""
 
     @property
     def size(self) -> int:
@@ -113,22 +112,24 @@ class Parallel:
             yield
         except OutOfMemory as error:
             if self.strategy.sharded:
-                self.interrupted = error
-                raise
+                raise  # `connected` remembers it
             failure = error
         free_gathered(model)
         if not self.strategy.sharded and self.group.any(failure is not None):
-            raise failure or OutOfMemory("another process of the run has too little")
+            failure = failure or OutOfMemory("another process of the run has too little")
+            failure.shared = True
+            raise failure
 
     @contextlib.contextmanager
     def connected(self, doing: str) -> Iterator[None]:
-        """Make collectives in the block; raise PeerLost for their errors. A rank that cannot make any says why at once."""
+        """Make collectives in the block; raise PeerLost for their errors. A rank of a sharded model that left such a block
+        with an error, whichever it was, cannot make any more, and says why at once."""
         if self.interrupted is not None:
             raise self.interrupted
         try:
             with peer_errors(self.group.ranks, doing=doing):
                 yield
-        except PeerLost as error:
+        except BaseException as error:
             self.interrupted = error if self.strategy.sharded else None
             raise
 
