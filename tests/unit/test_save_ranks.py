@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 
 from crosstune.checkpoint.folders import checkpoint_folders
+from crosstune.checkpoint.write import SaveFailed
+from crosstune.checkpoint.write_parts import write_divided
 from crosstune.core.events import Observers
-from crosstune.core.protocols import SessionState
-from crosstune.core.ranks import Alone, Ranks
+from crosstune.core.protocols import SessionState, StatePart
+from crosstune.core.ranks import Alone, Ranks, sum_exactly
 from crosstune.loop import save
 from crosstune.loop.save import Checkpoints, SavePolicy
 
@@ -105,3 +108,46 @@ def test_a_run_ends_with_a_checkpoint_where_it_keeps_any(tmp_path: Path) -> None
     assert plain.due_at_end(4)
     plain.last_step = 4
     assert not plain.due_at_end(4)
+
+
+def test_a_rank_that_does_not_write_knows_that_the_run_keeps_checkpoints(tmp_path: Path) -> None:
+    checkpoints = open_checkpoints(tmp_path, writes=False)
+    checkpoints.save(OneWeight(), 3, evaluations={}, wait=True)
+    assert checkpoints.due_at_end(4)
+
+
+def test_a_failed_write_is_raised_where_all_ranks_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class First(Second):
+        ranks = Ranks(rank=0, size=2)
+
+    def refuse(root: Path, state: SessionState, fields: Any) -> None:
+        raise SaveFailed("no room")
+
+    monkeypatch.setattr(save, "write_checkpoint", refuse)
+    checkpoints = Checkpoints(
+        tmp_path, policy=SavePolicy(), fields=lambda step: {}, observer=Observers(), group=First()
+    )
+    checkpoints.save(OneWeight(), 3, evaluations={}, wait=True)
+    with pytest.raises(SaveFailed, match="no room"):
+        checkpoints.agreement.check()
+    checkpoints.agreement.check()
+
+
+def test_too_little_memory_for_a_part_is_a_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(state: SessionState) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("crosstune.checkpoint.write_parts.check_finite", refuse)
+    part = StatePart(number=0, count=1, writes=True, shapes={"w": (1,)})
+    state = SessionState(weights={"w": np.ones(1, np.float32)}, moments={}, random={}, part=part)
+    with pytest.raises(SaveFailed, match="not enough memory"):
+        write_divided(tmp_path, state, {"step": 1}, group=Alone())
+
+
+def test_infinities_of_both_signs_sum_to_nan() -> None:
+    assert math.isnan(sum_exactly([math.inf, 1.0, -math.inf]))
+    assert sum_exactly([math.inf, 1.0]) == math.inf and math.isnan(sum_exactly([math.nan, math.inf]))
