@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,12 @@ from support import FRAMEWORKS
 
 from crosstune.core.machine import Machine
 from crosstune.machines.probe import load_machine
+
+
+def pytest_configure() -> None:
+    """Take Ctrl-C back where a shell that runs the tests in the background ignores it: children would inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
