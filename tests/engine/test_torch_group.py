@@ -43,6 +43,7 @@ dist.all_reduce(ones)
 assert ones.tolist() == [3.0, 3.0]
 board = group.open_board()
 group.meet()
+group.close()
 """
 
 
