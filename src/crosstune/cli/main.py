@@ -60,6 +60,8 @@ Run `crosstune COMMAND --help` for details. Exit codes: 0 success, 1 internal er
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a caller's own stream may have been read from
     _print_any_character()
     escape_output()
     return end_quietly(lambda: _lasting(words), is_process=argv is None)
@@ -112,10 +114,7 @@ def _run(command: str, words: list[str]) -> int:
 
 
 def _print_any_character() -> None:
-    """Escape what the terminal's encoding lacks, and bytes of file names that are not UTF-8, instead of failing; read
-    what is not text as the replacement character."""
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")
+    """Escape what the terminal's encoding lacks, and bytes of file names that are not UTF-8, instead of failing."""
     for stream in (raw_stream(sys.stdout), raw_stream(sys.stderr)):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
