@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_process import Running, WarmProcess
 
 from crosstune.checkpoint.read import open_checkpoint
 from crosstune.cli.main import main
@@ -178,34 +179,23 @@ def test_a_cache_without_room_says_how_much_is_missing(tmp_path: Path) -> None:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def start_training(folder: Path, *words: str) -> subprocess.Popen[str]:
+def start_training(warm: WarmProcess, folder: Path, *words: str) -> Running:
     """Start a training that takes long, in a process of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "crosstune",
-        "train",
-        *words,
-        "--backend",
-        "cpu",
-        "--max_steps",
-        "100000",
-    ]
     place = ["--output_dir", str(folder.parent), "--name", folder.name]
-    return subprocess.Popen([*command, *place], stderr=subprocess.PIPE, text=True)
+    return warm.command(["train", *words, "--backend", "cpu", "--max_steps", "100000", *place])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_keeps_what_was_logged_and_says_how_to_go_on(
-    tmp_path: Path, tiny_model: Path, data: Path, number: signal.Signals
+    tmp_path: Path, tiny_model: Path, data: Path, warm: WarmProcess, number: signal.Signals
 ) -> None:
     folder = tmp_path / "runs" / "long"
     words = ["--model_name", str(tiny_model), "--dataset", str(data)]
-    process = start_training(folder, *words)
+    process = start_training(warm, folder, *words)
     wait_for(lambda: len(read_jsonl(folder / "metrics.jsonl")) >= 20)
-    process.send_signal(number)
-    _, answer = process.communicate(timeout=60)
-    assert process.returncode == 3
+    process.send(number)
+    code, answer = process.wait()
+    assert code == 3, answer
     assert "continue" in answer
     assert f"crosstune train --resume {folder}" in answer
     assert open_checkpoint(folder / "checkpoints" / "latest").step == len(
@@ -230,12 +220,14 @@ def wait_for(condition: Any, *, seconds: float = 300) -> None:
         time.sleep(0.05)
 
 
-def test_a_kill_leaves_a_record_that_can_be_read(tmp_path: Path, tiny_model: Path, data: Path) -> None:
+def test_a_kill_leaves_a_record_that_can_be_read(
+    tmp_path: Path, tiny_model: Path, data: Path, warm: WarmProcess
+) -> None:
     folder = tmp_path / "runs" / "killed"
-    process = start_training(folder, "--model_name", str(tiny_model), "--dataset", str(data))
+    process = start_training(warm, folder, "--model_name", str(tiny_model), "--dataset", str(data))
     wait_for(lambda: len(read_jsonl(folder / "metrics.jsonl")) >= 3)
     process.kill()
-    process.communicate()
+    process.wait()
     assert main(["report", str(folder)]) == 0
     assert (folder / "report.html").stat().st_size > 1000
 

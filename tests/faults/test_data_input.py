@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_process import WarmProcess
 
 from crosstune.cli.main import main
 
@@ -101,7 +102,13 @@ def test_a_template_that_raises_or_loops_is_stopped_by_its_limits(
     ],
 )
 def test_every_command_is_safe_from_a_template_that_knows_its_audience(
-    tmp_path: Path, tiny_model: Path, write_jsonl: Any, command: str, payload: str, limit: str
+    tmp_path: Path,
+    tiny_model: Path,
+    write_jsonl: Any,
+    warm: WarmProcess,
+    command: str,
+    payload: str,
+    limit: str,
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
@@ -118,15 +125,13 @@ def test_every_command_is_safe_from_a_template_that_knows_its_audience(
         "train": ["--dataset", str(path), "--model_name", str(model), "--output_dir", str(tmp_path), *common],
         "generate": [str(model), "--prompt", "now", *common],
     }[command]
-    done = subprocess.run(
-        [sys.executable, "-m", "crosstune", command, *words], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2, done.stderr
-    assert f"The chat template {template} cannot render this conversation." in done.stderr
-    assert limit in done.stderr
-    assert "Traceback" not in done.stderr
+    code, said = warm.command([command, *words]).wait()
+    assert code == 2, said
+    assert f"The chat template {template} cannot render this conversation." in said
+    assert limit in said
+    assert "Traceback" not in said
     if command != "generate":
-        assert f"{path}, line 4:" in done.stderr
+        assert f"{path}, line 4:" in said
 
 
 def test_the_report_and_marked_examples(tiny_model: Path, write_jsonl: Any, capsys: Any) -> None:

@@ -36,6 +36,7 @@ def be_child(kind, program, out):
         os.dup2(handle, 1)
         os.dup2(handle, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        sys.stdin = open(0, encoding="utf-8", closefd=False)
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
         sys.stderr = open(2, "w", encoding="utf-8", closefd=False)
         code = run(kind, program)
@@ -78,8 +79,11 @@ class Running:
     out: Path
     warm: WarmProcess
 
+    def send(self, number: int) -> None:
+        os.kill(self.pid, number)
+
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        self.send(signal.SIGKILL)
 
     def is_alive(self) -> bool:
         return self.warm.ask("poll", self.pid) is None
