@@ -25,7 +25,7 @@ class Entry:
     backends: tuple[str, ...] = ()
     """Backends to train on, unless --backend says another: the first that is available here."""
     output_dir: str | None = None
-    """Where its results go, unless --output_dir says otherwise; the run is then named MODEL_final."""
+    """The folder of its results, unless --output_dir says otherwise; the run is then named MODEL_final."""
     script: Callable[[], str] | None = None
     """Returns the text of a file that does more than pass its command line on."""
 

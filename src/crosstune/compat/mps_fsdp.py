@@ -41,7 +41,7 @@ class MPSFSDPWrapper:
         self.memory_optimizer = fsdp_memory.MemoryOptimizer(self.config, self.device)
         self.profiles: list[fsdp_memory.MemoryProfile] = []
         self.adjustments: list[str] = []
-        """What is done differently than asked; each is also warned about once."""
+        """Return the differences from what was asked; each is also warned about once."""
 
     def wrap_model(self, model: Any, auto_wrap_policy: Any = None, param_dtype: Any = None) -> Any:
         """Shard a model in place and return it. Modules that the policy selects are gathered one at a time.

@@ -51,4 +51,4 @@ class Facts:
     longest_row: int | None = None
     """Tokens in the longest row, once the data is loaded; the memory estimate then uses it instead of the context."""
     preset: Mapping[str, Preset] = field(default_factory=dict)
-    """What the recipe chooses for the backend; only options that were not set."""
+    """The recipe's choices for the backend; only options that were not set."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 class Activity:
-    """What this process does now. One thread sets it, others read it."""
+    """The present activity of this process. One thread sets it, others read it."""
 
     def __init__(self) -> None:
         self.name = "starting"

@@ -16,7 +16,7 @@ EXIT_STOPPED = 3
 EXIT_PEER_LOST = 4
 EXIT_PORT_TAKEN = 5
 EXIT_HUNG = 6
-"""Of a rank whose watchdog ended it; the launcher ends with 1."""
+"""The exit code of a rank whose watchdog ended it; the launcher ends with 1."""
 EXIT_AT_ONCE = 130
 
 LIBRARY_FAULTS = (

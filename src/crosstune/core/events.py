@@ -92,7 +92,7 @@ class Started(Event):
     """The recipe's description of its data."""
     num_steps: int
     processes: str = ""
-    """How several processes train together; empty for one."""
+    """A description of the processes of a run; empty for one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ _DTYPES = {
 
 @dataclass
 class MPSFSDPConfig:
-    """How a model is sharded. Strategies may be given as torch's enums or by name."""
+    """The settings of sharding. Strategies may be given as torch's enums or by name."""
 
     sharding_strategy: ShardingStrategy | str = ShardingStrategy.FULL_SHARD
     min_num_params: int | float = 1_000_000
