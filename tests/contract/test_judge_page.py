@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import pytest
 from pages import Followed, Page, open_workshop
@@ -15,16 +16,16 @@ pytestmark = pytest.mark.slow  # six commands that each load torch
 
 
 @pytest.fixture(scope="module")
-def followed(tmp_path_factory: pytest.TempPathFactory) -> Followed:
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Followed]:
     home, page = tmp_path_factory.mktemp("judge"), Page("judge.md")
-    workshop = open_workshop(home, page)
     tiny_model(home / "my-model")
     rows = "".join(f"word {number // 2},answer {number},{1 + number % 5}\n" for number in range(60))
     (home / "ratings.csv").write_text(f"quelle,answer,note\n{rows}")
     (home / "answers.jsonl").write_text(
         '{"id": "x", "task": "say hi", "answer": "hi", "reference": "hello"}\n'
     )
-    return Followed(workshop, page)
+    with open_workshop(home, page) as workshop:
+        yield Followed(workshop, page)
 
 
 def test_a_judge_is_trained_and_tested(followed: Followed) -> None:

@@ -176,9 +176,10 @@ def test_another_number_of_processes_continues(folder: Path) -> None:
 def test_a_full_model_continues_everywhere(in_parts: bool, folder: Path) -> None:
     name = "parts" if in_parts else "all"
     hook = IN_PARTS if in_parts else ""
-    check_resumed(folder, name, SAVED | EVALUATED | {"train_type": "full"}, worlds=(1, 3, 4), hook=hook)
+    more = SAVED | EVALUATED | {"train_type": "full"}
+    check_resumed(folder, name, more, worlds=(1, 3, 4), hook=hook)
     pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
-    on = resumed(folder, name, SAVED | {"train_type": "full"}, world=1)
+    on = resumed(folder, name, more, world=1)
     train(make_config(**on | {"backend": "mlx", "name": f"{name}-mlx"}))
     np.testing.assert_allclose(losses(folder / f"{name}-mlx"), losses(folder / f"{name}-plain"), rtol=1e-4)
 
