@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import yaml
 
-from crosstune.cli.escape_controls import printable
+from crosstune.core.control_characters import printable
 from crosstune.cli.main import main
 from crosstune.config.option import Option
 from crosstune.config.peer_names import DIFFERENT, SAME, SAME_FOR_VALUES, SECTIONS
