@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 from crosstune.core.control_characters import printable
 
+
 class _EscapingStream:
     """A text stream that escapes what is written to it."""
 
