@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.json_files import read_json, read_jsonl
 from crosstune.core.safetensors_header import read_header
+from crosstune.data.tokenizer import Tokenizer
 from crosstune.run import train
 
 Captured = pytest.CaptureFixture[str]
@@ -100,6 +104,34 @@ def test_early_stopping_ends_a_run_once_and_for_all(
     assert result_bytes(again.folder) == result_bytes(result.folder)
     longer = train(make_config(**config | {"early_stopping": 0, "resume": "auto"}))
     assert longer.summary["steps"] == 40
+
+
+def test_evaluations_that_are_not_finite_end_with_the_last_weights_and_a_word(
+    tmp_path: Path, tiny_model: Path, data: tuple[str, str]
+) -> None:
+    """The letter of the held-out rows has weights that are not numbers; the training never meets it."""
+    model = shutil.copytree(tiny_model, tmp_path / "damaged")
+    tokens = {*Tokenizer.from_folder(model).encode("Ω").ids} - {*Tokenizer.from_folder(model).encode("a").ids}
+    (path,) = model.glob("*.safetensors")
+    weights = dict(load_file(path))
+    embedding = weights["model.embed_tokens.weight"].copy()
+    embedding[sorted(tokens)] = np.nan
+    save_file(weights | {"model.embed_tokens.weight": embedding}, path, metadata={"format": "pt"})
+    held_out = tmp_path / "odd.jsonl"
+    held_out.write_text(json.dumps({"prompt": "Ω", "completion": "no"}) + "\n")
+    rows = (data[0], str(held_out))
+    config = options(tmp_path, model, rows, early_stopping=2, eval_steps=2, result="best", max_steps=8)
+    result = train(make_config(**config))
+    assert (result.summary["status"], result.summary["stopped_early"]) == ("finished", True)
+    assert result.summary["steps"] == result.summary["result_step"] == 4
+    assert result.summary["best"] is None and result_bytes(result.folder)
+    said = [row["message"] for row in read_jsonl(result.folder / "events.jsonl") if row["kind"] == "warning"]
+    assert len(said) == 3, said
+    assert "evaluation loss at step 0 is nan" in said[0]
+    assert "2 evaluations in a row is not finite" in said[1]
+    assert "the last weights are the result" in said[2]
+    again = train(make_config(**config | {"early_stopping": 0, "resume": "auto"}))
+    assert (again.summary["steps"], again.summary["result_step"]) == (8, 8)
 
 
 def test_mlx_takes_the_best_weights_too(tmp_path: Path, tiny_model: Path, data: tuple[str, str]) -> None:

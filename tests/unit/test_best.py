@@ -6,7 +6,14 @@ import math
 
 import pytest
 
-from crosstune.loop.best import best_step, overfits, overfitting_warning, stops_early
+from crosstune.loop.best import (
+    best_step,
+    early_stopping_message,
+    evaluation_warning,
+    overfits,
+    overfitting_warning,
+    stops_early,
+)
 
 Losses = dict[int, float]
 
@@ -52,3 +59,16 @@ def test_overfitting_is_a_clear_rise_and_noise_is_not() -> None:
     assert overfits({0: 9.0, 10: 2.0, 20: 2.5})
     assert not overfits({10: 2.0, 20: 2.5, 30: 1.9})
     assert "2.0000 at step 10 and is 2.5000 at step 20" in overfitting_warning({10: 2.0, 20: 2.5})
+
+
+def test_a_loss_that_is_not_finite_is_named_in_the_warning_and_at_the_end() -> None:
+    assert evaluation_warning({}) == evaluation_warning({0: 1.0, 10: 0.5}) == ("", "")
+    for value in (math.nan, math.inf, -math.inf):
+        word, message = evaluation_warning({0: 1.0, 10: value})
+        assert word == "not finite" and f"at step 10 is {value}" in message
+    assert evaluation_warning({0: math.nan})[0] == "not finite"
+    assert evaluation_warning({0: math.nan, 10: 2.0, 20: 2.5})[0] == "overfitting"
+    assert "2 evaluations in a row is not finite" in early_stopping_message(
+        {0: 1.0, 10: 0.9, 20: math.nan, 30: math.inf}, patience=2
+    )
+    assert "no lower evaluation loss" in early_stopping_message({10: 1.0, 20: 1.1, 30: math.nan}, patience=2)

@@ -12,13 +12,18 @@ from typing import Any
 import pytest
 
 from crosstune.cli.arguments import print_json
-from crosstune.cli.escape_controls import escape_output, printable
+from crosstune.cli.escape_controls import escape_output
 from crosstune.cli.live_line import BarLine
 from crosstune.cli.main import main
 from crosstune.cli.output import Output
 from crosstune.cli.screen import Screen
 from crosstune.cli.streams import lasting_output
+from crosstune.core.control_characters import printable
 from crosstune.core.events import Evaluated, Warned
+from crosstune.core.json_files import read_jsonl
+from crosstune.core.record import RunRecord
+from crosstune.report import write_report
+from crosstune.results.prompt_file import write_row
 
 CLIPBOARD = "\x1b]52;c;aGVsbG8=\x07"
 HOSTILE = f"a{CLIPBOARD}b\x9b2Jc\u202ed\u2066e\x7ff\x08g"
@@ -105,6 +110,22 @@ def test_json_stays_json(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert is_clean(out)
     assert json.loads(out) == {"answer": HOSTILE, "half": "\ud83d"}
+
+
+def test_the_files_of_a_run_and_of_answers_are_clean(tmp_path: Path) -> None:
+    """They are looked at with `cat`, too."""
+    run = tmp_path / "run"
+    record = RunRecord.create(run, config_yaml="", plan={"name": HOSTILE})
+    record.on_event(Warned(message=f"{HOSTILE} \ud83d"))
+    record.finish({"status": "finished", "name": HOSTILE})
+    with (run / "answers.jsonl").open("w", encoding="utf-8") as file:
+        write_row(file, {"prompt": HOSTILE, "answer": HOSTILE})
+    for name, key in {"plan.json": "name", "summary.json": "name", "answers.jsonl": "answer"}.items():
+        assert is_clean((run / name).read_text(encoding="utf-8")), name
+        assert json.loads((run / name).read_text(encoding="utf-8"))[key] == HOSTILE
+    assert is_clean((run / "events.jsonl").read_text(encoding="utf-8"))
+    assert read_jsonl(run / "events.jsonl")[0]["message"] == f"{HOSTILE} \ud83d"
+    assert is_clean(write_report(run).read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(

@@ -348,7 +348,16 @@ def test_half_a_surrogate_pair_does_not_stop_the_page(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     line = json.dumps(evaluation(0, "before", 1.0, 0.0, "\ud800 日本語"))
     (folder / "events.jsonl").write_text(line + "\n")
-    assert "? 日本語" in render_page(folder).text
+    assert "\\ud800 日本語" in render_page(folder).text
+
+
+def test_control_characters_are_escaped_on_the_page(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    line = json.dumps(evaluation(0, "before", 1.0, 0.0, "\x1b]52;c;aGk=\x07 \x9b2J \u202eleft"))
+    (folder / "events.jsonl").write_text(line + "\n")
+    page = render_page(folder)
+    assert "\\x1b]52;c;aGk=\\x07 \\x9b2J \\u202eleft" in page.text
+    assert not set(write_report(folder).read_text(encoding="utf-8")) & set("\x1b\x07\x9b\u202e")
 
 
 def test_writing_replaces_the_page_and_leaves_nothing_else(tmp_path: Path) -> None:

@@ -103,7 +103,6 @@ def at_least(low: int | float) -> Callable[[str], int | float]:
 
 def print_json(data: object) -> None:
     """Print data as JSON, with null for non-finite numbers."""
-    from crosstune.cli.escape_controls import printable_json
     from crosstune.core.json_files import to_json
 
-    print(printable_json(to_json(data, indent=2)))
+    print(to_json(data, indent=2))

@@ -8,7 +8,8 @@ from typing import Any, TextIO
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from crosstune.cli.escape_controls import printable, raw_stream
+from crosstune.cli.escape_controls import raw_stream
+from crosstune.core.control_characters import printable
 
 
 class EscapingConsole(Console):

@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from crosstune.cli.arguments import Parser, parse_config, print_json
-from crosstune.cli.escape_controls import printable, raw_stream
+from crosstune.cli.escape_controls import raw_stream
 from crosstune.cli.units import count
 from crosstune.config.schema import Config
+from crosstune.core.control_characters import printable
 from crosstune.core.errors import EXIT_DONE, UserError
 
 EXAMPLES = """examples:

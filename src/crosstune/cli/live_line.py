@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from crosstune.cli.escape_controls import printable
+from crosstune.core.control_characters import printable
 
 MIN_BAR, MAX_BAR = 6, 30
 NARROW = 60

@@ -8,9 +8,9 @@ from typing import TextIO
 from rich.text import Text
 
 from crosstune.cli.console import EscapingConsole
-from crosstune.cli.escape_controls import printable
 from crosstune.cli.fold import fold
 from crosstune.cli.unblocked import UnblockedStream
+from crosstune.core.control_characters import printable
 
 WARNING, ERROR, GOOD, QUIET, STRONG = "yellow", "bold red", "green", "dim", "bold"
 

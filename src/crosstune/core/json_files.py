@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.atomic_files import write_text
+from crosstune.core.control_characters import printable_json
 from crosstune.core.errors import UserError, shown
 from crosstune.core.plain_files import MissingFile, UnreadableFile, not_utf8, open_plain, read_plain
 
@@ -20,7 +21,6 @@ LINE_LIMIT = 16 << 20
 DEPTH_LIMIT = 64
 _DIGITS_LIMIT = 40
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_HALF = re.compile("[\ud800-\udfff]")
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -29,12 +29,9 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def to_json(data: Any, *, indent: int | None = None) -> str:
-    """Return the JSON text of a value, as plain ASCII if UTF-8 cannot encode it: a file name may hold any bytes, and a
-    model may write half of a surrogate pair."""
-    text = json.dumps(finite(data), indent=indent, ensure_ascii=False, allow_nan=False)
-    if _HALF.search(text):
-        return json.dumps(finite(data), indent=indent, allow_nan=False)
-    return text
+    """Return the JSON text of a value. Control characters are escaped, and so is what UTF-8 cannot encode: a file name may
+    hold any bytes, and a model may write half of a surrogate pair."""
+    return printable_json(json.dumps(finite(data), indent=indent, ensure_ascii=False, allow_nan=False))
 
 
 def read_json(path: Path, *, foreign: bool = False, limit: int = JSON_LIMIT) -> dict[str, Any]:

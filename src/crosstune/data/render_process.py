@@ -8,11 +8,11 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 
+from crosstune.core.active_time import ActiveClock
 from crosstune.core.errors import UserError
 from crosstune.data.render_types import EXIT_OUT_OF_MEMORY, REPLY_HEADER, REQUEST_HEADER
 from crosstune.data.template_limits import Limits
@@ -23,6 +23,8 @@ _TICK_S = 0.05
 _SLACK_BYTES = 128 << 20
 """Memory of an interpreter with jinja, and what is not given back to the system."""
 _SLACK_S = 2.0
+_STOPPED_S = 10.0
+"""After this time another process takes the place of one that somebody has stopped."""
 # Nothing else of the environment is handed on: it may hold tokens and keys.
 _KEPT_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH")
 _CODE = "import sys; sys.path += sys.argv[1:]; from crosstune.data.render_worker import main; main()"
@@ -123,7 +125,7 @@ class RenderProcess:
         why = "it writes too much text" if length > MOST_REPLY_BYTES else watch.look()
         if why:
             self.close()
-            raise Ended(why, over_limit=True)
+            raise Ended(why, over_limit=not watch.is_stopped)
 
     def _ended(self, watch: _Watch) -> Ended:
         status = self._child.wait()
@@ -139,7 +141,7 @@ class RenderProcess:
 
 @dataclass
 class _Watch:
-    """The CPU time and memory of the process since a request."""
+    """The CPU time and memory of the process since a request. Time in which we are suspended ourselves does not count."""
 
     pid: int
     cpu_s: float
@@ -147,8 +149,11 @@ class _Watch:
     stalled_s: float
     first_cpu_s: float | None = None
     last_cpu_s: float = -1.0
-    looked: float = field(default_factory=time.monotonic)
-    moved: float = field(default_factory=time.monotonic)
+    is_stopped: bool = False
+    clock: ActiveClock = field(default_factory=ActiveClock)
+
+    def __post_init__(self) -> None:
+        self.looked = self.moved = self.clock.now()
 
     @property
     def over_cpu(self) -> str:
@@ -162,13 +167,14 @@ class _Watch:
         """Return the limit that is exceeded, or an empty string. Most requests end before the first look."""
         import psutil
 
-        now = time.monotonic()
+        now = self.clock.now()
         if now - self.looked < _TICK_S:
             return ""
         self.looked = now
         try:
             process = psutil.Process(self.pid)
             times, memory_bytes = process.cpu_times(), process.memory_info().rss
+            self.is_stopped = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
         except psutil.Error:  # it has just ended
             return ""
         cpu_s = times.user + times.system
@@ -181,6 +187,8 @@ class _Watch:
         # The system enforces this on Linux, but not on macOS.
         if memory_bytes > self.memory_bytes + _SLACK_BYTES:
             return self.over_memory
+        if self.is_stopped and now - self.moved > _STOPPED_S:
+            return f"the process that renders it has been stopped for {_STOPPED_S:g} s"
         if now - self.moved > self.stalled_s:
             return f"the process that renders it has been at rest for {self.stalled_s:g} s"
         return ""

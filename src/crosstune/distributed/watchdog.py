@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
+from crosstune.core.active_time import ActiveClock
 from crosstune.core.activity import Activity
 from crosstune.core.errors import EXIT_HUNG, EXIT_PEER_LOST
 from crosstune.core.ranks import Ranks
@@ -79,7 +80,8 @@ class Watchdog:
         self._limit_s = limit_s
         self._main = threading.main_thread().ident
         self._place: object = None
-        self._moved = self._answered = time.monotonic()
+        self._clock = ActiveClock()  # a job that is suspended as a whole has no rank that hangs
+        self._moved = self._answered = self._clock.now()
         self._beat = 0
         self._latest: State | None = None
         self._states: Mapping[int, State] = {}
@@ -96,7 +98,7 @@ class Watchdog:
     def state(self) -> State:
         """Return what this rank does now."""
         frame = sys._current_frames().get(self._main) if self._main is not None else None
-        place, now = (self._activity.name, *_places(frame)), time.monotonic()
+        place, now = (self._activity.name, *_places(frame)), self._clock.now()
         if place != self._place:
             self._place, self._moved = place, now
         self._beat += 1
@@ -121,12 +123,12 @@ class Watchdog:
             except BoardLost:
                 self._lost = True
                 return
-            self._answered = time.monotonic()
+            self._answered = self._clock.now()
 
     def _watch(self) -> None:
         lost_at: float | None = None
         while not self._done.wait(self.poll_s):
-            state, now = self.state(), time.monotonic()
+            state, now = self.state(), self._clock.now()
             self._latest = state
             for board in self._own:
                 board.post(state)
@@ -167,8 +169,8 @@ class Watchdog:
 class LauncherWatch:
     """The launcher's look at the ranks of its machine, which also sees when all of them are stopped."""
 
-    def __init__(self, board: Board, *, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._board, self._clock = board, clock
+    def __init__(self, board: Board, *, limit_s: float, clock: Callable[[], float] | None = None) -> None:
+        self._board, self._clock = board, clock or ActiveClock().now
         self._judge = Judge(limit_s + 1.0)  # the ranks themselves see more, and come first
         self._next = 0.0
 

@@ -1,4 +1,4 @@
-"""Judge the evaluations of a run: the best step, whether to stop early, and whether the model overfits."""
+"""Judge the evaluations of a run: the best step, whether to stop early, and what to warn of."""
 
 from __future__ import annotations
 
@@ -32,6 +32,26 @@ def stops_early(evaluations: Losses, *, patience: int) -> bool:
     # Without a single finite loss, none was an improvement over the start.
     best = best_step(evaluations) or 0
     return sum(step > best for step in evaluations) >= patience
+
+
+def early_stopping_message(evaluations: Losses, *, patience: int) -> str:
+    last = [evaluations[step] for step in sorted(evaluations)[-patience:]]
+    if not any(math.isfinite(loss) for loss in last):
+        return f"stopped early: the loss of {patience} evaluations in a row is not finite"
+    return f"stopped early: no lower evaluation loss in {patience} evaluations"
+
+
+def evaluation_warning(evaluations: Losses) -> tuple[str, str]:
+    """Return what is wrong with the last evaluation, in a word and in a sentence; empty if nothing is."""
+    last = max(evaluations, default=0)
+    if not math.isfinite(evaluations.get(last, 0.0)):
+        return "not finite", (
+            f"the evaluation loss at step {last} is {evaluations[last]}, so these weights count as no improvement; "
+            "check the held-out data, or try --precision fp32 or a lower --lr"
+        )
+    if overfits(evaluations):
+        return "overfitting", overfitting_warning(evaluations)
+    return "", ""
 
 
 def overfits(evaluations: Losses) -> bool:

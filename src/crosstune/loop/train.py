@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.config.schema import Config
+from crosstune.core.active_time import ActiveClock
 from crosstune.core.errors import NonFiniteError, PeerLost
 from crosstune.core.events import (
     Evaluated,
@@ -30,7 +31,7 @@ from crosstune.core.record import RecordFailed
 from crosstune.core.scaling import LossScale
 from crosstune.core.schedule import learning_rate, warmup_steps
 from crosstune.loop.agreement import Agreement
-from crosstune.loop.best import best_step, overfits, overfitting_warning, stops_early
+from crosstune.loop.best import best_step, early_stopping_message, evaluation_warning, stops_early
 from crosstune.loop.prefetch import Prefetch
 from crosstune.loop.progress import Progress
 from crosstune.loop.save import Checkpoints
@@ -62,16 +63,15 @@ class Training:
     deadline: Deadline | None = None
     group: Group = field(default_factory=Alone)
     scale: LossScale = field(default_factory=lambda: LossScale(enabled=False))
-    _overfits: bool = False
-    """True if the last evaluation was clearly worse than the best one, which was reported."""
+    _warned_of: str = ""
+    """What is wrong with the last evaluation, which was reported."""
 
     def run(self) -> None:
         """Run the remaining steps. Progress is always up to date; a stop writes a checkpoint."""
         progress, num_steps = self.progress, self.recipe.num_steps()
         try:
-            with memory_errors(
-                doing="the training"
-            ):  # of the recipe; those of the session are converted there
+            # Of the recipe; those of the session are converted there.
+            with memory_errors(doing="the training"), self._clock.ticking():
                 self._run(num_steps)
         except StopRequested:
             progress.status = "stopped"
@@ -93,6 +93,12 @@ class Training:
             raise
         self.checkpoints.finish()
         self._agreement.check()
+
+    @property
+    def _clock(self) -> ActiveClock:
+        """The clock of steps and saves: a suspension is part of no rate, and no time is kept free for another one before
+        the time limit."""
+        return self.checkpoints.clock
 
     @property
     def _agreement(self) -> Agreement:
@@ -155,7 +161,7 @@ class Training:
             return False
         if not progress.stopped_early:
             progress.stopped_early = True
-            message = f"stopped early: no lower evaluation loss in {self.config.early_stopping} evaluations"
+            message = early_stopping_message(progress.evaluations, patience=self.config.early_stopping)
             self.observer.on_event(Warned(message=message, step=progress.steps))
             if self._agreement.any(self.checkpoints.due_at_end(progress.steps)):
                 self._save()
@@ -229,7 +235,7 @@ class Training:
 
     def _take_step(self, step: int, window: Sequence[PreparedBatch]) -> None:
         lr = self.rate(step)
-        started = time.perf_counter()
+        started = self._clock.now()
         try:
             result: Backward | None = take_step(
                 self.session,
@@ -241,7 +247,7 @@ class Training:
         except NonFiniteError as error:
             self._find_nonfinite(error, step, window)
             result = None
-        step_s = time.perf_counter() - started
+        step_s = self._clock.now() - started
         memory = self.session.memory()
         self.progress.add(result, step_s=step_s, memory=memory)
         self.observer.on_step(
@@ -276,7 +282,7 @@ class Training:
     def _evaluate(self, *, when: str) -> Mapping[str, float]:
         if self.config.skip_eval:
             return {}
-        step, started = self.progress.steps, time.perf_counter()
+        step, started = self.progress.steps, self._clock.now()
         self._stop_together()
         self._start("evaluation")
         self.observer.on_event(EvaluationStarted(step=step, when=when))
@@ -290,25 +296,27 @@ class Training:
                 when=when,
                 metrics=dict(evaluation.metrics),
                 samples=[_sample_row(sample) for sample in evaluation.samples],
-                seconds=time.perf_counter() - started,
+                seconds=self._clock.now() - started,
             )
         )
         self.progress.add_evaluation(step, evaluation.metrics)
         if when != "before":
             self._keep_best(step)
+        self._warn_of_evaluation(step)
         return evaluation.metrics
 
     def _keep_best(self, step: int) -> None:
-        """Save the weights if no earlier ones were better, as the result is made from them; and warn of overfitting."""
-        evaluations = self.progress.evaluations
+        """Save the weights if no earlier ones were better, as the result is made from them."""
         wanted = self.config.result != "last" and self.config.eval_steps > 0
-        if wanted and best_step(evaluations) == step and step < self.recipe.num_steps():
+        if wanted and best_step(self.progress.evaluations) == step and step < self.recipe.num_steps():
             self._save()
-        if not overfits(evaluations):
-            self._overfits = False
-        elif not self._overfits:
-            self._overfits = True
-            self.observer.on_event(Warned(message=overfitting_warning(evaluations), step=step))
+
+    def _warn_of_evaluation(self, step: int) -> None:
+        """Warn once of overfitting, or of a loss that is not finite, until an evaluation is better."""
+        word, message = evaluation_warning(self.progress.evaluations)
+        if word and word != self._warned_of:
+            self.observer.on_event(Warned(message=message, step=step))
+        self._warned_of = word
 
 
 def _sample_row(sample: Sample) -> SampleRow:

@@ -13,6 +13,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from crosstune.core.atomic_files import write_bytes
+from crosstune.core.control_characters import printable
 from crosstune.core.errors import UserError
 from crosstune.core.version import __version__
 from crosstune.report.chart import draw, legend_key
@@ -50,15 +51,14 @@ def write_report(run_dir: Path) -> Path:
     html = render(load_run(run_dir))
     target = run_dir / REPORT_FILE
     try:
-        # A model may generate a lone surrogate, which UTF-8 cannot encode.
-        write_bytes(target, html.encode("utf-8", errors="replace"))
+        write_bytes(target, html.encode("utf-8"))
     except OSError as error:
         raise UserError(f"Cannot write the report {target}.", why=str(error)) from error
     return target
 
 
 def render(run: RunFiles) -> str:
-    """Return the whole page as HTML."""
+    """Return the whole page as HTML, with the control characters of prompts, names and answers escaped."""
     environment = Environment(
         loader=FunctionLoader(_asset),
         autoescape=True,
@@ -68,13 +68,14 @@ def render(run: RunFiles) -> str:
     )
     environment.globals.update(draw=draw, legend_key=legend_key)
     style, script = _asset("style.css"), _asset("script.js")
-    return environment.get_template("page.html.jinja").render(
+    page = environment.get_template("page.html.jinja").render(
         style=Markup(style),
         script=Markup(script),
         policy=_policy(style, script),
         version=__version__,
         **_contents(run),
     )
+    return printable(page)
 
 
 def _contents(run: RunFiles) -> dict[str, Any]:

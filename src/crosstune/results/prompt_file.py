@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from crosstune.core.errors import UserError
-from crosstune.core.json_files import parse_json
+from crosstune.core.json_files import parse_json, to_json
 from crosstune.core.plain_files import UnreadableFile, read_plain_text
 from crosstune.data.formats import to_conversation
 from crosstune.data.render_types import Message
@@ -106,7 +105,7 @@ def open_output(path: Path) -> TextIO:
 
 def write_row(file: TextIO, row: dict[str, Any]) -> None:
     """Write a row at once, so that what was answered before an interruption is kept."""
-    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    file.write(to_json(row) + "\n")
     file.flush()
 
 
