@@ -184,7 +184,9 @@ def killed_in_parts(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
         for done, number in enumerate(numbers, 1):
             yield rank_saves.kill_at_point(bench, method, scene, rank, number)
             print(
-                f"parts: {method}, {scene}, rank {rank}: {done} of {len(numbers)}", file=sys.stderr, flush=True
+                f"parts: {method}, {scene}, rank {rank}: {done} of {len(numbers)}",
+                file=sys.stderr,
+                flush=True,
             )
 
 

@@ -46,9 +46,7 @@ def test_the_first_machine_listens_where_the_others_look(names: dict[str, list[s
 
 
 @pytest.mark.parametrize("other", ["10.0.0.7", "fd00::7"])
-def test_an_address_of_another_network_comes_before_loopback(
-    other: str, names: dict[str, list[str]]
-) -> None:
+def test_an_address_of_another_network_comes_before_loopback(other: str, names: dict[str, list[str]]) -> None:
     names["first"] = ["127.0.1.1", other]
     assert [entry[4][0] for entry in master.resolve("first", 0)] == [other, "127.0.1.1"]
     assert master.leads_back("first") is None

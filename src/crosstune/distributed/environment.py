@@ -216,7 +216,11 @@ def _read_hosts(path: Path) -> list[str]:
         found = parse_json(text) if text.strip() else []
         return [str(addresses[0]).rsplit(":", 1)[0] for addresses in found]
     except UnreadableFile as error:
-        raise UserError(f"Cannot read the host file {path} (MLX_HOSTFILE).", why=error.why) from error
+        raise UserError(
+            f"Cannot read the host file {path} (MLX_HOSTFILE).",
+            why=error.why,
+            do="start the processes with mlx.launch, which writes the file, or unset MLX_RANK to train in one process",
+        ) from error
     except (ValueError, TypeError, LookupError) as error:
         raise UserError(
             f"{path} is not a host file of an MLX ring.",

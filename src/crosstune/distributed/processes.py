@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Protocol
 
 from crosstune.config.load import child_environment
-from crosstune.core.errors import EXIT_DONE, EXIT_HUNG, EXIT_PEER_LOST, EXIT_PORT_TAKEN, EXIT_STOPPED, LONGEST_TEXT
+from crosstune.core.errors import (
+    EXIT_DONE,
+    EXIT_HUNG,
+    EXIT_PEER_LOST,
+    EXIT_PORT_TAKEN,
+    EXIT_STOPPED,
+    LONGEST_TEXT,
+)
 from crosstune.distributed.environment import LAUNCH_FOLDER, LAUNCHER
 from crosstune.distributed.reports import Failure, Report
 

@@ -109,7 +109,7 @@ class TorchGroup:
         return self.share(text)
 
     def close(self) -> None:
-        """Leave the default group; for a process that goes on after its training."""
+        """Leave the default group. Every process calls this, with no collective under way."""
         if dist.is_initialized():
             dist.destroy_process_group()
 

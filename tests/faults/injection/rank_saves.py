@@ -113,7 +113,9 @@ def _attempt(
         rank: bench.start(
             method,
             folder,
-            before=partial(_become_rank, shared | {"RANK": rank, "LOCAL_RANK": rank}, (before or {}).get(rank)),
+            before=partial(
+                _become_rank, shared | {"RANK": rank, "LOCAL_RANK": rank}, (before or {}).get(rank)
+            ),
             **OPTIONS,
         )
         for rank in range(SIZE)
