@@ -10,6 +10,7 @@ Each trial that fails is printed as a line of JSON, with what is needed to do it
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import subprocess
@@ -22,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "faults"))
 
-from injection import competing, corruption, disks, kills, payloads, ranks, signals
+from injection import competing, corruption, disks, kills, payloads, rank_saves, ranks, signals
 from injection.bench import METHODS, Bench, check_finished, lost_or_torn
 from injection.kills import Trial
 
@@ -175,6 +176,20 @@ def killed_ranks(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
             yield ranks.stop_rank(bench, size=size, rank=rank, limit_s=15.0)
 
 
+def killed_in_parts(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
+    """SIGKILL of one of two ranks at every stage of a save in parts, which both recover from."""
+    for method, scene, rank in itertools.product(("full", "lora"), rank_saves.SAVES, range(rank_saves.SIZE)):
+        points = rank_saves.points_of(bench, method, scene, rank)
+        numbers = rank_saves.distinct(points)[own.part[0] - 1 :: own.part[1]]
+        for done, number in enumerate(numbers, 1):
+            yield rank_saves.kill_at_point(bench, method, scene, rank, number)
+            print(
+                f"parts: {method}, {scene}, rank {rank}: {done} of {len(numbers)}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
 SECTIONS: dict[str, Callable[[Bench, argparse.Namespace], Iterator[Trial]]] = {
     "kills": exhaustive_kills,
     "random_kills": random_kills,
@@ -185,6 +200,7 @@ SECTIONS: dict[str, Callable[[Bench, argparse.Namespace], Iterator[Trial]]] = {
     "signals": early_ends,
     "competing": competing_starts,
     "ranks": killed_ranks,
+    "parts": killed_in_parts,
 }
 
 
@@ -196,6 +212,9 @@ def replay(bench: Bench, asked: dict[str, Any]) -> Trial:
     if kind.startswith("kill ranks of "):
         size = int(kind.removeprefix("kill ranks of "))
         return ranks.kill_ranks(bench, seed, size=size, num_kills=5, method=method)
+    if kind.startswith("kill rank "):
+        rank, _, scene = kind.removeprefix("kill rank ").partition(" in parts, ")
+        return rank_saves.kill_at_point(bench, method, scene, int(rank), seed)
     if kind.startswith("kill at call, "):
         return kills.kill_at_point(bench, method, kind.removeprefix("kill at call, "), seed)
     if kind.startswith("payload: "):

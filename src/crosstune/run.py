@@ -56,9 +56,9 @@ def num_processes(config: Config, *, num_local: int | None = None) -> int:
     return plan.world_size
 
 
-def engine_of(config: Config) -> str:
-    """Return the engine of a run's backend on this machine."""
-    return make_plan(read_request(config, observer=Observers(), hashes=False).config).engine
+def plan_here(config: Config) -> Plan:
+    """Return the plan of a run on this machine as one process would make it, for its backend and engine."""
+    return make_plan(read_request(config, observer=Observers(), hashes=False).config)
 
 
 def train(

@@ -1,4 +1,4 @@
-"""Errors of the torch engine when transformers fails to build a model."""
+"""Loading in the torch engine: errors when transformers fails to build a model, and the dtypes that it chooses."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.torch_engine.load import readable_errors
+from crosstune.planner.gather import make_plan
+from crosstune.torch_engine.load import load_model, readable_errors
+from crosstune.torch_engine.precision import PRECISIONS
 
 
 @pytest.mark.parametrize(
@@ -40,3 +43,25 @@ def test_running_out_of_memory_is_not_a_fault_of_the_model(error: Exception) -> 
     with pytest.raises(type(error)) as found, readable_errors(Path("model")):
         raise error
     assert found.value is error
+
+
+@pytest.mark.parametrize("is_half", [False, True])
+def test_a_sharded_load_keeps_in_fp32_what_transformers_keeps(
+    is_half: bool, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some models name weights that are not rounded; a model that is sharded as it is loaded has the same."""
+    from transformers import LlamaForCausalLM
+
+    precision = "fp16" if is_half else "bf16"
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", ["input_layernorm"])
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules", ["layers.*.mlp.up_proj"])
+    plan = make_plan(make_config(backend="cpu", precision=precision, train_type="full", skip_eval=True))
+    shared = {"plan": plan, "precision": PRECISIONS[precision], "device": torch.device("cpu")}
+    whole, _ = load_model(tiny_model, **shared)
+    parts, _ = load_model(tiny_model, **shared, finish=lambda model, block: None)
+    wanted, found = whole.state_dict(), parts.state_dict()
+    assert wanted["model.layers.0.input_layernorm.weight"].dtype == torch.float32
+    up = wanted["model.layers.1.mlp.up_proj.weight"].dtype
+    assert up == (torch.float32 if is_half else torch.bfloat16)
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name

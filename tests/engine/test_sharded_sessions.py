@@ -119,7 +119,7 @@ from crosstune.core.quantization import QuantSpec
 from crosstune.torch_engine.quantized import QuantLinear, quantize_weight
 from crosstune.torch_engine.sharding.parts import is_sharded, whole
 from crosstune.torch_engine.sharding.gathered import free_gathered
-from crosstune.torch_engine.sharding.shard import shard
+from crosstune.torch_engine.sharding.shard import original_dtypes, shard
 from crosstune.torch_engine.sharding.strategies import STRATEGIES, make_mesh
 
 group.open_devices(torch.device("cpu"))
@@ -150,6 +150,25 @@ for spec in specs:
     out.sum().backward()
     assert torch.equal(x.grad, (torch.ones_like(out) @ dense)), spec
     free_gathered(model)
+
+# A parameter that stays in fp32 among 16-bit ones, as some routers do, is computed with in fp32.
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.gate = nn.Linear(5, 7).bfloat16(), nn.Parameter(1 + torch.rand(7) / 1000)
+    def forward(self, x):
+        return self.inner(x.bfloat16()).float() * self.gate
+
+x, plain = torch.randn(2, 5), Mixed()
+model = shard(nn.Sequential(Mixed()), mesh=mesh, strategy=strategy)
+parameters = dict(model.named_parameters())
+assert is_sharded(parameters["0.inner.weight"]) and not is_sharded(parameters["0.gate"])
+assert original_dtypes(model) == {"0.inner.weight": torch.bfloat16, "0.inner.bias": torch.bfloat16}
+assert torch.equal(model(x), plain(x))
+model(x).sum().backward()
+plain(x).sum().backward()
+assert torch.equal(parameters["0.gate"].grad, plain.gate.grad)
 """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from injection import ranks
+from injection import rank_saves, ranks
 from injection.bench import Bench
 
 from crosstune.core.json_files import read_jsonl
@@ -27,6 +27,15 @@ def test_a_run_recovers_from_a_killed_rank_bit_for_bit(bench: Bench, tmp_path: P
     said = run.said.read_text()
     assert "was killed by SIGKILL" in said and "(restart 1 of 1)" in said
     assert [event["kind"] for event in read_jsonl(run.folder / "events.jsonl")].count("resumed") == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_in_parts_survives_a_kill(bench: Bench, rank: int) -> None:
+    """The first rank dies between the new folder and `latest`, the second while it writes its part."""
+    points = rank_saves.points_of(bench, "full", "save and rotate", rank)
+    number = points.index("symlink") + 1 if rank == 0 else rank_saves.distinct(points)[3]
+    assert points[number - 1] == ("symlink", "write")[rank]
+    assert rank_saves.kill_at_point(bench, "full", "save and rotate", rank, number).problems == []
 
 
 @pytest.mark.slow

@@ -57,22 +57,40 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 def start(
-    bench: Bench, machines: tuple[str, str], folder: Path, *, second: Sequence[str] = (), **more: Any
+    bench: Bench,
+    machines: tuple[str, str],
+    folder: Path,
+    *,
+    master: str = MASTER,
+    before: Sequence[Sequence[str]] = ((), ()),
+    **more: Any,
 ) -> list[tuple[subprocess.Popen[str], Path]]:
-    """The same command on both machines; `second` goes before that of the second one."""
+    """The same command on both machines; `before` has the words that go before it on each."""
     started = []
     for node, name in enumerate(machines):
         words = bench.words("lora", folder, **ranks.OPTIONS | more)
-        variables = {"NNODES": "2", "NODE_RANK": str(node), "NPROC_PER_NODE": "1", "MASTER_ADDR": MASTER}
+        variables = {"NNODES": "2", "NODE_RANK": str(node), "NPROC_PER_NODE": "1", "MASTER_ADDR": master}
         said = bench.home / f"{folder.name}-{node}.said"
-        before = second if node else ()
-        command = ["ip", "netns", "exec", name, *before, sys.executable, "-m", "crosstune", *words]
+        command = ["ip", "netns", "exec", name, *before[node], sys.executable, "-m", "crosstune", *words]
         with said.open("w") as file:
             process = subprocess.Popen(
                 command, env={**os.environ, **variables}, stdout=file, stderr=subprocess.STDOUT, text=True
             )
         started.append((process, said))
     return started
+
+
+def mounted(command: str) -> list[str]:
+    """Return the words before a program that is to see another file system, which `command` mounts."""
+    words = ["unshare", "--mount", "sh", "-c", f'{command} && exec "$@"', "sh"]
+    if subprocess.run([*words, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting is not permitted here")
+    return words
+
+
+def with_hosts(text: str, path: Path) -> list[str]:
+    path.write_text(f"127.0.0.1 localhost\n{text}\n")
+    return mounted(f"mount --bind {path} /etc/hosts")
 
 
 def ends(started: list[tuple[subprocess.Popen[str], Path]]) -> list[tuple[int, str]]:
@@ -89,6 +107,30 @@ def test_two_machines_train_as_one(bench: Bench, machines: tuple[str, str], tmp_
     assert (first, second) == (0, 0), said + quiet
     assert ranks.differences(ranks.read_bits(tmp_path / "two"), wanted) == []
     assert "finished" in said and "finished" not in quiet
+
+
+def test_a_name_that_leads_back_to_the_first_machine_is_fine(
+    bench: Bench, machines: tuple[str, str], tmp_path: Path
+) -> None:
+    """Debian gives a machine's own name the address 127.0.1.1; the others know the real one."""
+    before = [
+        with_hosts(f"{address} ct-first", tmp_path / f"hosts-{node}")
+        for node, address in enumerate(("127.0.1.1", MASTER))
+    ]
+    started = start(bench, machines, tmp_path / "named", master="ct-first", before=before, max_steps=2)
+    (first, said), (second, quiet) = ends(started)
+    assert (first, second) == (0, 0), said + quiet
+
+
+def test_a_machine_that_takes_itself_for_the_first_is_told(
+    bench: Bench, machines: tuple[str, str], tmp_path: Path
+) -> None:
+    before = [with_hosts("127.0.1.1 ct-first", tmp_path / "hosts")] * 2
+    started = start(
+        bench, machines, tmp_path / "itself", master="ct-first", before=before, connect_timeout="30s"
+    )
+    (first, _), (second, said) = ends(started)
+    assert (first, second) == (2, 2) and "ct-first is the first machine" in said and "127.0.1.1" in said
 
 
 def test_a_cut_link_ends_both_machines(bench: Bench, machines: tuple[str, str], tmp_path: Path) -> None:
@@ -117,9 +159,7 @@ def test_a_run_folder_that_is_not_shared_is_refused(
     """The second machine has another file system at the place of the run folder."""
     folder = tmp_path / "apart" / "run"
     folder.parent.mkdir()
-    hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {folder.parent} && exec "$@"', "sh"]
-    if subprocess.run([*hidden, "true"], capture_output=True, check=False).returncode != 0:
-        pytest.skip("mounting is not permitted here")
-    (first, said), (second, other) = ends(start(bench, machines, folder, second=hidden))
+    hidden = mounted(f"mount -t tmpfs none {folder.parent}")
+    (first, said), (second, other) = ends(start(bench, machines, folder, before=((), hidden)))
     assert (first, second) == (2, 2), said + other
     assert "is not shared by all machines" in said

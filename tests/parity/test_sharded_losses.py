@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import run_ranks
+from safetensors.numpy import load_file
 
 from crosstune.checkpoint.read import open_checkpoint
 from crosstune.config.load import make_config
@@ -129,6 +130,31 @@ def test_packed_bits_survive_an_fsdp_without_integers(folder: Path) -> None:
     check_runs(
         folder, {f"{name}-floats": METHODS[name] for name in names}, worlds={1: 1, 2: 2}, steps=2, hook=hook
     )
+
+
+def test_a_scalar_head_beside_adapters(folder: Path) -> None:
+    """The head is trained whole, the rest by adapters, and the result is one merged model."""
+    data = folder / "judged"
+    data.mkdir()
+    for split, count in (("train", 48), ("val", 4), ("test", 4)):
+        rows = [
+            {
+                "id": f"{split}{n}",
+                "task": f"{split}: count to {n}",
+                "answer": "one " * (n % 7 + 1),
+                "score": n % 11,
+            }
+            for n in range(count)
+        ]
+        (data / f"judge_{split}.json").write_text(json.dumps(rows))
+    asked = {"recipe": "judge", "head": "scalar", "train_type": "lora", "dataset": str(data)}
+    check_runs(folder, {"scalar": asked | {"save_model": True, "lora_dropout": 0.0}}, worlds={2: 2}, steps=2)
+    wanted, found = (load_file(folder / f"scalar-{w}" / "model" / "model.safetensors") for w in ("plain", 2))
+    assert wanted.keys() == found.keys() and "score.weight" in found
+    for name, array in wanted.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-3, atol=1e-4, err_msg=name)
+    configs = [read_json(folder / f"scalar-{w}" / "model" / "config.json") for w in ("plain", 2)]
+    assert configs[0] == configs[1]
 
 
 @pytest.mark.slow

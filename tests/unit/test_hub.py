@@ -2,61 +2,83 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
+import threading
 import time
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from crosstune.core.errors import UserError
-from crosstune.distributed import hub
+from crosstune.core.version import __version__
+from crosstune.distributed import hub, links, processes
+from crosstune.distributed.channel import LONGEST_LINE, Channel
 from crosstune.distributed.environment import Nodes
 from crosstune.distributed.free_ports import free_ports
-
-LAUNCHER = """
-import functools, json, sys
-from crosstune.distributed.environment import Nodes
 from crosstune.distributed.launch import launch_node, torch_environments
-from crosstune.core.errors import UserError
-asked = json.loads(sys.argv[1])
-nodes = Nodes(**asked["nodes"])
-try:
-    outcome = launch_node(
-        [sys.executable, "-S", "-c", asked["code"], *asked["words"]], nodes, num_local=asked["num_local"],
-        environments=functools.partial(torch_environments, nodes=nodes), max_restarts=asked["max_restarts"],
-        connect_s=asked["connect_s"], collective_s=asked["collective_s"], say=lambda lines: print("said:", *lines, sep="\\n"),
-    )
-except UserError as error:
-    print("\\n".join(error.lines())); sys.exit(error.exit_code)
-print("\\n".join(outcome.lines)); sys.exit(outcome.code)
-"""
+from crosstune.distributed.processes import Processes
+from crosstune.distributed.reports import Failure, Report
+
+LIMIT_S = 600.0
 START = "import os, signal, sys, time, pathlib; rank = int(os.environ['RANK']); folder = pathlib.Path(sys.argv[1])\n"
 
 
-def start(node: int, code: str, folder: Path, port: int, **more: Any) -> subprocess.Popen[str]:
-    nodes = {"num_nodes": 2, "node_rank": node, "master_addr": "127.0.0.1", "master_port": port}
-    asked: dict[str, Any] = {"num_local": 1, "max_restarts": 0, "connect_s": 30.0, "collective_s": 30.0}
-    asked |= {"nodes": nodes | more.pop("nodes", {}), "code": START + code, "words": [str(folder)], **more}
-    return subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, json.dumps(asked)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+@dataclass
+class Launcher:
+    """A launcher in a fork of this process, which has imported all that it needs."""
+
+    process: BaseProcess
+    said: Path
+
+    def end(self) -> tuple[int, str]:
+        self.process.join(LIMIT_S)
+        self.process.kill()
+        assert self.process.exitcode is not None
+        return self.process.exitcode, self.said.read_text()
+
+
+def start(node: int, code: str, folder: Path, port: int, **more: Any) -> Launcher:
+    nodes = Nodes(
+        **{"num_nodes": 2, "node_rank": node, "master_addr": "127.0.0.1", "master_port": port}
+        | more.pop("nodes", {})
     )
+    limits: dict[str, Any] = {"max_restarts": 0, "connect_s": LIMIT_S, "collective_s": LIMIT_S}
+    command = [sys.executable, "-S", "-c", START + code, str(folder)]
+    said = folder.with_name(f"{folder.name}-{node}.said")
+    run = functools.partial(_launch, said, command, nodes, **{"num_local": 1, **limits, **more})
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    return Launcher(process, said)
 
 
-def end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    try:
-        said, _ = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    return process.returncode, said
+def _launch(said: Path, command: list[str], nodes: Nodes, **options: Any) -> None:
+    processes.PATIENCE_S = 0.5
+    with said.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        environments = functools.partial(torch_environments, nodes=nodes)
+        try:
+            outcome = launch_node(
+                command,
+                nodes,
+                environments=environments,
+                say=lambda lines: print("said:", *lines, sep="\n", file=file),
+                **options,
+            )
+        except UserError as error:
+            print(*error.lines(), sep="\n", file=file)
+            sys.exit(error.exit_code)
+        print(*outcome.lines, sep="\n", file=file)
+    sys.exit(outcome.code)
 
 
 def test_ranks_are_counted_over_the_machines_and_end_together(tmp_path: Path) -> None:
@@ -64,7 +86,7 @@ def test_ranks_are_counted_over_the_machines_and_end_together(tmp_path: Path) ->
     code += "(folder / str(rank)).write_text(' '.join(os.environ[name] for name in names)); sys.exit(3)"
     [port] = free_ports(1)
     nodes = [start(node, code, tmp_path, port, num_local=node + 1) for node in (0, 1)]
-    assert [end(node)[0] for node in nodes] == [3, 3]
+    assert [node.end()[0] for node in nodes] == [3, 3]
     found = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
     assert [row[:4] for row in found] == [["3", "0", "1", "0"], ["3", "0", "2", "1"], ["3", "1", "2", "1"]]
     assert len({row[4] for row in found}) == 1 and found[0][4] != str(port)
@@ -74,12 +96,13 @@ def test_all_machines_restart_after_a_kill_on_one(tmp_path: Path) -> None:
     code = """
 attempt = os.environ["CROSSTUNE_ATTEMPT"]
 (folder / f"{rank}-{attempt}").touch()
-if rank == 1 and attempt == "0": os.kill(os.getpid(), 9)
-if attempt == "0": time.sleep(900)
+while attempt == "0":
+    if rank == 1 and (folder / "0-0").exists(): os.kill(os.getpid(), 9)
+    time.sleep(0.02)
 """
     [port] = free_ports(1)
     nodes = [start(node, code, tmp_path, port, max_restarts=1) for node in (0, 1)]
-    for code_and_text in map(end, nodes):
+    for code_and_text in [node.end() for node in nodes]:
         assert code_and_text[0] == 0, code_and_text
         assert "process 1 of 2" in code_and_text[1] and "(restart 1 of 1)" in code_and_text[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0-0", "0-1", "1-0", "1-1"]
@@ -91,40 +114,39 @@ def test_a_machine_that_is_gone_ends_the_run(tmp_path: Path) -> None:
     first, second = (start(node, code, tmp_path, port, collective_s=3.0) for node in (0, 1))
     while len(list(tmp_path.iterdir())) < 2:
         time.sleep(0.02)
-        assert first.poll() is None and second.poll() is None
-    os.kill(second.pid, signal.SIGSTOP)
-    code_first, said = end(first)
+        assert first.process.is_alive() and second.process.is_alive()
+    assert second.process.pid is not None
+    os.kill(second.process.pid, signal.SIGSTOP)
+    code_first, said = first.end()
     assert code_first == 1 and "the connection to machine 1" in said
-    os.kill(second.pid, signal.SIGCONT)
-    code_second, said = end(second)
-    assert code_second == 1 and "127.0.0.1" in said and "was lost" in said
+    os.kill(second.process.pid, signal.SIGCONT)
+    code_second, said = second.end()
+    assert code_second == 1 and "was lost" in said  # the word of the hub, or what it noticed itself
 
 
 def test_a_machine_that_does_not_come_is_named(tmp_path: Path) -> None:
     [port] = free_ports(1)
-    code, said = end(start(0, "pass", tmp_path, port, connect_s=1.0))
+    code, said = start(0, "pass", tmp_path, port, connect_s=1.0).end()
     assert code == 2 and "NODE_RANK 1 did not come within 1 s" in said
 
 
 def test_a_first_machine_that_is_not_there_is_named(tmp_path: Path) -> None:
     [port] = free_ports(1)
-    code, said = end(start(1, "pass", tmp_path, port, connect_s=1.0))
+    code, said = start(1, "pass", tmp_path, port, connect_s=1.0).end()
     assert code == 2 and f"cannot be reached at 127.0.0.1:{port}" in said
 
 
 def test_two_machines_with_the_same_number_are_refused(tmp_path: Path) -> None:
     [port] = free_ports(1)
     nodes = [start(0, "pass", tmp_path, port), start(1, "pass", tmp_path, port, nodes={"num_nodes": 3})]
-    ends = [end(node) for node in nodes]
+    ends = [node.end() for node in nodes]
     assert [code for code, _ in ends] == [2, 2]
     assert all("has NNODES 3, the first machine has 2" in said for _, said in ends)
 
 
 def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as other:
-        code, said = end(start(0, "pass", tmp_path, other.getsockname()[1]))
+        code, said = start(0, "pass", tmp_path, other.getsockname()[1]).end()
     assert code == 5 and "another program has this port" in said
 
 
@@ -133,17 +155,17 @@ def test_a_name_that_does_not_resolve_yet_is_waited_for(
     num_failures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The name of a Kubernetes pod resolves only after the pod has started."""
-    tried, create = list[Any](), socket.create_server
+    tried, resolve, [port] = list[Any](), socket.getaddrinfo, free_ports(1)
 
-    def create_later(place: tuple[str, int], **more: Any) -> socket.socket:
-        tried.append(place)
+    def resolve_later(name: str, *place: Any, **more: Any) -> Any:
+        tried.append(name)
         if len(tried) <= num_failures:
             raise socket.gaierror("Name or service not known")
-        return create(("127.0.0.1", place[1]), **more)
+        return resolve("127.0.0.1", *place, **more)
 
-    monkeypatch.setattr("socket.create_server", create_later)
+    monkeypatch.setattr("socket.getaddrinfo", resolve_later)
     monkeypatch.setattr(hub, "RESOLVE_S", 0.01)
-    nodes = Nodes(num_nodes=2, master_addr="run-0.run", master_port=free_ports(1)[0])
+    nodes = Nodes(num_nodes=2, master_addr="run-0.run", master_port=port)
     listening = hub.Hub(nodes=nodes, max_restarts=0, connect_s=0.2, lost_s=1.0)
     if num_failures == 2:
         listening.start()
@@ -152,3 +174,76 @@ def test_a_name_that_does_not_resolve_yet_is_waited_for(
         with pytest.raises(UserError, match="cannot listen on run-0"):
             listening.start()
         assert len(tried) > 3
+
+
+class Machine:
+    """The launcher of a machine as far as a hub sees it, with messages of the test's own."""
+
+    def __init__(self, place: tuple[str, int], node: int) -> None:
+        self.channel = Channel(socket.create_connection(place))
+        hello = {"node": node, "nodes": 2, "num_local": 1, "host": f"host-{node}", "version": __version__}
+        self.channel.send(hello)
+
+    def await_message(self, kind: str) -> dict[str, Any]:
+        while kind not in (message := self.channel.inbox.get(timeout=LIMIT_S)):
+            pass
+        return message
+
+
+def report(rank: int) -> dict[str, Any]:
+    return Report(codes={rank: 0}).to_json(limit=LONGEST_LINE)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        json.dumps({"report": {"codes": "none"}}).encode(),
+        json.dumps({"report": [1, 2]}).encode(),
+        json.dumps({"report": {"codes": {"0": 0}, "failures": [], "signals": []}}).encode(),
+        json.dumps({"report": {"codes": {"1": "x"}, "failures": [{}], "signals": 3}}).encode(),
+        b"[" * 100_000,
+        b"\xff not JSON",
+        b"x" * (LONGEST_LINE + 10),
+    ],
+    ids=["codes", "list", "other rank", "types", "nested", "bytes", "long"],
+)
+def test_a_machine_that_sends_nonsense_ends_the_run(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of the hub's thread, for which all launchers would wait."""
+    monkeypatch.setattr(hub, "_HANG_UP_S", 0.1)
+    place = ("127.0.0.1", free_ports(1)[0])
+    nodes = Nodes(num_nodes=2, master_addr=place[0], master_port=place[1])
+    hub.Hub(nodes=nodes, max_restarts=3, connect_s=LIMIT_S, lost_s=LIMIT_S).start()
+    first, second = Machine(place, 0), Machine(place, 1)
+    for machine in (first, second):
+        machine.await_message("go")
+    first.channel.send({"report": report(0)})
+    second.channel._socket.sendall(sent + b"\n")
+    ended = first.await_message("end")
+    assert ended["end"] == 1 and "machine 1 (host host-1) was lost" in ended["lines"][0]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_in_the_hub_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = ("127.0.0.1", free_ports(1)[0])
+    nodes = Nodes(num_nodes=2, master_addr=place[0], master_port=place[1])
+    before = set(threading.enumerate())
+    monkeypatch.setattr(hub.Hub, "_begin", lambda self, attempt: 1 // 0)
+    hub.Hub(nodes=nodes, max_restarts=3, connect_s=LIMIT_S, lost_s=LIMIT_S).start()
+    first, second = Machine(place, 0), Machine(place, 1)
+    assert second.await_message("end")["end"] == 1
+    second.channel.close()
+    assert first.await_message("end")["end"] == 1
+    for thread in set(threading.enumerate()) - before:
+        if "_coordinate" in thread.name:
+            thread.join()  # its exception belongs to this test
+
+
+def test_the_output_of_many_failed_ranks_fits_into_one_message(tmp_path: Path) -> None:
+    (tmp_path / "rank-1.log").write_bytes(b"x" * 10**7 + b"\n" + b"\x01" * 10**6 + b"\nthe end")
+    lines = Processes(folder=tmp_path, first_rank=1)._tail(0)
+    assert lines[-1] == "the end" and sum(map(len, lines)) < 10**5
+    failures = [Failure(rank=rank, host="h", code=1, lines=lines * 5) for rank in range(500)]
+    data = Report(codes=dict.fromkeys(range(500), 1), failures=failures).to_json(limit=links.REPORT_LIMIT)
+    assert len(json.dumps(data)) <= links.REPORT_LIMIT
+    read = Report.from_json(json.loads(json.dumps(data)))
+    assert len(read.failures) == 500 and list(read.failures[0].lines) == lines * 5

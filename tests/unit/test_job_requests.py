@@ -55,6 +55,7 @@ def test_no_secret_is_written(
         ("--on slurm", "--nnodes"),
         ("--on sulrm --nnodes 2", "slurm"),
         ("--nnodes 2", "--on"),
+        ("--on slurm --nnodes 2 --backend cpu --gpus 2", "--gpus 2 does not go with --backend cpu"),
         ("--on ssh --nnodes 2", "needs the machines"),
         ("--on ssh --nnodes 2 --hosts alpha", "--nnodes is 2, but 1 machine is named"),
         ("--on ssh --nnodes 1 --hosts a,b", "--nnodes is 1, but 2 machines are named"),
@@ -107,6 +108,33 @@ def test_a_missing_tool_is_named_with_the_way_around(
     assert main(["launch", *shlex.split(BASE[scheduler])]) == 2
     error = capsys.readouterr().err
     assert f"there is no {tool} on this machine" in error and "--print" in error
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh here")
+def test_machines_that_ssh_does_not_find_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Instead of being taken for machines that were lost, and started again."""
+    assert main(["launch", *shlex.split("--on ssh --nnodes 2 --hosts one.invalid,me@two.invalid:2222")]) == 2
+    error = capsys.readouterr().err
+    for machine in ("one.invalid", "me@two.invalid:2222"):
+        assert f"ssh cannot log in to {machine}." in error
+    assert error.count("  do:  make `ssh ") == 2
+
+
+@needs_bash
+def test_a_machine_without_the_folder_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "tools").mkdir()
+    write_tool(tmp_path / "tools" / "ssh", "echo 'cd: no such folder' >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'tools'}:{os.environ['PATH']}")
+    assert main(["launch", *shlex.split("--on ssh --nnodes 1 --hosts alpha")]) == 2
+    error = capsys.readouterr().err
+    assert f"alpha does not have the folder {tmp_path}" in error and "cd: no such folder" in error
+
+
+def test_a_file_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refused(f"{BASE['slurm']} --print --output nowhere/script", capsys)
+    assert "--output nowhere/script cannot be written" in error and "do:" in error
 
 
 def test_ray_is_named_when_it_is_missing(

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from crosstune.core.activity import Activity
 from crosstune.core.errors import EXIT_HUNG
 from crosstune.core.ranks import Ranks
@@ -99,3 +101,61 @@ def test_every_rank_ends_when_one_hangs(tmp_path: Path) -> None:
     ends = [(rank.communicate(timeout=120)[1], rank.returncode) for rank in ranks]
     assert [code for _, code in ends] == [EXIT_HUNG, EXIT_HUNG]
     assert "rank 1 (host h) hangs" in ends[0][0] and "step 1: data" in ends[0][0]
+
+
+class SlowBoard:
+    """A board whose store answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked, self.answers = threading.Event(), threading.Event()
+
+    def post(self, state: State) -> None:
+        self.asked.set()
+        self.answers.wait()
+
+    def read(self) -> dict[int, State]:
+        return {}
+
+
+def test_no_thread_is_left_when_the_training_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is inside torch while Python shuts down ends the process with SIGABRT."""
+    monkeypatch.setattr("crosstune.distributed.watchdog.STOP_S", 0.05)
+    board = SlowBoard()
+    watchdog = Watchdog(Ranks(), Activity(), limit_s=0.2, own=[], shared=board)
+    watchdog.start()
+    assert board.asked.wait(60.0)
+    assert not watchdog.stop()
+    board.answers.set()
+    monkeypatch.setattr("crosstune.distributed.watchdog.STOP_S", 60.0)
+    assert watchdog.stop()
+
+
+FAILS = """
+import atexit, sys
+from crosstune.cli import main as module
+from crosstune.core.connected import note_connected, note_left
+from crosstune.core.errors import UserError
+atexit.register(print, "shut down")
+def fail(words):
+    note_connected()
+    if words == ["done"]:
+        note_left()
+        return 0
+    print("its last words")
+    raise UserError("a rank failed") if words == ["asked"] else ZeroDivisionError("a bug")
+module._main = fail
+sys.exit(module.main())
+"""
+
+
+@pytest.mark.parametrize(("word", "code"), [("asked", 2), ("bug", 1), ("done", 0)])
+def test_a_rank_that_fails_ends_without_the_shutdown_of_python(word: str, code: int) -> None:
+    """Its threads may be inside torch, waiting for other ranks."""
+    ended = subprocess.run(
+        [sys.executable, "-c", FAILS, word], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert ended.returncode == code
+    assert ("shut down" in ended.stdout) == (word == "done")
+    if code:
+        assert "its last words" in ended.stdout
+        assert {"asked": "a rank failed", "bug": "ZeroDivisionError: a bug"}[word] in ended.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from crosstune.cli.errors import print_error
 from crosstune.cli.escape_controls import escape_output, raw_stream
@@ -13,7 +13,8 @@ from crosstune.cli.fold import fold_help
 from crosstune.cli.interrupts import end_quietly
 from crosstune.cli.streams import lasting_output
 from crosstune.cli.words import check_words
-from crosstune.core.errors import EXIT_DONE, UserError
+from crosstune.core.connected import end_at_once, is_connected
+from crosstune.core.errors import EXIT_DONE, EXIT_OUR_FAULT, UserError
 from crosstune.core.names import unknown_name
 from crosstune.core.out_of_memory import OutOfMemory, memory_errors
 from crosstune.core.user_paths import check_home
@@ -64,7 +65,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdin.reconfigure(errors="replace")  # a caller's own stream may have been read from
     _print_any_character()
     escape_output()
-    return end_quietly(lambda: _lasting(words), is_process=argv is None)
+    if argv is not None:
+        return end_quietly(lambda: _lasting(words), is_process=False)
+    return _end_connected(lambda: end_quietly(lambda: _lasting(words), is_process=True))
+
+
+def _end_connected(run: Callable[[], int]) -> int:
+    """Return the exit code of this process; end it here if it failed as one of several, see `core.connected`."""
+    try:
+        code = run()
+    except Exception:
+        if not is_connected():
+            raise
+        sys.excepthook(*sys.exc_info())
+        code = EXIT_OUR_FAULT
+    if is_connected():
+        end_at_once(code)
+    return code
 
 
 def _lasting(words: list[str]) -> int:

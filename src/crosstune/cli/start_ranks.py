@@ -7,12 +7,17 @@ import gc
 import sys
 from collections.abc import Sequence
 
+from crosstune.backends._host import num_cores
 from crosstune.cli.errors import print_error
+from crosstune.cli.output import WARNING, Output
 from crosstune.config.schema import Config
 from crosstune.config.time_limits import limits_of
 from crosstune.core.errors import UserError
 from crosstune.distributed.environment import Nodes
 from crosstune.distributed.launch import launch, launch_node, ring_environments, torch_environments
+
+CROWD = 4
+"""Processes per processor from which on a remark is made."""
 
 
 def processes_here(config: Config, nodes: Nodes | None) -> int:
@@ -37,12 +42,25 @@ def processes_here(config: Config, nodes: Nodes | None) -> int:
     return num_processes(config, num_local=num_local if num_local is not None else -1)
 
 
+def remark_on_crowd(backend: str, num_local: int, *, cores: int) -> str:
+    """Return a remark on many more processes than processors, each of which holds all libraries; else an empty text."""
+    if backend != "cpu" or num_local <= CROWD * cores:
+        return ""
+    return (
+        f"{num_local} processes share the {cores} processors of this machine, and each loads all libraries: "
+        f"{cores} or fewer would train faster (--world_size)"
+    )
+
+
 def start_ranks(words: Sequence[str], config: Config, *, nodes: Nodes | None, num_local: int) -> int:
     """Run the same command as ranks, and return the exit code of the run."""
-    from crosstune.run import engine_of
+    from crosstune.run import plan_here
 
     command = [sys.executable, "-m", "crosstune", "train", *words]
-    engine, limits = engine_of(config), limits_of(config)
+    plan, limits = plan_here(config), limits_of(config)
+    engine = plan.engine
+    if remark := remark_on_crowd(plan.backend.name, num_local, cores=num_cores()):
+        Output().line(remark, style=WARNING)
     if nodes is None or nodes.num_nodes == 1:
         environments = ring_environments if engine == "mlx" else torch_environments
         port = config.master_port if "master_port" in config.asked else None

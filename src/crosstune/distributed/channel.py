@@ -10,9 +10,12 @@ import threading
 import time
 from typing import Any
 
+from crosstune.core.json_files import parse_json
+
 BEAT_S = 1.0
 """How often each side says that it is there."""
-_LONGEST_LINE = 2**20
+LONGEST_LINE = 2**20
+"""Bytes of a message; the other side hangs up at a longer one."""
 
 Message = dict[str, Any]
 
@@ -33,9 +36,11 @@ class Channel:
 
     def send(self, message: Message) -> None:
         """Send a message; a connection that is gone is noticed by `silent_s`."""
+        line = json.dumps(message).encode() + b"\n"
+        assert len(line) <= LONGEST_LINE, f"a message of {len(line):,} bytes"
         with self._sending:
             try:
-                self._socket.sendall(json.dumps(message).encode() + b"\n")
+                self._socket.sendall(line)
             except OSError:
                 self.closed = True
 
@@ -52,13 +57,16 @@ class Channel:
         self._socket.close()
 
     def _receive(self) -> None:
-        with contextlib.suppress(OSError, ValueError), self._socket.makefile("rb") as lines:
-            while (line := lines.readline(_LONGEST_LINE)).endswith(b"\n"):
-                self._heard = time.monotonic()
-                message = json.loads(line)
-                if isinstance(message, dict) and message:
-                    self.inbox.put(message)
-        self.closed = True
+        """Take lines until the other side hangs up, or sends what no launcher sends."""
+        try:
+            with contextlib.suppress(OSError, ValueError), self._socket.makefile("rb") as lines:
+                while (line := lines.readline(LONGEST_LINE)).endswith(b"\n"):
+                    self._heard = time.monotonic()
+                    message = parse_json(line)
+                    if isinstance(message, dict) and message:
+                        self.inbox.put(message)
+        finally:
+            self.closed = True
 
     def _beat(self) -> None:
         while not self.closed:

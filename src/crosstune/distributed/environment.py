@@ -13,6 +13,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.json_files import JSON_LIMIT, parse_json
 from crosstune.core.plain_files import UnreadableFile, read_plain_text
 from crosstune.core.ranks import Ranks
+from crosstune.distributed.master import is_loopback
 from crosstune.distributed.slurm import ranks_in_slurm
 from crosstune.distributed.variables import has, read_address, read_number, read_port
 
@@ -170,7 +171,7 @@ def _local_size(environment: Mapping[str, str], size: int) -> int:
             return read_number(environment, name, low=1, high=size)
     if has(environment, "NNODES"):
         return max(1, size // read_number(environment, "NNODES", low=1, high=size))
-    return size if _is_loopback(environment["MASTER_ADDR"].strip()) else 1
+    return size if is_loopback(environment["MASTER_ADDR"].strip()) else 1
 
 
 def _node_rank(environment: Mapping[str, str], otherwise: int) -> int:
@@ -178,10 +179,6 @@ def _node_rank(environment: Mapping[str, str], otherwise: int) -> int:
         if has(environment, name):
             return read_number(environment, name)
     return otherwise
-
-
-def _is_loopback(address: str) -> bool:
-    return address in ("localhost", "::1") or address.startswith("127.")
 
 
 def _ring_ranks(environment: Mapping[str, str]) -> Ranks | None:
@@ -219,7 +216,11 @@ def _read_hosts(path: Path) -> list[str]:
         found = parse_json(text) if text.strip() else []
         return [str(addresses[0]).rsplit(":", 1)[0] for addresses in found]
     except UnreadableFile as error:
-        raise UserError(f"Cannot read the host file {path} (MLX_HOSTFILE).", why=error.why) from error
+        raise UserError(
+            f"Cannot read the host file {path} (MLX_HOSTFILE).",
+            why=error.why,
+            do="start the processes with mlx.launch, which writes the file, or unset MLX_RANK to train in one process",
+        ) from error
     except (ValueError, TypeError, LookupError) as error:
         raise UserError(
             f"{path} is not a host file of an MLX ring.",

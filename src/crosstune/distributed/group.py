@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.config.time_limits import limits_of
+from crosstune.core.connected import note_connected, note_left
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import finite
 from crosstune.core.machine import Machine
@@ -36,6 +37,13 @@ class HasBoard(Protocol):
     def open_board(self) -> Board: ...
 
 
+@runtime_checkable
+class Closes(Protocol):
+    """A group with threads and connections of its own, which end when all processes leave it."""
+
+    def close(self) -> None: ...
+
+
 @contextlib.contextmanager
 def connected(config: Config, ranks: Ranks | None) -> Iterator[Group]:
     """Connect to the other processes of the run, and watch for one that hangs until the block ends."""
@@ -44,13 +52,19 @@ def connected(config: Config, ranks: Ranks | None) -> Iterator[Group]:
     if ranks is None:
         yield group
         return
+    note_connected()
     check_versions(group)
     watchdog = _watchdog(group, limits)
     watchdog.start()
     try:
         yield group
     finally:
-        watchdog.stop()
+        stopped = watchdog.stop()
+    # After an error the others may wait for us in a collective, and closing could wait for them.
+    if isinstance(group, Closes):
+        group.close()
+    if stopped:
+        note_left()
 
 
 def _watchdog(group: Group, limits: Limits) -> Watchdog:

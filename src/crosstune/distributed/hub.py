@@ -5,6 +5,7 @@ The hub runs in a thread of the first machine's launcher; every launcher, the fi
 
 from __future__ import annotations
 
+import errno
 import queue
 import socket
 import threading
@@ -12,12 +13,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from crosstune.core.errors import EXIT_OUR_FAULT, EXIT_USER_MUST_ACT, PortTaken, UserError
+from crosstune.core.errors import EXIT_OUR_FAULT, EXIT_USER_MUST_ACT, PortTaken, UserError, readable
 from crosstune.core.version import __version__
 from crosstune.distributed.channel import Channel, Message
 from crosstune.distributed.environment import Nodes
 from crosstune.distributed.free_ports import free_ports
+from crosstune.distributed.master import listen
 from crosstune.distributed.reports import PORT_ATTEMPTS, Outcome, Report, Verdict, judge
+from crosstune.distributed.variables import MOST_PROCESSES
 
 POLL_S = 0.05
 _HANG_UP_S = 2.0
@@ -59,7 +62,7 @@ class Hub:
             self._listening = self._listen(place)
         except OSError as error:
             where = f"{place[0]}:{place[1]}"
-            if "in use" in str(error):
+            if error.errno == errno.EADDRINUSE:
                 raise PortTaken(
                     f"The launcher cannot listen on {where}.",
                     why="another program has this port.",
@@ -78,7 +81,7 @@ class Hub:
         deadline = time.monotonic() + self.connect_s
         while True:
             try:
-                return socket.create_server(place, backlog=self.nodes.num_nodes + 16)
+                return listen(*place, several=self.nodes.num_nodes > 1, backlog=self.nodes.num_nodes + 16)
             except socket.gaierror:
                 if time.monotonic() > deadline:
                     raise
@@ -99,28 +102,32 @@ class Hub:
             channel.close()
 
     def _coordinate(self) -> None:
+        """Lead the run to its end. A bug here must end it too: the launchers would wait for us forever."""
+        outcome = Outcome(
+            code=EXIT_OUR_FAULT, lines=("the launcher of the first machine failed; its output says how.",)
+        )
+        try:
+            outcome = self._lead()
+        finally:
+            self._finish({"end": outcome.code, "lines": list(outcome.lines)})
+
+    def _lead(self) -> Outcome:
+        """Run attempts until one succeeds, or no other may help; return how the run ended."""
         outcome = self._join()
         attempt = restarts = taken = 0
         while outcome is None:
             self._begin(attempt)
-            gone = self._run(attempt)
-            if gone is not None:
-                lines = (
-                    f"the connection to {gone.name} was lost, so the run was ended.",
-                    f"  why: it was not heard for {self.lost_s:g} s: it is down, its launcher was killed, or the network is cut.",
-                    "  do:  run the same command with --resume auto on every machine to continue from the newest checkpoint",
-                )
-                outcome = Outcome(code=EXIT_OUR_FAULT, lines=lines)
+            outcome = self._run(attempt)
+            if outcome is not None:
                 break
             verdict = self._judge(self.max_restarts - restarts)
             taken += verdict.other_port
             if not verdict.again and not (verdict.other_port and taken < PORT_ATTEMPTS):
-                outcome = verdict.outcome
-                break
+                return verdict.outcome
             restarts += verdict.again
             attempt += 1
             self._tell({"again": restarts, "lines": list(verdict.outcome.lines)})
-        self._finish({"end": outcome.code, "lines": list(outcome.lines)})
+        return outcome
 
     def _finish(self, message: Message) -> None:
         """Tell the other machines first and let them hang up: the process of this one ends when it hears it."""
@@ -158,9 +165,9 @@ class Hub:
         return None
 
     def _take(self, channel: Channel, hello: Message) -> Outcome | None:
-        node, host = hello.get("node"), str(hello.get("host"))
+        node, host = hello.get("node"), readable(str(hello.get("host")))
         num_local, version = hello.get("num_local"), hello.get("version")
-        if not isinstance(node, int) or not isinstance(num_local, int) or num_local < 1:
+        if type(node) is not int or type(num_local) is not int or not 1 <= num_local <= MOST_PROCESSES:
             channel.close()  # not a launcher of ours
             return None
         member = Member(node=node, host=host, num_local=num_local, channel=channel)
@@ -198,26 +205,42 @@ class Hub:
                 {"go": attempt, "first_rank": member.first_rank, "size": self._size, "port": port}
             )
 
-    def _run(self, attempt: int) -> Member | None:
-        """Wait for the reports of all machines; return one that is lost. A failure on one machine stops all."""
+    def _run(self, attempt: int) -> Outcome | None:
+        """Wait for the reports of all machines; return how the run ended if one is lost. A failure on one machine stops
+        all."""
         stopped = False
         self._order: list[Member] = []
         while any(member.report is None for member in self._members.values()):
             for member in self._members.values():
                 while not member.channel.inbox.empty():
                     message = member.channel.inbox.get()
-                    if "report" in message:
-                        member.report = Report.from_json(message["report"])
-                    has_failed = member.report is not None and bool(member.report.failures)
-                    if (has_failed or message.get("failed") == attempt) and member not in self._order:
+                    try:
+                        has_failed = self._read(member, message, attempt)
+                    except ValueError as error:
+                        return _lost(member, f"it sent a report that cannot be read: {error}.")
+                    if has_failed and member not in self._order:
                         self._order.append(member)
                 if member.report is None and member.channel.silent_s() > self.lost_s:
-                    return member
+                    return _lost(
+                        member,
+                        f"it was not heard for {self.lost_s:g} s: it is down, its launcher was killed, or the network is cut.",
+                    )
             if self._order and not stopped:
                 self._tell({"stop": attempt})
                 stopped = True
             time.sleep(POLL_S)
         return None
+
+    def _read(self, member: Member, message: Message, attempt: int) -> bool:
+        """Keep the report in a message; return whether it tells of a failure. Raises ValueError for no report."""
+        if "report" in message:
+            member.report = Report.from_json(message["report"])
+            if missing := set(range(member.first_rank, member.first_rank + member.num_local)) - set(
+                member.report.codes
+            ):
+                raise ValueError(f"rank {min(missing)} is not in it")
+            return bool(member.report.failures)
+        return message.get("failed") == attempt
 
     def _judge(self, restarts_left: int) -> Verdict:
         ordered = [*self._order, *(m for m in self._members.values() if m not in self._order)]
@@ -227,6 +250,17 @@ class Hub:
     def _tell(self, message: Message) -> None:
         for member in self._members.values():
             member.channel.send(message)
+
+
+def _lost(member: Member, why: str) -> Outcome:
+    return Outcome(
+        code=EXIT_OUR_FAULT,
+        lines=(
+            f"the connection to {member.name} was lost, so the run was ended.",
+            f"  why: {why}",
+            "  do:  run the same command with --resume auto on every machine to continue from the newest checkpoint",
+        ),
+    )
 
 
 def _refused(problem: str, *, do: str) -> Outcome:

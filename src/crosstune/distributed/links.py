@@ -11,12 +11,15 @@ from typing import Protocol
 
 from crosstune.core.errors import EXIT_OUR_FAULT, UserError
 from crosstune.core.version import __version__
-from crosstune.distributed.channel import Channel, Message
+from crosstune.distributed.channel import LONGEST_LINE, Channel, Message
 from crosstune.distributed.environment import Nodes
 from crosstune.distributed.free_ports import free_ports
+from crosstune.distributed.master import check_master, explain_refusal
 from crosstune.distributed.reports import PORT_ATTEMPTS, Outcome, Report, judge
 
 _RETRY_S = 0.2
+REPORT_LIMIT = LONGEST_LINE // 2
+"""Bytes of a report, which is one message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +95,7 @@ class SeveralMachines:
 
     def __init__(self, nodes: Nodes, *, num_local: int, connect_s: float, lost_s: float) -> None:
         self._nodes, self._num_local, self._lost_s = nodes, num_local, lost_s
+        check_master(nodes.master_addr, node_rank=nodes.node_rank)
         self._channel = self._connect(connect_s)
         self._channel.send(
             {
@@ -140,7 +144,7 @@ class SeveralMachines:
         return self._stop
 
     def settle(self, report: Report) -> Settled:
-        self._channel.send({"report": report.to_json(), "attempt": self._attempt})
+        self._channel.send({"report": report.to_json(limit=REPORT_LIMIT), "attempt": self._attempt})
         message = self._await("again", "end")
         if message is None:
             return Settled(outcome=self._lost())
@@ -150,12 +154,16 @@ class SeveralMachines:
         place, deadline = (self._nodes.master_addr, self._nodes.master_port), time.monotonic() + connect_s
         while True:
             try:
-                return Channel(socket.create_connection(place, timeout=max(0.1, deadline - time.monotonic())))
+                found = socket.create_connection(place, timeout=max(0.1, deadline - time.monotonic()))
+                if found.getpeername() != found.getsockname():
+                    return Channel(found)
+                found.close()  # a port of our own, taken by chance before the hub listens
             except OSError as error:
                 if time.monotonic() + _RETRY_S > deadline:
+                    more = explain_refusal(place[0]) if self._nodes.node_rank else ""
                     raise UserError(
                         f"The first machine cannot be reached at {place[0]}:{place[1]}.",
-                        why=f"nothing answered within {connect_s:g} s ({error}).",
+                        why=f"nothing answered within {connect_s:g} s ({error}){more}.",
                         do="set MASTER_ADDR and MASTER_PORT to the address of the machine with NODE_RANK 0, start the command "
                         "there too, and let the port through the firewall",
                     ) from error

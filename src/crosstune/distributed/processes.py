@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Protocol
 
 from crosstune.config.load import child_environment
-from crosstune.core.errors import EXIT_DONE, EXIT_HUNG, EXIT_PEER_LOST, EXIT_PORT_TAKEN, EXIT_STOPPED
+from crosstune.core.errors import (
+    EXIT_DONE,
+    EXIT_HUNG,
+    EXIT_PEER_LOST,
+    EXIT_PORT_TAKEN,
+    EXIT_STOPPED,
+    LONGEST_TEXT,
+)
 from crosstune.distributed.environment import LAUNCH_FOLDER, LAUNCHER
 from crosstune.distributed.reports import Failure, Report
 
@@ -23,7 +30,8 @@ PATIENCE_S = 5.0
 GRACE_S = 30.0
 """Time between SIGTERM and SIGKILL."""
 POLL_S = 0.05
-TAIL_LINES = 15
+TAIL_LINES, TAIL_BYTES = 15, 2**16
+"""How much of the output of a rank that failed is shown."""
 _ORDERLY = (EXIT_DONE, EXIT_STOPPED)
 
 
@@ -152,5 +160,7 @@ class Processes:
     def _tail(self, place: int) -> list[str]:
         if self.first_rank + place == 0:
             return []  # it has printed them
-        text = self._log(place).read_text(encoding="utf-8", errors="replace")
-        return text.splitlines()[-TAIL_LINES:]
+        with self._log(place).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read().decode("utf-8", errors="replace").splitlines()
+        return [line[-LONGEST_TEXT:] for line in lines[-TAIL_LINES:]]

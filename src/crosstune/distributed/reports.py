@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from crosstune.core.errors import (
     EXIT_PEER_LOST,
     EXIT_PORT_TAKEN,
     EXIT_USER_MUST_ACT,
+    shown,
 )
 
 PORT_ATTEMPTS = 4
@@ -55,14 +57,41 @@ class Report:
     signals: list[int] = field(default_factory=list)
     """The stop signals that the launcher received."""
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+    def to_json(self, *, limit: int) -> dict[str, Any]:
+        """Return the report as JSON of at most `limit` bytes: the output of the ranks that failed last is left out."""
+        data = dataclasses.asdict(self)
+        lines = [failure.pop("lines") for failure in data["failures"]]
+        left = limit - len(json.dumps(data))
+        for failure, own in zip(data["failures"], lines, strict=True):
+            left -= len(json.dumps({"lines": own}))
+            failure["lines"] = own if left >= 0 else []
+        return data
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Report:
-        failures = [Failure(**failure) for failure in data["failures"]]
-        codes = {int(rank): code for rank, code in data["codes"].items()}
-        return cls(codes=codes, failures=failures, signals=data["signals"])
+    def from_json(cls, data: Any) -> Report:
+        """Return the report of another machine; raise ValueError for anything else."""
+        try:
+            failures = [_read_failure(failure) for failure in data["failures"]]
+            codes = {int(rank): _integer(code) for rank, code in data["codes"].items()}
+            return cls(codes=codes, failures=failures, signals=[_integer(one) for one in data["signals"]])
+        except (TypeError, AttributeError, LookupError) as error:
+            raise ValueError(f"it is no report: {error!r}") from error
+
+
+def _read_failure(data: Any) -> Failure:
+    return Failure(
+        rank=_integer(data["rank"]),
+        host=str(data["host"]),
+        code=_integer(data["code"]),
+        lines=[str(line) for line in data["lines"]],
+        ended=data["ended"] is True,
+    )
+
+
+def _integer(value: Any) -> int:
+    if not isinstance(value, int):
+        raise ValueError(f"{shown(value)} is not an integer")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)

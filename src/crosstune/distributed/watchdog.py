@@ -23,6 +23,8 @@ from crosstune.distributed.boards import Board, BoardLost, State
 _COLLECTIVE = ("torch/distributed/", "torch/autograd/graph.py", "_engine/group.py", "_engine/sharding/")
 """Parts of file names in which a rank waits for the others."""
 _OWN = ("crosstune/", "torch/distributed/")
+STOP_S = 2.0
+"""How long the threads may take to end with the training."""
 _LOST_S = 10.0
 """How long a rank may take to notice by itself that the board's process is gone."""
 
@@ -87,13 +89,20 @@ class Watchdog:
         self._states: Mapping[int, State] = {}
         self._lost = False
         self._done = threading.Event()
+        self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         for act in (self._watch, *((self._exchange,) if self._shared is not None else ())):
-            threading.Thread(target=act, daemon=True, name="crosstune-watchdog").start()
+            self._threads.append(threading.Thread(target=act, daemon=True, name="crosstune-watchdog"))
+            self._threads[-1].start()
 
-    def stop(self) -> None:
+    def stop(self) -> bool:
+        """Stop watching; return whether the threads have ended. One may wait for a store that does not answer."""
         self._done.set()
+        until = time.monotonic() + STOP_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def state(self) -> State:
         """Return what this rank does now."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +54,21 @@ def load_adapter(folder: Path, adapters: Mapping[str, Adapted], *, settings: Ada
         copy_rows(tensors[name], local_part(parameter), of=parameter)
 
 
-def merged_state(model: nn.Module, adapters: Mapping[str, Adapted]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model under its own names, with the adapters of linear layers merged into them."""
+def merged_tensors(model: nn.Module, adapters: Mapping[str, Adapted]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a model under its own names, one at a time, with the adapters of linear layers merged."""
     state = model.state_dict()
-    for name, adapter in adapters.items():
-        assert isinstance(adapter, AdaptedLinear), "experts are not merged here"
-        dtype = state[f"{name}.base.weight"].dtype
-        own = [key for key in state if key.startswith(f"{name}.")]
-        kept = {key.replace(".base.", "."): state[key] for key in own if key.startswith(f"{name}.base.")}
-        state = {key: tensor for key, tensor in state.items() if key not in own}
-        state |= kept | {f"{name}.weight": adapter.merged().to(dtype)}
-    return state
+    for key in state:
+        layer, _, rest = key.rpartition(".base.")
+        if layer in adapters:
+            adapter = adapters[layer]
+            assert isinstance(adapter, AdaptedLinear), "experts are not merged here"
+            is_weight = rest == "weight"
+            yield (
+                f"{layer}.{rest}",
+                adapter.merged().to(adapter.base.weight.dtype) if is_weight else state[key],
+            )
+        elif key.rpartition(".")[0] not in adapters:  # the parts of an adapter are in its product
+            yield key, state[key]
 
 
 def save_model(

@@ -109,7 +109,7 @@ class TorchGroup:
         return self.share(text)
 
     def close(self) -> None:
-        """Leave the default group; for a process that goes on after its training."""
+        """Leave the default group. Every process calls this, with no collective under way."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -125,8 +125,8 @@ def collective_for(device: torch.device, *, asked: str | None = None) -> str:
 def connect(ranks: Ranks, limits: Limits | None = None) -> TorchGroup:
     """Connect to the other processes, within the limit."""
     limits = limits if limits is not None else Limits()
-    use_interface_of(ranks)
     store = join_store(ranks, limits)
+    use_interface_of(ranks, store)
     return TorchGroup(ranks, store=store, limits=limits)
 
 

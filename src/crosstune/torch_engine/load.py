@@ -203,6 +203,7 @@ def _assemble(
     total = sum(place.end - place.start for place in places.values())
     done = 0
     compute = precision.autocast or precision.weights
+    dtypes = stored_dtypes(model, precision.weights)
     blocks = LoadingBlocks(model, finish)
     for group, tensors in layout.read(places, num_workers=num_workers):
         done += sum(places[name].end - places[name].start for name in group.files)
@@ -223,7 +224,7 @@ def _assemble(
                     del matrices
                 else:
                     trained = expansion is None or expansion.is_new(target)
-                    _put_dense(model, target, values.to(device, precision.weights), trained=trained)
+                    _put_dense(model, target, values.to(device, dtypes[target]), trained=trained)
                 del values
                 blocks.put(target)
             del tensor
@@ -237,6 +238,17 @@ def _assemble(
             blocks.put(form.parameter)
     model.tie_weights()
     return model
+
+
+def stored_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtype of each tensor of a model that is built in `dtype`, as transformers loads it: a model may keep some
+    in fp32, by their names or by how it makes them."""
+    kept = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
+    found = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    for pattern, wanted in kept.items():
+        search = re.compile(pattern.replace("*", ".*")).search
+        found |= {name: wanted for name in found if search(name)}
+    return found
 
 
 def forms_to_quantize(model: nn.Module, expansion: Expansion | None) -> dict[str, WeightForm]:
@@ -367,7 +379,8 @@ def plan_expansion(plan: Plan, folder: Path, config: Any) -> Expansion | None:
     if named is not None:
         if named[1] != config.num_hidden_layers:
             raise UserError(
-                f"The name of {folder.name} says {named[1]} blocks, but its config has {config.num_hidden_layers}."
+                f"The name of {folder.name} says {named[1]} blocks, but its config has {config.num_hidden_layers}.",
+                do="rename the folder so that it ends in _blk_exp-OLD-NEW, with the number of blocks before and after",
             )
         return already_expanded(*named)
     return expand_evenly(config.num_hidden_layers, plan.config.num_new_blocks)

@@ -74,12 +74,6 @@ def open_session(
         else:
             model.requires_grad_(False)
         head = task.head_names if isinstance(task, HasOwnHead) else ()
-        if head and adapters and finishing is not None:
-            raise UserError(
-                f"A head beside adapters cannot be trained with --sharding_strategy {plan.config.sharding_strategy}.",
-                why="its result is one model with the adapters merged, and no process has all of it.",
-                do="use --sharding_strategy ddp, or --train_type full",
-            )
         masters = Masters(trained_parameters(model, adapters, head=head) if trained else {})
         if trained and not masters.masters:
             raise nothing_to_train(type(model).__name__)

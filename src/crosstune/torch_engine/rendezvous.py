@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import psutil
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from crosstune.config.load import add_variables
 from crosstune.core.errors import PortTaken, UserError
 from crosstune.core.ranks import Limits, Ranks
+from crosstune.distributed.master import check_master, explain_refusal, is_loopback, listen
 
 _RETRY_S = 0.2
 
@@ -28,10 +30,15 @@ def join_store(ranks: Ranks, limits: Limits) -> dist.Store:
     The store of torchrun's agent outlives a restart: without a prefix for each attempt, a process would read the
     address of one that is gone.
     """
+    if ranks.num_nodes > 1:
+        check_master(ranks.master_addr, node_rank=ranks.node_rank)
     deadline = time.monotonic() + limits.connect_s
-    store = dist.PrefixStore(f"crosstune/{ranks.attempt}", _open_store(ranks, deadline, limits))
+    served = _serve_store(ranks, limits) if ranks.serves_store else None
+    ends = _await_master(ranks, deadline, limits)
+    opened = served if served is not None else _open_client(ranks, deadline)
+    store = dist.PrefixStore(f"crosstune/{ranks.attempt}", opened)
     with _store_errors(ranks):
-        _sign_in(store, ranks)
+        _sign_in(store, ranks, ends)
         _await_all(store, ranks, deadline, limits)
     store.set_timeout(timedelta(seconds=limits.collective_s))
     return store
@@ -49,12 +56,12 @@ def shared_store(store: dist.Store) -> dist.Store:
     return store
 
 
-def use_interface_of(ranks: Ranks) -> None:
-    """Make gloo and NCCL use the network interface that leads to the master, unless the user chose one.
+def use_interface_of(ranks: Ranks, store: dist.Store) -> None:
+    """Make gloo and NCCL use the network interface between this machine and the master, unless the user chose one.
 
     gloo would otherwise take the address of the host's name, which is often loopback or another network.
     """
-    interface = _interface_to(ranks)
+    interface = _interface_between(ranks, store)
     if interface is None:
         return
     add_variables({"GLOO_SOCKET_IFNAME": interface})
@@ -62,33 +69,28 @@ def use_interface_of(ranks: Ranks) -> None:
         add_variables({"NCCL_SOCKET_IFNAME": interface})
 
 
-def _interface_to(ranks: Ranks) -> str | None:
-    with contextlib.suppress(OSError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            ranks.master_addr, ranks.master_port, type=socket.SOCK_DGRAM
-        ):
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)  # sends nothing for UDP
-                own = probe.getsockname()[0]
-                for name, addresses in psutil.net_if_addrs().items():
-                    if any(one.address.split("%")[0] == own for one in addresses):
-                        return name
+def _interface_between(ranks: Ranks, store: dist.Store) -> str | None:
+    """Return the interface from which this rank reached the master. On the master's own machine that may be loopback:
+    then the one at which another machine reached it."""
+    own = json.loads(store.get(f"rank/{ranks.rank}"))["from"]
+    if ranks.num_nodes > 1 and is_loopback(own):
+        entries = (json.loads(store.get(f"rank/{rank}")) for rank in range(ranks.size))
+        own = next((entry["reached"] for entry in entries if not is_loopback(entry["reached"])), own)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.split("%")[0] == own for one in addresses):
+            return name
     return None
 
 
-def _open_store(ranks: Ranks, deadline: float, limits: Limits) -> dist.Store:
-    if ranks.serves_store:
-        listening = _listen(ranks)
-        return dist.TCPStore(
-            ranks.master_addr,
-            ranks.master_port,
-            is_master=True,
-            timeout=timedelta(seconds=limits.connect_s),
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-        )
-    _await_master(ranks, deadline, limits)
-    return _open_client(ranks, deadline)
+def _serve_store(ranks: Ranks, limits: Limits) -> dist.Store:
+    return dist.TCPStore(
+        ranks.master_addr,
+        ranks.master_port,
+        is_master=True,
+        timeout=timedelta(seconds=limits.connect_s),
+        wait_for_workers=False,
+        master_listen_fd=_listen(ranks).detach(),
+    )
 
 
 def _open_client(ranks: Ranks, deadline: float) -> dist.Store:
@@ -127,45 +129,45 @@ def _open_client(ranks: Ranks, deadline: float) -> dist.Store:
 
 def _listen(ranks: Ranks) -> socket.socket:
     """Listen at the address of the master only, so that a run on one machine cannot be reached from outside."""
-    problem: OSError | None = None
+    where = f"{ranks.name} cannot listen on {ranks.master_addr}:{ranks.master_port}."
     try:
-        found = socket.getaddrinfo(ranks.master_addr, ranks.master_port, type=socket.SOCK_STREAM)
-    except OSError as error:
+        return listen(ranks.master_addr, ranks.master_port, several=ranks.num_nodes > 1)
+    except socket.gaierror as error:
         raise _unreachable(
             ranks, why=f"{ranks.master_addr} is not the address of any machine: {error}"
         ) from error
-    for family, kind, protocol, _, address in found:
-        listening = socket.socket(family, kind, protocol)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(address)
-            listening.listen(1024)
-        except OSError as error:
-            listening.close()
-            problem = error
-            continue
-        return listening
-    where = f"{ranks.name} cannot listen on {ranks.master_addr}:{ranks.master_port}."
-    if problem is not None and problem.errno == errno.EADDRINUSE:
-        raise PortTaken(
-            where, why="another program has this port.", do="choose another --master_port (MASTER_PORT)"
-        )
-    raise UserError(
-        where, why=f"{problem}.", do="set MASTER_ADDR to an address of the machine on which rank 0 runs"
-    )
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortTaken(
+                where, why="another program has this port.", do="choose another --master_port (MASTER_PORT)"
+            ) from error
+        raise UserError(
+            where, why=f"{error}.", do="set MASTER_ADDR to an address of the machine on which rank 0 runs"
+        ) from error
 
 
-def _await_master(ranks: Ranks, deadline: float, limits: Limits) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Reached:
+    """The two ends of a connection to the master."""
+
+    reached: str
+    own: str
+
+
+def _await_master(ranks: Ranks, deadline: float, limits: Limits) -> _Reached:
     """Wait until the master listens."""
     while True:
         try:
             with socket.create_connection(
                 (ranks.master_addr, ranks.master_port), timeout=max(0.1, deadline - time.monotonic())
-            ):
-                return
+            ) as found:
+                ends = found.getpeername(), found.getsockname()
+                if ends[0] != ends[1]:  # a port of its own, taken by chance before the master listens
+                    return _Reached(reached=str(ends[0][0]), own=str(ends[1][0]))
         except OSError as error:
             if time.monotonic() + _RETRY_S > deadline:
-                why = f"nothing answered within {limits.connect_s:g} s ({error})."
+                more = explain_refusal(ranks.master_addr) if ranks.node_rank else ""
+                why = f"nothing answered within {limits.connect_s:g} s ({error}){more}."
                 raise _unreachable(ranks, why=why) from error
         time.sleep(_RETRY_S)
 
@@ -179,9 +181,10 @@ def _unreachable(ranks: Ranks, *, why: str) -> UserError:
     )
 
 
-def _sign_in(store: dist.Store, ranks: Ranks) -> None:
+def _sign_in(store: dist.Store, ranks: Ranks, ends: _Reached) -> None:
     """Record this rank; raise if another process has it, or another number of processes."""
     entry = {"host": ranks.host, "pid": os.getpid(), "size": ranks.size}
+    entry |= {"reached": ends.reached, "from": ends.own}
     if store.add(f"count/{ranks.rank}", 1) > 1:
         raise UserError(
             f"Two processes say that they are rank {ranks.rank} of {ranks.size}.",

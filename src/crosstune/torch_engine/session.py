@@ -257,7 +257,8 @@ class TorchSession:
         assert self.parallel is not None
         masters, parameters = self.masters.masters, self.masters.parameters
         divided = {name: (master, parameters[name]) for name, master in masters.items()}
-        with read_whole(self.parallel.group, self.model, divided) as trained:
+        merged = self.adapters if isinstance(self.task, HasOwnHead) else {}
+        with read_whole(self.parallel.group, self.model, divided, merged=merged) as trained:
             if folder is not None and trained is not None:
                 self._write_tensors(folder, trained=trained)
         return folder

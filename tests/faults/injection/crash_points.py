@@ -27,6 +27,8 @@ class CrashPoints:
 
     def __init__(self, root: Path, *, die_at: int = 0, log: Path | None = None) -> None:
         self.root, self.die_at, self.log = str(root), die_at, log
+        self.counting = True
+        """Whether calls count now; outside of a part of a run they may not."""
         self._numbers = itertools.count(1)
 
     def arm(self) -> None:
@@ -35,27 +37,34 @@ class CrashPoints:
             homes.append(pathlib._NormalAccessor)
         for home, name in itertools.product(homes, _BY_PATH):
             if hasattr(home, name):
-                setattr(home, name, self._watch(getattr(home, name), name, self._inside))
+                setattr(home, name, self.watch(getattr(home, name), name, self._inside))
         for name in _BY_HANDLE:
             torn = _half_write if name == "write" else None
-            setattr(os, name, self._watch(getattr(os, name), name, lambda *_, **__: True, torn=torn))
-        atomic_files._swap = self._watch(atomic_files._swap, "swap", self._inside)
-        io.open = self._watch(io.open, "io.open", self._opens_to_write)
-        RunRecord._append = self._watch(  # type: ignore[method-assign]
-            RunRecord._append, "log line", lambda *_, **__: True, torn=_half_line
-        )
+            setattr(os, name, self.watch(getattr(os, name), name, torn=torn))
+        atomic_files._swap = self.watch(atomic_files._swap, "swap", self._inside)
+        io.open = self.watch(io.open, "io.open", self._opens_to_write)
+        RunRecord._append = self.watch(RunRecord._append, "log line", torn=_half_line)  # type: ignore[method-assign]
 
     def reach(self, name: str) -> bool:
         """Count one point; whether it is the one to die at."""
+        if not self.counting:
+            return False
         number = next(self._numbers)
         if self.log is not None:
             with open(self.log, "a", encoding="utf-8") as file:  # noqa: PTH123  (not one of the watched calls)
                 file.write(f"{number} {name}\n")
         return number == self.die_at
 
-    def _watch(
-        self, call: Callable[..., Any], name: str, counts: Callable[..., bool], *, torn: Any = None
+    def watch(
+        self,
+        call: Callable[..., Any],
+        name: str,
+        counts: Callable[..., bool] = lambda *_, **__: True,
+        *,
+        torn: Any = None,
     ) -> Callable[..., Any]:
+        """Return the call as a point to die at, where `counts` says so; `torn` does half of it before the death."""
+
         def watched(*args: Any, **options: Any) -> Any:
             if counts(*args, **options) and self.reach(name):
                 if torn is not None:

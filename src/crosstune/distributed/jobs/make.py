@@ -80,7 +80,7 @@ def make_job(
         has_time_limit=config.time_limit is not None,
         options={option.name: values[option.name] for option in taken},
     )
-    problems += _check_devices(job)
+    problems += _check_devices(job, config)
     problems += check_request(config, size=job.num_nodes * job.num_local)
     problems += load_scheduler(scheduler).check(job)
     raise_all(problems)
@@ -95,7 +95,15 @@ def _devices(values: Mapping[str, Any], config: Config) -> tuple[int, int]:
     return num_gpus, num_local or num_gpus or 1
 
 
-def _check_devices(job: Job) -> list[UserError]:
+def _check_devices(job: Job, config: Config) -> list[UserError]:
+    if config.backend == "cpu" and job.num_gpus:
+        return [
+            UserError(
+                f"--gpus {job.num_gpus} does not go with --backend cpu.",
+                why="the job would reserve GPUs that it does not use.",
+                do=f"leave --gpus out, and give --nproc_per_node {job.num_local} for the processes of each machine",
+            )
+        ]
     if job.num_gpus == 0 or job.num_gpus >= job.num_local:
         return []
     return [
@@ -113,7 +121,13 @@ def _read_config(file: Path | None, problems: list[UserError]) -> str:
     try:
         text = read_plain_text(file, limit=_CONFIG_LIMIT)
     except UnreadableFile as error:
-        problems.append(UserError(f"Cannot read the configuration file {file}.", why=error.why))
+        problems.append(
+            UserError(
+                f"Cannot read the configuration file {file}.",
+                why=error.why,
+                do="give --config a YAML file of options, or leave it out",
+            )
+        )
         return ""
     if holds_secret(text):
         problems.append(

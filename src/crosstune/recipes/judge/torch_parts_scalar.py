@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,9 +108,10 @@ class ScalarHead:
         adapters = {
             name: module for name, module in model.named_modules() if isinstance(module, AdaptedLinear)
         }
-        state = export.merged_state(model, adapters)
-        model.config.architectures = [type(model).__name__]
-        export.save_model(folder, model.config, state.items(), base=base)
+        # By the config: FSDP2 gives a sharded model a class of its own.
+        kind = AutoModelForSequenceClassification._model_mapping[type(model.config)]
+        model.config.architectures = [kind.__name__]
+        export.save_model(folder, model.config, export.merged_tensors(model, adapters), base=base)
         write_json(folder / RECORD, self.base_record())
 
     def _opened(self) -> Opening:
@@ -119,6 +121,11 @@ class ScalarHead:
 
 def pooled_scores(model: Any, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Return the head's output after the token `ends` of each row, in fp32. Rows are padded on the right."""
+    scores: torch.Tensor = model(ids, ends)
+    return scores
+
+
+def _forward(model: Any, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     hidden = getattr(model, model.base_model_prefix)(input_ids=ids, use_cache=False).last_hidden_state
     last = hidden[torch.arange(len(ids), device=ids.device), ends]
     scores: torch.Tensor = model.get_submodule(HEAD)(last)[:, 0]
@@ -154,4 +161,6 @@ def _read_trained(folder: Path, opening: Opening) -> nn.Module:
 
 
 def _set_head(model: Any, weight: torch.Tensor) -> None:
+    """Give a sequence classifier our head. The scores come from its own forward pass, for which FSDP2 gathers weights."""
     setattr(model, HEAD, Head(weight))
+    model.forward = functools.partial(_forward, model)

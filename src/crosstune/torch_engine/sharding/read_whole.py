@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,12 +11,14 @@ import torch
 from torch import nn
 
 from crosstune.core.ranks import Group
+from crosstune.torch_engine.adapters import Adapted, AdaptedLinear
+from crosstune.torch_engine.sharding.gathered import free_gathered, sharded_modules
 from crosstune.torch_engine.sharding.parts import whole
 from crosstune.torch_engine.sharding.shard import original_dtypes
 
 _END = ""
 """Sent instead of a name when nothing more is read."""
-MODEL, TRAINED = "model", "trained"
+MODEL, TRAINED, MERGED = "model", "trained", "merged"
 
 
 class Reader(Mapping[str, Any]):
@@ -39,8 +42,15 @@ class Reader(Mapping[str, Any]):
 class Gather:
     """The tensors of a sharded model, by kind and name, and the processes that hold their parts."""
 
-    def __init__(self, group: Group, model: nn.Module, trained: Mapping[str, tuple[Any, Any]]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        model: nn.Module,
+        trained: Mapping[str, tuple[Any, Any]],
+        merged: Mapping[str, Adapted],
+    ) -> None:
         self.group, self._dtypes = group, original_dtypes(model)
+        self._merged = _Merged(model, merged)
         # Each with the parameter that it is divided like.
         self.tensors: dict[str, Mapping[str, tuple[Any, Any]]] = {
             MODEL: {name: (tensor, tensor) for name, tensor in model.state_dict().items()},
@@ -53,6 +63,8 @@ class Gather:
     def read(self, kind: str, name: str) -> torch.Tensor:
         """Gather a tensor; called by the first rank."""
         self.group.share(f"{kind}/{name}")
+        if kind == MERGED:
+            return self._merged.read(name)
         tensor, divided_like = self.tensors[kind][name]
         found = whole(tensor, of=divided_like)
         return found.to(self._dtypes.get(name, found.dtype)) if kind == MODEL else found
@@ -61,28 +73,68 @@ class Gather:
         """Take part in what the first rank reads, until it ends; called by the others."""
         while (asked := self.group.share("")) != _END:
             kind, _, name = asked.partition("/")
+            if kind == MERGED:
+                self._merged.read(name)
+                continue
             tensor, divided_like = self.tensors[kind][name]
             whole(tensor, of=divided_like)
+        self._merged.end()
 
     def end(self) -> None:
         self.group.share(_END)
+        self._merged.end()
+
+
+class _Merged:
+    """Adapters merged into the layers of a sharded model. The modules that are sharded together are gathered together,
+    and stay so until an adapter of other modules is read."""
+
+    def __init__(self, model: nn.Module, adapters: Mapping[str, Adapted]) -> None:
+        self._model, self.adapters = model, adapters
+        self._plain = {n: a.merged for n, a in adapters.items() if isinstance(a, AdaptedLinear)}
+        self._units: dict[nn.Module, Any] = {}
+        for unit in sharded_modules(model):  # a module comes before those in it
+            self._units |= dict.fromkeys(unit.modules(), unit)
+        self._gathered: Any = None
+
+    def read(self, name: str) -> torch.Tensor:
+        unit = self._units[self.adapters[name]]
+        if unit is not self._gathered:
+            free_gathered(self._model)
+            unit.unshard()
+            self._gathered = unit
+        with torch.no_grad():
+            return self._plain[name]()
+
+    def end(self) -> None:
+        free_gathered(self._model)
 
 
 @contextlib.contextmanager
 def read_whole(
-    group: Group, model: nn.Module, trained: Mapping[str, tuple[Any, Any]]
+    group: Group,
+    model: nn.Module,
+    trained: Mapping[str, tuple[Any, Any]],
+    *,
+    merged: Mapping[str, Adapted] | None = None,
 ) -> Iterator[Mapping[str, torch.Tensor] | None]:
     """Let the first rank read the whole tensors of a model: give it the trained ones, and let `model.state_dict()` return
-    the others. Give None to the other ranks, after they have served the first."""
-    gather = Gather(group, model, trained)
+    the others, and `merged()` of the adapters in `merged` their product. Give None to the other ranks, after they have
+    served the first."""
+    gather = Gather(group, model, trained, merged or {})
     if not group.ranks.first:
         gather.serve()
         yield None
         return
     target: Any = model
     target.state_dict = lambda: gather.reader(MODEL)
+    adapters: Mapping[str, Any] = merged or {}
+    for name, adapter in adapters.items():
+        adapter.merged = functools.partial(gather.read, MERGED, name)
     try:
         yield gather.reader(TRAINED)
     finally:
         del target.state_dict
+        for adapter in adapters.values():
+            del adapter.merged
         gather.end()

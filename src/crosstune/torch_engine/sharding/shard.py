@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -70,11 +70,19 @@ def shard_root(
     return model
 
 
-def _widen_trained(module: nn.Module) -> torch.dtype | None:
+def _kept_wide(module: nn.Module) -> set[nn.Parameter]:
+    """Return the fp32 parameters among trained 16-bit ones. FSDP2 wants one dtype in a module, and would compute with them
+    in 16 bits, so every rank holds them whole; they are few and small, such as the bias of a router or a scalar head."""
+    trained = {p for p in module.parameters() if not is_sharded(p) and p.requires_grad}
+    wide = {p for p in trained if p.dtype == torch.float32}
+    return wide if len({p.dtype for p in trained}) > 1 else set()
+
+
+def _widen_trained(module: nn.Module, kept: Collection[nn.Parameter]) -> torch.dtype | None:
     """Keep the trained parameters of a module in fp32 if all of its parameters are trained in one 16-bit dtype, which is
     returned: FSDP2 casts to it when it gathers them. So the parts are their own masters, and gradients of several ranks
     are summed without rounding."""
-    own = [p for p in module.parameters() if not is_sharded(p) and p.is_floating_point()]
+    own = [p for p in module.parameters() if not is_sharded(p) and p.is_floating_point() and p not in kept]
     dtypes = {p.dtype for p in own}
     if len(dtypes) != 1 or dtypes == {torch.float32} or not all(p.requires_grad for p in own):
         return None
@@ -97,7 +105,8 @@ def shard_module(
     _make_scales_parameters(module, integers=integers)
     if not integers:
         _store_as_floats(module, precision=precision)
-    compute = _widen_trained(module) if precision is None else precision.param_dtype
+    kept = _kept_wide(module) if precision is None else set()
+    compute = _widen_trained(module, kept) if precision is None else precision.param_dtype
     for parameter in module.parameters():
         if not parameter.is_contiguous():  # which FSDP2 refuses
             parameter.data = parameter.data.contiguous()
@@ -109,7 +118,7 @@ def shard_module(
         offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
         if cpu_offload
         else OffloadPolicy(),
-        ignored_params={parameter for parameter in module.parameters() if parameter.ndim == 0},
+        ignored_params=kept | {parameter for parameter in module.parameters() if parameter.ndim == 0},
     )
     sharded.computes_in = compute
     # The loss is divided by the weight of the whole window, so gradients are summed. gloo cannot sum with another factor
@@ -187,5 +196,6 @@ def original_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     for prefix, module in model.named_modules():  # a module comes before those in it
         if isinstance(module, FSDPModule):
             computes_in: Any = getattr(module, "computes_in", None)
-            found |= {name: computes_in for name, _ in module.named_parameters(prefix=prefix)}
+            own = module.named_parameters(prefix=prefix)
+            found |= {name: computes_in for name, p in own if is_sharded(p) or p.ndim == 0}
     return {name: dtype for name, dtype in found.items() if dtype is not None}

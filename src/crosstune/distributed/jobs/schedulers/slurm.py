@@ -146,7 +146,11 @@ def start(job: Job) -> Started:
         cwd=job.folder,
     )
     if done.returncode:
-        raise UserError("sbatch refused the job.", why=done.stderr.strip() or f"exit code {done.returncode}")
+        raise UserError(
+            "sbatch refused the job.",
+            why=done.stderr.strip() or f"exit code {done.returncode}",
+            do="change the option that it names; `sinfo` lists partitions and limits, and --print shows the script",
+        )
     number = done.stdout.strip().partition(";")[0]
     return Started(
         lines=(

@@ -11,10 +11,10 @@ import subprocess
 import threading
 from pathlib import Path
 
-from crosstune.core.errors import EXIT_USER_MUST_ACT, UserError, shown
+from crosstune.core.errors import EXIT_USER_MUST_ACT, UserError, raise_all, shown
 from crosstune.core.plain_files import UnreadableFile, read_plain_text
 from crosstune.distributed.jobs.job import RANK_VARIABLES, Job, Started
-from crosstune.distributed.jobs.nodes import run_nodes
+from crosstune.distributed.jobs.nodes import LOST, run_nodes
 from crosstune.distributed.jobs.option import BEFORE, PORT, RESTARTS, JobOption, matches
 
 HOSTS = JobOption(
@@ -34,6 +34,10 @@ OPTIONS = (HOSTS, HOSTFILE, ADDRESS, PORT, BEFORE, RESTARTS)
 _HOST = re.compile(
     r"(?:[A-Za-z0-9_][\w.-]*@)?(?P<name>[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?"
 )
+# No question for a password, which nobody would see; a connection that hangs ends after a minute.
+_WORDS = ("-T", "-oBatchMode=yes", "-oServerAliveInterval=15", "-oServerAliveCountMax=4")
+LOGIN_S = 20
+"""How long a machine may take to answer, in the seconds that ssh counts."""
 NUM_LINES = 15
 _HOSTS_LIMIT = 2**20
 
@@ -87,6 +91,7 @@ def start(job: Job) -> Started:
             "Cannot start the job: there is no ssh on this machine.",
             do="install an ssh client, or add --print and type the lines where there is one",
         )
+    raise_all(_unreachable(job))
     return run_nodes(
         lambda stopped: [_SshNode(job, place, host) for place, host in enumerate(_hosts(job))],
         restarts=job.options[RESTARTS.name],
@@ -94,26 +99,55 @@ def start(job: Job) -> Started:
     )
 
 
+def _unreachable(job: Job) -> list[UserError]:
+    """Log in to every machine at once, and return the problems: a machine that cannot be reached now would be taken for
+    one that is lost, and started again and again."""
+    command = f"cd {shlex.quote(str(job.folder))}"
+    started = [
+        (
+            host,
+            subprocess.Popen(
+                ["ssh", *_WORDS, f"-oConnectTimeout={LOGIN_S}", *_port_words(host), _target(host), command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+            ),
+        )
+        for host in _hosts(job)
+    ]
+    problems = []
+    for host, process in started:
+        _, said = process.communicate()
+        why = " ".join(said.decode(errors="replace").split()) or f"exit code {process.returncode}"
+        if process.returncode == LOST:
+            problems.append(
+                UserError(
+                    f"ssh cannot log in to {host}.",
+                    why=why,
+                    do=f"make `ssh {_target(host)} true` work without a question: its name, its key, its address in "
+                    "~/.ssh/config",
+                )
+            )
+        elif process.returncode:
+            problems.append(
+                UserError(
+                    f"{host} does not have the folder {job.folder}.",
+                    why=why,
+                    do="start the run in a folder that all machines share under the same path",
+                )
+            )
+    return problems
+
+
 class _SshNode:
     """The launcher of one machine, over ssh. The output of the first is ours; that of the others is kept for errors."""
 
     def __init__(self, job: Job, place: int, host: str) -> None:
         self.host = host
-        # No question for a password, which nobody would see; a connection that hangs ends after a minute.
-        words = [
-            "ssh",
-            "-T",
-            "-o",
-            "BatchMode=yes",
-            "-o",
-            "ServerAliveInterval=15",
-            "-o",
-            "ServerAliveCountMax=4",
-        ]
         remote = _remote(job, place, attached=True)
         self._lines: collections.deque[str] = collections.deque(maxlen=NUM_LINES)
         self._process = subprocess.Popen(
-            [*words, *_port_words(host), _target(host), remote],
+            ["ssh", *_WORDS, *_port_words(host), _target(host), remote],
             stdin=subprocess.PIPE,
             stdout=None if place == 0 else subprocess.PIPE,
             stderr=None if place == 0 else subprocess.STDOUT,
@@ -152,7 +186,11 @@ def _hosts(job: Job) -> list[str]:
     try:
         lines = read_plain_text(file, limit=_HOSTS_LIMIT).splitlines()
     except UnreadableFile as error:
-        raise UserError(f"Cannot read the list of machines {file} (--hostfile).", why=error.why) from error
+        raise UserError(
+            f"Cannot read the list of machines {file} (--hostfile).",
+            why=error.why,
+            do="give a text file with one [user@]host[:port] per line, or --hosts first,second",
+        ) from error
     return [line.partition("#")[0].strip() for line in lines if line.partition("#")[0].strip()]
 
 
