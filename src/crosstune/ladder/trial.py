@@ -159,8 +159,8 @@ class Trials:
         with contextlib.suppress(UserError):  # it failed before it had a folder
             run = load_run(folder)
         finished = code == 0 and len(run.metrics) >= self.steps
-        if code == EXIT_STOPPED:
-            raise KeyboardInterrupt  # the same signal reached the trial
+        if code == EXIT_STOPPED and self.should_stop():
+            raise KeyboardInterrupt
         return Trial(
             name=name,
             status="finished" if finished else _failure(code, run),
