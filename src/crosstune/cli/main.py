@@ -23,6 +23,7 @@ from crosstune.core.user_paths import check_home
 COMMANDS = {
     "train": "fine-tune a model",
     "launch": "start a training on several machines: SLURM, Kubernetes, Ray or ssh",
+    "ladder": "try optimisations of a training one after the other, measure each, and keep what helps",
     "plan": "show what train would do, here or on another machine, without doing it",
     "judge": "train, test and use a model that scores or compares answers",
     "data": "check a data set: counts, lengths, and examples with the supervised part marked",

@@ -1,0 +1,207 @@
+"""`crosstune ladder`: try optimisations one after the other, measure each, and keep what helps."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from crosstune.cli.arguments import Parser, at_least, parse_config, print_json
+from crosstune.cli.units import duration
+from crosstune.config.schema import Config
+from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, UserError
+
+if TYPE_CHECKING:
+    from crosstune.ladder.climb import Climbed, Step
+
+EXAMPLES = """examples:
+  crosstune ladder --model_name ./my-model --dataset chats.jsonl --name faster
+  crosstune ladder --config run.yaml --steps 50 --goal memory
+  crosstune ladder --config run.yaml --rungs larger_batch,fused_optimizer,packing
+  crosstune train --config runs/faster/train.yaml                  (train with what was kept)
+
+Each rung is a change of the options. It is measured against what was kept before, in child processes that take turns
+(A B B A), and kept if the loss keeps the rung's promise and speed or memory gain more than the trials differ among
+themselves. Run the same command again to continue a ladder that was stopped. `crosstune ladder --rungs list` lists the
+rungs."""
+FEW_STEPS = 15
+"""Fewer measured steps than this give no verdict that would hold."""
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        "ladder",
+        description="Try optimisations of a training one after the other, measure each, and keep what helps.",
+        epilog=EXAMPLES,
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
+    parser.add_argument(
+        "--steps", type=at_least(2), default=30, metavar="N", help="steps of each trial (default 30)"
+    )
+    parser.add_argument(
+        "--rungs", metavar="A,B,...", help="rungs to try, in this order; without it all; list prints them"
+    )
+    parser.add_argument(
+        "--goal",
+        choices=("speed", "memory"),
+        default="speed",
+        help="what counts more: speed (default) keeps what is faster, or smaller at the same speed; memory keeps what is "
+        "smaller, or faster at the same memory",
+    )
+    parser.add_argument(
+        "--trial_limit",
+        type=at_least(1.0),
+        default=1800.0,
+        metavar="SECONDS",
+        help="end a trial that takes longer (default 1800)",
+    )
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    own, config = parse_config(make_parser(), words)
+    from crosstune.ladder.rung import rung_names
+
+    if own.rungs == "list":
+        _print_rungs()
+        return EXIT_DONE
+    names = _chosen(own.rungs, rung_names())
+    from crosstune.cli.output import Output
+    from crosstune.ladder.climb import STATE, Ladder, check_same_ladder
+    from crosstune.ladder.trial import Trials
+    from crosstune.loop.stop import StopSignal
+
+    folder, asked = _folder(config), config.options_asked()
+    request: dict[str, Any] = {"options": asked, "rungs": names, "steps": own.steps, "goal": own.goal}
+    if config.overwrite and folder.exists():
+        from crosstune.core.record import move_aside
+
+        move_aside(folder)
+    check_same_ladder(folder, request)
+    output = Output()
+    if own.steps < FEW_STEPS:
+        output.line(f"note     {own.steps} steps are too few for a verdict on speed; 30 or more are better")
+    with StopSignal().listening() as stop:
+        warmup = min(own.steps - 1, max(2, own.steps // 6))
+        trials = Trials(
+            folder=folder / "trials",
+            steps=own.steps,
+            warmup=warmup,
+            limit_s=own.trial_limit,
+            should_stop=lambda: stop.requested,
+        )
+        shown = _Progress(output)
+        ladder = Ladder(
+            asked=asked,
+            rungs=names,
+            trials=trials,
+            goal=own.goal,
+            on_step=shown.step,
+            on_trial=shown.trial,
+        )
+        try:
+            found = ladder.climb()
+        except KeyboardInterrupt:
+            output.line(f"stopped  {stop.reason or 'Ctrl-C'}; run the same command again to continue")
+            return EXIT_STOPPED
+    from crosstune.core.json_files import write_json
+
+    write_json(folder / STATE, found.to_json())
+    _write_result(folder, found, config)
+    _print_result(output, found, folder)
+    if own.json:
+        print_json(found.to_json() | {"folder": str(folder)})
+    return EXIT_DONE
+
+
+class _Progress:
+    """Print what is tried and how long the rest may take."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+        self.begun: float | None = None
+        self.times: list[float] = []
+
+    def trial(self, name: str, left: int) -> None:
+        now = time.monotonic()
+        if self.begun is not None:
+            self.times.append(now - self.begun)
+        self.begun = now
+        rest = (
+            f", at most {duration(statistics.median(self.times) * left)} left"
+            if len(self.times) > 1 and left > 1
+            else ""
+        )
+        self.output.line(f"trial    {name}{rest}")
+
+    def step(self, step: Step) -> None:
+        self.output.line(f"{_LABELS[step.outcome]:<8} {_describe(step)}")
+
+
+_LABELS = {"kept": "kept", "rolled back": "undone", "does not apply": "no use"}
+
+
+def _describe(step: Step) -> str:
+    change = ", ".join(
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in step.change.items()
+    )
+    return f"{step.rung}{f' ({change})' if change else ''}: {step.why}"
+
+
+def _chosen(text: str | None, known: Sequence[str]) -> list[str]:
+    from crosstune.core.names import unknown_name
+
+    if text is None:
+        return list(known)
+    names = [name.strip().replace("-", "_") for name in text.split(",") if name.strip()]
+    if not names:
+        raise UserError("--rungs names no rung.", do=f"the rungs: {', '.join(known)}")
+    for name in names:
+        if name not in known:
+            raise unknown_name("rung", name, known)
+    return list(dict.fromkeys(names))
+
+
+def _print_rungs() -> None:
+    from crosstune.ladder.rung import load_rung, rung_names
+
+    for name in rung_names():
+        rung = load_rung(name)
+        print(f"{name:<24} {rung.title} ({rung.gain}; {rung.promise.text})")
+
+
+def _folder(config: Config) -> Path:
+    return Path(config.output_dir).expanduser() / (config.name or "ladder")
+
+
+def _write_result(folder: Path, found: Climbed, config: Config) -> None:
+    """Write the options to train with."""
+    import yaml
+
+    from crosstune.core.atomic_files import write_text
+
+    options = {name: value for name, value in found.options.items() if name not in ("name", "overwrite")}
+    write_text(folder / "train.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
+
+
+def _print_result(output: Any, found: Climbed, folder: Path) -> None:
+    from crosstune.cli.units import size
+
+    kept = [step for step in found.steps if step.outcome == "kept"]
+    output.line("")
+    if found.ends is None or found.ends.failed is not None:
+        output.line("result   no rung was kept: the options were as good as what was tried")
+    else:
+        base, new = found.ends.base[0], found.ends.new[0]
+        output.line(
+            f"result   {len(kept)} kept: {new.tokens_per_s:,.0f} tok/s instead of {base.tokens_per_s:,.0f} "
+            f"(x {found.ends.speed:.2f}), peak memory {size(new.peak_bytes)} instead of {size(base.peak_bytes)} "
+            f"(x {found.ends.memory:.2f})"
+        )
+    for criterion in found.criteria:
+        output.line(f"{criterion.met:<11} {criterion.what}: {criterion.measured}")
+    output.line(f"options  {folder / 'train.yaml'}")
+    output.line(f"train    crosstune train --config {folder / 'train.yaml'}")

@@ -1,0 +1,185 @@
+"""Compare a change with the baseline: trials of both by turns, their speed, memory and losses, and a verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from crosstune.ladder.rung import AsGood, Gain, LossPromise, SameBits
+from crosstune.ladder.trial import Trial, Trials, middle
+from crosstune.report.files import number
+
+SMALLEST_GAIN = 0.02
+"""A gain of speed below this is not worth an option."""
+SMALLEST_SAVING = 0.05
+"""Likewise for memory."""
+UNSTEADY = 0.15
+"""Trials of the same options that differ by more than this: something else uses the machine."""
+TURNS = ("base", "new", "new", "base")
+Goal = Literal["speed", "memory"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Trials of the baseline and of a change."""
+
+    base: Sequence[Trial]
+    new: Sequence[Trial]
+
+    @property
+    def failed(self) -> Trial | None:
+        return next((trial for trial in [*self.base, *self.new] if not trial.finished), None)
+
+    @property
+    def speed(self) -> float:
+        """The speed of the change over that of the baseline."""
+        return _ratio([t.tokens_per_s for t in self.new], [t.tokens_per_s for t in self.base])
+
+    @property
+    def memory(self) -> float:
+        """The peak memory of the change over that of the baseline."""
+        return _ratio([float(t.peak_bytes) for t in self.new], [float(t.peak_bytes) for t in self.base])
+
+    @property
+    def spread(self) -> float:
+        """The largest relative difference of speed between trials of the same options."""
+        return max(_spread([trial.tokens_per_s for trial in side]) for side in (self.base, self.new))
+
+    @property
+    def num_nonfinite(self) -> int:
+        return sum(trial.num_nonfinite for trial in self.new)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "speed": self.speed,
+            "memory": self.memory,
+            "spread": self.spread,
+            "base": [trial.to_json() for trial in self.base],
+            "new": [trial.to_json() for trial in self.new],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    kept: bool
+    why: str
+
+
+def compare(
+    trials: Trials,
+    name: str,
+    *,
+    base: Mapping[str, Any],
+    new: Mapping[str, Any],
+    on_trial: Callable[[str], None] = lambda name: None,
+) -> Comparison:
+    """Run baseline and change by turns (A B B A), so that a machine that gets slower or faster favours neither. The first
+    failure ends it."""
+    sides: dict[str, list[Trial]] = {"base": [], "new": []}
+    for turn, side in enumerate(TURNS):
+        trial_name = f"{name}-{turn + 1}-{side}"
+        on_trial(trial_name)
+        sides[side].append(trials.run(trial_name, base if side == "base" else new))
+        if not sides[side][-1].finished:
+            break
+    return Comparison(base=sides["base"], new=sides["new"])
+
+
+def judge(comparison: Comparison, *, promise: LossPromise, gain: Gain, goal: Goal) -> Verdict:
+    """Decide whether a change is kept: it keeps its promise about the loss, and it helps."""
+    if (failed := comparison.failed) is not None:
+        return Verdict(kept=False, why=_failure(failed))
+    broken = broken_promise(comparison, promise)
+    if broken:
+        return Verdict(kept=False, why=broken)
+    if comparison.num_nonfinite > sum(trial.num_nonfinite for trial in comparison.base):
+        return Verdict(kept=False, why=f"{comparison.num_nonfinite} steps were not finite")
+    return _weigh(comparison, gain=gain, goal=goal)
+
+
+def broken_promise(comparison: Comparison, promise: LossPromise) -> str:
+    """Return how the losses of the change break a promise; nothing if they keep it."""
+    if isinstance(promise, AsGood):
+        return _worse(comparison, promise)
+    own = max((_difference(comparison.base[0], trial) for trial in comparison.base[1:]), default=0.0)
+    found = max(_difference(comparison.base[0], trial) for trial in comparison.new)
+    bound = 0.0 if isinstance(promise, SameBits) else promise.bound
+    if found <= max(bound, 2 * own):
+        return ""
+    repeats = f"; the baseline repeats itself within {own:.1e}" if own else ""
+    return f"the loss differs by {found:.1e}, promised: {promise.text}{repeats}"
+
+
+def _worse(comparison: Comparison, promise: AsGood) -> str:
+    sides = [*comparison.base, *comparison.new]
+    until = min(sum(_weights(trial)) for trial in sides)
+    before = middle([_tail(trial, promise.metric, until=until) for trial in comparison.base])
+    after = middle([_tail(trial, promise.metric, until=until) for trial in comparison.new])
+    if math.isnan(before) or math.isnan(after):
+        return f"{promise.metric} was not measured on both sides"
+    loss = (before - after if promise.higher_is_better else after - before) / max(abs(before), 1e-12)
+    if loss <= promise.bound:
+        return ""
+    return f"{promise.metric} is {after:.4g} instead of {before:.4g}, promised: {promise.text}"
+
+
+def _weights(trial: Trial) -> list[float]:
+    return [number(row.get("supervised_tokens")) or 0.0 for row in trial.rows]
+
+
+def _tail(trial: Trial, metric: str, *, until: float) -> float:
+    """Return the weighted mean of a metric over the last third of the first `until` supervised tokens."""
+    total, seen, used = 0.0, 0.0, 0.0
+    for weight, value in zip(_weights(trial), trial.values(metric), strict=True):
+        seen += weight
+        if seen > until * (1 + 1e-9):
+            break
+        if seen >= until * 2 / 3 and not math.isnan(value):
+            total, used = total + weight * value, used + weight
+    return total / used if used else math.nan
+
+
+def _difference(one: Trial, other: Trial) -> float:
+    """Return the largest relative difference of the losses of two trials; infinite if they cannot be compared."""
+    a, b = one.values("loss"), other.values("loss")
+    if len(a) != len(b):
+        return math.inf
+    pairs = [(x, y) for x, y in zip(a, b, strict=True) if not (math.isnan(x) and math.isnan(y))]
+    found = [abs(x - y) / max(abs(x), 1e-12) if x != y else 0.0 for x, y in pairs]
+    return max((math.inf if math.isnan(value) else value for value in found), default=0.0)
+
+
+def _weigh(comparison: Comparison, *, gain: Gain, goal: Goal) -> Verdict:
+    speed, memory, spread = comparison.speed, comparison.memory, comparison.spread
+    noise = max(SMALLEST_GAIN, spread)
+    said = f"speed x {speed:.2f}, memory x {memory:.2f}"
+    unsteady = (
+        f"; trials of the same options differ by {spread:.0%}: something else uses this machine"
+        if spread > UNSTEADY
+        else ""
+    )
+    faster, slower = speed > 1 + noise, speed < 1 - noise
+    smaller, larger = memory < 1 - SMALLEST_SAVING, memory > 1 + SMALLEST_SAVING
+    if gain == "safety":
+        kept = not slower and not larger
+    elif goal == "speed":
+        kept = faster or (smaller and not slower)
+    else:
+        kept = smaller or (faster and not larger)
+    return Verdict(kept=kept, why=said + unsteady)
+
+
+def _failure(trial: Trial) -> str:
+    words = {"out_of_memory": "out of memory", "too_slow": "too slow"}.get(trial.status, "failed")
+    return f"{words}: {trial.error}"
+
+
+def _ratio(new: Sequence[float], base: Sequence[float]) -> float:
+    over = middle(base)
+    return middle(new) / over if over and not math.isnan(over) else math.nan
+
+
+def _spread(values: Sequence[float]) -> float:
+    return (max(values) - min(values)) / max(middle(values), 1e-12) if len(values) > 1 else 0.0

@@ -1,0 +1,1 @@
+"""The rungs of the ladder: one file each, found by its name."""

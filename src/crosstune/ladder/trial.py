@@ -1,0 +1,194 @@
+"""Run a short training in a process of its own, and read what it measured."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from crosstune.core.atomic_files import remove_folder, write_text
+from crosstune.core.errors import EXIT_STOPPED, UserError
+from crosstune.core.events import NonFinite
+from crosstune.core.json_files import read_object
+from crosstune.report.files import RunFiles, load_run, number
+
+SLOWEST_LEFT_OUT = 0.1
+"""Share of the measured steps that are left out as too slow: another process had the machine."""
+FEWEST_TO_CHOOSE_FROM = 5
+TAIL_LINES = 8
+Status = Literal["finished", "out_of_memory", "failed", "too_slow"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One short training and its figures."""
+
+    name: str
+    status: Status
+    error: str = ""
+    """Why it did not finish."""
+    seconds: float = 0.0
+    warmup: int = 0
+    rows: Sequence[Mapping[str, Any]] = ()
+    """The rows of metrics.jsonl."""
+    peak_bytes: int = 0
+    num_nonfinite: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.status == "finished"
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens over time in the steps after the warm-up, without the slowest ones."""
+        measured = sorted(self.rows[self.warmup :], key=lambda row: number(row.get("step_s")) or 0.0)
+        dropped = math.ceil(len(measured) * SLOWEST_LEFT_OUT) if len(measured) >= FEWEST_TO_CHOOSE_FROM else 0
+        kept = measured[: len(measured) - dropped]
+        seconds = sum(number(row.get("step_s")) or 0.0 for row in kept)
+        return sum(number(row.get("tokens")) or 0.0 for row in kept) / seconds if seconds else 0.0
+
+    def values(self, metric: str) -> list[float]:
+        """Return a metric of every step, NaN where a step has none."""
+        found = (number(row.get(metric)) for row in self.rows)
+        return [math.nan if value is None else value for value in found]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "status": self.status,
+            "error": self.error,
+            "seconds": self.seconds,
+            "tokens_per_s": self.tokens_per_s,
+            "peak_bytes": self.peak_bytes,
+            "num_nonfinite": self.num_nonfinite,
+            "losses": self.values("loss"),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trials:
+    """Runs trainings below one folder. A trial that was finished before is read instead of run again."""
+
+    folder: Path
+    steps: int
+    warmup: int
+    limit_s: float
+    """A trial that takes longer is ended."""
+    should_stop: Callable[[], bool] = lambda: False
+
+    def run(self, name: str, options: Mapping[str, Any], **more: Any) -> Trial:
+        """Train `steps` steps with the options; `more` are options of this trial alone."""
+        folder = self.folder / name
+        asked = {**options, **self._fixed(name), **more}
+        if (done := self._read_done(folder, asked)) is not None:
+            return done
+        if folder.exists():
+            remove_folder(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / f"{name}.yaml"
+        write_text(file, yaml.safe_dump(asked, sort_keys=False, allow_unicode=True))
+        begun, log = time.monotonic(), self.folder / f"{name}.log"
+        code = self._wait([sys.executable, "-m", "crosstune", "train", "--config", str(file)], log)
+        return self._read(name, code=code, seconds=time.monotonic() - begun, log=log)
+
+    def _fixed(self, name: str) -> dict[str, Any]:
+        """Return the options that every trial has, so that trials differ in what is tried alone."""
+        return {
+            "name": name,
+            "output_dir": str(self.folder),
+            "max_steps": self.steps,
+            "num_epochs": 0,
+            "skip_eval": True,
+            "save_model": False,
+            "save_steps": 0,
+            "save_minutes": 0,
+            "resume": "none",
+            "log_to": "stdout",
+        }
+
+    def _wait(self, command: list[str], log: Path) -> int | None:
+        """Return the exit code of a command, None if it was ended for its time. Raise KeyboardInterrupt on a stop."""
+        with log.open("wb") as out:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                ends_at = time.monotonic() + self.limit_s
+                while child.poll() is None:
+                    if self.should_stop():
+                        raise KeyboardInterrupt
+                    if time.monotonic() > ends_at:
+                        return None
+                    time.sleep(0.1)
+                return child.returncode
+            finally:
+                if child.poll() is None:
+                    child.terminate()
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        child.wait(20)
+                    child.kill()
+                    child.wait()
+
+    def _read_done(self, folder: Path, asked: Mapping[str, Any]) -> Trial | None:
+        """Return a trial that an earlier start of this ladder has finished with the same options."""
+        file = folder.parent / f"{folder.name}.yaml"
+        try:
+            before = yaml.safe_load(file.read_text(encoding="utf-8"))
+            summary = read_object(folder / "summary.json")
+        except (OSError, UserError, yaml.YAMLError):
+            return None
+        if before != dict(asked) or summary.get("status") != "finished":
+            return None
+        return self._read(folder.name, code=0, seconds=number(summary.get("seconds")) or 0.0, log=folder)
+
+    def _read(self, name: str, *, code: int | None, seconds: float, log: Path) -> Trial:
+        folder, run = self.folder / name, RunFiles(folder=self.folder / name)
+        with contextlib.suppress(UserError):  # it failed before it had a folder
+            run = load_run(folder)
+        finished = code == 0 and len(run.metrics) >= self.steps
+        if code == EXIT_STOPPED and self.should_stop():
+            raise KeyboardInterrupt
+        return Trial(
+            name=name,
+            status="finished" if finished else _failure(code, run),
+            error="" if finished else self._why(code, log, run),
+            seconds=seconds,
+            warmup=self.warmup,
+            rows=run.metrics,
+            peak_bytes=int(number(run.summary.get("peak_memory_bytes")) or 0),
+            num_nonfinite=len(run.events_of(NonFinite)),
+        )
+
+    def _why(self, code: int | None, log: Path, run: RunFiles) -> str:
+        if code is None:
+            return f"it took longer than {self.limit_s:g} s and was ended"
+        if code == 0:
+            return f"it ended after {len(run.metrics)} of {self.steps} steps"
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+        said = [line.strip() for line in lines if line.strip()][-TAIL_LINES:]
+        return f"exit code {code}: {' / '.join(said)}"
+
+
+def _failure(code: int | None, run: RunFiles) -> Status:
+    if code is None:
+        return "too_slow"
+    ended = " ".join(str(event.get("error", "")) for event in run.events if event.get("kind") == "failed")
+    return "out_of_memory" if "memory" in ended.lower() else "failed"
+
+
+def middle(values: Sequence[float]) -> float:
+    """Return the median; NaN of nothing."""
+    return statistics.median(values) if values else math.nan

@@ -1,0 +1,190 @@
+"""The verdicts of the ladder on made-up trials, what its rungs propose, and how a request is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crosstune.config.load import make_config
+from crosstune.config.resolve import resolve
+from crosstune.core.errors import UserError
+from crosstune.core.machine import Machine
+from crosstune.ladder.climb import check_same_ladder
+from crosstune.ladder.compare import Comparison, broken_promise, judge
+from crosstune.ladder.criteria import check_criteria, met
+from crosstune.ladder.rung import AsGood, NotHere, SameBits, Situation, Within, load_rung, rung_names
+from crosstune.ladder.trial import Trial
+from crosstune.planner.gather import gather
+
+LOSSES = [3.0, 2.5, 2.2, 2.0, 1.8, 1.7, 1.6, 1.5, 1.4, 1.3]
+
+
+def trial(
+    losses: Sequence[float] = LOSSES,
+    *,
+    rate: float = 100.0,
+    peak: int = 1000,
+    weight: int = 10,
+    **more: Any,
+) -> Trial:
+    rows = [
+        {"step": step, "loss": loss, "tokens": 100, "supervised_tokens": weight, "step_s": 100 / rate}
+        for step, loss in enumerate(losses, start=1)
+    ]
+    return Trial(name="t", **{"status": "finished", "warmup": 2, "rows": rows, "peak_bytes": peak} | more)
+
+
+def against(*new: Trial, base: Sequence[Trial] = (trial(), trial())) -> Comparison:
+    return Comparison(base=base, new=new)
+
+
+def test_speed_is_that_of_the_steps_after_the_warmup_without_the_slowest() -> None:
+    made = trial()
+    rows = [dict(row) for row in made.rows]
+    rows[0]["step_s"], rows[-1]["step_s"] = 1000.0, 1000.0
+    assert Trial(name="t", status="finished", warmup=1, rows=rows).tokens_per_s == pytest.approx(100)
+
+
+@pytest.mark.parametrize(
+    ("promise", "losses", "kept"),
+    [
+        (SameBits(), LOSSES, True),
+        (SameBits(), [*LOSSES[:-1], math.nextafter(1.3, 2)], False),
+        (Within(bound=1e-3), [value * 1.0009 for value in LOSSES], True),
+        (Within(bound=1e-3), [*LOSSES[:5], 1.7 * 1.002, *LOSSES[6:]], False),
+        (Within(bound=1e-3), [*LOSSES[:-1], math.nan], False),
+        (Within(bound=1e-3), LOSSES[:-1], False),
+        (AsGood(bound=0.05), [9.0, *LOSSES[1:]], True),
+        (AsGood(bound=0.05), [*LOSSES[:7], 1.7, 1.7, 1.7], False),
+        (AsGood(bound=0.05), [*LOSSES[:7], 0.1, 0.1, 0.1], True),
+    ],
+)
+def test_a_promise_about_the_loss(promise: Any, losses: list[float], kept: bool) -> None:
+    assert (broken_promise(against(trial(losses)), promise) == "") is kept
+
+
+def test_a_baseline_that_does_not_repeat_itself_widens_same_bits_but_little() -> None:
+    other = trial([*LOSSES[:-1], 1.3 * (1 + 1e-6)])
+    base = (trial(), other)
+    assert broken_promise(against(trial([*LOSSES[:-1], 1.3 * (1 + 1.5e-6)]), base=base), SameBits()) == ""
+    told = broken_promise(against(trial([*LOSSES[:-1], 1.3 * (1 + 1e-5)]), base=base), SameBits())
+    assert "1.0e-05" in told and "repeats itself within 1.0e-06" in told
+
+
+def test_other_rows_per_step_are_compared_at_equal_tokens() -> None:
+    """Half as many steps with twice the tokens each and the same course of the loss."""
+    packed = trial(LOSSES[1::2], weight=20)
+    assert broken_promise(against(packed), AsGood(bound=0.1)) == ""
+    assert "instead of" in broken_promise(against(trial([3.0] * 5, weight=20)), AsGood(bound=0.1))
+
+
+def test_a_metric_that_was_not_measured_breaks_the_promise() -> None:
+    promise = AsGood(bound=0.1, metric="latent_cosine", higher_is_better=True)
+    assert "not measured" in broken_promise(against(trial()), promise)
+
+
+@pytest.mark.parametrize(
+    ("goal", "gain", "rate", "peak", "kept"),
+    [
+        ("speed", "speed", 130, 1000, True),
+        ("speed", "speed", 130, 2000, True),
+        ("speed", "speed", 101, 1000, False),
+        ("speed", "speed", 70, 500, False),
+        ("speed", "memory", 100, 500, True),
+        ("memory", "memory", 70, 500, True),
+        ("memory", "speed", 130, 2000, False),
+        ("memory", "speed", 130, 1000, True),
+        ("speed", "safety", 100, 1000, True),
+        ("speed", "safety", 80, 1000, False),
+    ],
+)
+def test_what_helps_is_kept(goal: Any, gain: Any, rate: float, peak: int, kept: bool) -> None:
+    made = against(trial(rate=rate, peak=peak), trial(rate=rate, peak=peak))
+    assert judge(made, promise=SameBits(), gain=gain, goal=goal).kept is kept
+
+
+def test_a_gain_within_the_noise_is_none_and_a_loaded_machine_is_named() -> None:
+    noisy = against(trial(rate=120), trial(rate=115), base=(trial(rate=80), trial(rate=120)))
+    verdict = judge(noisy, promise=SameBits(), gain="speed", goal="speed")
+    assert not verdict.kept and "something else uses this machine" in verdict.why
+
+
+def test_a_crash_is_a_result() -> None:
+    made = against(Trial(name="t", status="out_of_memory", error="2 GiB were asked for"))
+    verdict = judge(made, promise=SameBits(), gain="speed", goal="speed")
+    assert not verdict.kept and verdict.why == "out of memory: 2 GiB were asked for"
+
+
+def test_steps_that_are_not_finite_are_not_kept() -> None:
+    made = against(trial(rate=200, num_nonfinite=1), trial(rate=200))
+    assert "1 steps were not finite" in judge(made, promise=SameBits(), gain="speed", goal="speed").why
+
+
+def situation(machine: Machine, *, mean: float = 60.0, longest: int = 400, **options: Any) -> Situation:
+    config = make_config(model_name="tiny-random", backend="cpu", **options)
+    plan = resolve(config, gather(config, machine=machine))
+    return Situation(config=plan.config, plan=plan, mean_tokens=mean, longest_tokens=longest)
+
+
+def test_every_rung_proposes_options_that_exist_or_says_why_not(cpu_laptop: Machine) -> None:
+    shapes: list[dict[str, Any]] = [
+        {},
+        {"train_type": "full", "batch_size": 1, "gradient_accumulation_steps": 8, "keep_last_n": 99},
+        {"use_gradient_checkpointing": True, "use_flash_attention": False, "packing": True},
+        {"world_size": 2, "collective_timeout": "20d"},
+    ]
+    proposed: set[str] = set()
+    for options in shapes:
+        for name in rung_names():
+            try:
+                changes = load_rung(name).propose(situation(cpu_laptop, **options))
+            except NotHere as reason:
+                assert str(reason)
+                continue
+            proposed.add(name)
+            assert changes
+            for change in changes:
+                make_config(**options | dict(change))
+    assert {"larger_batch", "packing", "checkpoint_rotation", "time_limits", "replicas"} <= proposed
+
+
+def test_micro_batches_grow_while_a_step_keeps_its_rows(cpu_laptop: Machine) -> None:
+    changes = load_rung("larger_batch").propose(
+        situation(cpu_laptop, batch_size=3, gradient_accumulation_steps=4)
+    )
+    assert [c["batch_size"] * c["gradient_accumulation_steps"] for c in changes] == [12, 12]
+
+
+def test_packed_rows_hold_about_a_step_and_never_less_than_the_longest_example(cpu_laptop: Machine) -> None:
+    (change,) = load_rung("packing").propose(situation(cpu_laptop, batch_size=8))
+    assert change["context_length"] == 512 and change["batch_size"] == 1
+    with pytest.raises(NotHere, match="same length"):
+        load_rung("packing").propose(situation(cpu_laptop, mean=399.0))
+
+
+def test_the_criteria_say_when_there_is_too_little_to_go_by(tmp_path: Path) -> None:
+    from crosstune.core.json_files import write_json
+
+    write_json(tmp_path / "plan.json", {"world_size": 2})
+    faster = against(trial(rate=140, peak=600), trial(rate=141, peak=600))
+    found = {c.what.split()[0]: c for c in check_criteria(faster, trial(), validated=tmp_path)}
+    assert (found["speed"].met, found["memory"].met, found["loss"].met) == ("yes", "yes", "yes")
+    assert found["no"].met == "cannot say" and "too few" in found["no"].measured
+    assert found["several"].measured == "2 processes trained"
+    assert found["checkpoints"].met == "no"
+    assert met(check_criteria(None, trial(LOSSES[::-1]), validated=tmp_path)) == 1
+
+
+def test_a_folder_is_continued_by_the_same_request_alone(tmp_path: Path) -> None:
+    check_same_ladder(tmp_path / "l", {"steps": 3, "rungs": ["packing"]})
+    check_same_ladder(tmp_path / "l", {"steps": 3, "rungs": ["packing"]})
+    with pytest.raises(UserError, match="steps"):
+        check_same_ladder(tmp_path / "l", {"steps": 4, "rungs": ["packing"]})
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    with pytest.raises(UserError, match="no ladder"):
+        check_same_ladder(tmp_path / "mine", {})
