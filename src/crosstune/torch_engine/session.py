@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from crosstune.core.metric_names import check_known_metrics
 from crosstune.core.out_of_memory import EVALUATING
 from crosstune.core.protocols import (
     Array,
@@ -22,7 +21,6 @@ from crosstune.core.protocols import (
     Batch,
     EvalResult,
     Memory,
-    Metrics,
     PreparedBatch,
     RecordsBase,
     SessionState,
@@ -34,6 +32,7 @@ from crosstune.torch_engine import state as states
 from crosstune.torch_engine.adapters import Adapted, name_targets
 from crosstune.torch_engine.device import CacheClearing, evaluating, memory_errors, read_memory
 from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, watch_outputs
+from crosstune.torch_engine.metric_totals import MetricTotals
 from crosstune.torch_engine.offload_activations import offload_activations
 from crosstune.torch_engine.optimizer import Masters, averages_of, set_learning_rate
 from crosstune.torch_engine.quantized import count_weights
@@ -41,9 +40,9 @@ from crosstune.torch_engine.sharding.gathered import free_gathered, without_grad
 from crosstune.torch_engine.sharding.parts import is_sharded
 from crosstune.torch_engine.task import (
     ChecksBatches,
+    HasGeneralLayers,
     HasOwnHead,
     MeasuresResult,
-    MetricSums,
     Opening,
     Tensors,
     TorchTask,
@@ -153,7 +152,12 @@ class TorchSession:
         if broken := self._first(bad_weights(masters), of=list(masters)):
             return f"the weight {broken} was not finite before the step"
         before = states.export_random(self.device)
-        with self.connected("a step"), watch_outputs(self.model) as layers, memory_errors(self.device):
+        own = (
+            self.task.general_layers()
+            if isinstance(self.task, HasGeneralLayers)
+            else contextlib.nullcontext()
+        )
+        with self.connected("a step"), watch_outputs(self.model) as layers, memory_errors(self.device), own:
             self._backward(window)
         layer = self._first(layers, of=[name for name, _ in self.model.named_modules()])
         gradient = self._first(bad_gradients(masters), of=list(reversed(masters)))
@@ -304,9 +308,10 @@ class TorchSession:
             for tensor in trained:
                 if tensor.grad is not None:
                     tensor.grad.div_(loss_scale)
+        loss, norm = self._read(total, self._clip(trained))
         return Backward(
-            loss=self._sum(float(total)),
-            grad_norm=self._clip(trained),
+            loss=loss,
+            grad_norm=norm,
             weight=weight,
             num_tokens=sum(batch.num_tokens for batch in window),
             metrics=metrics.means(self.parallel),
@@ -315,18 +320,23 @@ class TorchSession:
     def _offloading(self) -> contextlib.AbstractContextManager[object]:
         return offload_activations(self.device, enabled=self.plan.config.use_activation_cpu_offload)
 
-    def _clip(self, trained: Sequence[torch.Tensor]) -> float:
-        """Clip the gradients and return their norm before."""
+    def _clip(self, trained: Sequence[torch.Tensor]) -> torch.Tensor | float:
+        """Clip the gradients and return their norm before. Without other processes it stays on the device."""
         config = self.plan.config
         limit = config.grad_norm if config.apply_gradient_clipping else math.inf
         if self.parallel is None:
-            return float(torch.nn.utils.clip_grad_norm_(trained, limit))
+            return torch.nn.utils.clip_grad_norm_(trained, limit)
         same = self._replicated()
         divided = [tensor for name, tensor in self.masters.masters.items() if name not in same]
         return self.parallel.clip_gradients(divided, list(same.values()), limit)
 
-    def _sum(self, number: float) -> float:
-        return self.parallel.sum_numbers(number)[0] if self.parallel is not None else number
+    def _read(self, total: torch.Tensor, norm: torch.Tensor | float) -> tuple[float, float]:
+        """Return the loss, summed over the processes, and the norm. The host waits for the device only here."""
+        if isinstance(norm, torch.Tensor) and norm.dtype == total.dtype:
+            loss, norm = torch.stack([total, norm]).tolist()
+        else:
+            loss, norm = float(total), float(norm)
+        return self.parallel.sum_numbers(loss)[0] if self.parallel is not None else loss, norm
 
     def _replicated(self) -> dict[str, torch.Tensor]:
         """Return the masters that every rank holds whole."""
@@ -366,36 +376,3 @@ class TorchSession:
     def _trained_optimizer(self) -> torch.optim.Optimizer:
         assert self.optimizer is not None, "this session was opened without training"
         return self.optimizer
-
-
-class MetricTotals:
-    """Sums of a task's metrics and of their weights, kept on the device until read."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._sums: dict[str, tuple[torch.Tensor | float, torch.Tensor | float]] = dict.fromkeys(
-            names, (0.0, 0.0)
-        )
-
-    def add(self, sums: MetricSums) -> None:
-        check_known_metrics(sums, self._sums)
-        for name, (total, weight) in sums.items():
-            before = self._sums[name]
-            self._sums[name] = (before[0] + _detached(total), before[1] + _detached(weight))
-
-    def means(self, parallel: Parallel | None = None) -> Metrics:
-        """Return the means, over all processes, which all have the same metrics."""
-        numbers = [float(number) for pair in self._sums.values() for number in pair]
-        if parallel is not None:
-            numbers = parallel.sum_numbers(*numbers)
-        pairs = zip(numbers[::2], numbers[1::2], strict=True)
-        return {
-            name: total / weight if weight else math.nan
-            for name, (total, weight) in zip(self._sums, pairs, strict=True)
-        }
-
-
-def _detached(value: torch.Tensor | float) -> torch.Tensor | float:
-    """Return a number to sum up, in a dtype that counts exactly."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)
