@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from crosstune.torch_engine.kernels.operations import Rows
+from crosstune.torch_engine.kernels.operations import Rows, has_triton
 from crosstune.torch_engine.quantized import QuantLinear, linear_shape
 
 
@@ -116,7 +116,15 @@ class QuantizedWeights:
 
 def make_dense(base: QuantLinear, out: torch.Tensor) -> None:
     """Write the dense weight of a quantized layer into `out`, whose rows may be strided."""
-    out.copy_(base.stored.dequantize(out.dtype))
+    stored = base.stored
+    if out.device.type == "cuda" and stored.facts.get("quant_type") == "nf4" and has_triton():
+        from crosstune.torch_engine.kernels.triton_operations import make_nf4_dense
+        from crosstune.torch_engine.quant.bnb import block_scales
+
+        tensors = stored.tensors()
+        make_nf4_dense(tensors, block_scales(tensors, stored.facts), stored.facts["blocksize"], out)
+    else:
+        out.copy_(stored.dequantize(out.dtype))
 
 
 def stack_biases(bases: Sequence[Any], *, dtype: torch.dtype) -> torch.Tensor | None:

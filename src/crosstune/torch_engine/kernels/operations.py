@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -136,8 +137,16 @@ class Operations(Protocol):
         ...
 
 
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def choose_operations(device: torch.device) -> Operations:
-    """Return the implementation for a device."""
+    """Return Triton's kernels on a GPU that has them, plain torch otherwise."""
+    if device.type == "cuda" and has_triton():
+        from crosstune.torch_engine.kernels import triton_operations
+
+        return triton_operations
     from crosstune.torch_engine.kernels import torch_operations
 
     return torch_operations
