@@ -45,11 +45,11 @@ def assert_same_rows(found: Rows, expected: Rows) -> None:
         assert found.scale is not None and expected.scale is not None
         assert_close(found.scale, expected.scale)
         bits, wanted = found.packed.float(), expected.packed.float()
-        # Triton's interpreter loses the carry when a value is rounded up to a power of two; a scale that differs in its
-        # last bit may move a value on a GPU by a step, an eighth.
-        lost = (bits == wanted / 2) if DEVICE == "cpu" else (bits - wanted).abs() <= wanted.abs() / 8
-        assert bool(((bits == wanted) | lost).all())
-        assert lost.logical_and(bits != wanted).float().mean() < 0.05
+        # A factor that differs in its last bit may move a value by one step, an eighth. Triton's interpreter also loses
+        # the carry when a value is rounded up to a power of two.
+        near = ((bits - wanted).abs() <= wanted.abs() / 8) | ((bits == wanted / 2) & (DEVICE == "cpu"))
+        assert bool(near.all())
+        assert (bits != wanted).float().mean() < 0.05
 
 
 def make_norm(size: int) -> Norm:
