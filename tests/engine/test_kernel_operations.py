@@ -47,7 +47,9 @@ def assert_same_rows(found: Rows, expected: Rows) -> None:
         bits, wanted = found.packed.float(), expected.packed.float()
         # A factor that differs in its last bit may move a value by one step, an eighth. Triton's interpreter also loses
         # the carry when a value is rounded up to a power of two.
-        near = ((bits - wanted).abs() <= wanted.abs() / 8) | ((bits == wanted / 2) & (DEVICE == "cpu"))
+        near = ((bits - wanted).abs() <= wanted.abs() / 8 + 2**-9) | (
+            (bits == wanted / 2) & (DEVICE == "cpu")
+        )
         assert bool(near.all())
         assert (bits != wanted).float().mean() < 0.05
 
