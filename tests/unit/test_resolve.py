@@ -321,3 +321,37 @@ def test_what_a_quantizer_has_no_use_for_is_said(asked: dict[str, Any], option: 
     assert "no effect" in adjustment(plan_on("h200", train_type="qlora", **asked), option, "warning").reason
     used = plan_on("h200", train_type="qlora", group_size=32, double_quant=True, quantization_backend="bnb")
     assert not [a for a in used.adjustments if a.option in ("group_size", "double_quant")]
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "used", "kind"),
+    [
+        ("h200", {}, "fast", "choice"),
+        ("h200", {"train_type": "qlora"}, "fast", "choice"),
+        ("h200", {"train_type": "dora"}, "general", "choice"),
+        ("h200", {"train_type": "full"}, "general", "choice"),
+        ("h200", {"lora_dropout": 0.1}, "general", "choice"),
+        ("h200", {"use_flash_attention": False}, "general", "choice"),
+        ("h200", {"kernels": "general"}, "general", None),
+        ("h200", {"kernels": "fast", "lora_dropout": 0.1}, "general", "change"),
+        ("cpu-laptop", {}, "general", None),
+        ("cpu-laptop", {"kernels": "fast"}, "fast", None),
+    ],
+)
+def test_fast_layers_are_for_lora_on_cuda(
+    machine: str, asked: dict[str, Any], used: str, kind: str | None
+) -> None:
+    plan = plan_on(machine, **asked)
+    assert plan.config.kernels == used
+    assert [a.kind for a in plan.adjustments if a.option == "kernels"] == ([kind] if kind else [])
+
+
+def test_fast_layers_need_whole_weights() -> None:
+    machine = load_machine("h200")
+    [device] = machine.backends["cuda"].devices
+    cuda = replace(machine.backends["cuda"], devices=(device, device))
+    machine = replace(machine, backends={**machine.backends, "cuda": cuda})
+    sharded, whole = (
+        plan_on(machine, world_size=2, sharding_strategy=strategy) for strategy in ("full_shard", "ddp")
+    )
+    assert sharded.config.kernels == "general" and whole.config.kernels == "fast"

@@ -9,6 +9,7 @@ from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.plan import Plan
 from crosstune.torch_engine.adapters import choose_targets, warn_of_left_out
 from crosstune.torch_engine.blocks import expand_config
+from crosstune.torch_engine.kernels.choose import warn_of_general
 from crosstune.torch_engine.load import (
     check_layer_shapes,
     check_shapes,
@@ -49,5 +50,6 @@ def check_model(folder: Path, *, plan: Plan) -> list[str]:
         targets = plan.config.lora_target_modules
         dora = plan.method == "dora"
         choose_targets(model, targets, dora=dora, last_layers=last_layers)
-        return warn_of_left_out(model, targets, dora=dora, last_layers=last_layers)
+        left_out = warn_of_left_out(model, targets, dora=dora, last_layers=last_layers)
+        return [*left_out, *warn_of_general(model, plan=plan)]
     return []

@@ -21,6 +21,7 @@ from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.torch_engine import export
 from crosstune.torch_engine.adapters import Adapted, adapt_layers, choose_targets
 from crosstune.torch_engine.device import CacheClearing, memory_errors, open_device
+from crosstune.torch_engine.kernels.choose import open_decoder
 from crosstune.torch_engine.load import shrink_frozen
 from crosstune.torch_engine.optimizer import Masters, make_optimizer
 from crosstune.torch_engine.precision import PRECISIONS, Precision
@@ -69,6 +70,8 @@ def open_session(
         )
         load_base_adapter(adapters, plan)
         recompute_activations(model, plan)
+        if trained and finishing is None and isinstance(task, CausalLM):
+            task.decoder = open_decoder(model, adapters, plan=plan, precision=precision, device=device)
         if trained:
             check_no_running_statistics(model)
         else:

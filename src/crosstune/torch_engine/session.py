@@ -40,6 +40,7 @@ from crosstune.torch_engine.sharding.gathered import free_gathered, without_grad
 from crosstune.torch_engine.sharding.parts import is_sharded
 from crosstune.torch_engine.task import (
     ChecksBatches,
+    HasGeneralLayers,
     HasOwnHead,
     MeasuresResult,
     Opening,
@@ -151,7 +152,12 @@ class TorchSession:
         if broken := self._first(bad_weights(masters), of=list(masters)):
             return f"the weight {broken} was not finite before the step"
         before = states.export_random(self.device)
-        with self.connected("a step"), watch_outputs(self.model) as layers, memory_errors(self.device):
+        own = (
+            self.task.general_layers()
+            if isinstance(self.task, HasGeneralLayers)
+            else contextlib.nullcontext()
+        )
+        with self.connected("a step"), watch_outputs(self.model) as layers, memory_errors(self.device), own:
             self._backward(window)
         layer = self._first(layers, of=[name for name, _ in self.model.named_modules()])
         gradient = self._first(bad_gradients(masters), of=list(reversed(masters)))
@@ -303,9 +309,10 @@ class TorchSession:
             for tensor in trained:
                 if tensor.grad is not None:
                     tensor.grad.div_(loss_scale)
+        loss, norm = self._read(total, self._clip(trained))
         return Backward(
-            loss=self._sum(float(total)),
-            grad_norm=self._clip(trained),
+            loss=loss,
+            grad_norm=norm,
             weight=weight,
             num_tokens=sum(batch.num_tokens for batch in window),
             metrics=metrics.means(self.parallel),
@@ -314,18 +321,23 @@ class TorchSession:
     def _offloading(self) -> contextlib.AbstractContextManager[object]:
         return offload_activations(self.device, enabled=self.plan.config.use_activation_cpu_offload)
 
-    def _clip(self, trained: Sequence[torch.Tensor]) -> float:
-        """Clip the gradients and return their norm before."""
+    def _clip(self, trained: Sequence[torch.Tensor]) -> torch.Tensor | float:
+        """Clip the gradients and return their norm before. Without other processes it stays on the device."""
         config = self.plan.config
         limit = config.grad_norm if config.apply_gradient_clipping else math.inf
         if self.parallel is None:
-            return float(torch.nn.utils.clip_grad_norm_(trained, limit))
+            return torch.nn.utils.clip_grad_norm_(trained, limit)
         same = self._replicated()
         divided = [tensor for name, tensor in self.masters.masters.items() if name not in same]
         return self.parallel.clip_gradients(divided, list(same.values()), limit)
 
-    def _sum(self, number: float) -> float:
-        return self.parallel.sum_numbers(number)[0] if self.parallel is not None else number
+    def _read(self, total: torch.Tensor, norm: torch.Tensor | float) -> tuple[float, float]:
+        """Return the loss, summed over the processes, and the norm. The host waits for the device only here."""
+        if isinstance(norm, torch.Tensor) and norm.dtype == total.dtype:
+            loss, norm = torch.stack([total, norm]).tolist()
+        else:
+            loss, norm = float(total), float(norm)
+        return self.parallel.sum_numbers(loss)[0] if self.parallel is not None else loss, norm
 
     def _replicated(self) -> dict[str, torch.Tensor]:
         """Return the masters that every rank holds whole."""

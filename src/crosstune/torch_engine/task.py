@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -87,3 +88,12 @@ class ChecksBatches(Protocol):
     """A task that checks whether the model can train on a batch, with a pass of the model if need be."""
 
     def check_batch(self, model: nn.Module, tensors: Tensors) -> None: ...
+
+
+@runtime_checkable
+class HasGeneralLayers(Protocol):
+    """A task that may run fused layers in the place of the model's own."""
+
+    def general_layers(self) -> AbstractContextManager[None]:
+        """Run the model's own layers inside the block, which call their hooks."""
+        ...

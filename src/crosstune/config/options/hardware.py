@@ -58,6 +58,14 @@ class HardwareOptions:
         False, "Use torch's re-entrant gradient checkpointing", needs=(TORCH_ENGINE, RECOMPUTATION)
     )
     use_flash_attention: bool | None = option(None, "Use flash attention; unset: wherever it is available")
+    kernels: str = option(
+        "auto",
+        "Decoder layers: general are those of transformers, fast are fused for adapters on a frozen base (Llama, Mistral, "
+        "Qwen, Gemma, Phi-3); auto takes the fast ones on CUDA wherever the model has them",
+        choices=("auto", "fast", "general"),
+        needs=(TORCH_ENGINE,),
+        on_resume=OnResume.OWN_MACHINE,
+    )
     low_memory: bool = option(
         False, "Prefer less memory to more speed wherever there is a choice", on_resume=OnResume.FREE
     )

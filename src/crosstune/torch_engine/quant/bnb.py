@@ -99,14 +99,7 @@ def dequantize(
     if "absmax" not in tensors:
         scale = (tensors["scale"].float() / _INT8_LIMIT)[:, None]
         return (tensors["packed"].float() * scale).to(dtype)
-    inner = None
-    if "nested_absmax" in tensors:
-        inner = bnb.QuantState(
-            absmax=tensors["nested_absmax"],
-            code=tensors["nested_quant_map"],
-            blocksize=facts["nested_blocksize"],
-            dtype=getattr(torch, facts["nested_dtype"]),
-        )
+    inner = _nested_state(tensors, facts)
     state = bnb.QuantState(
         absmax=tensors["absmax"],
         shape=torch.Size(facts["shape"]),
@@ -118,6 +111,31 @@ def dequantize(
         state2=inner,
     )
     return bnb.dequantize_4bit(tensors["packed"], state)
+
+
+def block_scales(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> torch.Tensor:
+    """Return the scale of each block of 4-bit weights in fp32, as bitsandbytes computes it."""
+    from bitsandbytes import functional as bnb
+
+    inner = _nested_state(tensors, facts)
+    if inner is None:
+        return tensors["absmax"]
+    scales: torch.Tensor = bnb.dequantize_blockwise(tensors["absmax"], inner) + tensors["nested_offset"]
+    return scales
+
+
+def _nested_state(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> Any:
+    import torch
+    from bitsandbytes import functional as bnb
+
+    if "nested_absmax" not in tensors:
+        return None
+    return bnb.QuantState(
+        absmax=tensors["nested_absmax"],
+        code=tensors["nested_quant_map"],
+        blocksize=facts["nested_blocksize"],
+        dtype=getattr(torch, facts["nested_dtype"]),
+    )
 
 
 def restore(

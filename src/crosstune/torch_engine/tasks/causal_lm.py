@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from crosstune.torch_engine import export
 from crosstune.torch_engine.blocks import Expansion
 from crosstune.torch_engine.cross_entropy import cross_entropy_sum
 from crosstune.torch_engine.device import evaluating
+from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.load import load_model
 from crosstune.torch_engine.original_weights import original_weights
 from crosstune.torch_engine.stream import find_tensors, read_tensor
@@ -39,6 +41,8 @@ class CausalLM:
     def __init__(self) -> None:
         self.opening: Opening | None = None
         self.expansion: Expansion | None = None
+        self.decoder: FastDecoder | None = None
+        """Runs the model's layers instead of transformers, if --kernels is fast."""
         self._against_trained: dict[str, Any] | None = None
 
     def build(self, opening: Opening) -> nn.Module:
@@ -64,10 +68,14 @@ class CausalLM:
             "columns": columns.astype("int64"),
             "targets": batch.targets[:, columns].astype("int64"),
         }
-        return arrays | ({"positions": batch.positions.astype("int64")} if batch.is_packed else {})
+        if batch.is_packed:
+            arrays["positions"] = batch.positions.astype("int64")
+        return arrays | (fast_arrays(batch) if self.decoder is not None else {})
 
     def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
         """Return the cross entropy in fp32, summed over the supervised tokens of a batch."""
+        if self.decoder is not None and "rows" in tensors:
+            return self.decoder.loss(self._fast_hidden(self.decoder, tensors), tensors["wanted"]), {}
         logits, targets, _ = self.supervised_logits(model, tensors)
         return cross_entropy_sum(logits, targets), {}
 
@@ -79,6 +87,11 @@ class CausalLM:
         Rows are padded on the right and attention is causal, so no token attends to padding and no mask is needed. In
         packed rows, restarting positions tell transformers where each document begins, and attention stays within it.
         """
+        flat = tensors["targets"].reshape(-1)
+        kept = flat != IGNORED
+        if self.decoder is not None and "rows" in tensors:
+            hidden = self._fast_hidden(self.decoder, tensors)
+            return self.decoder.logits(hidden), tensors["wanted"], kept
         options: dict[str, Any] = {"input_ids": tensors["input_ids"], "use_cache": False}
         self.check_batch(model, tensors)
         if "positions" in tensors:
@@ -87,14 +100,29 @@ class CausalLM:
             logits = model(**options, logits_to_keep=tensors["columns"]).logits
         else:
             logits = model(**options).logits[:, tensors["columns"]]
-        flat = tensors["targets"].reshape(-1)
-        kept = flat != IGNORED
         return logits.reshape(-1, logits.shape[-1])[kept], flat[kept], kept
 
     def check_batch(self, model: nn.Module, tensors: Tensors) -> None:
-        """Check that the model can train on packed rows."""
-        if "positions" in tensors:
+        """Check that the model can train on packed rows. The fast layers separate documents by themselves."""
+        if "positions" in tensors and self.decoder is None:
             ensure_separates_documents(model, device=tensors["input_ids"].device)
+
+    @contextlib.contextmanager
+    def general_layers(self) -> Iterator[None]:
+        """Run the model's own layers inside the block, which call their hooks."""
+        decoder, self.decoder = self.decoder, None
+        try:
+            yield
+        finally:
+            self.decoder = decoder
+
+    def _fast_hidden(self, decoder: FastDecoder, tensors: Tensors) -> torch.Tensor:
+        return decoder.hidden(
+            tensors["input_ids"],
+            positions=tensors.get("positions"),
+            bounds=tensors.get("bounds"),
+            rows=tensors["rows"],
+        )
 
     def base_record(self) -> dict[str, Any]:
         """Return a record of the base weights, their quantization and the precision of the training."""
@@ -150,6 +178,22 @@ class CausalLM:
     def _opened(self) -> Opening:
         assert self.opening is not None, "the model is not built yet"
         return self.opening
+
+
+def fast_arrays(batch: TokenBatch) -> dict[str, Array]:
+    """Return what the fast layers read besides: indices and targets of the supervised tokens, and the bounds of packed
+    documents. Computed on the host, so that no step waits for the device to count them."""
+    flat = batch.targets.reshape(-1)
+    [rows] = (flat != IGNORED).nonzero()
+    if not len(rows):
+        return {}
+    arrays: dict[str, Array] = {"rows": rows.astype("int64"), "wanted": flat[rows].astype("int64")}
+    if batch.is_packed:
+        starts = np.diff(batch.positions, axis=1, prepend=batch.positions[:, :1] - 1) != 1
+        starts[:, 0] = True
+        [first] = starts.reshape(-1).nonzero()
+        arrays["bounds"] = np.append(first, flat.size).astype("int32")
+    return arrays
 
 
 def takes_logits_to_keep(model: nn.Module) -> bool:

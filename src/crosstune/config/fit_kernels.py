@@ -1,0 +1,37 @@
+"""Choose --kernels: the fast layers for adapters where they can run, transformers' own otherwise."""
+
+from __future__ import annotations
+
+from crosstune.config.conditions import shards_weights
+from crosstune.config.draft import Draft
+
+FAST_ON = "cuda"
+"""The backend on which `auto` takes the fast layers."""
+
+
+def fit_kernels(draft: Draft, *, method: str, world_size: int) -> None:
+    """Replace `auto`, and `fast` where no model can use it; what depends on the model is checked with it."""
+    asked, reason = draft["kernels"], _why_general(draft, method, world_size)
+    if asked == "auto":
+        if draft.report.name != FAST_ON:
+            draft.values["kernels"] = "general"
+        elif reason is None:
+            draft.set("kernels", "fast", "fused layers for adapters on a frozen base", kind="choice")
+        else:
+            draft.set("kernels", "general", reason, kind="choice")
+    elif asked == "fast" and reason is not None and draft.report.engine == "torch":
+        draft.set("kernels", "general", reason)
+
+
+def _why_general(draft: Draft, method: str, world_size: int) -> str | None:
+    if draft["recipe"] == "latent_diffusion":
+        return "the fast layers are those of language models"
+    if method != "lora":
+        return f"the fast layers are for LoRA, not for {method}"
+    if draft["lora_dropout"]:
+        return "the fast layers have no dropout on adapters"
+    if world_size > 1 and shards_weights(draft["sharding_strategy"]):
+        return "the fast layers need whole weights; --sharding_strategy ddp keeps them whole"
+    if draft["use_flash_attention"] is False:
+        return "the fast layers have no attention that holds its scores"
+    return None

@@ -1,0 +1,1 @@
+"""The fast path of decoder layers with adapters: fused operations and hand-written backward passes."""

@@ -1,0 +1,67 @@
+"""Choose between the fast layers and transformers' own for a model that is about to be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from crosstune.config.plan import Plan
+from crosstune.torch_engine.adapters import Adapted
+from crosstune.torch_engine.kernels.decoder import FastDecoder
+from crosstune.torch_engine.kernels.find_parts import why_general, why_other_adapters
+from crosstune.torch_engine.kernels.recomputation import (
+    Recompute,
+    free_memory,
+    layer_bytes,
+    plan_recomputation,
+)
+from crosstune.torch_engine.precision import Precision
+
+
+def warn_of_general(model: Any, *, plan: Plan) -> list[str]:
+    """Return a warning if a model cannot use the fast layers that the plan has."""
+    reason = why_general(model) if plan.config.kernels == "fast" else None
+    return [f"kernels: the general layers are used, since {reason}"] if reason else []
+
+
+def open_decoder(
+    model: Any,
+    adapters: Mapping[str, Adapted],
+    *,
+    plan: Plan,
+    precision: Precision,
+    device: torch.device,
+) -> FastDecoder | None:
+    """Return the fast decoder over a model's modules, or None where the general path is used."""
+    if plan.config.kernels != "fast" or why_general(model) or why_other_adapters(adapters):
+        return None
+    dtype = precision.autocast or precision.weights
+    return FastDecoder(model, dtype=dtype, recompute=choose_recomputation(model, plan, dtype, device))
+
+
+def choose_recomputation(
+    model: Any, plan: Plan, dtype: torch.dtype, device: torch.device
+) -> list[Recompute] | Recompute:
+    """Recompute all if the user asked for it, otherwise what the free memory demands."""
+    config = plan.config
+    if config.use_gradient_checkpointing and (
+        "use_gradient_checkpointing" in config.asked or config.low_memory or device.type != "cuda"
+    ):
+        return "full"
+    if device.type != "cuda":
+        return "lean"
+    shape = model.config
+    cost = layer_bytes(
+        shape,
+        head_size=model.model.layers[0].self_attn.head_dim,
+        compute_bytes=dtype.itemsize,
+        stream_bytes=model.model.embed_tokens.weight.element_size(),
+    )
+    return plan_recomputation(
+        cost,
+        num_layers=shape.num_hidden_layers,
+        num_tokens=config.batch_size * config.context_length,
+        free_bytes=free_memory(device),
+    )

@@ -1,0 +1,162 @@
+"""Run the decoder of a transformers model through fast layers that share its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from crosstune.torch_engine.kernels import find_parts
+from crosstune.torch_engine.kernels.attention import Documents, prefer_cudnn
+from crosstune.torch_engine.kernels.frozen_weights import Scratch
+from crosstune.torch_engine.kernels.halves import (
+    AttentionHalf,
+    MLPHalf,
+    Pass,
+    Stream,
+    add_and_normalize,
+    run_attention,
+    run_mlp,
+)
+from crosstune.torch_engine.kernels.head_loss import head_loss
+from crosstune.torch_engine.kernels.operations import Operations, choose_operations
+from crosstune.torch_engine.kernels.recomputation import Recompute
+from crosstune.torch_engine.kernels.stacked import Stacked
+
+Layer = tuple[AttentionHalf, MLPHalf]
+
+
+class FastDecoder:
+    """The layers of a model, built over its own modules: it has no parameters, and what the optimizer, checkpoints and
+    exports do to the model they do to it."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        dtype: torch.dtype,
+        recompute: Sequence[Recompute] | Recompute = "lean",
+        operations: Operations | None = None,
+    ) -> None:
+        self.model, self.inner, self.dtype = model, model.model, dtype
+        self.device = self.inner.embed_tokens.weight.device
+        self.operations = operations if operations is not None else choose_operations(self.device)
+        self.scratch = Scratch(dtype=dtype, device=self.device)
+        self.layers = [self._build(layer, index) for index, layer in enumerate(self.inner.layers)]
+        count = len(self.layers)
+        self.recompute = [recompute] * count if isinstance(recompute, str) else list(recompute)
+        assert len(self.recompute) == count
+        self.norm = find_parts.read_norm(self.inner.norm)
+
+    def hidden(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        positions: torch.Tensor | None = None,
+        bounds: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the normalized hidden states of all tokens, or of those with these indices over all rows."""
+        self.publish()
+        count, length = input_ids.shape
+        documents = Documents(count, length, positions, bounds)
+        with torch.autocast(self.device.type, enabled=False), prefer_cudnn(self.device):
+            stream: Stream = (self.inner.embed_tokens(input_ids).flatten(0, 1), None)
+            given = Pass(
+                operations=self.operations,
+                documents=documents,
+                tables=self._tables(positions, length),
+            )
+            for layer, recompute in zip(self.layers, self.recompute, strict=True):
+                stream = self._run(layer, stream, given, recompute)
+            if rows is not None:
+                total, added = stream
+                stream = (
+                    total.index_select(0, rows),
+                    added.index_select(0, rows) if added is not None else None,
+                )
+            return add_and_normalize(stream, self.norm, self.operations)
+
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the summed cross entropy of normalized hidden states."""
+        weight = self.model.get_output_embeddings().weight.detach()
+        with torch.autocast(self.device.type, enabled=False):
+            return head_loss(hidden, weight.to(self.dtype), targets, self.operations)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight = self.model.get_output_embeddings().weight.detach()
+        with torch.autocast(self.device.type, enabled=False):
+            return hidden.to(self.dtype) @ weight.to(self.dtype).t()
+
+    def publish(self) -> None:
+        for attention, mlp in self.layers:
+            for stacked in (attention.qkv, attention.out, mlp.gate_up, mlp.down):
+                stacked.publish()
+
+    def _run(self, layer: Layer, stream: Stream, given: Pass, recompute: Recompute) -> Stream:
+        if recompute == "full" and torch.is_grad_enabled():
+            found: Stream = checkpoint(
+                _run_layer, stream, layer, given, False, use_reentrant=False, preserve_rng_state=False
+            )
+            return found
+        return _run_layer(stream, layer, given, recompute == "none")
+
+    def _tables(
+        self, positions: torch.Tensor | None, length: int
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Return the model's own cosines and sines, in fp32, one column for each pair that is rotated."""
+        if positions is None:
+            positions = torch.arange(length, device=self.device)[None]
+        like = torch.empty(0, dtype=torch.float32, device=self.device)
+        tables = {}
+        for kind in {attention.rope for attention, _ in self.layers}:
+            options = {"layer_type": kind} if kind else {}
+            cos, sin = self.inner.rotary_emb(like, positions, **options)
+            half = cos.shape[-1] // 2
+            tables[kind] = (
+                cos[..., :half].reshape(-1, half).contiguous(),
+                sin[..., :half].reshape(-1, half).contiguous(),
+            )
+        return tables
+
+    def _build(self, layer: Any, index: int) -> Layer:
+        config, attention = self.inner.config, layer.self_attn
+        after, before, last = find_parts.mlp_norms(layer)
+        kinds = getattr(config, "layer_types", None) if config.model_type == "gemma3_text" else None
+        norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
+        activation = find_parts.activation_kind(config)
+        assert activation is not None
+        first = AttentionHalf(
+            norm=find_parts.read_norm(layer.input_layernorm),
+            qkv=self._stack(find_parts.qkv_layers(attention)),
+            out=self._stack([attention.o_proj], own_input=False),
+            heads=find_parts.read_heads(attention, config, rotary=self._rotary(kinds, index)),
+            scale=attention.scaling,
+            window=find_parts.layer_window(config, attention, index),
+            rope=kinds[index] if kinds is not None else "",
+            qk_norms=(find_parts.read_norm(norms[0]), find_parts.read_norm(norms[1])) if norms else None,
+            post_norm=find_parts.read_norm(after) if after is not None else None,
+        )
+        second = MLPHalf(
+            norm=find_parts.read_norm(before),
+            gate_up=self._stack(find_parts.gate_up_layers(layer.mlp)),
+            down=self._stack([layer.mlp.down_proj]),
+            activation=activation,
+            post_norm=find_parts.read_norm(last) if last is not None else None,
+        )
+        return first, second
+
+    def _rotary(self, kinds: Sequence[str] | None, index: int) -> int:
+        name = f"{kinds[index]}_inv_freq" if kinds is not None else "inv_freq"
+        return 2 * int(getattr(self.inner.rotary_emb, name).shape[-1])
+
+    def _stack(self, layers: Sequence[Any], *, own_input: bool = True) -> Stacked:
+        """Stack layers with the same input; `own_input` if one of our kernels makes it."""
+        return Stacked(layers, dtype=self.dtype, scratch=self.scratch, may_extend=own_input)
+
+
+def _run_layer(stream: Stream, layer: Layer, given: Pass, keep: bool) -> Stream:
+    attention, mlp = layer
+    return run_mlp(run_attention(stream, attention, given, keep=keep), mlp, given, keep=keep)

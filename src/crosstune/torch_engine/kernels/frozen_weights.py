@@ -1,0 +1,146 @@
+"""Hold the frozen weights of linear layers that share an input as one matrix: dense, or quantized and made dense at each
+use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from crosstune.torch_engine.kernels.operations import Rows, has_triton
+from crosstune.torch_engine.quantized import QuantLinear, linear_shape
+
+
+class FrozenWeights(Protocol):
+    """Weights with a row per output, over all layers of a group; products add no bias and no adapter."""
+
+    num_outputs: int
+    num_inputs: int
+    row_scales: torch.Tensor | None
+    """Set for fp8 weights: gradients are multiplied by them before they are quantized."""
+
+    def product(self, inputs: Rows) -> torch.Tensor:
+        """Return inputs @ W.T."""
+        ...
+
+    def input_gradient(self, gradient: Rows) -> torch.Tensor:
+        """Return gradient @ W."""
+        ...
+
+
+class MatrixWeights(Protocol):
+    """Weights that can be used as a dense matrix with room for the adapters' B in `extra` columns on the right."""
+
+    num_outputs: int
+    num_inputs: int
+    extra: int
+
+    def matrix(self) -> torch.Tensor:
+        """Return the matrix. What is in the extra columns is the caller's."""
+        ...
+
+
+class DenseWeights:
+    """Dense weights, stacked once. The layers keep views of their rows, so there is no second copy."""
+
+    row_scales: torch.Tensor | None = None
+
+    def __init__(self, bases: Sequence[Any], *, dtype: torch.dtype, extra: int) -> None:
+        self.num_outputs = sum(linear_shape(base)[0] for base in bases)
+        self.num_inputs = linear_shape(bases[0])[1]
+        self.extra = extra
+        if len(bases) == 1 and not extra and bases[0].weight.dtype == dtype:
+            self._matrix = bases[0].weight.detach()
+            return
+        first = bases[0].weight
+        width = self.num_inputs + extra
+        self._matrix = torch.zeros(self.num_outputs, width, dtype=dtype, device=first.device)
+        start = 0
+        for base in bases:
+            rows = self._matrix[start : start + base.out_features, : self.num_inputs]
+            rows.copy_(base.weight.detach())
+            base.weight.data = rows
+            start += base.out_features
+
+    def matrix(self) -> torch.Tensor:
+        return self._matrix
+
+    def product(self, inputs: Rows) -> torch.Tensor:
+        return inputs.values @ self._matrix.t()
+
+    def input_gradient(self, gradient: Rows) -> torch.Tensor:
+        return gradient.values @ self._matrix
+
+
+class Scratch:
+    """One buffer for the dense form of whichever quantized weights are in use; it grows to the largest."""
+
+    def __init__(self, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._buffer = torch.empty(0, dtype=dtype, device=device)
+
+    def take(self, rows: int, columns: int) -> torch.Tensor:
+        if self._buffer.numel() < rows * columns:
+            self._buffer = self._buffer.new_zeros(rows * columns)
+        return self._buffer[: rows * columns].view(rows, columns)
+
+
+class QuantizedWeights:
+    """Quantized weights, made dense into a shared buffer at each use."""
+
+    row_scales: torch.Tensor | None = None
+
+    def __init__(self, bases: Sequence[QuantLinear], *, scratch: Scratch, extra: int) -> None:
+        self.bases, self.extra, self._scratch = bases, extra, scratch
+        self.num_outputs = sum(base.out_features for base in bases)
+        self.num_inputs = bases[0].in_features
+        scratch.take(
+            self.num_outputs, self.num_inputs + extra
+        )  # made now, not in the middle of an evaluation
+
+    def matrix(self) -> torch.Tensor:
+        dense = self._scratch.take(self.num_outputs, self.num_inputs + self.extra)
+        start = 0
+        for base in self.bases:
+            make_dense(base, dense[start : start + base.out_features, : self.num_inputs])
+            start += base.out_features
+        return dense
+
+    def product(self, inputs: Rows) -> torch.Tensor:
+        return inputs.values @ self.matrix().t()
+
+    def input_gradient(self, gradient: Rows) -> torch.Tensor:
+        return gradient.values @ self.matrix()
+
+
+def make_dense(base: QuantLinear, out: torch.Tensor) -> None:
+    """Write the dense weight of a quantized layer into `out`, whose rows may be strided."""
+    stored = base.stored
+    if out.device.type == "cuda" and stored.facts.get("quant_type") == "nf4" and has_triton():
+        from crosstune.torch_engine.kernels.triton_operations import make_nf4_dense
+        from crosstune.torch_engine.quant.bnb import block_scales
+
+        tensors = stored.tensors()
+        make_nf4_dense(tensors, block_scales(tensors, stored.facts), stored.facts["blocksize"], out)
+    else:
+        out.copy_(stored.dequantize(out.dtype))
+
+
+def stack_biases(bases: Sequence[Any], *, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the biases of the layers in one row; None if no layer has one."""
+    if all(base.bias is None for base in bases):
+        return None
+    device = next(base.bias.device for base in bases if base.bias is not None)
+    return torch.cat(
+        [
+            torch.zeros(linear_shape(base)[0], dtype=dtype, device=device)
+            if base.bias is None
+            else base.bias.detach().to(dtype)
+            for base in bases
+        ]
+    )
+
+
+def is_dense(base: Any) -> bool:
+    return isinstance(base, nn.Linear) and not isinstance(base, QuantLinear)

@@ -1,0 +1,296 @@
+"""The halves of a decoder layer, attention and MLP, as autograd functions with hand-written backward passes.
+
+The residual stream travels as two summands, the stream and what the last half adds to it: the next half's norm adds them
+in the kernel that reads them anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from crosstune.torch_engine.kernels.attention import Documents, attend
+from crosstune.torch_engine.kernels.operations import Heads, Norm, Operations, QKNorms, Rows
+from crosstune.torch_engine.kernels.stacked import Stacked
+
+Stream = tuple[torch.Tensor, torch.Tensor | None]
+"""The residual stream, tokens x width, and what has still to be added to it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionHalf:
+    norm: Norm
+    qkv: Stacked
+    out: Stacked
+    heads: Heads
+    scale: float
+    window: int | None
+    rope: str
+    """Which of the model's rotary tables it uses."""
+    qk_norms: QKNorms = None
+    post_norm: Norm | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPHalf:
+    norm: Norm
+    gate_up: Stacked
+    down: Stacked
+    activation: str
+    post_norm: Norm | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """What a forward pass gives to every layer."""
+
+    operations: Operations
+    documents: Documents
+    tables: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    """The cosines and sines of each kind of rotary table: tokens of a row, or of all rows, x rotary / 2."""
+
+
+def run_attention(stream: Stream, half: AttentionHalf, given: Pass, *, keep: bool) -> Stream:
+    """Apply attention. `keep` saves normalized inputs for the backward pass; otherwise it rebuilds them."""
+    found = _AttentionInput.apply(*stream, half, given, keep, *half.qkv.parameters)
+    total, (q, k, v) = (stream[0], found) if stream[1] is None else (found[0], found[1:])
+    attended = attend(q, k, v, documents=given.documents, scale=half.scale, window=half.window)
+    added: torch.Tensor = _AttentionOutput.apply(attended, half, given.operations, *half.out.parameters)
+    return total, added
+
+
+def run_mlp(stream: Stream, half: MLPHalf, given: Pass, *, keep: bool) -> Stream:
+    total, added = _MLP.apply(*stream, half, given.operations, keep, *_parameters(half))
+    return total, added
+
+
+def add_and_normalize(stream: Stream, norm: Norm, operations: Operations) -> torch.Tensor:
+    """Return the normalized sum of the stream."""
+    normalized: torch.Tensor = _AddAndNormalize.apply(*stream, norm, operations)
+    return normalized
+
+
+class _AttentionInput(torch.autograd.Function):
+    """Norm, stacked QKV product with its adapters, and rotation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        stream: torch.Tensor,
+        added: torch.Tensor | None,
+        half: AttentionHalf,
+        given: Pass,
+        keep: bool,
+        *parameters: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        operations, qkv = given.operations, half.qkv
+        buffer = qkv.make_input(len(stream))
+        total, rstd, rows = operations.rms_norm(
+            stream, added, half.norm, qkv.inputs_in(buffer), qkv.quantize_inputs
+        )
+        packed, low = qkv.forward(_whole(rows, buffer))
+        parts = operations.rotate(packed, *given.tables[half.rope], half.heads, half.qk_norms)
+        ctx.half, ctx.given, ctx.added = half, given, added.dtype if added is not None else None
+        ctx.save_for_backward(
+            total,
+            rstd,
+            low if keep else _kept(low),
+            buffer if keep else None,
+            packed if half.qk_norms is not None else None,
+        )
+        shape = (given.documents.num_rows, given.documents.length)
+        q, k, v = (part.view(*shape, *part.shape[1:]) for part in parts)
+        return (q, k, v) if added is None else (total, q, k, v)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        half, operations = ctx.half, ctx.given.operations
+        total, rstd, low, buffer, raw = ctx.saved_tensors
+        residual = gradients[0] if len(gradients) == 4 else None
+        q, k, v = gradients[-3:]
+        rows = operations.rotate_backward(
+            (q, k, v),
+            *ctx.given.tables[half.rope],
+            half.heads,
+            half.qk_norms,
+            raw,
+            half.qkv.quantize_gradients,
+        )
+        buffer = _rebuild_norm(operations, total, rstd, half.norm, half.qkv, buffer)
+        need_input = any(ctx.needs_input_grad[:2])
+        found, adapters = half.qkv.backward(rows, buffer, low, need_input=need_input)
+        if found is None:
+            return None, None, None, None, None, *adapters
+        stream = operations.rms_norm_backward(found, total, rstd, half.norm, residual)
+        return stream, _added(ctx, stream), None, None, None, *adapters
+
+
+class _AttentionOutput(torch.autograd.Function):
+    """The output product with its adapter, and the norm after it if the model has one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        attended: torch.Tensor,
+        half: AttentionHalf,
+        operations: Operations,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        flat = attended.reshape(-1, half.heads.num_queries * half.heads.size).to(half.out.dtype)
+        out, low, product, rstd = _product(flat, half.out, half.post_norm, operations)
+        ctx.half, ctx.operations, ctx.shape = half, operations, attended.shape
+        ctx.save_for_backward(flat, low, product, rstd)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        half, operations = ctx.half, ctx.operations
+        flat, low, product, rstd = ctx.saved_tensors
+        rows = _before_post_norm(gradients[0], product, rstd, half.post_norm, half.out, operations)
+        found, adapters = half.out.backward(rows, flat, low, need_input=ctx.needs_input_grad[0])
+        return found.view(ctx.shape) if found is not None else None, None, None, *adapters
+
+
+class _MLP(torch.autograd.Function):
+    """Norm, stacked gate-up product, activation and down product, with their adapters."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        stream: torch.Tensor,
+        added: torch.Tensor,
+        half: MLPHalf,
+        operations: Operations,
+        keep: bool,
+        *parameters: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        gate_up, down = half.gate_up, half.down
+        buffer = gate_up.make_input(len(stream))
+        total, rstd, rows = operations.rms_norm(
+            stream, added, half.norm, gate_up.inputs_in(buffer), gate_up.quantize_inputs
+        )
+        both, low = gate_up.forward(_whole(rows, buffer))
+        inner = down.make_input(len(stream))
+        rows = operations.gate(both, half.activation, down.inputs_in(inner), down.quantize_inputs)
+        out, low_down, product, post_rstd = _product(
+            inner, down, half.post_norm, operations, rows=_whole(rows, inner)
+        )
+        ctx.half, ctx.operations, ctx.added = half, operations, added.dtype
+        lows = (low, low_down) if keep else (_kept(low), _kept(low_down))
+        kept = (buffer, inner) if keep else (None, None)
+        ctx.save_for_backward(total, rstd, both, *lows, *kept, product, post_rstd)
+        return total, out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        half, operations = ctx.half, ctx.operations
+        total, rstd, both, low, low_down, buffer, inner, product, post_rstd = ctx.saved_tensors
+        residual, gradient = gradients
+        rows = _before_post_norm(gradient, product, post_rstd, half.post_norm, half.down, operations)
+        rebuilt = half.down.make_input(len(total)) if inner is None else None
+        active, low_gradient = half.down.input_gradient(rows)
+        found = operations.gate_backward(
+            active,
+            both,
+            half.activation,
+            half.down.inputs_in(rebuilt) if rebuilt is not None else None,
+            half.gate_up.quantize_gradients,
+        )
+        down_adapters = half.down.adapter_gradients(
+            rows.values, rebuilt if inner is None else inner, low_down, low_gradient
+        )
+        buffer = _rebuild_norm(operations, total, rstd, half.norm, half.gate_up, buffer)
+        need_input = any(ctx.needs_input_grad[:2])
+        stream, adapters = half.gate_up.backward(found, buffer, low, need_input=need_input)
+        if stream is not None:
+            stream = operations.rms_norm_backward(stream, total, rstd, half.norm, residual)
+        return stream, _added(ctx, stream), None, None, None, *adapters, *down_adapters
+
+
+class _AddAndNormalize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, stream: torch.Tensor, added: torch.Tensor | None, norm: Norm, operations: Operations
+    ) -> torch.Tensor:
+        total, rstd, rows = operations.rms_norm(stream, added, norm, torch.empty_like(stream))
+        ctx.norm, ctx.operations, ctx.added = norm, operations, added.dtype if added is not None else None
+        ctx.save_for_backward(total, rstd)
+        return rows.values
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        total, rstd = ctx.saved_tensors
+        stream = ctx.operations.rms_norm_backward(gradients[0], total, rstd, ctx.norm, None)
+        return stream, _added(ctx, stream), None, None
+
+
+def _product(
+    inputs: torch.Tensor,
+    stacked: Stacked,
+    post_norm: Norm | None,
+    operations: Operations,
+    rows: Rows | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return what a half adds to the stream and x A; with a norm after the product also the product and its 1 / rms."""
+    if rows is None:
+        asked = stacked.quantize_inputs
+        rows = Rows(inputs) if asked is None else operations.quantize_rows(inputs, asked)
+    out, low = stacked.forward(rows)
+    if post_norm is None:
+        return out, low, None, None
+    _, rstd, normalized = operations.rms_norm(out, None, post_norm, torch.empty_like(out))
+    return normalized.values, low, out, rstd
+
+
+def _before_post_norm(
+    gradient: torch.Tensor,
+    product: torch.Tensor | None,
+    rstd: torch.Tensor | None,
+    post_norm: Norm | None,
+    stacked: Stacked,
+    operations: Operations,
+) -> Rows:
+    """Return the gradient of a half's last product, quantized if the product was."""
+    if post_norm is not None and product is not None and rstd is not None:
+        gradient = operations.rms_norm_backward(gradient, product, rstd, post_norm, None)
+    asked = stacked.quantize_gradients
+    return Rows(gradient) if asked is None else operations.quantize_rows(gradient, asked)
+
+
+def _rebuild_norm(
+    operations: Operations,
+    total: torch.Tensor,
+    rstd: torch.Tensor,
+    norm: Norm,
+    stacked: Stacked,
+    buffer: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the inputs of a product: those that were kept, or made again from the stream."""
+    if buffer is None:
+        buffer = stacked.make_input(len(total))
+        operations.rms_norm_again(total, rstd, norm, stacked.inputs_in(buffer))
+    return buffer
+
+
+def _whole(rows: Rows, buffer: torch.Tensor) -> Rows:
+    """Return rows that were written into a part of a buffer with the buffer as their values."""
+    return Rows(buffer, rows.packed, rows.scale)
+
+
+def _kept(low: torch.Tensor) -> torch.Tensor:
+    """Return x A outside the buffer that it was computed in, so that the buffer can be freed."""
+    return low if low.is_contiguous() else low.contiguous()
+
+
+def _added(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the gradient of the stream's second summand, in its dtype."""
+    if gradient is None or not ctx.needs_input_grad[1]:
+        return None
+    return gradient.to(ctx.added)
+
+
+def _parameters(half: MLPHalf) -> Sequence[torch.Tensor]:
+    return [*half.gate_up.parameters, *half.down.parameters]

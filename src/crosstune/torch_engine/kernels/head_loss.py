@@ -1,0 +1,52 @@
+"""Compute the cross entropy over a frozen output head in chunks of tokens, with its gradient in the same pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from crosstune.torch_engine.kernels.operations import Operations
+
+LOGITS_AT_A_TIME = 2**26
+FEWEST_ROWS, MOST_ROWS = 256, 4096
+
+
+def head_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, operations: Operations
+) -> torch.Tensor:
+    """Return the summed cross entropy of `hidden @ weight.T`, in fp32. The head gets no gradient."""
+    total: torch.Tensor = _HeadLoss.apply(hidden, weight, targets, operations)
+    return total
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Logits exist for one chunk at a time; what is kept is the gradient of the hidden states."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        operations: Operations,
+    ) -> torch.Tensor:
+        rows = min(max(LOGITS_AT_A_TIME // weight.shape[0], FEWEST_ROWS), MOST_ROWS)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        needed = ctx.needs_input_grad[0]
+        gradient = torch.empty_like(hidden) if needed else None
+        for start in range(0, len(hidden), rows):
+            chunk = slice(start, start + rows)
+            logits = hidden[chunk].to(weight.dtype) @ weight.t()
+            loss, probs = operations.cross_entropy(logits, targets[chunk], gradient=needed)
+            total += loss
+            if gradient is not None and probs is not None:
+                gradient[chunk] = probs @ weight
+        ctx.save_for_backward(*([gradient] if gradient is not None else []))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+        [gradient] = ctx.saved_tensors
+        return gradient * upstream[0].to(gradient.dtype), None, None, None

@@ -1,0 +1,152 @@
+"""Define the elementwise operations of the fast decoder layers, and choose their implementation for a device."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+E4M3_MAX = 448.0
+SMALLEST_AMAX = 1e-12
+"""A row of zeros gets this as its largest value, so that its scale is not zero."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMSNorm: x / rms(x) * (weight + offset). Gemma's weights have an offset of 1."""
+
+    weight: torch.Tensor
+    eps: float
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The layout of a row of queries, keys and values."""
+
+    num_queries: int
+    num_keys: int
+    size: int
+    rotary: int
+    """The first values of each head that are rotated."""
+
+    @property
+    def width(self) -> int:
+        return (self.num_queries + 2 * self.num_keys) * self.size
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """Ask a producing kernel for an e4m3 copy of its rows. `columns` multiplies them first, for products with a weight
+    whose scales belong to these columns."""
+
+    columns: torch.Tensor | None = None
+
+
+@dataclass
+class Rows:
+    """Activations or gradients with a row per token; for an fp8 product also their e4m3 copy and a scale per row."""
+
+    values: torch.Tensor
+    packed: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+
+
+QKNorms = tuple[Norm, Norm] | None
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Operations(Protocol):
+    """One implementation of the operations. Rows may be strided; their last dimension is dense."""
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        added: torch.Tensor | None,
+        norm: Norm,
+        out: torch.Tensor,
+        quantize: Quantize | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, Rows]:
+        """Return x + added, 1 / rms of each row, and the normalized rows, which are written into `out`."""
+        ...
+
+    def rms_norm_again(
+        self, total: torch.Tensor, rstd: torch.Tensor, norm: Norm, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Rebuild the normalized rows in `out`."""
+        ...
+
+    def rms_norm_backward(
+        self,
+        gradient: torch.Tensor,
+        total: torch.Tensor,
+        rstd: torch.Tensor,
+        norm: Norm,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the gradient of the norm's input, plus `residual`."""
+        ...
+
+    def rotate(
+        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: Heads, norms: QKNorms
+    ) -> Triple:
+        """Return queries, keys and values of packed rows, the first two rotated (after their norms). Without norms they
+        are rotated in place."""
+        ...
+
+    def rotate_backward(
+        self,
+        gradients: Triple,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        heads: Heads,
+        norms: QKNorms,
+        raw: torch.Tensor | None,
+        quantize: Quantize | None = None,
+    ) -> Rows:
+        """Return the gradient of the packed rows. With norms, `raw` are the rows before them."""
+        ...
+
+    def gate(
+        self, gate_up: torch.Tensor, kind: str, out: torch.Tensor, quantize: Quantize | None = None
+    ) -> Rows:
+        """Write act(gate) * up into `out`."""
+        ...
+
+    def gate_backward(
+        self,
+        gradient: torch.Tensor,
+        gate_up: torch.Tensor,
+        kind: str,
+        product: torch.Tensor | None,
+        quantize: Quantize | None = None,
+    ) -> Rows:
+        """Return the gradients of gate and up, packed; rebuild act(gate) * up in `product`, if it is given."""
+        ...
+
+    def quantize_rows(self, values: torch.Tensor, quantize: Quantize) -> Rows:
+        """Return rows with their e4m3 copy."""
+        ...
+
+    def cross_entropy(
+        self, logits: torch.Tensor, targets: torch.Tensor, *, gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the summed cross entropy in fp32, and the gradient of the logits, which may take their place."""
+        ...
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def choose_operations(device: torch.device) -> Operations:
+    """Return Triton's kernels on a GPU that has them, plain torch otherwise."""
+    if device.type == "cuda" and has_triton():
+        from crosstune.torch_engine.kernels import triton_operations
+
+        return triton_operations
+    from crosstune.torch_engine.kernels import torch_operations
+
+    return torch_operations

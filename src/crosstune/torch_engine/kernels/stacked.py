@@ -1,0 +1,205 @@
+"""Multiply with linear layers that share an input, and with their adapters, in as few products as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from crosstune.torch_engine.adapters import AdaptedLinear
+from crosstune.torch_engine.kernels.frozen_weights import (
+    DenseWeights,
+    FrozenWeights,
+    QuantizedWeights,
+    Scratch,
+    is_dense,
+    stack_biases,
+)
+from crosstune.torch_engine.kernels.operations import Quantize, Rows
+from crosstune.torch_engine.quantized import linear_shape, weight_device
+
+MOST_EXTRA = 256
+"""With more adapter columns than this, those that belong to other layers of the group cost more than they save."""
+_ALIGNED = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """The adapter of one layer of a group."""
+
+    a: nn.Parameter
+    b: nn.Parameter
+    scale: float
+    rows: slice
+    """The outputs of its layer."""
+    columns: slice
+    """Its place among the columns of x A of the group."""
+
+
+class Stacked:
+    """y = x W^T + bias + adapters, for the stacked weights W of a group of layers.
+
+    Where its inputs are made by our own kernels, the group is `extended`: B stands to the right of W and x A to the right
+    of x, so that one product does both, and the input gradient of that product gives the gradient of x A for nothing.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        dtype: torch.dtype,
+        scratch: Scratch,
+        may_extend: bool,
+        weights: FrozenWeights | None = None,
+    ) -> None:
+        bases: list[Any] = [layer.base if isinstance(layer, AdaptedLinear) else layer for layer in layers]
+        self.dtype = dtype
+        self.adapters = _place_adapters(layers)
+        self.num_inputs = linear_shape(bases[0])[1]
+        used = self.adapters[-1].columns.stop if self.adapters else 0
+        self.extra = -(-used // _ALIGNED) * _ALIGNED
+        self.extended = weights is None and may_extend and 0 < self.extra <= MOST_EXTRA
+        room = self.extra if self.extended else 0
+        if weights is not None:
+            self.weights: Any = weights
+        elif all(is_dense(base) for base in bases):
+            self.weights = DenseWeights(bases, dtype=dtype, extra=room)
+        else:
+            self.weights = QuantizedWeights(bases, scratch=scratch, extra=room)
+        self.bias = stack_biases(bases, dtype=dtype)
+        self.device = weight_device(bases[0])
+        self._a = torch.zeros(self.extra, self.num_inputs, dtype=dtype, device=self.device)
+        self._b: list[torch.Tensor] = []
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for adapter in self.adapters for parameter in (adapter.a, adapter.b)]
+
+    @property
+    def quantize_inputs(self) -> Quantize | None:
+        """How inputs are quantized for the product; None if they are not."""
+        return Quantize() if self.weights.row_scales is not None else None
+
+    @property
+    def quantize_gradients(self) -> Quantize | None:
+        scales = self.weights.row_scales
+        return Quantize(scales) if scales is not None else None
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Copy the adapters, which the optimizer moves in fp32, into the dtype of the products."""
+        for adapter in self.adapters:
+            self._a[adapter.columns].copy_(adapter.a)
+        self._b = [(adapter.b * adapter.scale).to(self.dtype) for adapter in self.adapters]
+        if self.extended and isinstance(self.weights, DenseWeights):
+            self._write_b(self.weights.matrix())
+
+    def make_input(self, num_rows: int) -> torch.Tensor:
+        """Return a buffer for the inputs, with room for x A if the group is extended."""
+        width = self.num_inputs + (self.extra if self.extended else 0)
+        return torch.empty(num_rows, width, dtype=self.dtype, device=self.device)
+
+    def inputs_in(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer[:, : self.num_inputs]
+
+    def forward(self, inputs: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the outputs and x A. `inputs` holds a whole buffer of `make_input`."""
+        if self.extended:
+            buffer = inputs.values
+            low = buffer[:, self.num_inputs :]
+            torch.mm(self.inputs_in(buffer), self._a.t(), out=low)
+            matrix = self._matrix()
+            if self.bias is None:
+                return buffer @ matrix.t(), low
+            return torch.addmm(self.bias, buffer, matrix.t()), low
+        out = self.weights.product(inputs)
+        if self.bias is not None:
+            out += self.bias
+        low = inputs.values @ self._a.t()
+        for adapter, b in zip(self.adapters, self._b, strict=True):
+            out[:, adapter.rows].addmm_(low[:, adapter.columns], b.t())
+        return out, low
+
+    def backward(
+        self, gradient: Rows, inputs: torch.Tensor, low: torch.Tensor, *, need_input: bool
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Return the gradients of the inputs, if they are needed, and of `parameters`."""
+        found, low_gradient = self.input_gradient(gradient, need_input=need_input)
+        return found, self.adapter_gradients(gradient.values, inputs, low, low_gradient)
+
+    def input_gradient(
+        self, gradient: Rows, *, need_input: bool = True
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Return the gradients of the inputs, if they are needed, and of x A."""
+        values = gradient.values
+        found: torch.Tensor | None = None
+        if self.extended:
+            matrix = self._matrix()
+            if need_input:
+                both = values @ matrix
+                found, low_gradient = both[:, : self.num_inputs], both[:, self.num_inputs :]
+            else:
+                low_gradient = values @ matrix[:, self.num_inputs :]
+        else:
+            low_gradient = values.new_zeros(len(values), self.extra)
+            for adapter, b in zip(self.adapters, self._b, strict=True):
+                torch.mm(values[:, adapter.rows], b, out=low_gradient[:, adapter.columns])
+            found = self.weights.input_gradient(gradient) if need_input else None
+        if found is not None and self.extra:
+            found.addmm_(low_gradient, self._a)
+        return found, low_gradient
+
+    def adapter_gradients(
+        self,
+        gradient: torch.Tensor,
+        inputs: torch.Tensor,
+        low: torch.Tensor,
+        low_gradient: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        """Return the gradients of `parameters`. `inputs` is a buffer of `make_input`."""
+        if not self.adapters:
+            return []
+        found = []
+        all_a = low_gradient.t() @ self.inputs_in(inputs)
+        for adapter in self.adapters:
+            b = gradient[:, adapter.rows].t() @ low[:, adapter.columns]
+            found += [all_a[adapter.columns].to(adapter.a.dtype), b.to(adapter.b.dtype) * adapter.scale]
+        return found
+
+    def _matrix(self) -> torch.Tensor:
+        matrix: torch.Tensor = self.weights.matrix()
+        if not isinstance(self.weights, DenseWeights):
+            matrix[:, self.num_inputs :] = 0  # the buffer held another weight
+            self._write_b(matrix)
+        return matrix
+
+    def _write_b(self, matrix: torch.Tensor) -> None:
+        for adapter, b in zip(self.adapters, self._b, strict=True):
+            start = self.num_inputs + adapter.columns.start
+            stop = self.num_inputs + adapter.columns.stop
+            matrix[adapter.rows, start:stop] = b
+
+
+def _place_adapters(layers: Sequence[Any]) -> list[Adapter]:
+    adapters: list[Adapter] = []
+    row = column = 0
+    for layer in layers:
+        adapted = isinstance(layer, AdaptedLinear)
+        outputs = linear_shape(layer.base if adapted else layer)[0]
+        if adapted:
+            rank = layer.lora_A.shape[0]
+            adapters.append(
+                Adapter(
+                    a=layer.lora_A,
+                    b=layer.lora_B,
+                    scale=layer.scale,
+                    rows=slice(row, row + outputs),
+                    columns=slice(column, column + rank),
+                )
+            )
+            column += rank
+        row += outputs
+    return adapters

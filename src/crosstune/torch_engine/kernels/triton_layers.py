@@ -1,0 +1,202 @@
+"""Triton kernels of the fast layers: rotation of queries and keys, gated activations, and NF4 made dense."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rotate(
+    qkv, out, cos, sin, q_weight, k_weight, period, qkv_stride, out_stride, eps, offset,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Rotate the queries (second program id 0) or keys (1) of a token, after their norm if there is one.
+
+    PAIRS and HEADS are powers of two that hold HALF and the heads; REST holds what is not rotated, 0 for nothing.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    head = tl.arange(0, HEADS)[:, None]
+    pair = tl.arange(0, PAIRS)[None, :]
+    count = tl.where(part == 0, QUERIES, KEYS)
+    mask = (head < count) & (pair < HALF)
+    place = part * QUERIES * SIZE + head * SIZE + pair
+    first = tl.load(qkv + token * qkv_stride + place, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(qkv + token * qkv_stride + place + HALF, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        if REST > 0:
+            other = tl.arange(0, REST)[None, :]
+            keep = (head < count) & (other < SIZE - 2 * HALF)
+            spot = part * QUERIES * SIZE + head * SIZE + 2 * HALF + other
+            rest = tl.load(qkv + token * qkv_stride + spot, mask=keep, other=0.0).to(tl.float32)
+            squares += tl.sum(rest * rest, axis=1)
+        inverse = (1.0 / tl.sqrt(squares / SIZE + eps))[:, None]
+        weight = q_weight if part == 0 else k_weight
+        inside = pair < HALF
+        first *= inverse * (tl.load(weight + pair, mask=inside, other=0.0).to(tl.float32) + offset)
+        second *= inverse * (tl.load(weight + HALF + pair, mask=inside, other=0.0).to(tl.float32) + offset)
+        if REST > 0:
+            gain = tl.load(weight + 2 * HALF + other, mask=other < SIZE - 2 * HALF, other=0.0).to(tl.float32)
+            rest = (rest * inverse * (gain + offset)).to(out.dtype.element_ty)
+            tl.store(out + token * out_stride + spot, rest, mask=keep)
+    line = (token % period) * HALF
+    c = tl.load(cos + line + pair, mask=pair < HALF, other=0.0)
+    s = tl.load(sin + line + pair, mask=pair < HALF, other=0.0)
+    turned = (first * c - second * s).to(out.dtype.element_ty)
+    other_turned = (second * c + first * s).to(out.dtype.element_ty)
+    tl.store(out + token * out_stride + place, turned, mask=mask)
+    tl.store(out + token * out_stride + place + HALF, other_turned, mask=mask)
+
+
+@triton.jit
+def rotate_backward(
+    gradient, out, cos, sin, raw, weight, period, length, row_stride, token_stride, head_stride, out_stride,
+    start, eps, offset,
+    COUNT: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    REST: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of COUNT heads of a token, in any strides, turned back into packed rows from column `start`.
+
+    With HALF of 0 nothing is turned: values. With NORM, `raw` are the packed rows before the norm.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    source = gradient + (token // length) * row_stride + (token % length) * token_stride
+    head = tl.arange(0, HEADS)[:, None]
+    target = out + token * out_stride + start
+    other = tl.arange(0, REST)[None, :]
+    keep = (head < COUNT) & (other < SIZE - 2 * HALF)
+    rest = tl.load(source + head * head_stride + 2 * HALF + other, mask=keep, other=0.0).to(tl.float32)
+    if HALF > 0:
+        pair = tl.arange(0, PAIRS)[None, :]
+        mask = (head < COUNT) & (pair < HALF)
+        x = tl.load(source + head * head_stride + pair, mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(source + head * head_stride + HALF + pair, mask=mask, other=0.0).to(tl.float32)
+        line = (token % period) * HALF
+        c = tl.load(cos + line + pair, mask=pair < HALF, other=0.0)
+        s = tl.load(sin + line + pair, mask=pair < HALF, other=0.0)
+        first = x * c + y * s
+        second = y * c - x * s
+        if NORM:
+            before = raw + token * out_stride + start + head * SIZE
+            a = tl.load(before + pair, mask=mask, other=0.0).to(tl.float32)
+            b = tl.load(before + HALF + pair, mask=mask, other=0.0).to(tl.float32)
+            d = tl.load(before + 2 * HALF + other, mask=keep, other=0.0).to(tl.float32)
+            squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1) + tl.sum(d * d, axis=1)
+            inverse = (1.0 / tl.sqrt(squares / SIZE + eps))[:, None]
+            inside = pair < HALF
+            first *= tl.load(weight + pair, mask=inside, other=0.0).to(tl.float32) + offset
+            second *= tl.load(weight + HALF + pair, mask=inside, other=0.0).to(tl.float32) + offset
+            gain = tl.load(weight + 2 * HALF + other, mask=other < SIZE - 2 * HALF, other=0.0).to(tl.float32)
+            rest *= gain + offset
+            a *= inverse
+            b *= inverse
+            d *= inverse
+            along = tl.sum(first * a, axis=1) + tl.sum(second * b, axis=1) + tl.sum(rest * d, axis=1)
+            along = (along / SIZE)[:, None]
+            first = (first - a * along) * inverse
+            second = (second - b * along) * inverse
+            rest = (rest - d * along) * inverse
+        tl.store(target + head * SIZE + pair, first.to(out.dtype.element_ty), mask=mask)
+        tl.store(target + head * SIZE + HALF + pair, second.to(out.dtype.element_ty), mask=mask)
+    tl.store(target + head * SIZE + 2 * HALF + other, rest.to(out.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def activation(gate, KIND: tl.constexpr):
+    """Return the activation of the gate and its slope."""
+    if KIND == 0:  # silu
+        sigmoid = tl.sigmoid(gate)
+        active = gate * sigmoid
+        slope = sigmoid + active * (1 - sigmoid)
+    elif KIND == 1:  # gelu by tanh
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        tanh = 2 * tl.sigmoid(2 * inner) - 1
+        active = 0.5 * gate * (1 + tanh)
+        steep = 0.7978845608028654 * (1 + 0.134145 * gate * gate)
+        slope = 0.5 * (1 + tanh) + 0.5 * gate * (1 - tanh * tanh) * steep
+    else:  # gelu
+        below = 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
+        active = gate * below
+        slope = below + gate * tl.exp(-0.5 * gate * gate) * 0.3989422804014327
+    return active, slope
+
+
+@triton.jit
+def gate_product(
+    gate_up, out, packed, scale, out_stride,
+    N: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, QUANTIZE: tl.constexpr,
+):  # fmt: skip
+    """Write act(gate) * up of a row, and its e4m3 copy in a second pass over what the first one wrote."""
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, N, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        mask = column < N
+        gate = tl.load(gate_up + row * 2 * N + column, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * 2 * N + N + column, mask=mask, other=0.0).to(tl.float32)
+        active, _slope = activation(gate, KIND)
+        product = active * up
+        tl.store(out + row * out_stride + column, product.to(out.dtype.element_ty), mask=mask)
+        largest = tl.maximum(largest, tl.abs(product))
+    if QUANTIZE:
+        factor = tl.maximum(tl.max(largest), 1e-12) / 448.0
+        tl.store(scale + row, factor)
+        tl.debug_barrier()
+        for start in range(0, N, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            mask = column < N
+            product = tl.load(out + row * out_stride + column, mask=mask, other=0.0).to(tl.float32)
+            tl.store(packed + row * N + column, (product / factor).to(tl.float8e4nv), mask=mask)
+
+
+@triton.jit
+def gate_backward(
+    gradient, gate_up, product, out, columns, packed, scale, gradient_stride, product_stride,
+    N: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, REBUILD: tl.constexpr, QUANTIZE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, N, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        mask = column < N
+        given = tl.load(gradient + row * gradient_stride + column, mask=mask, other=0.0).to(tl.float32)
+        gate = tl.load(gate_up + row * 2 * N + column, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * 2 * N + N + column, mask=mask, other=0.0).to(tl.float32)
+        active, slope = activation(gate, KIND)
+        if REBUILD:
+            rebuilt = (active * up).to(product.dtype.element_ty)
+            tl.store(product + row * product_stride + column, rebuilt, mask=mask)
+        for_gate = given * up * slope
+        for_up = given * active
+        tl.store(out + row * 2 * N + column, for_gate.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + row * 2 * N + N + column, for_up.to(out.dtype.element_ty), mask=mask)
+        if QUANTIZE:
+            for_gate *= tl.load(columns + column, mask=mask, other=0.0)
+            for_up *= tl.load(columns + N + column, mask=mask, other=0.0)
+            largest = tl.maximum(largest, tl.maximum(tl.abs(for_gate), tl.abs(for_up)))
+    if QUANTIZE:
+        factor = tl.maximum(tl.max(largest), 1e-12) / 448.0
+        tl.store(scale + row, factor)
+        tl.debug_barrier()
+        for start in range(0, 2 * N, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            mask = column < 2 * N
+            found = tl.load(out + row * 2 * N + column, mask=mask, other=0.0).to(tl.float32)
+            found *= tl.load(columns + column, mask=mask, other=0.0)
+            tl.store(packed + row * 2 * N + column, (found / factor).to(tl.float8e4nv), mask=mask)
+
+
+@triton.jit
+def nf4_rows(packed, absmax, table, out, out_stride, K, group, BLOCK: tl.constexpr):
+    """Make a part of a row of 4-bit weights dense: the high half of each byte comes first."""
+    row = tl.program_id(0).to(tl.int64)
+    byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = byte < K // 2
+    both = tl.load(packed + row * (K // 2) + byte, mask=mask, other=0)
+    size = tl.load(absmax + (row * K + 2 * byte) // group, mask=mask, other=0.0)
+    high = tl.load(table + (both >> 4)) * size
+    low = tl.load(table + (both & 15)) * size
+    column = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+    values = tl.interleave(high, low).to(out.dtype.element_ty)
+    tl.store(out + row * out_stride + column, values, mask=column < K)

@@ -1,0 +1,273 @@
+"""Implement the operations of the fast decoder layers with Triton, for GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+
+from crosstune.torch_engine.kernels import triton_layers, triton_norms
+from crosstune.torch_engine.kernels.operations import Heads, Norm, QKNorms, Quantize, Rows, Triple
+from crosstune.torch_engine.kernels.torch_operations import split_heads
+
+_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+_CHUNK = 2048
+
+
+def rms_norm(
+    x: torch.Tensor,
+    added: torch.Tensor | None,
+    norm: Norm,
+    out: torch.Tensor,
+    quantize: Quantize | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, Rows]:
+    assert quantize is None or quantize.columns is None, "inputs are quantized as they are"
+    x = x.contiguous()
+    total = x if added is None else torch.empty_like(x)
+    rstd = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    rows = _empty_rows(out, quantize)
+    triton_norms.rms_norm[(len(x),)](
+        x,
+        x if added is None else added.contiguous(),
+        total,
+        out,
+        rstd,
+        norm.weight,
+        out if rows.packed is None else rows.packed,
+        rstd if rows.scale is None else rows.scale,
+        out.stride(0),
+        norm.eps,
+        norm.offset,
+        ADD=added is not None,
+        QUANTIZE=quantize is not None,
+        **_whole_row(x),
+    )
+    return total, rstd, rows
+
+
+def rms_norm_again(total: torch.Tensor, rstd: torch.Tensor, norm: Norm, out: torch.Tensor) -> torch.Tensor:
+    triton_norms.rms_norm_again[(len(total),)](
+        total, rstd, norm.weight, out, out.stride(0), norm.offset, **_whole_row(total)
+    )
+    return out
+
+
+def rms_norm_backward(
+    gradient: torch.Tensor,
+    total: torch.Tensor,
+    rstd: torch.Tensor,
+    norm: Norm,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    out = torch.empty_like(total)
+    gradient = _dense_rows(gradient)
+    triton_norms.rms_norm_backward[(len(total),)](
+        gradient,
+        total,
+        rstd,
+        norm.weight,
+        total if residual is None else residual.contiguous(),
+        out,
+        gradient.stride(0),
+        norm.offset,
+        ADD=residual is not None,
+        **_whole_row(total),
+    )
+    return out
+
+
+def rotate(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: Heads, norms: QKNorms) -> Triple:
+    out = qkv
+    if norms is not None:
+        width = (heads.num_queries + heads.num_keys) * heads.size
+        out = torch.empty(len(qkv), width, dtype=qkv.dtype, device=qkv.device)
+    q_norm, k_norm = norms if norms is not None else (Norm(cos, 0.0), Norm(cos, 0.0))
+    triton_layers.rotate[(len(qkv), 2)](
+        qkv,
+        out,
+        cos,
+        sin,
+        q_norm.weight,
+        k_norm.weight,
+        len(cos),
+        qkv.stride(0),
+        out.stride(0),
+        q_norm.eps,
+        q_norm.offset,
+        QUERIES=heads.num_queries,
+        KEYS=heads.num_keys,
+        NORM=norms is not None,
+        num_warps=4,
+        **_head_blocks(heads, max(heads.num_queries, heads.num_keys)),
+    )
+    q, k, v = split_heads(qkv, heads)
+    if norms is None:
+        return q, k, v
+    turned = out.view(len(out), -1, heads.size)
+    return turned[:, : heads.num_queries], turned[:, heads.num_queries :], v
+
+
+def rotate_backward(
+    gradients: Triple,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads: Heads,
+    norms: QKNorms,
+    raw: torch.Tensor | None,
+    quantize: Quantize | None = None,
+) -> Rows:
+    num_rows, length = gradients[0].shape[:2]
+    out = torch.empty(num_rows * length, heads.width, dtype=gradients[0].dtype, device=gradients[0].device)
+    start = 0
+    counts = (heads.num_queries, heads.num_keys, heads.num_keys)
+    for index, (gradient, count) in enumerate(zip(gradients, counts, strict=True)):
+        gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
+        norm = norms[index] if norms is not None and index < 2 else None
+        blocks = _head_blocks(heads, count, turned=index < 2)
+        triton_layers.rotate_backward[(len(out),)](
+            gradient,
+            out,
+            cos,
+            sin,
+            out if raw is None else raw,
+            cos if norm is None else norm.weight,
+            len(cos),
+            length,
+            gradient.stride(0),
+            gradient.stride(1),
+            gradient.stride(2),
+            heads.width,
+            start,
+            0.0 if norm is None else norm.eps,
+            0.0 if norm is None else norm.offset,
+            COUNT=count,
+            NORM=norm is not None,
+            num_warps=4,
+            **blocks | {"REST": max(1, blocks["REST"])},
+        )
+        start += count * heads.size
+    return Rows(out) if quantize is None else quantize_rows(out, quantize)
+
+
+def gate(gate_up: torch.Tensor, kind: str, out: torch.Tensor, quantize: Quantize | None = None) -> Rows:
+    assert quantize is None or quantize.columns is None, "inputs are quantized as they are"
+    rows = _empty_rows(out, quantize)
+    triton_layers.gate_product[(len(gate_up),)](
+        gate_up,
+        out,
+        out if rows.packed is None else rows.packed,
+        out if rows.scale is None else rows.scale,
+        out.stride(0),
+        N=out.shape[1],
+        BLOCK=_chunk(out.shape[1]),
+        KIND=_KINDS[kind],
+        QUANTIZE=quantize is not None,
+        num_warps=8,
+    )
+    return rows
+
+
+def gate_backward(
+    gradient: torch.Tensor,
+    gate_up: torch.Tensor,
+    kind: str,
+    product: torch.Tensor | None,
+    quantize: Quantize | None = None,
+) -> Rows:
+    gradient = _dense_rows(gradient)
+    rows = _empty_rows(torch.empty_like(gate_up), quantize)
+    triton_layers.gate_backward[(len(gate_up),)](
+        gradient,
+        gate_up,
+        gate_up if product is None else product,
+        rows.values,
+        gate_up if quantize is None else quantize.columns,
+        gate_up if rows.packed is None else rows.packed,
+        gate_up if rows.scale is None else rows.scale,
+        gradient.stride(0),
+        0 if product is None else product.stride(0),
+        N=gate_up.shape[1] // 2,
+        BLOCK=_chunk(gate_up.shape[1] // 2),
+        KIND=_KINDS[kind],
+        REBUILD=product is not None,
+        QUANTIZE=quantize is not None,
+        num_warps=8,
+    )
+    return rows
+
+
+def quantize_rows(values: torch.Tensor, quantize: Quantize) -> Rows:
+    values = _dense_rows(values)
+    rows = _empty_rows(values, quantize)
+    triton_norms.quantize_rows[(len(values),)](
+        values,
+        values if quantize.columns is None else quantize.columns,
+        rows.packed,
+        rows.scale,
+        values.stride(0),
+        N=values.shape[1],
+        BLOCK=_chunk(values.shape[1]),
+        SCALED=quantize.columns is not None,
+        num_warps=8,
+    )
+    return rows
+
+
+def cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, *, gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    triton_norms.cross_entropy[(len(logits),)](
+        logits, targets, losses, logits.shape[1], BLOCK=4096, GRADIENT=gradient, num_warps=8
+    )
+    return losses.sum(), logits if gradient else None
+
+
+def make_nf4_dense(
+    tensors: Mapping[str, torch.Tensor], absmax: torch.Tensor, group: int, out: torch.Tensor
+) -> None:
+    """Write 4-bit weights into `out`, whose rows may be strided: bit for bit what bitsandbytes makes of them."""
+    rows, columns = out.shape
+    block = min(1024, triton.next_power_of_2(columns // 2))
+    triton_layers.nf4_rows[(rows, triton.cdiv(columns // 2, block))](
+        tensors["packed"], absmax, tensors["quant_map"], out, out.stride(0), columns, group, BLOCK=block
+    )
+
+
+def _empty_rows(values: torch.Tensor, quantize: Quantize | None) -> Rows:
+    if quantize is None:
+        return Rows(values)
+    packed = torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=values.device)
+    return Rows(values, packed, torch.empty(len(values), 1, dtype=torch.float32, device=values.device))
+
+
+def _dense_rows(values: torch.Tensor) -> torch.Tensor:
+    return values if values.stride(-1) == 1 else values.contiguous()
+
+
+def _whole_row(values: torch.Tensor) -> dict[str, Any]:
+    """Return the settings of a kernel whose program holds a whole row."""
+    block = triton.next_power_of_2(values.shape[1])
+    return {
+        "N": values.shape[1],
+        "BLOCK": block,
+        "num_warps": 4 if block <= 2048 else 8 if block <= 8192 else 16,
+    }
+
+
+def _chunk(width: int) -> int:
+    return min(_CHUNK, int(triton.next_power_of_2(width)))
+
+
+def _head_blocks(heads: Heads, count: int, *, turned: bool = True) -> dict[str, int]:
+    half = heads.rotary // 2 if turned else 0
+    rest = heads.size - 2 * half
+    return {
+        "SIZE": heads.size,
+        "HALF": half,
+        "HEADS": triton.next_power_of_2(count),
+        "PAIRS": triton.next_power_of_2(max(1, half)),
+        "REST": triton.next_power_of_2(rest) if rest else 0,
+    }

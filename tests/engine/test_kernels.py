@@ -1,0 +1,318 @@
+"""The fast layers against transformers' own, in fp32: losses and the gradient of every adapter, for each family."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+import transformers as hf
+from support import find_nonfinite, train_step
+
+from crosstune.config.load import make_config
+from crosstune.core.quantization import QuantSpec
+from crosstune.data.batches import split_rows
+from crosstune.data.rendering import encode_conversation
+from crosstune.data.token_batch import IGNORED, TokenBatch
+from crosstune.data.tokenizer import Tokenizer
+from crosstune.loop.step import prepare_window
+from crosstune.models.adapter_choice import AdapterSettings
+from crosstune.planner.gather import make_plan
+from crosstune.torch_engine.adapters import Adapted, add_adapters
+from crosstune.torch_engine.kernels.attention import Documents, attend
+from crosstune.torch_engine.kernels.decoder import FastDecoder
+from crosstune.torch_engine.kernels.find_parts import why_general, why_other_adapters
+from crosstune.torch_engine.kernels.recomputation import LayerBytes, plan_recomputation
+from crosstune.torch_engine.open import open_session
+from crosstune.torch_engine.quantized import QuantLinear, quantize_weight
+
+VOCABULARY = 97
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "initializer_range": 0.08,
+}
+CONFIGS: dict[str, Any] = {
+    "llama": lambda: hf.LlamaConfig(**_SHAPE),
+    "llama, biases, tied head": lambda: hf.LlamaConfig(
+        **_SHAPE, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "llama, one head per key": lambda: hf.LlamaConfig(**_SHAPE | {"num_key_value_heads": 4}),
+    "mistral, window": lambda: hf.MistralConfig(**_SHAPE, sliding_window=8),
+    "qwen2, windows in some layers": lambda: hf.Qwen2Config(
+        **_SHAPE, use_sliding_window=True, sliding_window=8, max_window_layers=1
+    ),
+    "qwen3, QK norms": lambda: hf.Qwen3Config(**_SHAPE, head_dim=24),
+    "gemma": lambda: hf.GemmaConfig(**_SHAPE, head_dim=24),
+    "gemma2 without caps": lambda: hf.Gemma2Config(
+        **_SHAPE,
+        head_dim=24,
+        sliding_window=8,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        attn_implementation="eager",
+    ),
+    "gemma3": lambda: hf.Gemma3TextConfig(
+        **_SHAPE,
+        head_dim=24,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "phi3, half of each head rotated": lambda: hf.Phi3Config(
+        **_SHAPE, partial_rotary_factor=0.5, sliding_window=8
+    ),
+}
+PACKED = torch.cat([torch.arange(7), torch.arange(13)]).repeat(2, 1)
+
+
+def settings(rank: int = 8, *, dropout: float = 0.0, dora: bool = False) -> AdapterSettings:
+    return AdapterSettings(rank=rank, alpha=16, dropout=dropout, rank_stabilized=False, magnitudes=dora)
+
+
+def make_model(name: str, *, rank: int = 8, targets: str = "all") -> tuple[Any, dict[str, Adapted]]:
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(CONFIGS[name]())
+    for part, parameter in model.named_parameters():
+        if "norm" in part or part.endswith("bias"):
+            parameter.data.add_(0.2 * torch.randn_like(parameter))
+    adapters = add_adapters(model, targets=targets, settings=settings(rank), seed=0)
+    for adapter in adapters.values():
+        adapter.lora_B.data.normal_(0, 0.1)
+    return model, adapters
+
+
+@lru_cache(maxsize=1)
+def make_rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids, and the indices and targets of the supervised tokens: those of the second half of each row."""
+    torch.manual_seed(1)
+    rows = torch.cat([torch.arange(10, 20), torch.arange(28, 40)])
+    return torch.randint(3, VOCABULARY, (2, 20)), rows, torch.randint(0, VOCABULARY, (len(rows),))
+
+
+def general_loss(model: Any, positions: torch.Tensor | None) -> torch.Tensor:
+    ids, rows, targets = make_rows()
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1)[rows], targets, reduction="sum")
+
+
+def fast_loss(decoder: FastDecoder, positions: torch.Tensor | None) -> torch.Tensor:
+    ids, rows, targets = make_rows()
+    return decoder.loss(decoder.hidden(ids, positions=positions, rows=rows), targets)
+
+
+def gradients(loss: torch.Tensor, adapters: dict[str, Adapted]) -> dict[str, torch.Tensor]:
+    for adapter in adapters.values():
+        adapter.zero_grad()
+    loss.backward()
+    return {
+        f"{name}.{part}": parameter.grad.clone()
+        for name, adapter in adapters.items()
+        for part, parameter in adapter.trained().items()
+        if parameter.grad is not None
+    }
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys() and expected
+    for name, gradient in expected.items():
+        distance = (found[name] - gradient).norm() / gradient.norm()
+        assert distance < 1e-5, f"{name}: {distance:.1e}"
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "packed rows"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_loss_and_gradients_are_those_of_the_general_layers(name: str, packed: bool) -> None:
+    model, adapters = make_model(name)
+    positions = PACKED if packed else None
+    loss = general_loss(model, positions)
+    expected = gradients(loss, adapters)
+    assert why_general(model) is None and why_other_adapters(adapters) is None
+    for recompute in ("none", "lean", "full"):
+        decoder = FastDecoder(model, dtype=torch.float32, recompute=recompute)  # type: ignore[arg-type]
+        found = fast_loss(decoder, positions)
+        assert found.item() == pytest.approx(loss.item(), rel=1e-6)
+        assert_same(gradients(found, adapters), expected)
+    # The modules' weights have become views; transformers still computes the same with them.
+    assert torch.allclose(general_loss(model, positions), loss, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rank", "targets"), [(256, "all"), (3, "all"), (8, "default"), (8, "down_proj"), (8, "k_proj,gate_proj")]
+)
+def test_any_rank_and_any_layers_with_adapters(rank: int, targets: str) -> None:
+    model, adapters = make_model("llama", rank=rank, targets=targets)
+    loss = general_loss(model, None)
+    expected = gradients(loss, adapters)
+    found = fast_loss(FastDecoder(model, dtype=torch.float32), None)
+    assert found.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert_same(gradients(found, adapters), expected)
+
+
+def test_stacked_weights_are_not_held_twice() -> None:
+    model, _ = make_model("llama")
+    decoder = FastDecoder(model, dtype=torch.float32)
+    attention = model.model.layers[0].self_attn
+    [first, *others] = [getattr(attention, f"{part}_proj").base.weight for part in "qkv"]
+    whole = decoder.layers[0][0].qkv.weights.matrix()
+    for weight in (first, *others):
+        assert weight.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def test_quantized_weights_are_made_dense_in_one_buffer() -> None:
+    model, adapters = make_model("llama, biases, tied head")
+    spec = QuantSpec(quantizer="bnb", bits=4, group_size=64)
+    for adapter in adapters.values():
+        base: Any = adapter.base
+        adapter.base = QuantLinear(
+            quantize_weight(base.weight.detach(), spec, torch.float32),
+            base.bias.detach() if base.bias is not None else None,
+        )
+    loss = general_loss(model, None)
+    expected = gradients(loss, adapters)
+    decoder = FastDecoder(model, dtype=torch.float32)
+    buffers = {half.weights.matrix().data_ptr() for pair in decoder.layers for half in stacks(pair)}
+    assert len(buffers) == 1
+    found = fast_loss(decoder, None)
+    assert found.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert_same(gradients(found, adapters), expected)
+    matrix = decoder.layers[0][0].qkv.weights.matrix()
+    dense = torch.cat(
+        [
+            getattr(model.model.layers[0].self_attn, f"{p}_proj").base.stored.dequantize(torch.float32)
+            for p in "qkv"
+        ]
+    )
+    assert torch.equal(matrix[:, : dense.shape[1]], dense)
+
+
+def stacks(pair: Any) -> list[Any]:
+    attention, mlp = pair
+    return [attention.qkv, attention.out, mlp.gate_up, mlp.down]
+
+
+def test_a_stream_wider_than_the_products() -> None:
+    """As with autocast: the residual stream in a wider dtype than weights and products."""
+    model, adapters = make_model("llama")
+    expected = gradients(general_loss(model, None), adapters)
+    model.model.embed_tokens.double()
+    for module in model.modules():
+        if "RMSNorm" in type(module).__name__:
+            module.double()
+    found = gradients(fast_loss(FastDecoder(model, dtype=torch.float32), None), adapters)
+    assert_same(found, expected)
+
+
+def test_models_and_adapters_without_fast_layers_are_named() -> None:
+    capped = hf.AutoModelForCausalLM.from_config(hf.Gemma2Config(**_SHAPE, head_dim=24))
+    assert "caps" in (why_general(capped) or "")
+    other = hf.AutoModelForCausalLM.from_config(
+        hf.OPTConfig(
+            vocab_size=97,
+            hidden_size=32,
+            ffn_dim=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            word_embed_proj_dim=32,
+        )
+    )
+    assert "opt" in (why_general(other) or "")
+    dropping = hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(**_SHAPE, attention_dropout=0.1))
+    assert "attention_dropout" in (why_general(dropping) or "")
+    plain = hf.AutoModelForCausalLM.from_config(CONFIGS["llama"]())
+    assert "dropout" in (
+        why_other_adapters(add_adapters(plain, targets="all", settings=settings(dropout=0.1), seed=0)) or ""
+    )
+    plain = hf.AutoModelForCausalLM.from_config(CONFIGS["llama"]())
+    assert "DoRA" in (
+        why_other_adapters(add_adapters(plain, targets="all", settings=settings(dora=True), seed=0)) or ""
+    )
+    assert "no adapters" in (why_other_adapters({}) or "")
+
+
+def test_recomputation_fills_the_memory_and_no_more() -> None:
+    cost = LayerBytes(none=10, lean=6, full=1)
+
+    def plan(free: int) -> list[str]:
+        return list(plan_recomputation(cost, num_layers=4, num_tokens=100, free_bytes=free))
+
+    assert plan(5000) == ["none"] * 4
+    assert plan(4000) == ["lean"] * 4
+    assert plan(2800) == ["full"] * 2 + ["lean"] * 2
+    assert plan(100) == ["full"] * 4
+
+
+def test_a_document_sees_itself_only() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 12, 2, 8) for _ in range(3))
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    both = attend(q, k, v, documents=Documents(1, 12, positions), scale=0.3, window=None)
+    alone = attend(q[:, 5:], k[:, 5:], v[:, 5:], documents=Documents(1, 7), scale=0.3, window=None)
+    assert torch.allclose(both[:, 5:], alone, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def window(tiny_model: Path) -> list[TokenBatch]:
+    tokenizer = Tokenizer.from_folder(tiny_model)
+    words = ["red", "green and blue", "a much longer colour", "none"]
+    examples = [
+        encode_conversation(
+            [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": f"{word} it is"}],
+            tokenizer,
+            index=index,
+            whole=False,
+        )
+        for index, word in enumerate(words)
+    ]
+    return list(split_rows(examples, batch_size=2, pad_id=0))
+
+
+def open_tiny(folder: Path, kernels: str) -> Any:
+    config = make_config(backend="cpu", precision="fp32", model_name=str(folder), kernels=kernels)
+    return open_session(make_plan(config), model_folder=folder)
+
+
+def test_a_run_moves_between_fast_and_general_layers(tiny_model: Path, window: list[TokenBatch]) -> None:
+    fast, general = open_tiny(tiny_model, "fast"), open_tiny(tiny_model, "general")
+    assert fast.task.decoder is not None and general.task.decoder is None
+    assert fast.trained_shapes() == general.trained_shapes()
+    for _ in range(2):
+        expected, found = (train_step(session, window, lr=1e-2) for session in (general, fast))
+        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+    assert fast.evaluate(window).loss == pytest.approx(general.evaluate(window).loss, rel=1e-6)
+    resumed = open_tiny(tiny_model, "general")
+    resumed.import_state(fast.export_state())
+    for _ in range(2):
+        expected, found = (train_step(session, window, lr=1e-2) for session in (fast, resumed))
+        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    # Text comes from transformers' layers, over the same weights.
+    assert fast.generate([[5, 6, 7]], max_new_tokens=4) == resumed.generate([[5, 6, 7]], max_new_tokens=4)
+
+
+def test_a_layer_that_overflows_is_named(tiny_model: Path, window: list[TokenBatch]) -> None:
+    session = open_tiny(tiny_model, "fast")
+    session.model.model.layers[1].mlp.down_proj.base.weight.data[0, 0] = torch.inf
+    assert "layers.1.mlp.down_proj" in find_nonfinite(session, window)
+    assert session.task.decoder is not None
+
+
+def test_a_batch_without_supervised_tokens_trains_nothing(tiny_model: Path, window: list[TokenBatch]) -> None:
+    session = open_tiny(tiny_model, "fast")
+    empty = replace(window[0], targets=np.full_like(window[0].targets, IGNORED))
+    alone, both = (
+        session.backward(prepare_window(session, batches)) for batches in (window[1:], [empty, *window[1:]])
+    )
+    assert both.loss == pytest.approx(alone.loss)
