@@ -18,7 +18,7 @@ from crosstune.core.events import (
     Warned,
 )
 from crosstune.report.files import RunFiles, is_adjustment, mapping, number
-from crosstune.report.quantity import Shown, label_of, read_time, show_named, show_seconds, show_time
+from crosstune.report.quantity import Shown, is_flat, label_of, read_time, show_named, show_seconds, show_time
 
 NOTABLE_KINDS = frozenset(
     event.kind for event in (Warned, Failed, Stopped, Interrupted, NonFinite, CheckpointFailed, Moved)
@@ -78,7 +78,9 @@ def _event_text(event: Mapping[str, Any]) -> str:
             words.append(f"{len(value)} samples")
         elif isinstance(value, Mapping):
             words += [
-                f"{label_of(str(key))} {show_named(str(key), item).text}" for key, item in value.items()
+                f"{label_of(str(key))} {show_named(str(key), item).text}"
+                for key, item in value.items()
+                if is_flat(item)
             ]
         else:
             words.append(f"{label_of(name)} {show_named(name, value).text}")

@@ -21,7 +21,7 @@ class Shown(NamedTuple):
     full: str = ""
 
 
-def show_number(value: float, *, digits: int = 4) -> Shown:
+def show_number(value: float, *, digits: int = 3) -> Shown:
     """Format a measured value with a few significant digits."""
     size = abs(value)
     if value == 0:
