@@ -56,7 +56,9 @@ def log_axis(values: Sequence[float]) -> Axis:
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
     round_values = [_scaled(size, power) for power in powers for size in (1.0, 2.0, 5.0)]
     first = max(tick for tick in round_values if tick <= low * (1 + 1e-9))
-    last = min((tick for tick in round_values if tick >= high * (1 - 1e-9)), default=_scaled(1.0, powers[-1] + 1))
+    last = min(
+        (tick for tick in round_values if tick >= high * (1 - 1e-9)), default=_scaled(1.0, powers[-1] + 1)
+    )
     ticks = [tick for tick in round_values if first <= tick <= last]
     while len(ticks) > MOST_LOG_TICKS:
         ticks = ticks[::3] if len(ticks) > 3 * MOST_LOG_TICKS else ticks[::2]

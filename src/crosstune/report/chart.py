@@ -63,6 +63,8 @@ class Chart:
     is_log: bool = False
     notes: Sequence[str] = ()
     """Sentences below the chart."""
+    shows_figures: bool = True
+    """Whether the last, lowest and highest value of the first series stand beside the title."""
 
     @property
     def logarithmic(self) -> Chart | None:

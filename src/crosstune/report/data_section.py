@@ -14,8 +14,8 @@ from crosstune.report.files import mapping, number
 from crosstune.report.quantity import show_count
 
 MOST_BINS = 200
-SHOWN_APART = frozenset({"lengths", "example"})
-"""Fields of a recipe's description that this section shows in its own way."""
+SHOWN_APART = frozenset({"lengths", "example", "identity"})
+"""Fields of a recipe's description that are shown in their own way; the identity is folded away with the other hashes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -161,7 +161,9 @@ def _answer(answer: str | None, reference: str) -> Answer:
 
 
 def _frames(recorded: Any) -> list[str]:
-    return [_cut(visible(str(frame))) for frame in recorded[:MOST_FRAMES]] if isinstance(recorded, list) else []
+    return (
+        [_cut(visible(str(frame))) for frame in recorded[:MOST_FRAMES]] if isinstance(recorded, list) else []
+    )
 
 
 def _cut(text: str) -> str:
