@@ -56,7 +56,7 @@ def marked_pieces(example: Example, tokenizer: Tokenizer) -> list[tuple[str, boo
     marks, start = example.supervised, 0
     for place in range(1, len(marks) + 1):
         if place == len(marks) or marks[place] != marks[start]:
-            text = tokenizer.decode(example.tokens[start:place], keep_special=True)
+            text = tokenizer.decode(example.tokens[start:place].tolist(), keep_special=True)
             pieces.append((text, bool(marks[start])))
             start = place
     return pieces

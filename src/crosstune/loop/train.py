@@ -24,6 +24,7 @@ from crosstune.core.events import (
     Warned,
 )
 from crosstune.core.out_of_memory import OutOfMemory, memory_errors
+from crosstune.core.profiling import CHECKPOINT, DATA, EVALUATION, no_phase
 from crosstune.core.protocols import Backward, PreparedBatch, Recipe, Sample, Session, is_divided
 from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import RecordFailed
@@ -32,6 +33,7 @@ from crosstune.core.schedule import learning_rate, warmup_steps
 from crosstune.loop.agreement import Agreement
 from crosstune.loop.best import best_step, overfits, overfitting_warning, stops_early
 from crosstune.loop.prefetch import Prefetch
+from crosstune.loop.profile import StepProfile
 from crosstune.loop.progress import Progress
 from crosstune.loop.save import Checkpoints
 from crosstune.loop.step import take_step
@@ -62,6 +64,7 @@ class Training:
     deadline: Deadline | None = None
     group: Group = field(default_factory=Alone)
     scale: LossScale = field(default_factory=lambda: LossScale(enabled=False))
+    profile: StepProfile | None = None
     _overfits: bool = False
     """True if the last evaluation was clearly worse than the best one, which was reported."""
 
@@ -110,7 +113,8 @@ class Training:
         self.observer.on_event(TrainingStarted(num_steps=num_steps, done=progress.steps))
         if progress.steps not in progress.evaluations:
             self._evaluate_if_due(num_steps)  # the run was stopped between a step and its evaluation
-        self._take_steps(num_steps)
+        with contextlib.closing(self.profile) if self.profile is not None else contextlib.nullcontext():
+            self._take_steps(num_steps)
         self.observer.on_event(TrainingEnded(steps=progress.steps))
         progress.status = "finished"  # also if the last evaluation does not fit into memory
         done = progress.eval_metrics.get(progress.steps) if progress.stopped_early else None
@@ -122,13 +126,20 @@ class Training:
         try:
             while progress.steps < num_steps and not self._stops_early():
                 self._check_stop()
-                self._start("data", step=progress.steps + 1)
-                with self._saving_on_error():
-                    window = prefetch.window(progress.steps)
-                self._take_step(progress.steps, window)
-                self._save_and_evaluate(num_steps)
+                with self._profiled(progress.steps + 1):
+                    self._start("data", step=progress.steps + 1)
+                    with self._saving_on_error(), self._phase(DATA):
+                        window = prefetch.window(progress.steps)
+                    self._take_step(progress.steps, window)
+                    self._save_and_evaluate(num_steps)
         finally:
             prefetch.close()
+
+    def _profiled(self, step: int) -> contextlib.AbstractContextManager[None]:
+        return self.profile.step(step) if self.profile is not None else no_phase("step")
+
+    def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return self.profile.phase(name) if self.profile is not None else no_phase(name)
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
@@ -219,13 +230,14 @@ class Training:
         progress = self.progress
         if progress.steps > self.checkpoints.last_step:
             self._start("checkpoint")
-            self.checkpoints.save(
-                self.session,
-                progress.steps,
-                evaluations=progress.evaluations,
-                facts={"loss_scale": self.scale.to_json()},
-                wait=wait,
-            )
+            with self._phase(CHECKPOINT):
+                self.checkpoints.save(
+                    self.session,
+                    progress.steps,
+                    evaluations=progress.evaluations,
+                    facts={"loss_scale": self.scale.to_json()},
+                    wait=wait,
+                )
 
     def _take_step(self, step: int, window: Sequence[PreparedBatch]) -> None:
         lr = self.rate(step)
@@ -242,6 +254,8 @@ class Training:
             self._find_nonfinite(error, step, window)
             result = None
         step_s = time.perf_counter() - started
+        if self.profile is not None:
+            self.profile.took(step_s)
         memory = self.session.memory()
         self.progress.add(result, step_s=step_s, memory=memory)
         self.observer.on_step(
@@ -280,7 +294,7 @@ class Training:
         self._stop_together()
         self._start("evaluation")
         self.observer.on_event(EvaluationStarted(step=step, when=when))
-        with self._saving_on_error(), self.stop.droppable():
+        with self._phase(EVALUATION), self._saving_on_error(), self.stop.droppable():
             evaluation = self.recipe.evaluate(self.session, observer=self.observer)
         if not evaluation.metrics:
             return {}

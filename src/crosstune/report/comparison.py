@@ -129,7 +129,7 @@ def _options(run: RunFiles) -> Mapping[str, Any]:
 def _option_rows(runs: Sequence[RunFiles]) -> list[Row]:
     """Return the options, and the facts of model, data and machine, in which the runs differ."""
     tables = [dict(_options(run)) | _facts(run) for run in runs]
-    names = [name for name in dict.fromkeys(name for table in tables for name in table)]
+    names = dict.fromkeys(name for table in tables for name in table)
     rows = []
     for name in names:
         if name in _OF_THE_RECORD:

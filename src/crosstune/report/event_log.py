@@ -13,6 +13,7 @@ from crosstune.core.events import (
     Interrupted,
     Moved,
     NonFinite,
+    Profiled,
     Started,
     Stopped,
     Warned,
@@ -68,6 +69,8 @@ def _event_text(event: Mapping[str, Any]) -> str:
     for name in ("message", "error", "reason"):
         if event.get(name) and not is_adjustment(event):
             return str(event[name])
+    if event.get("kind") == Profiled.kind:
+        return f"see {event.get('path', 'its files')}"
     if event.get("kind") == Moved.kind:
         return _move_text(event)
     words = []

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 from crosstune.report.files import RunFiles, mapping, number
 from crosstune.report.metric import MINUS
-from crosstune.report.quantity import Shown, show_bytes, show_count, show_rate, show_seconds, show_share
+from crosstune.report.quantity import (
+    Shown,
+    show_bytes,
+    show_count,
+    show_number,
+    show_rate,
+    show_seconds,
+    show_share,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,4 +65,6 @@ def _difference(planned: float, measured: float | None) -> str:
     change = measured / planned - 1
     if abs(change) < 0.005:
         return "as planned"
+    if change >= 1:
+        return f"{show_number(1 + change, digits=2).text} times as much"
     return f"{'+' if change > 0 else MINUS}{show_share(abs(change)).text}"

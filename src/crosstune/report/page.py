@@ -25,6 +25,7 @@ from crosstune.report.judge_section import collect_judge_test
 from crosstune.report.lead import lead_sample, lead_sentences
 from crosstune.report.next_steps import next_steps
 from crosstune.report.outcome import End, end_of, evaluations, totals, training_loss
+from crosstune.report.profile_section import collect_profile
 from crosstune.report.quantity import show_time
 from crosstune.report.run_charts import run_charts
 from crosstune.report.samples import collect_samples
@@ -83,7 +84,7 @@ def _contents(run: RunFiles) -> dict[str, Any]:
         "lengths": length_chart(data),
         "example": masked_example(data),
         "expected": plan_against_measured(run),
-        "profile": None,
+        "profile": collect_profile(run),
         "machine": machine_facts(run),
         "versions": version_facts(run),
         "identity": identity_facts(run),

@@ -64,6 +64,8 @@ def show_bytes(value: float) -> Shown:
 
 def show_seconds(value: float) -> Shown:
     full = f"{value:,.3f} seconds"
+    if 0 < value < 0.1:
+        return Shown(f"{show_number(1000 * value).text} ms", f"{value!r} seconds")
     if value < 60:
         return Shown(f"{show_setting(float(f'{value:.3g}')).text} s", full)
     minutes, seconds = divmod(round(value), 60)

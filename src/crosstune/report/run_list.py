@@ -69,7 +69,7 @@ def _last_write(folder: Path) -> float | None:
     times = list[float]()
     for name in RUN_FILES:
         try:
-            times.append(os.stat(folder / name).st_mtime)
+            times.append((folder / name).stat().st_mtime)
         except (OSError, ValueError):
             continue
     return max(times, default=None)

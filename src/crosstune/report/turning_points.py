@@ -68,7 +68,7 @@ def evaluation_losses(run: RunFiles) -> list[Point]:
 def parting(run: RunFiles) -> Parting | None:
     """Return the first evaluation from which on training stays clearly below it; None where both go together."""
     train = step_points(run.metrics, "loss")
-    smoothed = {step: value for step, value in smooth(train, window=smoothing_window(len(train)))}
+    smoothed = dict(smooth(train, window=smoothing_window(len(train))))
     parted: Parting | None = None
     for step, loss in evaluation_losses(run):
         level = _at(smoothed, step)

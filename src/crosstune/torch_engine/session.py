@@ -14,15 +14,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from crosstune.core.metric_names import check_known_metrics
 from crosstune.core.out_of_memory import EVALUATING
+from crosstune.core.profiling import (
+    BACKWARD,
+    COMMUNICATION,
+    DATA,
+    FORWARD,
+    OPTIMIZER,
+    Phase,
+    ProfileSettings,
+    no_phase,
+)
 from crosstune.core.protocols import (
     Array,
     Backward,
     Batch,
     EvalResult,
     Memory,
-    Metrics,
     PreparedBatch,
     RecordsBase,
     SessionState,
@@ -34,8 +42,10 @@ from crosstune.torch_engine import state as states
 from crosstune.torch_engine.adapters import Adapted, name_targets
 from crosstune.torch_engine.device import CacheClearing, evaluating, memory_errors, read_memory
 from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, watch_outputs
+from crosstune.torch_engine.metric_totals import MetricTotals
 from crosstune.torch_engine.offload_activations import offload_activations
 from crosstune.torch_engine.optimizer import Masters, averages_of, set_learning_rate
+from crosstune.torch_engine.profiler import TorchProfiler
 from crosstune.torch_engine.quantized import count_weights
 from crosstune.torch_engine.sharding.gathered import free_gathered, without_gradients
 from crosstune.torch_engine.sharding.parts import is_sharded
@@ -43,7 +53,6 @@ from crosstune.torch_engine.task import (
     ChecksBatches,
     HasOwnHead,
     MeasuresResult,
-    MetricSums,
     Opening,
     Tensors,
     TorchTask,
@@ -84,6 +93,7 @@ class TorchSession:
         self.masters, self.optimizer, self.parallel = parts.masters, parts.optimizer, parts.parallel
         self._random_before: dict[str, Array] = {}
         self._is_averaged = False
+        self.phase: Phase = no_phase
 
     def prepare(self, batch: Batch) -> PreparedBatch:
         """Return the batch as host tensors, pinned if copies to the device can overlap with the host."""
@@ -115,11 +125,12 @@ class TorchSession:
     def update(self, *, lr: float) -> None:
         optimizer = self._trained_optimizer()
         set_learning_rate(optimizer, lr)
-        with self.connected("an update"):
-            with memory_errors(self.device):
-                optimizer.step()
-            self.masters.publish()
-        self.masters.clear_gradients()
+        with self.phase(OPTIMIZER):
+            with self.connected("an update"):
+                with memory_errors(self.device):
+                    optimizer.step()
+                self.masters.publish()
+            self.masters.clear_gradients()
         self.parts.cache.after_step()
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
@@ -173,6 +184,10 @@ class TorchSession:
 
     def memory(self) -> Memory:
         return read_memory(self.device)
+
+    def profiler(self, settings: ProfileSettings) -> TorchProfiler:
+        dtype = self.precision.autocast or self.precision.weights
+        return TorchProfiler(self.device, settings, dtype=dtype)
 
     def num_parameters(self) -> tuple[int, int]:
         trained = sum(p.numel() for p in self.masters.parameters.values())
@@ -289,24 +304,31 @@ class TorchSession:
         total, metrics = torch.zeros((), device=self.device), MetricTotals(self.task.metric_names)
         with self._passes(window) as turns:
             for batch, counts in turns:
-                with self.precision.context(self.device), self._offloading():
-                    loss, sums = self.task.loss(self.model, self._to_device(batch))
+                with self.phase(DATA):
+                    tensors = self._to_device(batch)
+                with self.phase(FORWARD), self.precision.context(self.device), self._offloading():
+                    loss, sums = self.task.loss(self.model, tensors)
                     loss = loss / weight if counts else loss * 0.0
-                (loss * loss_scale).backward()
-                self.masters.collect_gradients()
+                with self.phase(BACKWARD):
+                    (loss * loss_scale).backward()
+                    self.masters.collect_gradients()
                 if counts:
                     total += loss.detach()
                     metrics.add(sums)
         if self.parallel is not None:
-            self.parallel.reduce_gradients(self._replicated())
+            with self.phase(COMMUNICATION):
+                self.parallel.reduce_gradients(self._replicated())
         trained = list(self.masters.masters.values())
         if loss_scale != 1.0:
             for tensor in trained:
                 if tensor.grad is not None:
                     tensor.grad.div_(loss_scale)
+        summed = self._sum(float(total))
+        with self.phase(OPTIMIZER):
+            norm = self._clip(trained)
         return Backward(
-            loss=self._sum(float(total)),
-            grad_norm=self._clip(trained),
+            loss=summed,
+            grad_norm=norm,
             weight=weight,
             num_tokens=sum(batch.num_tokens for batch in window),
             metrics=metrics.means(self.parallel),
@@ -366,36 +388,3 @@ class TorchSession:
     def _trained_optimizer(self) -> torch.optim.Optimizer:
         assert self.optimizer is not None, "this session was opened without training"
         return self.optimizer
-
-
-class MetricTotals:
-    """Sums of a task's metrics and of their weights, kept on the device until read."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._sums: dict[str, tuple[torch.Tensor | float, torch.Tensor | float]] = dict.fromkeys(
-            names, (0.0, 0.0)
-        )
-
-    def add(self, sums: MetricSums) -> None:
-        check_known_metrics(sums, self._sums)
-        for name, (total, weight) in sums.items():
-            before = self._sums[name]
-            self._sums[name] = (before[0] + _detached(total), before[1] + _detached(weight))
-
-    def means(self, parallel: Parallel | None = None) -> Metrics:
-        """Return the means, over all processes, which all have the same metrics."""
-        numbers = [float(number) for pair in self._sums.values() for number in pair]
-        if parallel is not None:
-            numbers = parallel.sum_numbers(*numbers)
-        pairs = zip(numbers[::2], numbers[1::2], strict=True)
-        return {
-            name: total / weight if weight else math.nan
-            for name, (total, weight) in zip(self._sums, pairs, strict=True)
-        }
-
-
-def _detached(value: torch.Tensor | float) -> torch.Tensor | float:
-    """Return a number to sum up, in a dtype that counts exactly."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)
