@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -41,7 +42,6 @@ class TorchProfiler:
             record_shapes=True,
             profile_memory=self.settings.memory,
             with_stack=self.settings.stacks,
-            acc_events=True,
         )
         with _without_messages():
             self._recording.prepare_trace()
@@ -89,18 +89,17 @@ class TorchProfiler:
     ) -> tuple[list[Path], list[tuple[float, int]]]:
         """Write the trace, the timeline of memory and, on CUDA, the snapshot of the allocator, as far as asked."""
         files, timeline = list[Path](), list[tuple[float, int]]()
-        trace = folder / f"trace-step-{step:08d}.json.gz"
+        plain = folder / f"trace-step-{step:08d}.json"
         if self.settings.trace or self.settings.memory_timeline:
-            recording.export_chrome_trace(str(trace))
+            recording.export_chrome_trace(str(plain))
         if self.settings.memory_timeline:
-            timeline = memory_timeline(trace, self.device)
+            timeline = memory_timeline(plain, self.device)
             times = folder / f"memory-step-{step:08d}.json"
             times.write_text(json.dumps({"seconds_and_bytes": timeline}), encoding="utf-8")
             files.append(times)
         if self.settings.trace:
-            files.insert(0, trace)
-        else:
-            trace.unlink(missing_ok=True)
+            files.insert(0, _compress(plain))
+        plain.unlink(missing_ok=True)
         if self.settings.memory and self.device.type == "cuda":
             snapshot = folder / f"memory-step-{step:08d}.pickle"
             torch.cuda.memory._dump_snapshot(str(snapshot))
@@ -157,10 +156,17 @@ def _is_collective(name: str) -> bool:
     return name.lower().startswith(_COLLECTIVES)
 
 
+def _compress(path: Path) -> Path:
+    """Write a compressed copy, which the viewers of traces read as it is. torch's own takes several times as long."""
+    target = path.with_suffix(".json.gz")
+    with path.open("rb") as source, gzip.open(target, "wb", compresslevel=3) as file:
+        shutil.copyfileobj(source, file, 1 << 20)
+    return target
+
+
 def memory_timeline(trace: Path, device: torch.device) -> list[tuple[float, int]]:
     """Return the allocated bytes over time from a trace; on a CPU, those since its start."""
-    with gzip.open(trace, "rt", encoding="utf-8") as file:
-        events = json.load(file)["traceEvents"]
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     on_cpu = device.type == "cpu"
     rows = sorted(
         (float(event["ts"]), int(event["args"].get("Total Allocated", 0)))
