@@ -52,7 +52,8 @@ def check_same(words: str, expected: str, capsys: Captured) -> None:
         ("--train_type qlora --quantization_backend quanto --group_size 48", "Groups of 48 weights"),
         ("--base_adapter nowhere", "nowhere"),
         ("--name a/b", "name cannot be 'a/b'"),
-        ("--profile", "Not built yet"),
+        ("--profile --active_steps 0", "active_steps cannot be 0"),
+        ("--profile --profiling_output /proc/nowhere", "--profiling_output /proc/nowhere cannot be written"),
         ("--resume nowhere", "nowhere"),
     ],
 )

@@ -114,7 +114,7 @@ def test_the_line_is_lifted_over_a_gap_and_a_lone_point_is_a_dot() -> None:
 def test_one_point_is_a_dot_and_no_point_is_nothing() -> None:
     one = draw(Chart(title="Loss", series=[Series(label="loss", points=[(1.0, 2.5)])]))
     assert one.count("<circle") == 1
-    assert "at step 1: only value 2.500" in one
+    assert "at step 1: only value 2.50" in one
     assert draw(Chart(title="Loss", series=[Series(label="loss", points=[])])) == ""
     assert draw(Chart(title="Loss", series=[Series(label="loss", points=[(1.0, None)])])) == ""
 

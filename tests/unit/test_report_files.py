@@ -129,7 +129,7 @@ def test_without_a_summary_everything_comes_from_the_records() -> None:
     assert shown["Peak memory"][0] == "2.00 GiB"
     loss, match = evaluations(run)
     assert loss.before and loss.after and loss.change
-    assert (loss.before.text, loss.after.text, loss.after_label) == ("4.000", "1.000", "at step 2")
+    assert (loss.before.text, loss.after.text, loss.after_label) == ("4.00", "1.00", "at step 2")
     assert (loss.change.amount.text, loss.change.verdict) == ("−75\N{NO-BREAK SPACE}%", "better")
     assert match.change and match.change.amount.text == "+25.0 points"
     trained = training_loss(run)
@@ -158,7 +158,7 @@ def test_a_metric_whose_name_says_nothing_is_not_judged() -> None:
         (show_count(7241732096), "7.24 B"),
         (show_rate(38211.4), "38,211 tok/s"),
         (show_rate(4.5678), "4.57 tok/s"),
-        (show_number(0.0412345), "0.04123"),
+        (show_number(0.0412345), "0.0412"),
         (show_number(-1234.5678), "−1,235"),
         (show_number(1.5e-7), "1.5e-7"),
         (show_share(0.00067), "0.067\N{NO-BREAK SPACE}%"),

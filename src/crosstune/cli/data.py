@@ -125,16 +125,11 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
 
 def mark_supervised(example: Any, tokenizer: Any, *, colour: bool) -> str:
     """Return the text of an example with supervised spans marked and control characters escaped."""
+    from crosstune.data.portrait import marked_pieces
+
     begin, end = (_MARK, _UNMARK) if colour else ("[[", "]]")
-    pieces: list[str] = []
-    start = 0
-    marks = example.supervised
-    for place in range(1, len(marks) + 1):
-        if place == len(marks) or marks[place] != marks[start]:
-            text = printable(tokenizer.decode(example.tokens[start:place], keep_special=True))
-            pieces.append(f"{begin}{text}{end}" if marks[start] else text)
-            start = place
-    return "".join(pieces)
+    pieces = [(printable(text), counts) for text, counts in marked_pieces(example, tokenizer)]
+    return "".join(f"{begin}{text}{end}" if counts else text for text, counts in pieces)
 
 
 def _with_dataset(words: Sequence[str]) -> list[str]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from crosstune.cli.output import GOOD, STRONG, WARNING, Output
 from crosstune.cli.units import count, duration, figure, size
+from crosstune.core.user_paths import shown_path
+from crosstune.report.next_steps import use_result
 
 
 def print_ending(summary: Mapping[str, Any], folder: Path, report: Path | None, output: Output) -> None:
@@ -62,20 +64,9 @@ def _which_weights(summary: Mapping[str, Any]) -> str:
     return f" (step {step}, the best evaluation)" if step not in (None, summary["steps"]) else ""
 
 
-def shown_path(path: str | Path) -> str:
-    """Return a path as short as it can be given on a command line: relative to the working directory if inside it."""
-    absolute = Path(path).absolute()
-    here = Path.cwd()
-    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
-
-
 def _next_commands(summary: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, str | None]]:
-    run = shlex.quote(shown_path(folder))
-    yield f'try it   crosstune generate {run} --prompt "..."', None
-    yield f"chat     crosstune chat {run}", None
-    if Path(summary["result"]).name == "adapter":
-        yield f"merge    crosstune merge {run}", None
-    yield f"export   crosstune export {run} --to gguf", None
+    for step in use_result(summary, folder):
+        yield f"{step.label:<8} {step.command}", None
 
 
 def _how_to_continue(summary: Mapping[str, Any], folder: Path) -> str:

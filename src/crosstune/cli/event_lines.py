@@ -19,6 +19,7 @@ from crosstune.core.events import (
     LossMeasured,
     Moved,
     NonFinite,
+    Profiled,
     ResultSaved,
     Resumed,
     RunMovedAside,
@@ -133,6 +134,15 @@ def _checkpoint_failed(event: CheckpointFailed) -> Lines:
 def _nonfinite(event: NonFinite) -> Lines:
     ending = f"step skipped ({event.allowed} allowed)" if event.skipped else "stopping"
     yield f"warning  step {event.step}: {event.error} {event.blame}; {ending}", ERROR
+
+
+@event_lines.register
+def _profiled(event: Profiled) -> Lines:
+    from crosstune.loop.profile_result import profile_lines
+
+    for line in profile_lines(event.result):
+        yield line, None
+    yield f"profile  {event.path}", STRONG
 
 
 @event_lines.register

@@ -31,9 +31,3 @@ WANDB_LOG = Unbuilt(
     do="--log_to tqdm; metrics.jsonl holds every number",
     needed=lambda now: now.options["log_to"] == "wandb",
 )
-PROFILER = Unbuilt(
-    summary="profiling",
-    what="profiling",
-    do="leave it out",
-    needed=lambda now: bool(now.options["profile"] or now.options["profile_memory"]),
-)

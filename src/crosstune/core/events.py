@@ -269,6 +269,17 @@ class NonFinite(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Profiled(Event):
+    """Some steps were profiled; see `loop.profile_result` for the figures."""
+
+    kind = "profile"
+    path: str
+    """The table that a person reads first."""
+    folder: str
+    result: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResultSaved(Event):
     """The adapter or the model was written in a form that other tools read."""
 

@@ -45,13 +45,13 @@ def holds_run(folder: Path) -> bool:
 def _is_without_steps(folder: Path) -> bool:
     """Return whether the record is one of ours and has no step, no checkpoint and no result."""
     plan, metrics = folder / "plan.json", folder / "metrics.jsonl"
-    if not plan.is_file() or "options" not in read_json(plan):
-        return False  # these may be the user's own files
+    if not plan.is_file() or "options" not in read_log(plan):
+        return False  # these may be the user's own files, or a damaged run
     if metrics.is_file() and metrics.stat().st_size:
         return False
     if any((folder / name).is_dir() for name in _KEPT_FOLDERS):
         return False
-    return read_json(folder / "summary.json").get("status") != "finished"
+    return read_log(folder / "summary.json").get("status") != "finished"
 
 
 def read_log(path: Path) -> dict[str, Any]:

@@ -13,6 +13,9 @@ from crosstune.core.errors import UserError
 LOCKS = ".locks"
 """Folder of the lock files, next to the run folders: a lock stays in place when its run is moved aside."""
 
+_PATIENCE_S = 0.2
+"""How long to wait for a lock: `is_held` takes it for a moment."""
+
 
 class InUse(UserError):
     """Another process holds the lock of a run."""
@@ -64,7 +67,7 @@ def _acquire(lock: FileLock, locks: Path) -> None:
     for attempt in range(3):
         try:
             locks.mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=_PATIENCE_S, poll_interval=_PATIENCE_S / 4)
             return
         except FileNotFoundError:  # a process that made no run removed the folder just now
             if attempt == 2:
@@ -78,3 +81,21 @@ def _remove(lock: Path, folders: Sequence[Path]) -> None:
         lock.unlink()
         for folder in folders:
             folder.rmdir()
+
+
+def is_held(folder: Path) -> bool | None:
+    """Return whether a process holds the lock of a run folder; None where that cannot be known: the folder was copied
+    without its lock, or the lock cannot be opened."""
+    run = folder.resolve()
+    path = run.parent / LOCKS / f"{run.name}.lock"
+    if not path.is_file():
+        return None
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return True
+    except OSError:  # not ours to write
+        return None
+    lock.release()
+    return False

@@ -42,3 +42,10 @@ def cache_base(override: Path | None = None) -> Path:
             do=f"set {CACHE_VARIABLE} to a folder for the cache, or set HOME",
         )
     return found
+
+
+def shown_path(path: str | Path) -> str:
+    """Return a path as short as it can be given on a command line: relative to the working directory if inside it."""
+    absolute = Path(path).absolute()
+    here = Path.cwd()
+    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)

@@ -25,6 +25,7 @@ from crosstune.core.events import (
     Warned,
 )
 from crosstune.core.out_of_memory import OutOfMemory, memory_errors
+from crosstune.core.profiling import CHECKPOINT, DATA, EVALUATION, no_phase
 from crosstune.core.protocols import Backward, PreparedBatch, Recipe, Sample, Session, is_divided
 from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import RecordFailed
@@ -33,6 +34,7 @@ from crosstune.core.schedule import learning_rate, warmup_steps
 from crosstune.loop.agreement import Agreement
 from crosstune.loop.best import best_step, early_stopping_message, evaluation_warning, stops_early
 from crosstune.loop.prefetch import Prefetch
+from crosstune.loop.profile import StepProfile
 from crosstune.loop.progress import Progress
 from crosstune.loop.save import Checkpoints
 from crosstune.loop.step import take_step
@@ -63,6 +65,7 @@ class Training:
     deadline: Deadline | None = None
     group: Group = field(default_factory=Alone)
     scale: LossScale = field(default_factory=lambda: LossScale(enabled=False))
+    profile: StepProfile | None = None
     _warned_of: str = ""
     """What is wrong with the last evaluation, which was reported."""
 
@@ -116,7 +119,8 @@ class Training:
         self.observer.on_event(TrainingStarted(num_steps=num_steps, done=progress.steps))
         if progress.steps not in progress.evaluations:
             self._evaluate_if_due(num_steps)  # the run was stopped between a step and its evaluation
-        self._take_steps(num_steps)
+        with contextlib.closing(self.profile) if self.profile is not None else contextlib.nullcontext():
+            self._take_steps(num_steps)
         self.observer.on_event(TrainingEnded(steps=progress.steps))
         progress.status = "finished"  # also if the last evaluation does not fit into memory
         done = progress.eval_metrics.get(progress.steps) if progress.stopped_early else None
@@ -128,13 +132,20 @@ class Training:
         try:
             while progress.steps < num_steps and not self._stops_early():
                 self._check_stop()
-                self._start("data", step=progress.steps + 1)
-                with self._saving_on_error():
-                    window = prefetch.window(progress.steps)
-                self._take_step(progress.steps, window)
-                self._save_and_evaluate(num_steps)
+                with self._profiled(progress.steps + 1):
+                    self._start("data", step=progress.steps + 1)
+                    with self._saving_on_error(), self._phase(DATA):
+                        window = prefetch.window(progress.steps)
+                    self._take_step(progress.steps, window)
+                    self._save_and_evaluate(num_steps)
         finally:
             prefetch.close()
+
+    def _profiled(self, step: int) -> contextlib.AbstractContextManager[None]:
+        return self.profile.step(step) if self.profile is not None else no_phase("step")
+
+    def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return self.profile.phase(name) if self.profile is not None else no_phase(name)
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
@@ -225,13 +236,14 @@ class Training:
         progress = self.progress
         if progress.steps > self.checkpoints.last_step:
             self._start("checkpoint")
-            self.checkpoints.save(
-                self.session,
-                progress.steps,
-                evaluations=progress.evaluations,
-                facts={"loss_scale": self.scale.to_json()},
-                wait=wait,
-            )
+            with self._phase(CHECKPOINT):
+                self.checkpoints.save(
+                    self.session,
+                    progress.steps,
+                    evaluations=progress.evaluations,
+                    facts={"loss_scale": self.scale.to_json()},
+                    wait=wait,
+                )
 
     def _take_step(self, step: int, window: Sequence[PreparedBatch]) -> None:
         lr = self.rate(step)
@@ -248,6 +260,8 @@ class Training:
             self._find_nonfinite(error, step, window)
             result = None
         step_s = self._clock.now() - started
+        if self.profile is not None:
+            self.profile.took(step_s)
         memory = self.session.memory()
         self.progress.add(result, step_s=step_s, memory=memory)
         self.observer.on_step(
@@ -286,7 +300,7 @@ class Training:
         self._stop_together()
         self._start("evaluation")
         self.observer.on_event(EvaluationStarted(step=step, when=when))
-        with self._saving_on_error(), self.stop.droppable():
+        with self._phase(EVALUATION), self._saving_on_error(), self.stop.droppable():
             evaluation = self.recipe.evaluate(self.session, observer=self.observer)
         if not evaluation.metrics:
             return {}

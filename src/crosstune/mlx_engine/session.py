@@ -15,6 +15,14 @@ import numpy as np
 from crosstune.core.check_shapes import check_fit
 from crosstune.core.metric_names import check_known_metrics
 from crosstune.core.out_of_memory import EVALUATING
+from crosstune.core.profiling import (
+    BOTH_PASSES,
+    COMMUNICATION,
+    OPTIMIZER,
+    Phase,
+    ProfileSettings,
+    no_phase,
+)
 from crosstune.core.protocols import (
     Array,
     Backward,
@@ -34,6 +42,8 @@ from crosstune.mlx_engine.group import RingGroup
 from crosstune.mlx_engine.limits import memory_errors, read_memory
 from crosstune.mlx_engine.masters import Masters
 from crosstune.mlx_engine.optimizer import Optimizer
+from crosstune.mlx_engine.precision import PRECISIONS
+from crosstune.mlx_engine.profiler import MlxProfiler
 from crosstune.mlx_engine.save_model import host_weights, save_tensors
 from crosstune.mlx_engine.task import (
     Arrays,
@@ -79,6 +89,7 @@ class MlxSession:
         """Random key of the next dropout."""
         self._key_before = self.key
         self._pending: dict[str, mx.array] = {}
+        self.phase: Phase = no_phase
 
     def prepare(self, batch: Batch) -> PreparedBatch:
         return PreparedBatch(
@@ -90,13 +101,16 @@ class MlxSession:
         self._key_before = self.key
         weight = sum(batch.weight for batch in window)
         with memory_errors():
-            loss, metrics, gradients = self._gradients_of(window, weight, loss_scale=loss_scale)
+            with self.phase(BOTH_PASSES):
+                loss, metrics, gradients = self._gradients_of(window, weight, loss_scale=loss_scale)
             if self.group is not None:
-                [loss] = self.group.sum_numbers(loss)
-                gradients = self.group.sum_arrays({name: gradients[name] for name in self.masters.arrays})
+                with self.phase(COMMUNICATION):
+                    [loss] = self.group.sum_numbers(loss)
+                    gradients = self.group.sum_arrays({name: gradients[name] for name in self.masters.arrays})
             if loss_scale != 1.0:
                 gradients = {name: array / loss_scale for name, array in gradients.items()}
-            norm = float(mx.sqrt(mx.stack([(array * array).sum() for array in gradients.values()]).sum()))
+            with self.phase(OPTIMIZER):
+                norm = float(mx.sqrt(mx.stack([(array * array).sum() for array in gradients.values()]).sum()))
         self._pending = self._clip(gradients, norm)
         return Backward(
             loss=loss,
@@ -112,7 +126,7 @@ class MlxSession:
 
     def update(self, *, lr: float) -> None:
         gradients, self._pending = self._pending, {}
-        with memory_errors():
+        with self.phase(OPTIMIZER), memory_errors():
             self.masters.replace(self.optimizer.step(self.masters.arrays, gradients, lr=lr))
             mx.eval(self.masters.arrays, self.optimizer.slots, self.model.parameters())
         del gradients
@@ -158,6 +172,9 @@ class MlxSession:
 
     def memory(self) -> Memory:
         return read_memory()
+
+    def profiler(self, settings: ProfileSettings) -> MlxProfiler:
+        return MlxProfiler(settings, dtype=PRECISIONS[self.plan.precision].weights)
 
     def num_parameters(self) -> tuple[int, int]:
         return sum(array.size for array in self.masters.arrays.values()), self.parts.total_parameters

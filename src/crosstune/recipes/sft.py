@@ -23,6 +23,7 @@ from crosstune.data.formats import to_conversation, tools_of
 from crosstune.data.named_datasets import BUNDLED, DUMMY
 from crosstune.data.open_data import DataOpener
 from crosstune.data.packing import PackedOrder
+from crosstune.data.portrait import portrait
 from crosstune.data.preflight import format_warnings, num_shared, stop_at_template_end, warnings_of
 from crosstune.data.rendering import encode_prompt
 from crosstune.data.row_order import RowOrder
@@ -136,6 +137,7 @@ class SftRecipe:
             "context_length": self.train.limit,
             "num_steps": self.num_steps(),
             "train": train,
+            **portrait(self.train, self.tokenizer),
         }
         if self.data.sources:
             described["sources"] = list(self.data.sources)

@@ -1,4 +1,4 @@
-"""Write an HTML report of one run from the files in its folder."""
+"""Read runs from the files in their folders: list them, compare them, and write pages about them."""
 
 from crosstune.report.files import RunFiles, load_run
 from crosstune.report.page import render, write_report

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from crosstune.report.quantity import MINUS
 
 _ROUND = (1.0, 2.0, 2.5, 5.0, 10.0)
+MOST_LOG_TICKS = 8
+LEAST_LOG_RATIO = 3.0
+"""A logarithmic axis is offered where the highest value is at least this multiple of the lowest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,12 +19,17 @@ class Axis:
     low: float
     high: float
     ticks: tuple[float, ...]
+    is_log: bool = False
 
     def fraction(self, value: float) -> float:
         """Return the position of a value: 0 at the low end, 1 at the high end."""
+        if self.is_log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
     def labels(self) -> list[str]:
+        if self.is_log:
+            return [tick_label(tick, gap=tick) for tick in self.ticks]
         gap = min(
             (b - a for a, b in zip(self.ticks, self.ticks[1:], strict=False)), default=self.high - self.low
         )
@@ -40,6 +48,21 @@ def value_axis(values: Sequence[float], *, from_zero: bool, num_ticks: int = 5) 
     step = round_step((high - low) / num_ticks)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return Axis(low=first * step, high=last * step, ticks=tuple(i * step for i in range(first, last + 1)))
+
+
+def log_axis(values: Sequence[float]) -> Axis:
+    """Return a logarithmic axis over positive values, with ticks at 1, 2 and 5 times powers of ten."""
+    low, high = min(values), max(values)
+    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+    round_values = [_scaled(size, power) for power in powers for size in (1.0, 2.0, 5.0)]
+    first = max(tick for tick in round_values if tick <= low * (1 + 1e-9))
+    last = min(
+        (tick for tick in round_values if tick >= high * (1 - 1e-9)), default=_scaled(1.0, powers[-1] + 1)
+    )
+    ticks = [tick for tick in round_values if first <= tick <= last]
+    while len(ticks) > MOST_LOG_TICKS:
+        ticks = ticks[::3] if len(ticks) > 3 * MOST_LOG_TICKS else ticks[::2]
+    return Axis(low=first, high=last, ticks=tuple(ticks), is_log=True)
 
 
 def step_axis(low: float, high: float, *, num_ticks: int = 6) -> Axis:

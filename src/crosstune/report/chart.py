@@ -9,7 +9,7 @@ from typing import Literal
 
 from markupsafe import Markup
 
-from crosstune.report.axis import Axis, step_axis, value_axis
+from crosstune.report.axis import LEAST_LOG_RATIO, Axis, log_axis, step_axis, value_axis
 from crosstune.report.quantity import NOT_FINITE, Shown, byte_unit, show_number
 from crosstune.report.series import Point, finite_values, kept_indices
 
@@ -46,6 +46,8 @@ class Mark:
 
     step: float
     label: str
+    look: Literal["move", "best", "parting"] = "move"
+    """`parting` also shades what follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,19 @@ class Chart:
     steps: tuple[float, float] | None = None
     """The range of steps, when several charts share one."""
     wide: bool = False
+    is_log: bool = False
+    notes: Sequence[str] = ()
+    """Sentences below the chart."""
+    shows_figures: bool = True
+    """Whether the last, lowest and highest value of the first series stand beside the title."""
+
+    @property
+    def logarithmic(self) -> Chart | None:
+        """The same chart over a logarithmic axis; None where it would show nothing more."""
+        values = self.values
+        if not self.wide or not values or min(values) <= 0 or max(values) < LEAST_LOG_RATIO * min(values):
+            return None
+        return replace(self, is_log=True)
 
     @property
     def values(self) -> list[float]:
@@ -102,7 +117,8 @@ def draw(chart: Chart) -> Markup:
     """
     if not chart.values:
         return Markup()
-    down = value_axis([value / chart.scale.divisor for value in chart.values], from_zero=chart.from_zero)
+    scaled = [value / chart.scale.divisor for value in chart.values]
+    down = log_axis(scaled) if chart.is_log else value_axis(scaled, from_zero=chart.from_zero)
     across = step_axis(*(chart.steps or _step_range(chart.series)))
     drawn = _thinned([series for series in chart.series if finite_values(series.points)])
     parts = [
@@ -164,17 +180,28 @@ def _grid(across: Axis, down: Axis) -> Markup:
 
 
 def _marks(chart: Chart, across: Axis) -> Markup:
-    """Draw the marks; their labels only in a wide chart, which has room for them."""
+    """Draw the marks; their labels only in a wide chart, which has room for them, each on a line of its own."""
     lines = []
-    for mark in chart.marks:
+    for row, mark in enumerate(chart.marks):
         place = across.fraction(mark.step)
-        label = Markup('<text x="{0}" dx="{1}" y="0" dy="12" text-anchor="{2}">{3}</text>').format(
-            _percent(place), *((-6, "end") if place > 0.5 else (6, "start")), mark.label
+        if mark.look == "parting":
+            lines.append(
+                Markup('<rect class="parted" x="{}" y="0" width="{}" height="100%"/>').format(
+                    _percent(place), _percent(max(0.0, 1 - place))
+                )
+            )
+        label = Markup('<text x="{0}" dx="{1}" y="0" dy="{2}" text-anchor="{3}">{4}</text>').format(
+            _percent(place),
+            *(
+                (-6, 12 + 15 * row, "end", mark.label)
+                if place > 0.5
+                else (6, 12 + 15 * row, "start", mark.label)
+            ),
         )
         lines.append(
-            Markup('<line x1="{0}" x2="{0}" y1="0" y2="100%"><title>{1}</title></line>{2}').format(
-                _percent(place), mark.label, label if chart.wide else ""
-            )
+            Markup(
+                '<line class="{3}" x1="{0}" x2="{0}" y1="0" y2="100%"><title>{1}</title></line>{2}'
+            ).format(_percent(place), mark.label, label if chart.wide else "", mark.look)
         )
     return Markup('<g class="marks" aria-hidden="true">{}</g>').format(Markup("").join(lines))
 

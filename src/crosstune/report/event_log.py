@@ -13,12 +13,13 @@ from crosstune.core.events import (
     Interrupted,
     Moved,
     NonFinite,
+    Profiled,
     Started,
     Stopped,
     Warned,
 )
 from crosstune.report.files import RunFiles, is_adjustment, mapping, number
-from crosstune.report.quantity import Shown, label_of, read_time, show_named, show_seconds, show_time
+from crosstune.report.quantity import Shown, is_flat, label_of, read_time, show_named, show_seconds, show_time
 
 NOTABLE_KINDS = frozenset(
     event.kind for event in (Warned, Failed, Stopped, Interrupted, NonFinite, CheckpointFailed, Moved)
@@ -68,6 +69,8 @@ def _event_text(event: Mapping[str, Any]) -> str:
     for name in ("message", "error", "reason"):
         if event.get(name) and not is_adjustment(event):
             return str(event[name])
+    if event.get("kind") == Profiled.kind:
+        return f"see {event.get('path', 'its files')}"
     if event.get("kind") == Moved.kind:
         return _move_text(event)
     words = []
@@ -78,7 +81,9 @@ def _event_text(event: Mapping[str, Any]) -> str:
             words.append(f"{len(value)} samples")
         elif isinstance(value, Mapping):
             words += [
-                f"{label_of(str(key))} {show_named(str(key), item).text}" for key, item in value.items()
+                f"{label_of(str(key))} {show_named(str(key), item).text}"
+                for key, item in value.items()
+                if is_flat(item)
             ]
         else:
             words.append(f"{label_of(name)} {show_named(name, value).text}")

@@ -185,6 +185,8 @@ def identity_facts(run: RunFiles) -> list[Fact]:
         (f"model {label_of(name)}", show_option(value))
         for name, value in mapping(model.get("identity")).items()
     ]
+    if identity := mapping(run.plan.get("data")).get("identity"):
+        facts.append(("data identity", show_option(identity)))
     return facts + [
         (name, show_option(run.summary[name])) for name in ("checkpoint", "result") if run.summary.get(name)
     ]

@@ -8,6 +8,7 @@ from typing import Any
 
 from crosstune.core.events import Evaluated, Event, Failed, Loaded, Stopped
 from crosstune.report.files import RunFiles, mapping, number
+from crosstune.report.live import is_running
 from crosstune.report.metric import Change, change_between, display_of, ordered
 from crosstune.report.quantity import (
     NOT_FINITE,
@@ -54,9 +55,14 @@ class Total:
 def end_of(run: RunFiles) -> End:
     """Return the recorded status; without one, infer it from the last events and the time of the last write."""
     endings = {event.kind: _last(run, event) for event in (Failed, Stopped)}
+    running = is_running(run.folder)
+    if running:
+        return End(status="running", detail="This page shows the steps so far.")
     status = run.summary.get("status")
     if status is None:
         status = next((kind for kind, event in endings.items() if event), None)
+    if status is None and running is False:
+        return End(status="stopped", detail="No end is recorded, and no process runs it: it was killed.")
     if status is None:
         return _unrecorded_end(run)
     if status not in endings:

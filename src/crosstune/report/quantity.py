@@ -21,7 +21,7 @@ class Shown(NamedTuple):
     full: str = ""
 
 
-def show_number(value: float, *, digits: int = 4) -> Shown:
+def show_number(value: float, *, digits: int = 3) -> Shown:
     """Format a measured value with a few significant digits."""
     size = abs(value)
     if value == 0:
@@ -64,6 +64,8 @@ def show_bytes(value: float) -> Shown:
 
 def show_seconds(value: float) -> Shown:
     full = f"{value:,.3f} seconds"
+    if 0 < value < 0.1:
+        return Shown(f"{show_number(1000 * value).text} ms", f"{value!r} seconds")
     if value < 60:
         return Shown(f"{show_setting(float(f'{value:.3g}')).text} s", full)
     minutes, seconds = divmod(round(value), 60)

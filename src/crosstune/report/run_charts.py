@@ -8,7 +8,7 @@ from crosstune.core.events import Loaded, Resumed
 from crosstune.report.chart import Chart, Mark, Scale, Series, byte_scale
 from crosstune.report.files import RunFiles, number
 from crosstune.report.metric import display_of, ordered
-from crosstune.report.quantity import show_bytes, show_rate, show_setting
+from crosstune.report.quantity import show_bytes, show_number, show_rate, show_setting
 from crosstune.report.series import (
     Point,
     evaluation_points,
@@ -18,6 +18,7 @@ from crosstune.report.series import (
     step_points,
     task_metrics,
 )
+from crosstune.report.turning_points import best_evaluation, evaluation_losses, parting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +32,17 @@ def run_charts(run: RunFiles) -> RunCharts:
     """Return all charts over the same range of steps, so that they line up on the page."""
     evaluated = evaluation_points(run)
     steps = _step_range(run, evaluated)
-    candidates = [_loss_chart(run, evaluated.get("loss", []), steps), *_evaluation_charts(evaluated, steps)]
+    loss = _loss_chart(run, evaluation_losses(run), steps)
+    others = {name: points for name, points in evaluated.items() if name != "loss"}
+    candidates = [loss, *_evaluation_charts(others, steps)]
     candidates += _task_charts(run, steps)
     candidates += [_learning_rate_chart(run, steps), _throughput_chart(run, steps)]
     candidates += [_memory_chart(run, steps), _gradient_chart(run, steps)]
     moves = run_moves(run)
-    candidates = [replace(chart, marks=moves) for chart in candidates]
+    candidates = [replace(chart, marks=[*moves, *chart.marks]) for chart in candidates]
     return RunCharts(
-        charts=[chart for chart in candidates if finite_values(chart.series[0].points)],
-        absent=[chart.title for chart in candidates if not finite_values(chart.series[0].points)],
+        charts=[chart for chart in candidates if chart.values],
+        absent=[chart.title for chart in candidates if not chart.values],
     )
 
 
@@ -74,7 +77,26 @@ def _loss_chart(run: RunFiles, evaluated: list[Point], steps: tuple[float, float
     series = _with_smoothed(step_points(run.metrics, "loss"))
     if evaluated:
         series.append(Series(label="evaluation", points=evaluated, look="marked", colour=2))
-    return Chart(title="Training loss", series=series, steps=steps, wide=True)
+    marks, notes = _turning_points(run)
+    return Chart(title="Loss", series=series, steps=steps, wide=True, marks=marks, notes=notes)
+
+
+def _turning_points(run: RunFiles) -> tuple[list[Mark], list[str]]:
+    """Return the marks and sentences for the best evaluation, and for where training and evaluation part."""
+    marks, notes = list[Mark](), list[str]()
+    if (best := best_evaluation(run)) is not None:
+        lowest = show_number(best.loss).text
+        marks.append(Mark(step=best.step, label=f"best evaluation {lowest}", look="best"))
+        later = f"; the last one is {show_number(best.last_loss).text}" if not best.is_last else ""
+        notes.append(f"Best evaluation: {lowest} at step {best.step:,.0f}{later}.")
+    if (parted := parting(run)) is not None:
+        marks.append(Mark(step=parted.step, label="training and evaluation part", look="parting"))
+        low, high = show_number(parted.train).text, show_number(parted.evaluation).text
+        notes.append(
+            f"Training and evaluation part at step {parted.step:,.0f}: at the last evaluation training is at {low} and "
+            f"evaluation at {high}. What training gains from there on is partly learned by heart."
+        )
+    return marks, notes
 
 
 def _evaluation_charts(evaluated: dict[str, list[Point]], steps: tuple[float, float]) -> list[Chart]:

@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from crosstune.core.control_characters import printable
 from crosstune.core.events import Evaluated
+from crosstune.report.differences import Piece, changed_pieces
 from crosstune.report.files import RunFiles, mapping
 from crosstune.report.series import evaluation_step
+from crosstune.report.turning_points import Best, best_evaluation
 
 METRIC = "exact_match"
 MOST_DURING = 2
@@ -31,6 +34,11 @@ class Answer:
     hint: str = ""
     frames: list[str] = field(default_factory=list)
     """The states of the answer while it was generated, the last one its text."""
+    pieces: list[Piece] = field(default_factory=list)
+    """The text, with the words marked that the answer of the column before lacks; in the first column, those that the
+    next one lacks."""
+    is_same: bool = False
+    """Whether it equals the answer of the column before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +66,8 @@ class Samples:
 def collect_samples(run: RunFiles) -> Samples:
     recorded = [event for event in run.events_of(Evaluated) if isinstance(event.get("samples"), list)]
     recorded = [event for event in recorded if event["samples"]]
-    moments = _choose(recorded)
+    best = best_evaluation(run)
+    moments = _choose(recorded, best=best, run=run)
     tables = [dict(_keyed(event["samples"])) for event in moments]
     # Free text matches no reference exactly: answers are compared where that is the metric.
     compares = [METRIC in mapping(event.get("metrics")) for event in moments]
@@ -69,15 +78,17 @@ def collect_samples(run: RunFiles) -> Samples:
         marks = Counter(row.answers[index].mark for row in rows)
         compared = marks["match"] + marks["no match"]
         columns.append(
-            SampleColumn(title=_title(event, run), num_matches=marks["match"], num_compared=compared)
+            SampleColumn(title=_title(event, run, best), num_matches=marks["match"], num_compared=compared)
         )
     return Samples(
         columns=columns, rows=rows[:MOST_PROMPTS], num_prompts=len(rows), num_moments=len(recorded)
     )
 
 
-def _choose(recorded: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the evaluation before training, a few evenly spaced ones during it, and the one after."""
+def _choose(
+    recorded: Sequence[Mapping[str, Any]], *, best: Best | None, run: RunFiles
+) -> list[Mapping[str, Any]]:
+    """Return the evaluation before training, the best one, a few evenly spaced ones during it, and the one after."""
     before = [event for event in recorded if event.get("when") == "before"][-1:]
     after = [event for event in recorded if event.get("when") == "after"][-1:]
     during = [event for event in recorded if event.get("when") not in ("before", "after")]
@@ -86,7 +97,11 @@ def _choose(recorded: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
             places = [(index + 1) * len(during) // (MOST_DURING + 1) for index in range(MOST_DURING)]
         else:
             places = [len(during) // 2, len(during) - 1]
-        during = [during[place] for place in places]
+        kept = [during[place] for place in places]
+        lowest = [event for event in during if best and evaluation_step(event, run) == best.step]
+        if lowest and lowest[0] not in kept:
+            kept[0] = lowest[0]  # the result may have its weights
+        during = sorted(kept, key=lambda event: evaluation_step(event, run))
     return [*before, *during, *after]
 
 
@@ -98,9 +113,11 @@ def _keyed(samples: Sequence[Any]) -> Iterator[tuple[Key, Mapping[str, Any]]]:
         seen[prompt] += 1
 
 
-def _title(event: Mapping[str, Any], run: RunFiles) -> str:
-    when = str(event.get("when", ""))
-    return when if when in ("before", "after") else f"step {evaluation_step(event, run):,.0f}"
+def _title(event: Mapping[str, Any], run: RunFiles, best: Best | None) -> str:
+    when, step = str(event.get("when", "")), evaluation_step(event, run)
+    title = when if when in ("before", "after") else f"step {step:,.0f}"
+    is_best = best is not None and step == best.step and when != "before"
+    return f"{title}, the best" if is_best else title
 
 
 def _row(key: Key, tables: Sequence[Mapping[Key, Mapping[str, Any]]], compares: Sequence[bool]) -> SampleRow:
@@ -112,7 +129,24 @@ def _row(key: Key, tables: Sequence[Mapping[Key, Mapping[str, Any]]], compares: 
         answer = str(table[key].get("answer", "")) if key in table else None
         found = _answer(answer, reference if compared else "")
         answers.append(replace(found, frames=_frames(table.get(key, {}).get("frames"))))
-    return SampleRow(prompt=_cut(key[0]), reference=_cut(reference), answers=answers)
+    return SampleRow(prompt=_cut(key[0]), reference=_cut(reference), answers=compare_answers(answers))
+
+
+def compare_answers(answers: Sequence[Answer]) -> list[Answer]:
+    """Mark in each answer what the one before it lacks, and in the first one what the next lacks."""
+    found = []
+    for place, answer in enumerate(answers):
+        others = [*answers[:place][::-1], *answers[place + 1 :]]
+        other = next((each for each in others if each.text is not None), None)
+        if not answer.text:
+            found.append(answer)
+        elif other is None:
+            found.append(replace(answer, pieces=[Piece(answer.text, False)]))
+        else:
+            pieces = changed_pieces(answer.text, other.text or "")
+            same = place > 0 and other.text == answer.text
+            found.append(replace(answer, pieces=pieces, is_same=same))
+    return found
 
 
 def _answer(answer: str | None, reference: str) -> Answer:
@@ -127,7 +161,11 @@ def _answer(answer: str | None, reference: str) -> Answer:
 
 
 def _frames(recorded: Any) -> list[str]:
-    return [_cut(str(frame)) for frame in recorded[:MOST_FRAMES]] if isinstance(recorded, list) else []
+    return (
+        [_cut(printable(str(frame))) for frame in recorded[:MOST_FRAMES]]
+        if isinstance(recorded, list)
+        else []
+    )
 
 
 def _cut(text: str) -> str:

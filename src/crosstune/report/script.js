@@ -25,7 +25,7 @@
     const { steps, series } = JSON.parse(plot.dataset.readout);
     const guide = plot.querySelector(".guide");
     const line = guide.querySelector("line");
-    const output = plot.closest("figure").querySelector(".readout");
+    const output = plot.parentElement.querySelector(".readout");
     const main = series[0].points;
     const across = (step) => `${(100 * (step - steps[0])) / (steps[1] - steps[0])}%`;
     const dots = series.map((each) => {
@@ -106,6 +106,21 @@
     if (!matchMedia("(prefers-reduced-motion: reduce)").matches) play();
   };
 
+  // Copy a command with a button, where the browser allows it.
+  const offerCopy = (command) => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.className = "copy";
+    button.textContent = "copy";
+    button.addEventListener("click", async () => {
+      await navigator.clipboard.writeText(command.querySelector("code").textContent);
+      button.textContent = "copied";
+      setTimeout(() => { button.textContent = "copy"; }, 1500);
+    });
+    command.append(button);
+  };
+
+  if (navigator.clipboard) document.querySelectorAll(".command").forEach(offerCopy);
   document.querySelectorAll(".plot[data-readout]").forEach(attach);
   document.querySelectorAll("pre[data-frames]").forEach(replay);
   // Open all details for printing: a closed one prints as its title alone.

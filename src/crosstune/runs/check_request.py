@@ -27,6 +27,7 @@ from crosstune.data.columns import TARGETS, parse_columns
 from crosstune.data.dataset_list import parse_dataset
 from crosstune.data.sources import check_name
 from crosstune.data.tokenizer import Tokenizer
+from crosstune.loop.profile import check_profile_folder
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_fields import read_settings
 from crosstune.models.adapter_files import check_settings
@@ -106,6 +107,9 @@ def check_request(
     elif folder is not None and not config.overwrite and not _continues(folder, checkpoint):
         with checked.collecting():
             check_free(folder, resuming=resume.wants_checkpoint(config))
+    if not elsewhere and folder is not None:
+        with checked.collecting():
+            check_profile_folder(config, folder)
     if not needs_base_model(config):
         _check_own_model(plan, checked)
         return checked

@@ -37,6 +37,7 @@ from crosstune.core.record import Record, RecordFailed
 from crosstune.core.scaling import LossScale, needs_loss_scale
 from crosstune.core.weight_average import result_weights
 from crosstune.loop.agreement import Agreement, KeepingErrors
+from crosstune.loop.profile import StepProfile, is_asked, profile_folder
 from crosstune.loop.progress import Progress
 from crosstune.loop.save import Checkpoints, SavePolicy
 from crosstune.loop.stop import StopRequested, StopSignal
@@ -213,6 +214,7 @@ class Execution:
             deadline=self.deadline,
             group=self.group,
             scale=self.scale,
+            profile=self._open_profile(session),
         )
         self._rate = training.rate
         try:
@@ -232,6 +234,16 @@ class Execution:
         except (NonFiniteError, PeerLost) as error:
             return error
         return self._watch.error if self._watch is not None else None
+
+    def _open_profile(self, session: Session) -> StepProfile | None:
+        """Return the profile of the first process; the others wait for it where they wait for each other."""
+        config = self.plan.config
+        if not is_asked(config) or not self.ranks.first:
+            return None
+        folder = profile_folder(config, self.record.folder)
+        return StepProfile(
+            session=session, config=config, folder=folder, observer=self.observer, engine=self.plan.engine
+        )
 
     def _watchers(self) -> list[Observer]:
         return [self._watch] if self._watch is not None else []

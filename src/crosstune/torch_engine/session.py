@@ -15,6 +15,16 @@ import torch
 from torch import nn
 
 from crosstune.core.out_of_memory import EVALUATING
+from crosstune.core.profiling import (
+    BACKWARD,
+    COMMUNICATION,
+    DATA,
+    FORWARD,
+    OPTIMIZER,
+    Phase,
+    ProfileSettings,
+    no_phase,
+)
 from crosstune.core.protocols import (
     Array,
     Backward,
@@ -35,6 +45,7 @@ from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, wa
 from crosstune.torch_engine.metric_totals import MetricTotals
 from crosstune.torch_engine.offload_activations import offload_activations
 from crosstune.torch_engine.optimizer import Masters, averages_of, set_learning_rate
+from crosstune.torch_engine.profiler import TorchProfiler
 from crosstune.torch_engine.quantized import count_weights
 from crosstune.torch_engine.sharding.gathered import free_gathered, without_gradients
 from crosstune.torch_engine.sharding.parts import is_sharded
@@ -83,6 +94,7 @@ class TorchSession:
         self.masters, self.optimizer, self.parallel = parts.masters, parts.optimizer, parts.parallel
         self._random_before: dict[str, Array] = {}
         self._is_averaged = False
+        self.phase: Phase = no_phase
 
     def prepare(self, batch: Batch) -> PreparedBatch:
         """Return the batch as host tensors, pinned if copies to the device can overlap with the host."""
@@ -114,11 +126,12 @@ class TorchSession:
     def update(self, *, lr: float) -> None:
         optimizer = self._trained_optimizer()
         set_learning_rate(optimizer, lr)
-        with self.connected("an update"):
-            with memory_errors(self.device):
-                optimizer.step()
-            self.masters.publish()
-        self.masters.clear_gradients()
+        with self.phase(OPTIMIZER):
+            with self.connected("an update"):
+                with memory_errors(self.device):
+                    optimizer.step()
+                self.masters.publish()
+            self.masters.clear_gradients()
         self.parts.cache.after_step()
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
@@ -177,6 +190,10 @@ class TorchSession:
 
     def memory(self) -> Memory:
         return read_memory(self.device)
+
+    def profiler(self, settings: ProfileSettings) -> TorchProfiler:
+        dtype = self.precision.autocast or self.precision.weights
+        return TorchProfiler(self.device, settings, dtype=dtype)
 
     def num_parameters(self) -> tuple[int, int]:
         trained = sum(p.numel() for p in self.masters.parameters.values())
@@ -294,22 +311,28 @@ class TorchSession:
         total, metrics = torch.zeros((), device=self.device), MetricTotals(self.task.metric_names)
         with self._passes(window) as turns:
             for batch, counts in turns:
-                with self.precision.context(self.device), self._offloading():
-                    loss, sums = self.task.loss(self.model, self._to_device(batch))
+                with self.phase(DATA):
+                    tensors = self._to_device(batch)
+                with self.phase(FORWARD), self.precision.context(self.device), self._offloading():
+                    loss, sums = self.task.loss(self.model, tensors)
                     loss = loss / weight if counts else loss * 0.0
-                (loss * loss_scale).backward()
-                self.masters.collect_gradients()
+                with self.phase(BACKWARD):
+                    (loss * loss_scale).backward()
+                    self.masters.collect_gradients()
                 if counts:
                     total += loss.detach()
                     metrics.add(sums)
         if self.parallel is not None:
-            self.parallel.reduce_gradients(self._replicated())
+            with self.phase(COMMUNICATION):
+                self.parallel.reduce_gradients(self._replicated())
         trained = list(self.masters.masters.values())
         if loss_scale != 1.0:
             for tensor in trained:
                 if tensor.grad is not None:
                     tensor.grad.div_(loss_scale)
-        loss, norm = self._read(total, self._clip(trained))
+        with self.phase(OPTIMIZER):
+            clipped = self._clip(trained)
+        loss, norm = self._read(total, clipped)
         return Backward(
             loss=loss,
             grad_norm=norm,

@@ -15,6 +15,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing
 from crosstune.core.protocols import Evaluation, Sample, Session, Task
 from crosstune.data.mixture import Mixture
+from crosstune.data.portrait import portrait
 from crosstune.data.preflight import warnings_of
 from crosstune.data.row_order import RowOrder
 from crosstune.models.folder import longest_context
@@ -149,6 +150,7 @@ class JudgeRecipe:
             "labels": self._label_counts(),
             "groups": len({item.group for item in self.train.items}),
             "leaking_rows": self.data.num_leaking,
+            **portrait(corpus, self.tokenizer),
         }
         if self.held_out is not None:
             described["eval"] = self.held_out.corpus.stats

@@ -1,0 +1,191 @@
+"""Profile some steps of a training: by a schedule, into a folder, without changing the training."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from crosstune.config.schema import Config
+from crosstune.core.errors import UserError
+from crosstune.core.events import Observer, Profiled, Warned
+from crosstune.core.profiling import (
+    EngineProfiler,
+    Phase,
+    Profiles,
+    ProfileSettings,
+    Recorded,
+    no_phase,
+)
+from crosstune.core.protocols import Session
+from crosstune.loop.phase_clock import PhaseClock
+from crosstune.loop.profile_result import profile_result, write_profile
+
+DEFAULT_FOLDER = "profiles"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Which steps are profiled: a cycle of waiting, warm-up and active steps begins every `every` steps."""
+
+    wait: int
+    warm_up: int
+    active: int
+    every: int
+    repeat: int
+    """Number of cycles; 0 for no limit."""
+
+    def what(self, place: int) -> str:
+        """Return `off`, `warm-up`, `active` or `last`, the last active step of a cycle, for a step counted from 0."""
+        length = self.wait + self.warm_up + self.active
+        cycle, within = divmod(place, max(length, self.every))
+        if self.repeat and cycle >= self.repeat:
+            return "off"
+        within -= self.wait
+        if within < 0 or within >= self.warm_up + self.active:
+            return "off"
+        if within < self.warm_up:
+            return "warm-up"
+        return "last" if within == self.warm_up + self.active - 1 else "active"
+
+
+def is_asked(config: Config) -> bool:
+    return config.profile or config.profile_memory
+
+
+def profile_folder(config: Config, run: Path) -> Path:
+    """Return the folder for the profile of a run: in the run, or under its name where --profiling_output says."""
+    if "profiling_output" not in config.asked:
+        return run / DEFAULT_FOLDER
+    return Path(config.profiling_output).expanduser() / run.name
+
+
+def check_profile_folder(config: Config, run: Path) -> None:
+    """Raise if the profile could not be written, before anything is trained."""
+    if not is_asked(config) or "profiling_output" not in config.asked:
+        return
+    folder = profile_folder(config, run)
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        if not existing.is_dir():
+            raise NotADirectoryError(20, f"{existing} is a file")
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"--profiling_output {config.profiling_output} cannot be written.",
+            why=f"{error.strerror or error}.",
+            do="name a folder that you may write, or leave it out: the profile then lies in the run folder",
+        ) from error
+
+
+@dataclass(kw_only=True)
+class StepProfile:
+    """The profile of a run. `step` is around every step of the loop, `phase` around the loop's own phases."""
+
+    session: Session
+    config: Config
+    folder: Path
+    observer: Observer
+    engine: str = ""
+    phase: Phase = no_phase
+    clock: PhaseClock = field(default_factory=PhaseClock)
+    recorded: list[Recorded] = field(default_factory=list)
+    other_steps_s: list[float] = field(default_factory=list)
+    """Times of the steps that were not recorded, without the first."""
+    _profiler: EngineProfiler | None = None
+    _place: int = 0
+    _is_prepared: bool = False
+    _first: int | None = None
+    """The first recorded step of the current cycle."""
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.schedule = Schedule(
+            wait=config.wait_steps,
+            warm_up=config.profiler_warmup_steps,
+            active=config.active_steps,
+            every=config.profiling_frequency,
+            repeat=config.repeat,
+        )
+        if isinstance(self.session, Profiles):
+            self._profiler = self.session.profiler(
+                ProfileSettings(
+                    stacks=config.with_stack,
+                    shapes=config.with_shapes,
+                    memory=config.profile_memory or config.export_memory_timeline,
+                    memory_timeline=config.export_memory_timeline,
+                    trace=config.export_trace,
+                )
+            )
+            self.clock.synchronize, self.clock.mark = self._profiler.synchronize, self._profiler.mark
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Record a step if it is its turn."""
+        what = self.schedule.what(self._place)
+        self._place += 1
+        if what == "off":
+            yield
+            return
+        if not self._is_prepared and self._profiler is not None:
+            self._profiler.warm_up()
+            self._is_prepared = True
+        if what == "warm-up":
+            yield
+            return
+        if self._first is None:
+            self._first = number
+            if self._profiler is not None:
+                self._profiler.start()
+        self._time_phases(self.clock.phase)
+        try:
+            with self.clock.step(number):
+                yield
+        finally:
+            self._time_phases(no_phase)
+        if what == "last":
+            self._end_cycle()
+
+    def took(self, step_s: float) -> None:
+        """Note the time of a step that is not recorded, to say what recording costs."""
+        if self.phase is no_phase and self._place > 1:
+            self.other_steps_s.append(step_s)
+
+    def close(self) -> None:
+        """End a cycle that the run did not complete, measure the limits of the device, and report."""
+        self._end_cycle()
+        if not self.clock.steps:
+            first = self.schedule.wait + self.schedule.warm_up + 1
+            message = f"nothing was profiled: the first recorded step would be number {first} of this process"
+            self.observer.on_event(Warned(message=message))
+            return
+        limits = self._profiler.measure_limits() if self._profiler is not None else None
+        result = profile_result(
+            self.clock, self.recorded, limits, engine=self.engine, other_steps_s=self.other_steps_s
+        )
+        with self._reporting_errors():
+            table = write_profile(self.folder, result, self.clock, self.recorded)
+            self.observer.on_event(Profiled(path=str(table), folder=str(self.folder), result=result))
+
+    def _time_phases(self, phase: Phase) -> None:
+        self.phase = phase
+        if isinstance(self.session, Profiles):
+            self.session.phase = phase
+
+    def _end_cycle(self) -> None:
+        first, self._first, self._is_prepared = self._first, None, False
+        if first is not None and self._profiler is not None:
+            with self._reporting_errors():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self.recorded.append(self._profiler.stop(self.folder, step=first))
+
+    @contextlib.contextmanager
+    def _reporting_errors(self) -> Iterator[None]:
+        """Warn of a profile that cannot be written: the training goes on without it."""
+        try:
+            yield
+        except OSError as error:
+            self.observer.on_event(Warned(message=f"the profile could not be written: {error}"))

@@ -1,0 +1,201 @@
+"""Summarize a profile: where the time of a step goes, the costliest operators, the distance to the device's limits."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from crosstune.core.atomic_files import write_bytes, write_text
+from crosstune.core.json_files import write_json
+from crosstune.core.profiling import EVALUATION, PHASES, Limits, Operator, Recorded
+from crosstune.loop.phase_clock import PhaseClock
+
+MOST_OPERATORS = 15
+MOST_TIMES = 400
+TABLE, RESULT = "profile.txt", "profile.json"
+
+
+def profile_result(
+    clock: PhaseClock,
+    recorded: Sequence[Recorded],
+    limits: Limits | None,
+    *,
+    engine: str,
+    other_steps_s: Sequence[float],
+) -> dict[str, Any]:
+    """Return the profile of a step: every time is the mean of the recorded steps, without their evaluations."""
+    count = len(clock.steps)
+    apart = clock.seconds.get(EVALUATION, 0.0)
+    step_s = (sum(clock.steps.values()) - apart) / count
+    phases = {name: clock.seconds[name] / count for name in PHASES if name in clock.seconds}
+    phases["other"] = max(0.0, step_s - sum(phases.values()))
+    flops = [each.flops for each in recorded if each.flops is not None]
+    busy = [each.device_busy_s for each in recorded if each.device_busy_s is not None]
+    result: dict[str, Any] = {
+        "engine": engine,
+        "steps": sorted(clock.steps),
+        "step_s": step_s,
+        "phases": {
+            name: {"seconds": s, "share": s / step_s if step_s else 0.0} for name, s in phases.items()
+        },
+        "evaluation_s": apart / count,
+        "communication_s": sum(each.communication_s for each in recorded) / count,
+        "device_busy_share": sum(busy) / count / step_s if busy and step_s else None,
+        "cores_busy": clock.cpu_s / sum(clock.steps.values()) if clock.steps else None,
+        "num_cores": _usable_cores(),
+        "other_steps_s": statistics.median(other_steps_s) if other_steps_s else None,
+        "operators": _operators(recorded, count),
+        "flops": sum(flops) / count if flops else None,
+        "limits": None,
+        "limit_share": None,
+        "memory_timeline": _timeline(recorded),
+        "files": [str(path) for each in recorded for path in each.files],
+    }
+    if limits is not None:
+        result["limits"] = {
+            "flops_per_s": limits.flops_per_s,
+            "dtype": limits.dtype,
+            "bytes_per_s": limits.bytes_per_s,
+        }
+        if flops and step_s:
+            result["limit_share"] = sum(flops) / count / step_s / limits.flops_per_s
+    return result
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _operators(recorded: Sequence[Recorded], count: int) -> list[dict[str, Any]]:
+    """Return the costliest operators over all cycles, for a mean step."""
+    sums: dict[tuple[str, str], Operator] = {}
+    for each in (operator for cycle in recorded for operator in cycle.operators):
+        key = (each.name, each.shapes)
+        before = sums.get(key, Operator(name=each.name, shapes=each.shapes, calls=0, seconds=0.0))
+        sums[key] = Operator(
+            name=each.name,
+            shapes=each.shapes,
+            calls=before.calls + each.calls,
+            seconds=before.seconds + each.seconds,
+            memory_bytes=before.memory_bytes + each.memory_bytes,
+        )
+    total = sum(each.seconds for each in sums.values())
+    costliest = sorted(sums.values(), key=lambda each: -each.seconds)[:MOST_OPERATORS]
+    return [
+        {
+            "name": each.name,
+            "shapes": each.shapes,
+            "calls": each.calls / count,
+            "seconds": each.seconds / count,
+            "share": each.seconds / total if total else 0.0,
+            "memory_bytes": each.memory_bytes / count,
+        }
+        for each in costliest
+    ]
+
+
+def _timeline(recorded: Sequence[Recorded]) -> list[tuple[float, int]]:
+    """Return the allocated bytes over the first cycle, thinned to the highest of each stretch."""
+    points = next((list(each.memory_timeline) for each in recorded if each.memory_timeline), [])
+    size = -(-len(points) // MOST_TIMES) or 1
+    stretches = [points[start : start + size] for start in range(0, len(points), size)]
+    return [max(stretch, key=lambda point: point[1]) for stretch in stretches]
+
+
+def write_profile(
+    folder: Path, result: Mapping[str, Any], clock: PhaseClock, recorded: Sequence[Recorded]
+) -> Path:
+    """Write the table and the figures; also a trace of the phases where the engine recorded none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not any(each.files for each in recorded) and result["engine"] == "mlx":
+        _write_phase_trace(folder / "trace-phases.json.gz", clock)
+    write_json(folder / RESULT, result)
+    write_text(folder / TABLE, "\n".join(profile_lines(result)) + "\n")
+    return folder / TABLE
+
+
+def _write_phase_trace(path: Path, clock: PhaseClock) -> None:
+    """Write the phases in the format of Chrome's traces."""
+    start = min((span.start for span in clock.spans), default=0.0)
+    events = [
+        {
+            "name": span.name,
+            "ph": "X",
+            "ts": 1e6 * (span.start - start),
+            "dur": 1e6 * (span.end - span.start),
+            "pid": 1,
+            "tid": 1,
+        }
+        for span in clock.spans
+    ]
+    write_bytes(path, gzip.compress(json.dumps({"traceEvents": events}).encode(), mtime=0))
+
+
+def profile_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the table that a person reads first."""
+    steps, step_s = result["steps"], result["step_s"]
+    yield f"Profile of {len(steps)} step{'s' * (len(steps) != 1)} ({_numbers(steps)}): {_time(step_s)} a step"
+    yield ""
+    for name, phase in result["phases"].items():
+        bar = "#" * round(40 * phase["share"])
+        yield f"  {name:<21}{_time(phase['seconds']):>10}  {phase['share']:>6.1%}  {bar}".rstrip()
+    if result["evaluation_s"]:
+        yield f"  evaluation, not counted above: {_time(result['evaluation_s'])} a step"
+    if result["communication_s"]:
+        yield f"  collectives, in whichever phase: {_time(result['communication_s'])} a step"
+    yield ""
+    yield from _limit_lines(result)
+    if result["operators"]:
+        yield ""
+        yield "  operator                                        time   share   calls a step"
+        for each in result["operators"]:
+            name = (
+                each["name"] if len(each["name"]) <= 40 else f"…{each['name'][-39:]}"
+            )  # its end tells it apart
+            yield f"  {name:<42}{_time(each['seconds']):>10}  {each['share']:>6.1%}  {each['calls']:>8,.0f}  {each['shapes']}".rstrip()
+    for path in result["files"]:
+        yield f"  file     {path}"
+
+
+def _limit_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    if result["device_busy_share"] is not None:
+        yield f"  device busy      {result['device_busy_share']:.1%} of the step"
+    if result["cores_busy"] is not None:
+        yield f"  CPU              {result['cores_busy']:.1f} of {result['num_cores']} cores busy"
+    others = result["other_steps_s"]
+    if others:
+        yield f"  recording        other steps take {_time(others)} (median, without data and checkpoints)"
+    if result["flops"]:
+        rate = result["flops"] / result["step_s"]
+        yield f"  matrix products  {_si(result['flops'])}FLOP a step, {_si(rate)}FLOP/s"
+    if result["limits"] is not None:
+        limits = result["limits"]
+        yield (
+            f"  measured limits  {_si(limits['flops_per_s'])}FLOP/s in {limits['dtype']} products, "
+            f"{_si(limits['bytes_per_s'])}B/s of memory"
+        )
+    if result["limit_share"] is not None:
+        yield f"  share of limit   {result['limit_share']:.1%} of what matrix products reach here"
+
+
+def _numbers(steps: Sequence[int]) -> str:
+    if len(steps) > 6:
+        return f"{steps[0]} to {steps[-1]}"
+    return ", ".join(map(str, steps))
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.2f} ms"
+
+
+def _si(value: float) -> str:
+    """Format a number with a decimal prefix, for a unit that follows."""
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.3g} {prefix}"
+    return f"{value:.3g} "

@@ -1,0 +1,94 @@
+"""Choose the commands that come after a run: use its result, continue it, or change what went wrong."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crosstune.core.user_paths import shown_path
+from crosstune.report.files import RunFiles
+from crosstune.report.outcome import End
+from crosstune.report.turning_points import best_evaluation
+
+STILL_FALLING = 0.98
+"""A best last evaluation below this multiple of the one before says that more steps may help."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Next:
+    label: str
+    command: str
+    why: str = ""
+
+
+def use_result(summary: Mapping[str, Any], folder: Path, *, recipe: str = "sft") -> Iterator[Next]:
+    """Yield the commands that use the result of a finished run."""
+    run = shlex.quote(shown_path(folder))
+    if recipe == "judge":
+        predict = f"crosstune judge predict {run} --input answers.jsonl --output verdicts.jsonl"
+        yield Next(label="judge", command=predict, why="score answers with it")
+        yield Next(label="test", command=f"crosstune judge eval {run}", why="compare it with people again")
+    elif recipe == "latent_diffusion":
+        decode = f'crosstune latents decode {run} --text "..." --live'
+        yield Next(label="decode", command=decode, why="turn a vector back into text")
+    elif summary.get("generates"):
+        yield Next(label="try it", command=f'crosstune generate {run} --prompt "..."', why="one answer")
+        yield Next(label="chat", command=f"crosstune chat {run}", why="a conversation")
+    if summary.get("generates"):
+        if Path(str(summary.get("result"))).name == "adapter":
+            merge = f"crosstune merge {run}"
+            yield Next(label="merge", command=merge, why="one model without the adapter beside it")
+        yield Next(
+            label="export", command=f"crosstune export {run} --to gguf", why="for llama.cpp and Ollama"
+        )
+
+
+def next_steps(run: RunFiles, end: End) -> list[Next]:
+    """Return what to do next, the most useful first."""
+    found = list[Next]()
+    summary, recipe = run.summary, str(run.asked.get("recipe") or "sft")
+    folder = shlex.quote(shown_path(run.folder))
+    if end.status == "running":
+        return [Next(label="watch", command=f"crosstune report {folder}", why="write this page again")]
+    if end.status != "finished":
+        found.append(_continue(run, folder))
+    found += _advice(run, folder)
+    if summary.get("result"):
+        found += use_result(summary, run.folder, recipe=recipe)
+    compare = f"crosstune compare {folder} OTHER --out compare.html"
+    return [*found, Next(label="compare", command=compare, why="what differs from another run")]
+
+
+def _continue(run: RunFiles, folder: str) -> Next:
+    if run.summary.get("checkpoint") or (run.folder / "checkpoints" / "latest").exists():
+        command = f"crosstune train --resume {folder}"
+        return Next(label="continue", command=command, why="go on from the last checkpoint")
+    why = "no checkpoint was saved, so it starts over; --save_steps keeps some"
+    return Next(label="again", command="crosstune train --overwrite ... --save_steps 100", why=why)
+
+
+def _advice(run: RunFiles, folder: str) -> Iterator[Next]:
+    """Yield what the curves ask for."""
+    best = best_evaluation(run)
+    if best is None:
+        why = "nothing held out was evaluated: without it nobody knows whether the model is better"
+        yield Next(label="evaluate", command="crosstune train ... --eval_dataset FILE", why=why)
+    elif best.overfits:
+        why = f"evaluation was best at step {best.step:,.0f} and rose afterwards"
+        yield Next(label="stop early", command="crosstune train ... --early_stopping 3", why=why)
+    elif best.is_last and _still_falls(run):
+        steps = max(2 * run.last_step, 2)
+        why = "evaluation still fell at the last step"
+        command = f"crosstune train --resume {folder} --max_steps {steps}"
+        if run.summary.get("checkpoint"):
+            yield Next(label="train on", command=command, why=why)
+
+
+def _still_falls(run: RunFiles) -> bool:
+    from crosstune.report.turning_points import evaluation_losses
+
+    losses = [loss for step, loss in evaluation_losses(run) if step and loss is not None]
+    return len(losses) > 1 and losses[-1] < STILL_FALLING * losses[-2]

@@ -1,0 +1,70 @@
+"""Fill a page's template: self-contained, escaped, with a policy that forbids every request."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup
+
+from crosstune.core.atomic_files import write_bytes
+from crosstune.core.control_characters import printable
+from crosstune.core.errors import UserError
+from crosstune.core.version import __version__
+from crosstune.report.chart import draw, legend_key
+
+
+def fill(template: str, **contents: Any) -> str:
+    """Return a page as HTML."""
+    environment = Environment(
+        loader=FunctionLoader(_asset),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals.update(draw=draw, legend_key=legend_key)
+    style, script = _asset("style.css"), _asset("script.js")
+    html = environment.get_template(template).render(
+        style=Markup(style),
+        script=Markup(script),
+        policy=_policy(style, script),
+        version=__version__,
+        **contents,
+    )
+    return printable(html)
+
+
+def write_page(target: Path, html: str) -> None:
+    """Write a page atomically."""
+    try:
+        # A model may generate a lone surrogate, which UTF-8 cannot encode.
+        write_bytes(target, html.encode("utf-8", errors="replace"))
+    except OSError as error:
+        raise UserError(f"Cannot write the page {target}.", why=str(error)) from error
+
+
+def _policy(style: str, script: str) -> str:
+    """Return a Content-Security-Policy that allows only the page's own style and script, and no requests."""
+    return "; ".join(
+        (
+            "default-src 'none'",
+            f"style-src '{_digest(style)}'",
+            f"script-src '{_digest(script)}'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        )
+    )
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
+
+
+def _asset(name: str) -> str:
+    return resources.files("crosstune.report").joinpath(name).read_text(encoding="utf-8")

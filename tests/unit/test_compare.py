@@ -1,0 +1,129 @@
+"""Comparisons of runs: what differs, what is best, and what cannot be compared."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from test_report_page import HOSTILE, Page, make_run
+
+from crosstune.cli.compare import comparison_lines
+from crosstune.cli.main import main
+from crosstune.core.errors import UserError
+from crosstune.report.compare_page import overlays, render_comparison, shared_prompts
+from crosstune.report.comparison import Comparison, compare_runs
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three runs: the same but for the learning rate, the last without evaluation and of another recipe."""
+    parent = tmp_path_factory.mktemp("compared") / "runs"
+    parent.mkdir()
+    for number, name in enumerate(("one", "two", "three")):
+        folder = make_run(parent / name, num_steps=20 + number)
+        plan, summary = json.loads((folder / "plan.json").read_text()), {}
+        plan["options"] |= {"lr": 0.001 * (number + 1), "recipe": "judge" if name == "three" else "sft"}
+        plan["name"] = name
+        (folder / "plan.json").write_text(json.dumps(plan))
+        if name == "three":
+            (folder / "events.jsonl").write_text("")
+            summary = {"status": "stopped", "steps": 22}
+            (folder / "summary.json").write_text(json.dumps(summary))
+    return parent
+
+
+@pytest.fixture(scope="module")
+def compared(runs: Path) -> Comparison:
+    return compare_runs(["one", "two"], parent=runs)
+
+
+def test_options_and_results_that_differ(compared: Comparison) -> None:
+    options = {row.label: [cell.text for cell in row.cells] for row in compared.options}
+    assert options["lr"] == ["0.001", "0.002"] and "lora_rank" not in options and "name" not in options
+    assert options["planned steps"] == ["20", "21"]
+    results = {row.label: row for row in compared.results}
+    assert [cell.text for cell in results["steps"].cells] == ["20", "21"]
+    assert results["training loss at the end"].best == 1
+    assert results["speed"].best is None  # the same
+    assert results["last evaluation: exact match"].cells[0].text == "95\N{NO-BREAK SPACE}%"
+    assert compared.notes == []
+
+
+def test_runs_of_different_recipes_and_without_metrics(runs: Path) -> None:
+    found = compare_runs(["one", str(runs / "three")], parent=runs)
+    assert any("the recipes differ (sft, judge)" in note for note in found.notes)
+    results = {row.label: row for row in found.results}
+    assert [cell.text for cell in results["best evaluation loss"].cells] == ["0.0412", "–"]
+    assert results["best evaluation loss"].best is None
+    titles = {chart.title: len(chart.series) for chart in overlays(found)}
+    assert (titles["Training loss, smoothed"], titles["Evaluation loss"]) == (2, 1)
+    assert shared_prompts(found) == []
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        ([], "There is nothing to compare"),
+        (["one"], "There is only one run to compare"),
+        (["one", "one"], "There is only one run to compare"),
+        (["one", "too"], "There is no run"),
+    ],
+)
+def test_what_cannot_be_compared(runs: Path, targets: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        compare_runs(targets, parent=runs)
+    assert "two" in caught.value.do
+
+
+def test_a_run_named_twice_is_shown_once(runs: Path) -> None:
+    found = compare_runs(["two", "one", str(runs / "two")], parent=runs)
+    assert found.names == ["two", "one"] and "shown once" in found.notes[0]
+
+
+def test_runs_of_one_name_are_told_apart(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other = make_run(tmp_path / "other" / "one")
+    assert compare_runs(["one", str(other)], parent=runs).names == ["runs/one", "other/one"]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_the_comparison_fits_the_terminal(compared: Comparison, width: int) -> None:
+    lines = [line for line, _ in comparison_lines(compared, width=width)]
+    assert max(map(len, lines)) <= width
+    words = re.sub(r"\s+", " ", " ".join(lines))
+    # Where the columns do not fit, the runs stand below one another.
+    assert ("speed one 38,211 tok/s two" if width == 40 else "speed 38,211 tok/s 38,211 tok/s") in words
+    assert "lr 0.001 0.002" in words
+
+
+def test_the_page_overlays_the_curves_and_escapes_everything(runs: Path, compared: Comparison) -> None:
+    page = Page(render_comparison(compared))
+    assert page.open == [] and page.count("script") == 1
+    assert page.count("img") == page.count("i") == 0
+    assert "style" not in {name for _, attributes in page.elements for name in attributes}
+    labels = [a["aria-label"] for tag, a in page.elements if tag == "svg" and a.get("class") == "plot"]
+    assert any(label and label.startswith("Training loss, smoothed") for label in labels)
+    assert HOSTILE in page.text
+
+
+def test_the_command_writes_the_page(runs: Path, tmp_path: Path, capsys: Captured) -> None:
+    out = tmp_path / "page.html"
+    assert main(["compare", "one", "two", "--output_dir", str(runs), "--out", str(out), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["options"]["lr"] == {"one": "0.001", "two": "0.002"} and report["page"] == str(out)
+    assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert main(["compare", "one", "two", "--output_dir", str(runs), "--out", str(tmp_path)]) == 2
+    assert "Cannot write the page" in capsys.readouterr().err
+
+
+def test_a_damaged_neighbour_does_not_stop_suggestions(tmp_path: Path) -> None:
+    make_run(tmp_path / "one")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "plan.json").write_text("{")
+    with pytest.raises(UserError, match="There is no run") as caught:
+        compare_runs(["one", "on"], parent=tmp_path)
+    assert "one" in caught.value.do

@@ -1,0 +1,212 @@
+"""Profiles of steps: which steps, how their time is divided, and what is said about it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from crosstune.config.load import make_config
+from crosstune.core.errors import UserError
+from crosstune.core.events import Event, Profiled, StepMetrics, Warned
+from crosstune.core.profiling import BACKWARD, DATA, FORWARD, Limits, Operator, Recorded, no_phase
+from crosstune.loop.phase_clock import PhaseClock
+from crosstune.loop.profile import Schedule, StepProfile, check_profile_folder, profile_folder
+from crosstune.loop.profile_result import profile_lines, profile_result
+
+
+class Events:
+    def __init__(self) -> None:
+        self.seen: list[Event] = []
+
+    def on_event(self, event: Event) -> None:
+        self.seen.append(event)
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        return None
+
+
+class FakeProfiler:
+    """Notes what it is told; no framework runs in this tier."""
+
+    def __init__(self, session: FakeSession) -> None:
+        self.session = session
+
+    def warm_up(self) -> None:
+        self.session.calls.append("warm up")
+
+    def start(self) -> None:
+        self.session.calls.append("start")
+
+    def stop(self, folder: Path, *, step: int) -> Recorded:
+        self.session.calls.append(f"stop {step}")
+        operator = Operator(name="mm", calls=2, seconds=0.01)
+        return Recorded(operators=[operator], flops=1e6, device_busy_s=0.001)
+
+    def mark(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def synchronize(self) -> None:
+        return None
+
+    def measure_limits(self) -> Limits:
+        return Limits(flops_per_s=1e9, dtype="float32", bytes_per_s=1e10)
+
+
+class FakeSession:
+    phase = staticmethod(no_phase)
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def profiler(self, settings: object) -> FakeProfiler:
+        return FakeProfiler(self)
+
+
+def schedule(**values: int) -> Schedule:
+    return Schedule(**({"wait": 1, "warm_up": 1, "active": 2, "every": 6, "repeat": 2} | values))
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, "off warm-up active last off off off warm-up active last off off off off"),
+        ({"repeat": 1}, "off warm-up active last off off off off off off off off off off"),
+        ({"wait": 0, "warm_up": 0, "active": 1, "every": 3, "repeat": 0}, "last off off " * 4 + "last off"),
+        # A cycle that is longer than its distance to the next begins again at once.
+        ({"every": 1, "repeat": 0}, "off warm-up active last " * 3 + "off warm-up"),
+    ],
+)
+def test_the_steps_of_a_schedule(values: dict[str, int], expected: str) -> None:
+    assert [schedule(**values).what(place) for place in range(14)] == expected.split()
+
+
+def test_nested_phases_exclude_each_other() -> None:
+    clock = PhaseClock()
+    with clock.step(7):
+        with clock.phase(DATA):
+            time.sleep(0.02)
+            with clock.phase(FORWARD):
+                time.sleep(0.04)
+        with clock.phase(FORWARD):
+            time.sleep(0.02)
+    assert list(clock.steps) == [7]
+    assert clock.seconds[FORWARD] > 0.055 > clock.seconds[DATA] > 0.015
+    assert sum(clock.seconds.values()) <= clock.steps[7] < sum(clock.seconds.values()) + 0.02
+    assert [span.name for span in clock.spans] == [FORWARD, DATA, FORWARD, "step 7"]
+
+
+def test_a_phase_that_raises_is_closed() -> None:
+    clock = PhaseClock()
+    with clock.step(1), contextlib.suppress(ValueError), clock.phase(BACKWARD):
+        raise ValueError
+    with clock.step(2), clock.phase(DATA):
+        pass
+    assert set(clock.seconds) == {BACKWARD, DATA}
+
+
+def run_steps(
+    session: FakeSession, folder: Path, observer: Events, num_steps: int, **options: object
+) -> None:
+    config = make_config(profile=True, **options)
+    profile = StepProfile(session=session, config=config, folder=folder, observer=observer)  # type: ignore[arg-type]
+    with contextlib.closing(profile):
+        for step in range(1, num_steps + 1):
+            with profile.step(step):
+                with profile.phase(DATA), session.phase(FORWARD):
+                    pass
+                profile.took(0.1)
+
+
+def test_a_cycle_warms_up_records_and_writes(tmp_path: Path) -> None:
+    session, observer = FakeSession(), Events()
+    run_steps(session, tmp_path / "p", observer, 8)
+    assert session.calls == ["warm up", "start", "stop 2"]
+    assert session.phase is no_phase
+    [event] = observer.seen
+    assert isinstance(event, Profiled) and event.result["steps"] == [2, 3]
+    assert event.result["other_steps_s"] == 0.1
+    saved = json.loads((tmp_path / "p" / "profile.json").read_text())
+    assert saved["limits"]["flops_per_s"] == 1e9 and saved["operators"][0]["calls"] == 1
+    assert "measured limits" in (tmp_path / "p" / "profile.txt").read_text()
+
+
+def test_a_run_that_ends_within_a_cycle_is_profiled_as_far_as_it_came(tmp_path: Path) -> None:
+    session, observer = FakeSession(), Events()
+    run_steps(session, tmp_path, observer, 3, active_steps=50)
+    assert session.calls[-1] == "stop 2"
+    [event] = observer.seen
+    assert isinstance(event, Profiled) and event.result["steps"] == [2, 3]
+
+
+def test_a_run_that_ends_before_the_first_recorded_step_says_so(tmp_path: Path) -> None:
+    observer = Events()
+    run_steps(FakeSession(), tmp_path, observer, 3, wait_steps=5)
+    [event] = observer.seen
+    assert isinstance(event, Warned) and "number 7" in event.message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    observer = Events()
+    run_steps(FakeSession(), tmp_path / "file" / "p", observer, 4)
+    assert [type(event) for event in observer.seen] == [Warned, Warned]
+
+
+def test_the_folder_of_a_profile(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "demo"
+    assert profile_folder(make_config(profile=True), run) == run / "profiles"
+    asked = make_config(profile=True, profiling_output=str(tmp_path / "out"))
+    assert profile_folder(asked, run) == tmp_path / "out" / "demo"
+    check_profile_folder(asked, run)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "locked"])
+def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    target = tmp_path / "out"
+    if kind == "file":
+        target.write_text("")
+    else:
+        target.mkdir()
+        target.chmod(0o500)
+        if os.access(target, os.W_OK):  # the administrator may write everywhere
+            pytest.skip("this user may write into any folder")
+    config = make_config(profile=True, profiling_output=str(target))
+    with pytest.raises(UserError, match="cannot be written"):
+        check_profile_folder(config, tmp_path / "demo")
+    check_profile_folder(make_config(profiling_output=str(target)), tmp_path / "demo")  # nothing is profiled
+
+
+@pytest.fixture
+def clock() -> Iterator[PhaseClock]:
+    found = PhaseClock(seconds={FORWARD: 0.3, BACKWARD: 0.5, "evaluation": 1.0}, cpu_s=2.0)
+    found.steps = {3: 1.0, 4: 1.0}
+    yield found
+
+
+def test_the_shares_add_up_to_the_step(clock: PhaseClock) -> None:
+    recorded = [Recorded(flops=2e9, device_busy_s=0.25), Recorded(flops=2e9, device_busy_s=0.25)]
+    limits = Limits(flops_per_s=2e10, dtype="bfloat16", bytes_per_s=1e12)
+    result = profile_result(clock, recorded, limits, engine="torch", other_steps_s=[])
+    assert result["step_s"] == 0.5  # without the evaluation
+    assert sum(phase["seconds"] for phase in result["phases"].values()) == pytest.approx(0.5)
+    assert sum(phase["share"] for phase in result["phases"].values()) == pytest.approx(1.0)
+    assert result["phases"]["other"]["seconds"] == pytest.approx(0.1)
+    assert result["device_busy_share"] == pytest.approx(0.5)
+    assert result["limit_share"] == pytest.approx(2e9 / 0.5 / 2e10)
+    text = "\n".join(profile_lines(result))
+    assert (
+        "20 GFLOP/s in bfloat16" in text and "1 TB/s of memory" in text and "evaluation, not counted" in text
+    )
+
+
+def test_nothing_is_said_that_is_not_known(clock: PhaseClock) -> None:
+    text = "\n".join(profile_lines(profile_result(clock, [], None, engine="x", other_steps_s=[])))
+    assert "limit" not in text and "operator" not in text and "device busy" not in text
