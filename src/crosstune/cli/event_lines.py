@@ -24,6 +24,9 @@ from crosstune.core.events import (
     RunMovedAside,
     Started,
     Stopped,
+    TrackingFailed,
+    TrackingStarted,
+    TrackingWaits,
     Warned,
 )
 
@@ -133,6 +136,25 @@ def _checkpoint_failed(event: CheckpointFailed) -> Lines:
 def _nonfinite(event: NonFinite) -> Lines:
     ending = f"step skipped ({event.allowed} allowed)" if event.skipped else "stopping"
     yield f"warning  step {event.step}: {event.error} {event.blame}; {ending}", ERROR
+
+
+@event_lines.register
+def _tracking(event: TrackingStarted) -> Lines:
+    yield f"tracking {event.tracker}: {event.where}", None
+    if event.view:
+        yield f"         {event.view}", QUIET
+
+
+@event_lines.register
+def _tracking_failed(event: TrackingFailed) -> Lines:
+    yield f"warning  {event.tracker} takes no more values: {event.error}", WARNING
+    yield "         the run goes on, and its folder has every value", QUIET
+
+
+@event_lines.register
+def _tracking_waits(event: TrackingWaits) -> Lines:
+    late = " and ".join(event.trackers)
+    yield f"tracking waiting for {late}, at most {event.seconds:.0f} s (Ctrl-C ends the wait)", QUIET
 
 
 @event_lines.register
