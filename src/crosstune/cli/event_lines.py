@@ -147,13 +147,13 @@ def _tracking(event: TrackingStarted) -> Lines:
 
 @event_lines.register
 def _tracking_failed(event: TrackingFailed) -> Lines:
-    yield f"warning  {event.tracker} takes no more values: {event.error}", WARNING
-    yield "         the run goes on, and its folder has every value", QUIET
+    yield f"warning  {event.tracker}: {event.error}", WARNING
+    yield "         the run goes on without it; metrics.jsonl has every value", QUIET
 
 
 @event_lines.register
 def _tracking_waits(event: TrackingWaits) -> Lines:
-    late = " and ".join(event.trackers)
+    late = ", ".join(event.trackers)
     yield f"tracking waiting for {late}, at most {event.seconds:.0f} s (Ctrl-C ends the wait)", QUIET
 
 

@@ -45,6 +45,8 @@ class Tracking:
         self._channels: list[Channel] = []
         self._report: Observer = Observers()
         self._step = 0
+        self._runs = Path()
+        """The folder of all runs, as the user named it."""
 
     def __enter__(self) -> Tracking:
         return self
@@ -67,7 +69,7 @@ class Tracking:
 
         A run that is resumed passes the last step before, and `earlier`, the folder with the values until then.
         """
-        self._report, self._step = report, resumes_at
+        self._report, self._step, self._runs = report, resumes_at, folder.parent
         run = {
             "name": folder.name,
             "project": config.project_name,
@@ -127,6 +129,7 @@ class Tracking:
         said = False
         for channel in self._channels:
             while not channel.wait(0.1) and (waited := time.monotonic() - started) < WAIT_S:
+                self._report_news()
                 if waited > QUIET_S and not said:
                     said = True
                     late = [each.name for each in self._channels if not each.ended.is_set()]
@@ -150,15 +153,18 @@ class Tracking:
 
     def _report_reply(self, tracker: str, reply: Mapping[str, Any]) -> None:
         if reply["kind"] == "started":
-            self._report.on_event(
-                TrackingStarted(tracker=tracker, where=_hidden(reply["where"]), view=_hidden(reply["view"]))
-            )
+            where, view = (self._as_named(_hidden(reply[name])) for name in ("where", "view"))
+            self._report.on_event(TrackingStarted(tracker=tracker, where=where, view=view))
         elif reply["kind"] == "warned":
             self._report.on_event(Warned(message=f"{tracker}: {_hidden(reply['text'])}"))
         elif reply["kind"] == "failed":
             self._report.on_event(
                 TrackingFailed(tracker=tracker, error=_hidden(reply["error"]), step=self._step)
             )
+
+    def _as_named(self, text: str) -> str:
+        """Return a text with paths as the user named them, which are shorter."""
+        return text.replace(str(self._runs.absolute()), str(self._runs))
 
 
 def _hidden(text: str) -> str:

@@ -17,7 +17,8 @@ ENVIRONMENT: Mapping[str, str] = {
     "WEAVE_CAPTURE_CODE": "false",
     "WEAVE_CAPTURE_SYSTEM_INFO": "false",
     "WEAVE_CAPTURE_CLIENT_INFO": "false",
-    "WEAVE_RETRY_MAX_ATTEMPTS": "3",
+    "WEAVE_ENABLE_DISK_FALLBACK": "false",  # it writes what it could not send into the working folder
+    "WEAVE_USE_SERVER_CACHE": "false",
 }
 MOST_STEPS = 20_000
 """Steps in the data set of a run; of a longer run every second, third, ... step."""
