@@ -175,6 +175,21 @@ ROWS: list[tuple[Event, str, dict[str, Any]]] = [
         {"path": "model", "step": 8, "against_trained": {"original": {"relative": 0.1}}},
     ),
     (
+        events.TrackingStarted(tracker="wandb", where="https://x", view="open https://x"),
+        "tracking",
+        {"tracker": "wandb", "where": "https://x", "view": "open https://x"},
+    ),
+    (
+        events.TrackingFailed(tracker="wandb", error="no key", step=3),
+        "tracking_failed",
+        {"tracker": "wandb", "error": "no key", "step": 3},
+    ),
+    (
+        events.TrackingWaits(trackers=["wandb"], seconds=60.0),
+        "tracking_waits",
+        {"trackers": ["wandb"], "seconds": 60.0},
+    ),
+    (
         events.Stopped(reason="Ctrl-C", step=4, num_steps=8),
         "stopped",
         {"reason": "Ctrl-C", "step": 4, "num_steps": 8},

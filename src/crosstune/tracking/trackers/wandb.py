@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from crosstune.config.load import launch_variables
+from crosstune.config.load import add_variables, launch_variables
 from crosstune.tracking.tracker import Place, Rows, TrackedRun, Unavailable, Values
 
 PACKAGE = "wandb"
@@ -23,6 +23,8 @@ class Tracker:
     repeats = False  # its server takes each step once
 
     def start(self, run: TrackedRun) -> Place:
+        # Copies of tables that wait for an upload, which it keeps in the home folder otherwise.
+        add_variables({"WANDB_DATA_DIR": str(run.folder / "wandb")})
         import wandb
         from wandb.errors import AuthenticationError, CommError, UsageError
 
