@@ -49,8 +49,7 @@ clusters: setup
 # Of the trackers, the tests install all but Weave, whose packages are 75 MB more.
 trackers: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[track]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow or not slow' tests/unit/test_tracking.py \
-		tests/engine/test_trackers.py tests/contract/test_tracking_page.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/engine/test_trackers.py
 
 faults: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py

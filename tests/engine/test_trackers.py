@@ -24,6 +24,7 @@ from crosstune.config.load import make_config
 from crosstune.core.events import StepMetrics, TrackingFailed, TrackingStarted
 from crosstune.core.json_files import read_jsonl
 from crosstune.run import train
+from crosstune.tracking.observe import Tracking
 from crosstune.tracking.values import numbers
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -309,3 +310,16 @@ def test_weave_is_sent_the_run(
     assert sorted(told) == sorted(made)
     text = json.dumps(stub.requests)
     assert KEY not in text and '"final_loss"' in text
+
+
+@needs("wandb")
+def test_wandb_without_a_key_asks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # whose login counts otherwise
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "NETRC", "WANDB_CONFIG_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "run").mkdir()
+    seen = Seen()
+    with Tracking() as tracking:
+        tracking.start(make_config(log_to="wandb"), {}, folder=tmp_path / "run", report=seen)
+    [failed] = seen.of(TrackingFailed)
+    assert "there is no valid key for it" in failed.error and "WANDB_MODE=offline" in failed.error

@@ -13,7 +13,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "WANDB_SILENT": "true",
     "WANDB_ERROR_REPORTING": "false",  # reports of its own errors to another service
 }
-START_S = 60.0
+START_S = 30.0
 """Time for its server to answer."""
 FINISH_S = 45.0
 """Time for what is not uploaded yet; the rest stays in the run folder, for `wandb sync`."""
@@ -26,7 +26,7 @@ class Tracker:
         # Copies of tables that wait for an upload, which it keeps in the home folder otherwise.
         add_variables({"WANDB_DATA_DIR": str(run.folder / "wandb")})
         import wandb
-        from wandb.errors import AuthenticationError, CommError, UsageError
+        from wandb.errors import CommError, UsageError
 
         self._wandb = wandb
         try:
@@ -41,14 +41,8 @@ class Tracker:
                 config=dict(run.config),
                 settings=_settings(run),
             )
-        except (UsageError, AuthenticationError) as error:
-            raise Unavailable(
-                f"{_first_line(error)}; log in with `wandb login`, or set WANDB_MODE=offline to keep the values in the run folder"
-            ) from error
-        except CommError as error:
-            raise Unavailable(
-                f"{_first_line(error)}; WANDB_MODE=offline keeps the values in the run folder"
-            ) from error
+        except (UsageError, CommError) as error:
+            raise Unavailable(_explained(error)) from error
         if self._run.disabled:
             return Place(where="nowhere: WANDB_MODE=disabled")
         if not self._run.offline:
@@ -78,7 +72,8 @@ def _settings(run: TrackedRun) -> Any:
         disable_code=True,
         save_code=False,
         disable_git=True,
-        x_disable_meta=True,  # the names of user, host and program
+        x_disable_meta=True,  # the names of user and program
+        host="",
         x_save_requirements=False,
         x_stats_pid=run.process,
         symlink=False,
@@ -89,6 +84,9 @@ def _settings(run: TrackedRun) -> Any:
     )
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
+def _explained(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    offline = "WANDB_MODE=offline keeps the values in the run folder"
+    if "api key" in lines[0].lower():
+        return f"there is no valid key for it: log in with `wandb login`, or {offline}"
+    return f"{lines[0].rstrip('.')}; {offline}"
