@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo test slow clusters faults fuzz check docs clean
+.PHONY: help setup demo test slow clusters trackers faults fuzz check docs clean
 
 help:
 	@echo "make demo    fine-tune the bundled model and show that it learned (minutes on a CPU)"
 	@echo "make test    run the tests"
 	@echo "make slow    run the tests that take more than a minute each"
 	@echo "make clusters  train on a real Ray, SLURM and sshd of this machine, as far as they are installed (about 10 minutes)"
+	@echo "make trackers  the tests of all trackers, Weave too, which brings 35 packages along"
 	@echo "make faults  500 kills, 2,000 corruptions, full disks, payloads, signals (about 20 minutes)"
 	@echo "make fuzz    20,000 requests with bad values, then 3,000 damaged files; each must end with exit code 0 or 2 (about 35 minutes)"
 	@echo "make check   lint, format, types, import directions"
@@ -44,6 +45,11 @@ clusters: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/faults/test_ray_cluster.py \
 		tests/faults/test_slurm_cluster.py tests/faults/test_ssh_cluster.py
+
+# Of the trackers, the tests install all but Weave, whose packages are 75 MB more.
+trackers: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[track]'
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/engine/test_trackers.py
 
 faults: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crosstune.checkpoint.read import find_run
 from crosstune.config.check_built import unbuilt_parts
 from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
@@ -29,6 +30,7 @@ from crosstune.runs.execute import Execution
 from crosstune.runs.open_parts import open_session
 from crosstune.runs.prepare import Ready, begin, describe, prepare
 from crosstune.runs.resume import folder_of, read_request
+from crosstune.tracking.observe import Tracking
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +70,12 @@ def train(
     command: Sequence[str] | None = None,
     group: Group | None = None,
     stop: StopSignal | None = None,
+    tracking: Tracking | None = None,
 ) -> RunResult:
     """Train as configured. Problems with the request are raised before the run folder is made.
 
     Every process of a `group` calls this; only the first one reports and writes. A request in `stop` ends the run after
-    the current step.
+    the current step. Trackers that are given stay open for what follows the training.
     """
     if config.emulate is not None:
         raise UserError(
@@ -86,7 +89,16 @@ def train(
         if (done := _finished(ready, group)) is not None:
             return done
         deadline = _deadline(ready.config, started)
-        return _execute(ready, group, screen, command=command, deadline=deadline, stop=stop or StopSignal())
+        with Tracking() as own:
+            return _execute(
+                ready,
+                group,
+                screen,
+                command=command,
+                deadline=deadline,
+                stop=stop or StopSignal(),
+                tracking=tracking or own,
+            )
 
 
 @contextlib.contextmanager
@@ -117,6 +129,7 @@ def _execute(
     command: Sequence[str] | None,
     deadline: Deadline | None,
     stop: StopSignal,
+    tracking: Tracking,
 ) -> RunResult:
     plan, recipe, folder = ready.plan, ready.recipe, ready.folder
     task = recipe.task(plan.engine)
@@ -124,7 +137,9 @@ def _execute(
     described = describe(ready, command=command)
     record = begin(ready, described, screen) if group.ranks.first else SilentRecord(folder)
     check_shared_folder(group, folder)
-    observer = Observers([record, screen])
+    if group.ranks.first:
+        _start_tracking(tracking, ready, described, report=Observers([record, screen]))
+    observer = Observers([record, screen, tracking])
     observer.on_event(
         Started(
             folder=str(folder),
@@ -148,9 +163,25 @@ def _execute(
         deadline=deadline,
         group=group,
         stop=stop,
+        tracking=tracking,
     )
     summary = execution.run()
     return RunResult(folder=record.folder, summary=summary, failure=execution.failure)
+
+
+def _start_tracking(
+    tracking: Tracking, ready: Ready, described: Mapping[str, Any], *, report: Observer
+) -> None:
+    start = ready.start
+    tracking.start(
+        ready.plan.config,
+        described,
+        folder=ready.folder,
+        report=report,
+        in_place=ready.in_place,
+        resumes_at=start.step if start is not None else 0,
+        earlier=find_run(start.checkpoint.folder) if start is not None else None,
+    )
 
 
 def _processes(plan: Plan) -> str:

@@ -186,11 +186,10 @@ def test_every_promised_option_is_there() -> None:
 
 
 def test_train_refuses_what_is_not_built_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--backend cpu --profile --log_to wandb"
+    flags = "--backend cpu --profile"
     assert main(["train", *flags.split()]) == 2
     answer = capsys.readouterr().err
-    for words in ("profiling", "--log_to wandb"):
-        assert f"Not built yet: {words}" in answer
+    assert "Not built yet: profiling" in answer
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import train_step
+from tracked import RECORDING, notes, planted
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
@@ -214,9 +215,13 @@ def test_a_judge_learns_and_beats_every_baseline(
 ) -> None:
     flags = options(tiny_model, data, "cpu", train_type="full", lr=3e-3, max_steps=75, batch_size=8)
     flags |= {"output_dir": str(tmp_path), "name": "j", "num_samples": 2}
-    assert main(["judge", "train", *words_of(flags), "--json"]) == 0
+    with planted(tmp_path / "planted", notes=RECORDING):
+        assert main(["judge", "train", *words_of(flags), "--log_to", "notes", "--json"]) == 0
     test = json.loads(capsys.readouterr().out)["test"]
     assert test["metrics"]["pearson"] > 0.9 and test["num_unreadable"] == 0
+    *_, evaluated, tested, worst, _ = notes(tmp_path / "j")
+    assert evaluated["name"] == "eval/samples" and worst["name"] == "test/worst"
+    assert tested["values"]["test/pearson"] == test["metrics"]["pearson"] and tested["step"] == 75
     report = json.loads((tmp_path / "j" / "test_metrics.json").read_text())
     assert set(report["baselines"]) == {"constant", "longer answer", "untrained model"}
     for name, other in report["baselines"].items():

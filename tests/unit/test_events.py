@@ -175,6 +175,21 @@ ROWS: list[tuple[Event, str, dict[str, Any]]] = [
         {"path": "model", "step": 8, "against_trained": {"original": {"relative": 0.1}}},
     ),
     (
+        events.TrackingStarted(tracker="wandb", where="https://x", view="open https://x"),
+        "tracking",
+        {"tracker": "wandb", "where": "https://x", "view": "open https://x"},
+    ),
+    (
+        events.TrackingFailed(tracker="wandb", error="no key", step=3),
+        "tracking_failed",
+        {"tracker": "wandb", "error": "no key", "step": 3},
+    ),
+    (
+        events.TrackingWaits(trackers=["wandb"], seconds=60.0),
+        "tracking_waits",
+        {"trackers": ["wandb"], "seconds": 60.0},
+    ),
+    (
         events.Stopped(reason="Ctrl-C", step=4, num_steps=8),
         "stopped",
         {"reason": "Ctrl-C", "step": 4, "num_steps": 8},
@@ -244,4 +259,5 @@ def test_the_screen_prints_a_line_for_an_event(event: Event) -> None:
 
 
 def test_the_report_points_out_the_kinds_it_always_did() -> None:
-    assert {"warning", "failed", "stopped", "nonfinite", "checkpoint_failed", "moved"} == NOTABLE_KINDS
+    always = {"warning", "failed", "stopped", "nonfinite", "checkpoint_failed", "moved"}
+    assert always | {"tracking_failed"} == NOTABLE_KINDS

@@ -25,6 +25,9 @@ from crosstune.core.events import (
     RunMovedAside,
     Started,
     Stopped,
+    TrackingFailed,
+    TrackingStarted,
+    TrackingWaits,
     Warned,
 )
 
@@ -143,6 +146,25 @@ def _profiled(event: Profiled) -> Lines:
     for line in profile_lines(event.result):
         yield line, None
     yield f"profile  {event.path}", STRONG
+
+
+@event_lines.register
+def _tracking(event: TrackingStarted) -> Lines:
+    yield f"tracking {event.tracker}: {event.where}", None
+    if event.view:
+        yield f"         {event.view}", QUIET
+
+
+@event_lines.register
+def _tracking_failed(event: TrackingFailed) -> Lines:
+    yield f"warning  {event.tracker}: {event.error}", WARNING
+    yield "         the run goes on without it; metrics.jsonl has every value", QUIET
+
+
+@event_lines.register
+def _tracking_waits(event: TrackingWaits) -> Lines:
+    late = ", ".join(event.trackers)
+    yield f"tracking waiting for {late}, at most {event.seconds:.0f} s (Ctrl-C ends the wait)", QUIET
 
 
 @event_lines.register

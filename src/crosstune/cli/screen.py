@@ -14,6 +14,7 @@ from crosstune.cli.output import GOOD, QUIET, STRONG, WARNING, Output
 from crosstune.cli.pace import RecentPace
 from crosstune.cli.unblocked import unblocked
 from crosstune.cli.units import duration, figure, size
+from crosstune.config.log_targets import screen_in
 from crosstune.config.schema import Config
 from crosstune.core.events import (
     Evaluated,
@@ -44,9 +45,10 @@ NOT_SHOWN: tuple[type[Event], ...] = (Failed, Interrupted)
 
 def open_screen(config: Config, *, as_json: bool = False, quiet: bool = False) -> Screen:
     """Return the screen that a configuration asks for. With `as_json`, standard output is for the result alone."""
-    stream = sys.stdout if config.log_to == "stdout" and not as_json else sys.stderr
+    shown = screen_in(config.log_to)
+    stream = sys.stdout if shown == "stdout" and not as_json else sys.stderr
     screen = Screen(
-        live=config.log_to == "tqdm" and not quiet,
+        live=shown == "tqdm" and not quiet,
         every=config.log_every_n_steps if "log_every_n_steps" in config.asked else None,
         verbose=config.verbose,
         stream=unblocked(stream) if stream is not None else None,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from crosstune.cli.screen import Screen
     from crosstune.loop.stop import StopSignal
     from crosstune.run import RunResult
+    from crosstune.tracking.observe import Tracking
 
 EXAMPLES = """examples:
   crosstune train
@@ -25,6 +26,7 @@ EXAMPLES = """examples:
   crosstune train --train_type full --lr 2e-5 --precision bf16 --use_gradient_checkpointing
   crosstune train --config run.yaml --max_steps 20        (flags override the file)
   crosstune train --name long --num_epochs 3 --save_steps 100 --resume auto     (run it again to continue after a kill)
+  crosstune train --name seen --log_to tensorboard,wandb --project_name my-runs   (WANDB_MODE=offline keeps wandb here)
   crosstune train --resume runs/long                      (continue a run with its own options)
   crosstune train --emulate mps --machine apple-m1-16gb   (check whether this run would work on that Mac)"""
 
@@ -98,6 +100,7 @@ def show_training(
     command: Sequence[str] | None = None,
     observers: Sequence[Observer] = (),
     stop: StopSignal | None = None,
+    tracking: Tracking | None = None,
     quiet: bool = False,
     as_json: bool = False,
 ) -> tuple[RunResult, Path | None]:
@@ -108,7 +111,14 @@ def show_training(
     from crosstune.run import train
 
     with open_screen(config, as_json=as_json, quiet=quiet) as screen:
-        result = train(config, observers=[screen, *observers], command=command, group=group, stop=stop)
+        result = train(
+            config,
+            observers=[screen, *observers],
+            command=command,
+            group=group,
+            stop=stop,
+            tracking=tracking,
+        )
     report = None
     if group.ranks.first:
         with StopSignal().listening():  # the run is over: a signal must not interrupt its report

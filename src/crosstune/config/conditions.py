@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from crosstune.config.log_targets import trackers_in
 from crosstune.config.train_types import TRAIN_TYPE_PARTS
 from crosstune.core.quantizers import Quantizer
 
@@ -51,6 +52,16 @@ def idle_reason(needs: tuple[Condition, ...], decided: Decided) -> str | None:
     """Return the reason of the first condition that does not hold, or None if all hold."""
     failing = next((condition for condition in needs if not condition.holds(decided)), None)
     return failing.otherwise.format(**decided.values()) if failing is not None else None
+
+
+def _with_trackers(*names: str) -> Condition:
+    """Return the condition that one of these trackers is in --log_to."""
+    flags = [f"--log_to {name}" for name in names]
+    return Condition(
+        summary=" or ".join(f"`{flag}`" for flag in flags),
+        holds=lambda now: bool({*names} & {*trackers_in(now.options["log_to"])}),
+        otherwise=f"has no effect without {' or '.join(flags)}",
+    )
 
 
 ADAPTERS = Condition(
@@ -168,11 +179,9 @@ RESUMING = Condition(
     holds=lambda now: now.options["resume"] != "none",
     otherwise="has no effect without --resume",
 )
-WANDB = Condition(
-    summary="`--log_to wandb`",
-    holds=lambda now: now.options["log_to"] == "wandb",
-    otherwise="has no effect without --log_to wandb",
-)
+PROJECTS = _with_trackers("wandb", "weave", "trackio")
+TRACKER_GROUPS = _with_trackers("wandb", "trackio")
+TRACKER_OWNERS = _with_trackers("wandb", "weave")
 JUDGE = Condition(
     summary="`--recipe judge`",
     holds=lambda now: now.options["recipe"] == "judge",

@@ -25,7 +25,6 @@ _IDLE = {
         "test_batches",
         "val_batches",
         "adapter_path",
-        "report_to",
         "clear_cache_threshold",
         "optimizer_config",
         "trust_remote_code",

@@ -65,6 +65,8 @@ def find_option(key: str, where: str, *, section: str = "", raw: Any = None) -> 
     if name.lower() in options:
         return Named(options[name.lower()], key)
     peers = SAME.get(name) or SAME_FOR_VALUES.get(name, ("",))[0]
+    if peers and raw is None:  # their files have null for what is not set
+        return None
     if peers:
         return Named(options[peers], name, is_peers=True)
     if name in DIFFERENT:

@@ -25,9 +25,3 @@ LLAMA_PRO_ON_MLX = Unbuilt(
     do="--train_type lora, or a torch backend",
     needed=lambda now: now.engine == "mlx" and now.method == "llama_pro",
 )
-WANDB_LOG = Unbuilt(
-    summary="`--log_to wandb`",
-    what="--log_to wandb",
-    do="--log_to tqdm; metrics.jsonl holds every number",
-    needed=lambda now: now.options["log_to"] == "wandb",
-)

@@ -170,6 +170,7 @@ class RunRecord:
         self._events: TextIO | None = None
         self._resumes_at = resumes_at
         self._carried: Path | None = None
+        self._finished = False
 
     @classmethod
     def create(cls, folder: Path, *, config_yaml: str, plan: Mapping[str, Any]) -> RunRecord:
@@ -242,8 +243,17 @@ class RunRecord:
         self._append(self._metrics, metrics)
 
     def on_event(self, event: Event) -> None:
-        row = {"time": time.time(), "kind": event.kind, **event.to_json()}
-        self._append(self._events, redact_values(finite(row)))
+        row = redact_values(finite({"time": time.time(), "kind": event.kind, **event.to_json()}))
+        if not self._finished:
+            self._append(self._events, row)
+            return
+        path = self.folder / "events.jsonl"
+        try:
+            file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise RecordFailed(path, error) from error
+        with file:
+            self._append(file, row)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         path = self.folder / "summary.json"
@@ -260,6 +270,7 @@ class RunRecord:
             raise RecordFailed(path, error) from error
         finally:
             self._metrics = self._events = None
+            self._finished = True  # what a tracker reports after the end is appended
 
     def _append(self, file: TextIO | None, data: Mapping[str, Any]) -> None:
         assert file is not None, "the record is closed"

@@ -8,20 +8,21 @@ from typing import Any
 
 HIDDEN = "[secret]"
 
+# The words before a match are bounded: without that, a long text without spaces takes the square of its length.
 _URL_LOGIN = re.compile(
-    r"(?P<keep>\b[a-z][a-z0-9+.-]*://)[^\s/?#@:]*:[^\s/?#]*(?=@)"  # user:password@
+    r"(?P<keep>\b[a-z][a-z0-9+.-]{0,20}://)[^\s/?#@:]*:[^\s/?#]*(?=@)"  # user:password@
     r"|(?P<keep_web>\bhttps?://)[^\s/?#@]+(?=@)",  # token@
     re.I,
 )
 _NAMED_VALUE = re.compile(
     r"(?P<keep>(?:^|[?&;#\s,'\"({]|--)"
-    r"(?:[a-z0-9_-]*(?:password|passwd|secret|api[_-]?key|access[_-]?key|signature|credentials?)"
+    r"(?:[a-z0-9_-]{0,60}(?:password|passwd|secret|api[_-]?key|access[_-]?key|signature|credentials?)"
     r"|(?:(?:access|auth|api|hub|hf|bearer|refresh|session|private|wandb)[_-])?token|sig|pwd)=)"
     r"[^\s&#;,'\"]{4,}",
     re.I,
 )
 _NAMED_FIELD = re.compile(
-    r"(?P<keep>[\"']?[a-z0-9_-]*(?:password|passwd|secret|api[_-]?key|access[_-]?key|token)[\"']?\s*:\s*[\"']?)"
+    r"(?P<keep>(?:password|passwd|secret|api[_-]?key|access[_-]?key|token)[\"']?\s*:\s*[\"']?)"
     r"(?=[^\s\"',}]*[0-9])[^\s\"',}]{8,}",
     re.I,
 )

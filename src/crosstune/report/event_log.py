@@ -16,13 +16,24 @@ from crosstune.core.events import (
     Profiled,
     Started,
     Stopped,
+    TrackingFailed,
     Warned,
 )
 from crosstune.report.files import RunFiles, is_adjustment, mapping, number
 from crosstune.report.quantity import Shown, is_flat, label_of, read_time, show_named, show_seconds, show_time
 
 NOTABLE_KINDS = frozenset(
-    event.kind for event in (Warned, Failed, Stopped, Interrupted, NonFinite, CheckpointFailed, Moved)
+    event.kind
+    for event in (
+        Warned,
+        Failed,
+        Stopped,
+        Interrupted,
+        NonFinite,
+        CheckpointFailed,
+        Moved,
+        TrackingFailed,
+    )
 )
 MOST_EVENTS = 400
 

@@ -39,6 +39,7 @@ from crosstune.recipes.sft import open_tokenizer
 from crosstune.runs import resume
 from crosstune.runs.folder import run_folder
 from crosstune.runs.same_training import check_base
+from crosstune.tracking.check import check_trackers
 
 _READS_MODELS = {"torch": ("torch", "transformers", "accelerate"), "mlx": ("mlx", "mlx_lm")}
 """Engine -> packages needed to build a model from a folder."""
@@ -102,6 +103,9 @@ def check_request(
                     _check_data_name(entry.name, checked)
     with checked.collecting():
         _check_reading(config, checked, elsewhere=elsewhere)
+    with checked.collecting():
+        if not elsewhere:
+            check_trackers(config)
     if elsewhere:
         checked.not_checked.append("whether the run's name is taken there")
     elif folder is not None and not config.overwrite and not _continues(folder, checkpoint):

@@ -50,6 +50,7 @@ from crosstune.runs.restore_session import Start, restore_session
 from crosstune.runs.save_result import clear_leftovers as clear_results
 from crosstune.runs.save_result import cost_of_saving, save_result
 from crosstune.runs.watch_folder import FirstStep, FolderWatch
+from crosstune.tracking.observe import Tracking
 
 
 @dataclass(kw_only=True)
@@ -69,6 +70,7 @@ class Execution:
     deadline: Deadline | None
     group: Group = field(default_factory=Alone)
     stop: StopSignal = field(default_factory=StopSignal)
+    tracking: Tracking = field(default_factory=Tracking)
     failure: UserError | None = None
     """The error that ended the run early; all steps before it are kept."""
     checkpoints: Checkpoints | None = None
@@ -146,6 +148,7 @@ class Execution:
             if self._watch is not None:
                 self.failure = self._watch.look() or self.failure
                 self._watch.close()
+            self.tracking.summarize(self.progress.summary() | extra)
             record.finish(self.progress.summary() | extra)
 
     def _write_result(self, session: Session, extra: dict[str, Any]) -> None:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crosstune.config.conditions import EVALUATION, EVALUATIONS, RESUMING, SAVING, WANDB
+from crosstune.config.conditions import (
+    EVALUATION,
+    EVALUATIONS,
+    PROJECTS,
+    RESUMING,
+    SAVING,
+    TRACKER_GROUPS,
+    TRACKER_OWNERS,
+)
+from crosstune.config.log_targets import check_targets
 from crosstune.config.option import Holds, OnResume, check_duration, option
-from crosstune.config.unbuilt import WANDB_LOG
 
 MISMATCHES = ("model", "data", "eval_data", "order", "quantization", "trainable", "optimizer", "loss")
 """The values of `allow_mismatch`."""
@@ -144,10 +152,11 @@ class RunOptions:
     )
     log_to: str = option(
         "tqdm",
-        "How to show progress: tqdm is a progress bar, stdout is plain lines",
-        choices=("tqdm", "stdout", "wandb"),
+        "Where the metrics go besides the run folder, as a comma-separated list: tqdm (a progress bar) or stdout (plain "
+        "lines), and the trackers wandb, weave, trackio and tensorboard",
         on_resume=OnResume.FREE,
-        unbuilt=WANDB_LOG,
+        check=check_targets,
+        joins_items="",
     )
     log_every_n_steps: int = option(
         1,
@@ -161,11 +170,11 @@ class RunOptions:
         False, "Stop with an error instead of changing an option that was set", on_resume=OnResume.FREE
     )
     project_name: str = option(
-        "crosstune", "wandb project", needs=(WANDB,), on_resume=OnResume.FREE, unbuilt=WANDB_LOG
+        "crosstune", "Project of the run with its trackers", needs=(PROJECTS,), on_resume=OnResume.FREE
     )
     group: str | None = option(
-        None, "wandb group", needs=(WANDB,), on_resume=OnResume.FREE, unbuilt=WANDB_LOG
+        None, "Group of the run with its trackers", needs=(TRACKER_GROUPS,), on_resume=OnResume.FREE
     )
     entity: str | None = option(
-        None, "wandb entity", needs=(WANDB,), on_resume=OnResume.FREE, unbuilt=WANDB_LOG
+        None, "User or team that owns the project", needs=(TRACKER_OWNERS,), on_resume=OnResume.FREE
     )

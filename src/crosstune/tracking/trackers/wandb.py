@@ -1,0 +1,92 @@
+"""Weights & Biases: online with a key, or in offline files in the folder `wandb` of the run (WANDB_MODE=offline)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from crosstune.config.load import add_variables, launch_variables
+from crosstune.tracking.tracker import Place, Rows, TrackedRun, Unavailable, Values
+
+PACKAGE = "wandb"
+ENVIRONMENT: Mapping[str, str] = {
+    "WANDB_SILENT": "true",
+    "WANDB_ERROR_REPORTING": "false",  # reports of its own errors to another service
+}
+START_S = 30.0
+"""Time for its server to answer."""
+FINISH_S = 45.0
+"""Time for what is not uploaded yet; the rest stays in the run folder, for `wandb sync`."""
+
+
+class Tracker:
+    repeats = False  # its server takes each step once
+
+    def start(self, run: TrackedRun) -> Place:
+        # Copies of tables that wait for an upload, which it keeps in the home folder otherwise.
+        add_variables({"WANDB_DATA_DIR": str(run.folder / "wandb")})
+        import wandb
+        from wandb.errors import CommError, UsageError
+
+        self._wandb = wandb
+        try:
+            self._run = wandb.init(
+                project=run.project_or("WANDB_PROJECT"),
+                entity=run.entity,
+                group=run.group,
+                name=run.name,
+                id=run.id,
+                dir=None if "WANDB_DIR" in launch_variables() else str(run.folder),
+                resume="allow",
+                config=dict(run.config),
+                settings=_settings(run),
+            )
+        except (UsageError, CommError) as error:
+            raise Unavailable(_explained(error)) from error
+        if self._run.disabled:
+            return Place(where="nowhere: WANDB_MODE=disabled")
+        if not self._run.offline:
+            return Place(where=str(self._run.url))
+        files = str(self._run.settings.sync_dir)
+        return Place(where=f"offline files in {files}", view=f"wandb sync {files}")
+
+    def log(self, values: Values, *, step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+    def log_rows(self, name: str, rows: Rows, *, step: int) -> None:
+        columns = list(rows[0])
+        table = self._wandb.Table(columns=columns, data=[[row.get(key) for key in columns] for row in rows])
+        self._run.log({name: table}, step=step)
+
+    def finish(self, summary: Mapping[str, Any], *, succeeded: bool) -> None:
+        self._run.summary.update({f"run/{name}": value for name, value in summary.items()})
+        self._run.finish(exit_code=0 if succeeded else 1)
+
+
+def _settings(run: TrackedRun) -> Any:
+    """Return what wandb collects by itself: the load of the machine, and nothing about its user and code."""
+    from wandb import Settings
+
+    return Settings(
+        console="off",  # the terminal is not recorded
+        disable_code=True,
+        save_code=False,
+        disable_git=True,
+        x_disable_meta=True,  # the names of user and program
+        host="",
+        x_save_requirements=False,
+        x_stats_pid=run.process,
+        symlink=False,
+        silent=True,
+        init_timeout=START_S,
+        finish_timeout=FINISH_S,
+        finish_timeout_raises=True,
+    )
+
+
+def _explained(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    offline = "WANDB_MODE=offline keeps the values in the run folder"
+    if "api key" in lines[0].lower():
+        return f"there is no valid key for it: log in with `wandb login`, or {offline}"
+    return f"{lines[0].rstrip('.')}; {offline}"

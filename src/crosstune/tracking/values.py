@@ -1,0 +1,70 @@
+"""Choose and name what trackers receive of a run: numbers of steps and evaluations, rows of samples, the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from crosstune.core.json_files import finite
+from crosstune.core.secrets import redact_values
+
+TRAIN, EVAL, TEST = "train", "eval", "test"
+LONGEST_CELL = 20_000
+"""Characters of a text in a table."""
+MOST_ROWS = 200
+"""Rows of a table."""
+_PLAN_FIELDS = (
+    "options",
+    "backend",
+    "engine",
+    "method",
+    "quantizer",
+    "n_bits",
+    "precision",
+    "world_size",
+    "attention",
+    "num_steps",
+)
+_DATA_FIELDS = ("dataset", "format", "context_length", "train", "eval", "identity", "scale", "labels")
+
+
+def numbers(kind: str, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers among metrics, with names such as `train/loss`. What is unknown, such as the loss of a skipped
+    step, is left out."""
+    return {
+        f"{kind}/{name}": int(value) if isinstance(value, bool) else value
+        for name, value in metrics.items()
+        if name != "step" and isinstance(value, (bool, int, float))
+    }
+
+
+def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows for a table: the same columns in each, texts that UTF-8 can encode, no secrets."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return [
+        {name: _cell(redact_values(finite(row.get(name)))) for name in columns} for row in rows[:MOST_ROWS]
+    ]
+
+
+def tracked_config(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what trackers are told of plan.json: options, model, data, backend and versions; not the machine's name,
+    the command or the environment."""
+    model = described.get("model") or {}
+    data = described.get("data") or {}
+    machine = described.get("machine") or {}
+    chosen = {name: described.get(name) for name in _PLAN_FIELDS}
+    chosen["model"] = {name: model.get(name) for name in ("name", "source") if name in model}
+    chosen["data"] = {name: data[name] for name in _DATA_FIELDS if name in data}
+    chosen["packages"] = machine.get("packages")
+    config = redact_values(finite(chosen))
+    assert isinstance(config, dict)
+    return config
+
+
+def _cell(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    text = value if isinstance(value, str) else str(value)
+    if len(text) > LONGEST_CELL:
+        text = f"{text[:LONGEST_CELL]} ..."
+    return text.encode("utf-8", "replace").decode("utf-8")

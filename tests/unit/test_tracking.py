@@ -1,0 +1,306 @@
+"""Trackers behind their queues: what they are given, and that none of them can stop, slow or betray a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from tracked import RECORDING, Seen, notes, planted
+
+from crosstune.config.load import load_config, make_config
+from crosstune.config.log_targets import screen_in, trackers_in
+from crosstune.config.schema import Config
+from crosstune.core.errors import ConfigError, UserError
+from crosstune.core.events import (
+    Evaluated,
+    StepMetrics,
+    Stopped,
+    TrackingFailed,
+    TrackingStarted,
+    TrackingWaits,
+    Warned,
+)
+from crosstune.core.json_files import read_jsonl
+from crosstune.core.record import RunRecord
+from crosstune.tracking import channel, observe
+from crosstune.tracking.check import check_trackers
+from crosstune.tracking.observe import Tracking
+from crosstune.tracking.values import table_rows, tracked_config
+
+SECRET = "0123456789abcdef0123456789abcdef01234567"
+RAISES = RECORDING.replace('self.note(do="log"', 'raise OSError(28, "No space left"); self.note(do="log"')
+HANGS = RECORDING.replace('self.note(do="log"', 'import time; time.sleep(1000); self.note(do="log"')
+DIES = RECORDING.replace('self.note(do="log"', 'import os; os.kill(os.getpid(), 9); self.note(do="log"')
+ASKS = RECORDING.replace('self.note(do="log"', 'input("key: "); self.note(do="log"')
+TELLS = RECORDING.replace('self.note(do="log"', f'raise ValueError("{SECRET} is wrong"); self.note(do="log"')
+WARNS = RECORDING.replace(
+    'self.note(do="log"', 'import warnings; warnings.warn("slow disk"); print("x"); self.note(do="log"'
+)
+MISSING = RECORDING.replace('PACKAGE = "json"', 'PACKAGE = "no_such_package_xyz"')
+CODES = {"notes": RECORDING, "raises": RAISES, "hangs": HANGS, "dies": DIES, "asks": ASKS, "tells": TELLS}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def trackers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with planted(tmp_path_factory.mktemp("planted"), **CODES, warns=WARNS, missing=MISSING):
+        yield
+
+
+def step_row(step: int, **values: Any) -> StepMetrics:
+    row = {"step": step, "loss": 1 / step, "tokens": 10, "lr": 1e-4, "grad_norm": None, "tokens_per_s": 3.5}
+    return cast(StepMetrics, row | values)
+
+
+def config_for(*names: str, **options: Any) -> Config:
+    return make_config(log_to=",".join(names), **options)
+
+
+def follow(
+    run: Path, *names: str, steps: int = 3, resumes_at: int = 0, first: int | None = None, **options: Any
+) -> Seen:
+    """Track a run of a few steps without any training."""
+    run.mkdir(exist_ok=True)
+    seen = Seen()
+    with Tracking() as tracking:
+        tracking.start(
+            config_for(*names, **options),
+            {"options": {"lr": 1e-4}},
+            folder=run,
+            report=seen,
+            in_place=resumes_at > 0,
+            resumes_at=resumes_at,
+            earlier=run if resumes_at else None,
+        )
+        for step in range(first or resumes_at + 1, steps + 1):
+            tracking.on_step(step_row(step))
+        tracking.summarize({"status": "finished", "steps": steps})
+    return seen
+
+
+def test_a_tracker_gets_everything_in_order(tmp_path: Path) -> None:
+    run, seen = tmp_path / "läufe", Seen()
+    run.mkdir()
+    sample = {"prompt": "a|b\u2028", "answer": f"half \ud800 {SECRET}", "reference": "hf_" + "aB3dE" * 7}
+    with Tracking() as tracking:
+        tracking.start(config_for("notes", group="g"), {}, folder=run, report=seen)
+        tracking.on_event(Evaluated(step=0, when="before", metrics={"loss": math.nan}, samples=[], seconds=1))
+        tracking.on_step(step_row(1, skipped=True, loss=None))
+        metrics = {"loss": 0.1 + 0.2, "pearson": -math.inf}
+        tracking.on_event(
+            Evaluated(step=1, when="after", metrics=metrics, samples=[cast(Any, sample)], seconds=1)
+        )
+        tracking.on_event(Stopped(reason="x", step=1, num_steps=2))
+        tracking.log_test({"pearson": 0.5, "note": "text"}, [{"id": "7", "score": 3}])
+        tracking.summarize({"status": "finished", "eval": math.nan})
+    rows = notes(run)
+    assert [row["do"] for row in rows] == ["start", "log", "log", "log", "rows", "log", "rows", "finish"]
+    assert (rows[0]["name"], rows[0]["project"], rows[0]["group"]) == ("läufe", "crosstune", "g")
+    assert math.isnan(rows[1]["values"]["eval/loss"]) and rows[1]["step"] == 0
+    assert rows[2]["values"] == {
+        "train/tokens": 10,
+        "train/lr": 1e-4,
+        "train/tokens_per_s": 3.5,
+        "train/skipped": 1,
+    }
+    assert rows[3]["values"] == {f"eval/{name}": value for name, value in metrics.items()}
+    assert rows[4]["name"] == "eval/samples"
+    [shown] = rows[4]["rows"]
+    assert shown["prompt"] == "a|b\u2028" and "?" in shown["answer"] and shown["reference"] == "[secret]"
+    assert rows[5] == {"do": "log", "step": 1, "values": {"test/pearson": 0.5}}
+    assert rows[6]["rows"] == [{"id": "7", "score": 3}] and rows[6]["name"] == "test/worst"
+    assert rows[7] == {"do": "finish", "summary": {"status": "finished", "eval": None}, "succeeded": True}
+    [started] = seen.of(TrackingStarted)
+    assert started.where == str(run / "notes.notes") and seen.of(TrackingFailed) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("raises", "OSError: [Errno 28] No space left"), ("dies", "SIGKILL"), ("asks", "EOFError")],
+)
+def test_one_that_fails_is_reported_once_and_the_others_go_on(name: str, says: str, tmp_path: Path) -> None:
+    seen = follow(tmp_path / "run", name, "notes")
+    [failed] = seen.of(TrackingFailed)
+    assert failed.tracker == name and says in failed.error
+    assert [row["step"] for row in notes(tmp_path / "run", do="log")] == [1, 2, 3]
+
+
+def test_one_that_hangs_is_left_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe, "WAIT_S", 1.0)
+    monkeypatch.setattr(observe, "QUIET_S", 0.1)
+    seen = follow(tmp_path / "run", "hangs")
+    [failed] = seen.of(TrackingFailed)
+    assert failed.error == "it has not finished within 1 s"
+    [waits] = seen.of(TrackingWaits)
+    assert list(waits.trackers) == ["hangs"]
+    assert not _is_running("hangs.py")
+
+
+def _is_running(word: str) -> bool:
+    import psutil
+
+    children = psutil.Process().children(recursive=True)
+    return any(word in " ".join(child.cmdline()) for child in children if child.status() != "zombie")
+
+
+def test_a_queue_that_is_full_ends_the_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue, the pipe and nothing else hold what a tracker that hangs does not take."""
+    monkeypatch.setattr(channel, "MOST_QUEUED_BYTES", 1 << 20)
+    (tmp_path / "run").mkdir()
+    seen = Seen()
+    with Tracking() as tracking:
+        tracking.start(config_for("hangs"), {}, folder=tmp_path / "run", report=seen)
+        [line] = tracking._channels
+        started = time.monotonic()
+        for step in range(1, 20_001):
+            tracking.on_step(step_row(step))
+            assert line._waiting_bytes <= 1 << 20
+        assert time.monotonic() - started < 60
+        [failed] = seen.of(TrackingFailed)
+        assert failed.error == "it has left 1 MiB of values waiting" and failed.step < 20_000
+        assert not line._waiting
+
+
+def test_a_key_in_an_error_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    [failed] = follow(tmp_path / "run", "tells").of(TrackingFailed)
+    assert failed.error == "ValueError: [secret] is wrong"
+
+
+def test_a_warning_is_passed_on_once_and_output_is_dropped(tmp_path: Path, capfd: Any) -> None:
+    seen = follow(tmp_path / "run", "warns")
+    assert [event.message for event in seen.of(Warned)] == ["warns: slow disk"]
+    assert capfd.readouterr() == ("", "") and seen.of(TrackingFailed) == []
+
+
+def test_a_resumed_run_goes_on_with_the_same_id(tmp_path: Path) -> None:
+    """Killed after step 5 of which the tracker has 4, resumed at 3: nothing twice, nothing missing."""
+    run = tmp_path / "run"
+    follow(run, "notes", steps=4)
+    lines = [json.dumps(dict(step_row(step))) for step in (1, 2, 3, 4, 5)]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    follow(run, "notes", steps=7, resumes_at=3)
+    first, second = notes(run, do="start")
+    assert (first["continues"], second["continues"], second["resumes_at"]) == (False, True, 3)
+    assert first["id"] == second["id"]
+    assert [row["step"] for row in notes(run, do="log")] == [1, 2, 3, 4, 5, 6, 7]
+    follow(run, "notes", steps=8, resumes_at=7, project_name="other")
+    third = notes(run, do="start")[-1]
+    assert third["id"] != first["id"] and third["continues"] is False
+
+
+def test_a_tracker_that_comes_later_gets_the_earlier_steps(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = [dict(step_row(step)) for step in (1, 2, 3, 4)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluation = {"kind": "evaluation", "step": 2, "metrics": {"loss": 0.5}}
+    (run / "events.jsonl").write_text(json.dumps(evaluation) + "\n")
+    follow(run, "notes", steps=4, resumes_at=3)
+    logged = notes(run, do="log")
+    assert [row["step"] for row in logged] == [1, 2, 2, 3, 4]
+    assert logged[2]["values"] == {"eval/loss": 0.5}
+    assert [row["values"]["train/loss"] for row in (*logged[:2], *logged[3:])] == [1, 1 / 2, 1 / 3, 1 / 4]
+
+
+def test_a_killed_run_is_ended_with_the_tracker(tmp_path: Path) -> None:
+    """SIGKILL of the training: its tracker has all that was sent, and knows that the run did not succeed."""
+    code = f"""
+import sys, os, time
+from pathlib import Path
+sys.path[:0] = {[str(Path(__file__).parents[1])]!r}
+from tracked import RECORDING, Seen, planted
+from crosstune.config.load import make_config
+from crosstune.tracking.observe import Tracking
+run = Path({str(tmp_path / "run")!r})
+run.mkdir()
+with planted(Path({str(tmp_path / "more")!r}), notes=RECORDING):
+    tracking = Tracking()
+    tracking.start(make_config(log_to="notes"), {{}}, folder=run, report=Seen())
+    for step in (1, 2, 3):
+        tracking.on_step({{"step": step, "loss": 1.0}})
+    while not (run / "notes.notes").exists() or "3" not in (run / "notes.notes").read_text().splitlines()[-1]:
+        time.sleep(0.01)
+    os.kill(os.getpid(), {int(signal.SIGKILL)})
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=dict(os.environ), check=False)
+    assert done.returncode == -signal.SIGKILL
+    while notes(tmp_path / "run")[-1]["do"] != "finish":
+        time.sleep(0.01)
+    assert notes(tmp_path / "run", do="finish") == [{"do": "finish", "summary": {}, "succeeded": False}]
+    assert [row["step"] for row in notes(tmp_path / "run", do="log")] == [1, 2, 3]
+
+
+def test_a_missing_package_is_named_before_the_start() -> None:
+    with pytest.raises(UserError) as error:
+        check_trackers(config_for("notes", "missing"))
+    assert "no_such_package_xyz, which is not installed" in str(error.value)
+    assert "pip install no_such_package_xyz" in error.value.do and "crosstune[track]" in error.value.do
+
+
+def test_the_configuration_that_is_sent() -> None:
+    described = {
+        "options": {"lr": 1e-4, "dataset": "https://me:pass@host/x"},
+        "machine": {"name": "my-host", "packages": {"torch": "2"}},
+        "command": ["crosstune", "train"],
+        "model": {"name": "m", "path": "/home/me/m"},
+        "data": {"dataset": "d", "train": {"examples": 3}, "notes": ["private"]},
+    }
+    sent = tracked_config(described)
+    text = json.dumps(sent)
+    assert sent["options"]["lr"] == 1e-4 and sent["packages"] == {"torch": "2"}
+    for hidden in ("my-host", "pass", "/home/me", "private", "command"):
+        assert hidden not in text
+
+
+def test_tables_are_bounded() -> None:
+    rows = table_rows([{"a": "x" * 50_000, "frames": ["1", "2"]}] * 1000)
+    assert len(rows) == 200 and len(rows[0]["a"]) < 20_010 and rows[0]["frames"] == "['1', '2']"
+
+
+@pytest.mark.parametrize(
+    ("value", "screen", "trackers"),
+    [
+        ("tqdm", "tqdm", []),
+        ("wandb", "tqdm", ["wandb"]),
+        ("stdout, wandb,weave", "stdout", ["wandb", "weave"]),
+        ("none", "tqdm", []),
+    ],
+)
+def test_log_to_names_the_screen_and_trackers(value: str, screen: str, trackers: list[str]) -> None:
+    config = load_config(["--log_to", value], environment={})
+    assert (screen_in(config.log_to), trackers_in(config.log_to)) == (screen, trackers)
+    assert load_config(["--report_to", value], environment={}).log_to == value
+
+
+@pytest.mark.parametrize("value", ["wandbb", "tqdm,stdout", "none,wandb", ",", "mlflow"])
+def test_other_targets_are_refused(value: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(["--log_to", value], environment={})
+    assert "log_to cannot be" in str(error.value)
+    if value == "wandbb":
+        assert "did you mean wandb" in str(error.value)
+
+
+def test_a_list_in_a_file_is_joined(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("report_to: [wandb, tensorboard]\n")
+    assert load_config(file=path, environment={}).log_to == "wandb,tensorboard"
+    path.write_text("report_to: null\n")
+    assert load_config(file=path, environment={}).log_to == "tqdm"
+
+
+def test_an_event_after_the_end_is_recorded(tmp_path: Path) -> None:
+    record = RunRecord.create(tmp_path / "run", config_yaml="", plan={})
+    record.finish({"status": "finished"})
+    record.on_event(TrackingFailed(tracker="wandb", error="late", step=3))
+    [row] = read_jsonl(tmp_path / "run" / "events.jsonl")
+    assert (row["kind"], row["tracker"], row["step"]) == ("tracking_failed", "wandb", 3)
