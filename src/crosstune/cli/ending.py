@@ -9,6 +9,7 @@ from typing import Any
 
 from crosstune.cli.output import GOOD, STRONG, WARNING, Output
 from crosstune.cli.units import count, duration, figure, size
+from crosstune.results.next_commands import next_commands
 
 
 def print_ending(summary: Mapping[str, Any], folder: Path, report: Path | None, output: Output) -> None:
@@ -40,6 +41,9 @@ def ending_lines(
         yield _how_to_continue(summary, folder), STRONG
     elif summary["result"] and summary.get("generates"):
         yield from _next_commands(summary, folder)
+    elif summary["result"]:
+        for label, command in next_commands(folder, shown=shown_path(folder)):
+            yield f"{label:<8} {command}", None
 
 
 def _evaluation_lines(summary: Mapping[str, Any]) -> Iterator[str]:

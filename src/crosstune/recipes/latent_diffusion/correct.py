@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.recipes.latent_diffusion.encoders import Encoder
-from crosstune.recipes.latent_diffusion.sampling import Decoded, DecodeOptions, Samples
+from crosstune.recipes.latent_diffusion.sampling import Decoded, DecodeOptions, OnStep, Samples
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, PAD, Vocabulary
 
 OnRound = Callable[[int, int, float], None]
@@ -48,12 +48,20 @@ def decode_and_correct(
     options: DecodeOptions,
     correct: CorrectOptions,
     max_tokens: int,
+    on_step: OnStep | None = None,
     on_round: OnRound | None = None,
 ) -> Decoded:
     """Return the nearest text found for each vector. No reference is looked at: the vector itself is the judge."""
     random = np.random.default_rng(options.seed)
     best = _first(
-        sampler, encoder, vocabulary, latents, options=options, correct=correct, max_tokens=max_tokens
+        sampler,
+        encoder,
+        vocabulary,
+        latents,
+        options=options,
+        correct=correct,
+        max_tokens=max_tokens,
+        on_step=on_step,
     )
     for number in range(correct.rounds):
         share = 0.6 - 0.45 * number / max(1, correct.rounds - 1)
@@ -80,6 +88,7 @@ def _first(
     options: DecodeOptions,
     correct: CorrectOptions,
     max_tokens: int,
+    on_step: OnStep | None,
 ) -> _Best:
     """Decode with each of the likeliest lengths, and keep the nearest."""
     count = len(latents)
@@ -92,7 +101,8 @@ def _first(
     order = np.argsort(-sampler.length_scores(latents), axis=1)[:, : correct.lengths] + 1
     rows = np.arange(count)
     for place in range(order.shape[1]):
-        found = sampler.decode(latents, options=options, lengths=order[:, place])
+        shown = on_step if place == 0 else None
+        found = sampler.decode(latents, options=options, lengths=order[:, place], on_step=shown)
         _keep(best, found, rows, _cosines(encoder, vocabulary, found.tokens, latents))
     return best
 

@@ -14,8 +14,9 @@ from torch.nn import functional
 from crosstune.core.protocols import Array
 from crosstune.recipes.latent_diffusion.batch import PairBatch
 from crosstune.recipes.latent_diffusion.settings import ModelSettings
+from crosstune.recipes.latent_diffusion.torch_parts_denoise import signal_noise, to_clean
 from crosstune.recipes.latent_diffusion.torch_parts_model import LatentDiffusionModel
-from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler, signal_noise, to_clean
+from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler
 from crosstune.recipes.latent_diffusion.vocabulary import MASK
 from crosstune.torch_engine import export
 from crosstune.torch_engine.task import MetricSums, Opening, Tensors
