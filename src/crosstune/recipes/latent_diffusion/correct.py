@@ -16,6 +16,8 @@ from crosstune.recipes.latent_diffusion.vocabulary import MASK, PAD, Vocabulary
 
 OnRound = Callable[[int, int, float], None]
 """Called with the round, the number of rounds, and the mean cosine so far."""
+GoesOn = Callable[[Decoded], bool]
+"""Called after each round with the texts so far; returns whether another round may follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,9 @@ class _Best:
     scores: NDArray[Any]
     cosine: NDArray[np.float32]
 
+    def decoded(self) -> Decoded:
+        return Decoded(tokens=self.tokens, lengths=self.lengths, scores=self.scores)
+
 
 def decode_and_correct(
     sampler: Samples,
@@ -50,6 +55,7 @@ def decode_and_correct(
     max_tokens: int,
     on_step: OnStep | None = None,
     on_round: OnRound | None = None,
+    goes_on: GoesOn | None = None,
 ) -> Decoded:
     """Return the nearest text found for each vector. No reference is looked at: the vector itself is the judge."""
     random = np.random.default_rng(options.seed)
@@ -76,7 +82,9 @@ def decode_and_correct(
         _keep(best, found, rows, _cosines(encoder, vocabulary, found.tokens, latents[rows]))
         if on_round is not None:
             on_round(number + 1, correct.rounds, float(best.cosine.mean()))
-    return Decoded(tokens=best.tokens, lengths=best.lengths, scores=best.scores)
+        if goes_on is not None and not goes_on(best.decoded()):
+            break
+    return best.decoded()
 
 
 def _first(

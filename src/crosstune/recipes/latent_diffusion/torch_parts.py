@@ -21,6 +21,8 @@ from crosstune.recipes.latent_diffusion.vocabulary import MASK
 from crosstune.torch_engine import export
 from crosstune.torch_engine.task import MetricSums, Opening, Tensors
 
+_OF_LATENT_LOSS = ("latents", "noise", "latent_factor")
+
 
 class LatentDiffusionTask:
     """Builds the model of some settings and computes its losses. `modes` are all modes of the training."""
@@ -48,9 +50,12 @@ class LatentDiffusionTask:
         return self.model
 
     def arrays(self, batch: PairBatch) -> Mapping[str, Array]:
-        """Cut columns that are padding in every row, and list the masked tokens to predict."""
+        """Cut columns that are padding in every row, and list the masked tokens to predict. What only the latent loss
+        reads is left out where no mode has one, since it is most of what would be copied to the device."""
         width = int(batch.lengths.max(initial=1))
         arrays: dict[str, Any] = batch.arrays()
+        if self.modes == {"l2t"}:
+            arrays = {name: array for name, array in arrays.items() if name not in _OF_LATENT_LOSS}
         for name in ("tokens", "masked"):
             arrays[name] = arrays[name][:, :width]
         wanted = arrays["masked"] & (batch.text_factor > 0)[:, None]
