@@ -169,6 +169,7 @@ class Bench:
             eval_steps=max(1, steps // 5),
             eval_samples=256,
             cfg_dropout_prob=0.05,
+            time_limit=None if own.tiny or own.steps else f"{int(self.left_s() - 0.8 * own.decode_s)}s",
         )
         seconds = time.monotonic() - began
         rows = _metrics(run.folder)
