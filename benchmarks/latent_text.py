@@ -1,36 +1,43 @@
 """Latent diffusion on real text: train on WordNet's definitions and examples, decode held-out sentence vectors.
 
     python benchmarks/latent_text.py pack --out .carry/latents        here: the texts, and the encoder in fp16 (50 MB)
-    python benchmarks/latent_text.py run --carry .carry/latents --out OUT --budget_s 270      on the GPU
+    python benchmarks/latent_text.py run --carry .carry/latents --out OUT --budget_s 560      on the GPU
     python benchmarks/latent_text.py score OUT/latent_text.json       BLEU of the texts in it, with sacrebleu
     python benchmarks/latent_text.py run --carry .carry/latents --out OUT --tiny              to see that it runs
 
-`run` embeds the texts, measures the time of a step, trains as many steps as the budget allows through
-`crosstune train`, chooses guidance and steps by the re-embedding cosine of one half of the held-out texts, and reports
-the other half: one pass, the same with shuffled vectors, and decoding by correction. It prints one line of JSON after
-one pass and one at the end, and writes everything to latent_text.json. A second call with --decode_only decodes with
-the model of the first.
+`run` ends within --budget_s seconds: it embeds the texts, measures the time of a step, trains through `crosstune train`
+until --decode_s seconds are left, chooses guidance and steps by the re-embedding cosine of one half of the held-out
+texts, and reports the other half: one pass, the same with shuffled vectors, and decoding by correction until the time is
+over. It writes latent_text.json after training, after one pass and after each round of correction, and copies the log
+of the training beside it while it runs, so that a run that is cut short loses little. A second call with --decode_only
+decodes with the model of the first.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 HELD_OUT = 2000
+OVERHEAD_S = 15.0
+"""For evaluations, and for writing the model."""
 FULL = {
-    "hidden_size": 640,
+    "hidden_size": 512,
     "n_blocks": 8,
-    "latent_tokens": 8,
+    "latent_tokens": 4,
     "batch_size": 1024,
-    "lr": 6e-4,
+    "lr": 1e-3,
     "dropout": 0.1,
     "precision": "bf16_autocast",
     "optimizer": "fused_adamw",
@@ -72,10 +79,13 @@ class Bench:
         self.own, self.settings = own, TINY if own.tiny else FULL
         self.settings = self.settings | {name: json.loads(value) for name, value in own.set or ()}
         self.started = time.monotonic()
-        self.facts: dict[str, Any] = {"settings": self.settings}
+        self.facts: dict[str, Any] = {"settings": self.settings, "crops": own.crops}
 
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.started:6.1f} s] {text}", flush=True)
+
+    def left_s(self) -> float:
+        return self.own.budget_s - (time.monotonic() - self.started)
 
     def run(self) -> None:
         own = self.own
@@ -86,14 +96,15 @@ class Bench:
             self.facts = json.loads(kept.read_text(encoding="utf-8"))
         else:
             self.build()
-            self.say(f"trained {self.train()} steps")
+            with copied_log(own.work / "runs" / "text", own.out):
+                self.say(f"trained {self.train()} steps")
             kept.write_text(json.dumps(self.facts), encoding="utf-8")
+            self.save()
         self.decode()
 
     def save(self) -> None:
         """Write what is known so far, so that a run that is cut short loses little."""
         self.file.write_text(json.dumps(self.facts, indent=1), encoding="utf-8")
-        score(self.file)
 
     def build(self) -> None:
         from crosstune.recipes.latent_diffusion.build import BuildRequest, build
@@ -106,13 +117,13 @@ class Bench:
                 source=str(own.carry / "texts.txt"),
                 out=own.work / "pairs",
                 encoder=str(own.carry / "encoder"),
-                most_texts=400 if own.tiny else -1,
+                most_texts=400 if own.tiny else own.max_texts,
                 crops=own.crops,
                 validation_share=0.25 if own.tiny else 0.05,
                 most_validation=HELD_OUT,
                 options=WriteOptions(max_tokens=24, too_long="drop", dtype="fp16"),
                 on_text=lambda done, total: (
-                    self.say(f"embedded {done:,} of {total:,}") if done % 10 == 0 else None
+                    self.say(f"embedded {done:,} of {total:,}") if done // 2048 % 10 == 0 else None
                 ),
             )
         )
@@ -140,11 +151,12 @@ class Bench:
 
         own = self.own
         probe = crosstune.train(
-            **self._options(), name="probe", max_steps=6 if own.tiny else 60, skip_eval=True, save_model=False
+            **self._options(), name="probe", max_steps=6 if own.tiny else 80, skip_eval=True, save_model=False
         )
         rows = _metrics(probe.folder)
         step_s = float(np.median([row["step_s"] for row in rows[len(rows) // 2 :]]))
-        steps = 40 if own.tiny else max(500, int(own.budget_s / (1.05 * step_s)))
+        seconds = self.left_s() - own.decode_s - OVERHEAD_S
+        steps = own.steps or (40 if own.tiny else max(500, int(seconds / (1.06 * step_s))))
         self.say(f"a step takes {1000 * step_s:.1f} ms; training {steps} steps")
         began = time.monotonic()
         run = crosstune.train(
@@ -154,9 +166,10 @@ class Bench:
             warmup_steps=min(500, steps // 10),
             cosine_min_lr_ratio=0.02,
             ema_decay=0.9 if own.tiny else 0.999,
-            eval_steps=max(1, steps // 6),
+            eval_steps=max(1, steps // 5),
             eval_samples=256,
-            cfg_dropout_prob=0.1,
+            cfg_dropout_prob=0.05,
+            time_limit=None if own.tiny or own.steps else f"{int(self.left_s() - 0.8 * own.decode_s)}s",
         )
         seconds = time.monotonic() - began
         rows = _metrics(run.folder)
@@ -179,12 +192,12 @@ class Bench:
     def decode(self) -> None:
         from crosstune.recipes.latent_diffusion.correct import CorrectOptions, decode_and_correct
         from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
-        from crosstune.recipes.latent_diffusion.sampling import DecodeOptions
+        from crosstune.recipes.latent_diffusion.sampling import Decoded, DecodeOptions
         from crosstune.recipes.latent_diffusion.scores import cosine
         from crosstune.recipes.latent_diffusion.trained import open_trained
 
         own = self.own
-        trained = open_trained(own.work / "runs" / "text", dtype="fp32" if own.tiny else "bf16")
+        trained = open_trained(own.work / "runs" / "text")
         encoder = trained.encoder(str(own.carry / "encoder"))
         held_out = open_pairs(own.work / "pairs").splits["validation"]
         half = len(held_out) // 2
@@ -196,12 +209,9 @@ class Bench:
             return trained.vocabulary.decode_batch(trained.sampler.decode(latents, options=options).tokens)
 
         tried, some = [], np.asarray(tuning.latents[:500], np.float32)
-        for steps in (1, 8, 16):
-            for guidance in (1.0, 1.5, 2.0):
-                for lengths in (1, 3):
-                    options = DecodeOptions(steps=steps, guidance=guidance, num_lengths=lengths)
-                    near = cosine(encoder.encode(texts_of(some, options)), some)
-                    tried.append((near, options))
+        for steps, guidance, lengths in itertools.product((1, 8, 16), (1.0, 1.5), (1, 3)):
+            options = DecodeOptions(steps=steps, guidance=guidance, num_lengths=lengths)
+            tried.append((cosine(encoder.encode(texts_of(some, options)), some), options))
         near, best = max(tried, key=lambda item: item[0])
         self.say(f"chosen by cosine {near:.4f}: {best}")
         self.facts["tried"] = [{"cosine": near, **vars(options)} for near, options in tried]
@@ -220,9 +230,24 @@ class Bench:
         }
         self.facts["embedded"] = {"single_pass": _compared(encoder.encode(single), vectors)}
         self.save()
-        began = time.monotonic()
-        rounds, candidates = (2, 2) if own.tiny else (own.rounds, 16)
-        found = decode_and_correct(
+        score(self.file)
+        began, rounds, candidates = time.monotonic(), 2 if own.tiny else own.rounds, 2 if own.tiny else 16
+        pace: list[float] = []
+
+        def after_round(number: int, total: int, near: float) -> None:
+            pace.append(time.monotonic() - began)
+            self.say(f"round {number}/{total}: cosine {near:.4f}")
+
+        def keep(found: Decoded) -> bool:
+            """Save the texts so far, and return whether there is time for one more round."""
+            corrected = trained.vocabulary.decode_batch(found.tokens)
+            self.facts["correction"] = {"rounds": len(pace), "seconds": time.monotonic() - began}
+            self.facts["embedded"]["corrected"] = _compared(encoder.encode(corrected), vectors)
+            self.facts["texts"]["corrected"] = corrected
+            self.save()
+            return self.left_s() > 3 * pace[-1] / len(pace)
+
+        decode_and_correct(
             trained.sampler,
             encoder,
             trained.vocabulary,
@@ -230,13 +255,30 @@ class Bench:
             options=best,
             correct=CorrectOptions(rounds=rounds, candidates=candidates),
             max_tokens=trained.settings.max_tokens,
-            on_round=lambda number, total, near: self.say(f"round {number}/{total}: cosine {near:.4f}"),
+            on_round=after_round,
+            goes_on=keep,
         )
-        corrected = trained.vocabulary.decode_batch(found.tokens)
-        self.facts["corrected_seconds"] = time.monotonic() - began
-        self.facts["embedded"]["corrected"] = _compared(encoder.encode(corrected), vectors)
-        self.facts["texts"]["corrected"] = corrected
-        self.save()
+        score(self.file)
+
+
+@contextmanager
+def copied_log(run: Path, out: Path, *, every_s: float = 20.0) -> Iterator[None]:
+    """Copy the log of a run to the results while it is written."""
+    done = threading.Event()
+
+    def copy() -> None:
+        while not done.wait(every_s):
+            for name in ("metrics.jsonl", "events.jsonl"):
+                if (run / name).is_file():
+                    shutil.copyfile(run / name, out / name)
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _compared(found: Any, vectors: Any) -> dict[str, float]:
@@ -250,6 +292,10 @@ def score(path: Path) -> None:
     from crosstune.recipes.latent_diffusion.scores import exact_match, has_sacrebleu, text_scores
 
     facts = json.loads(path.read_text(encoding="utf-8"))
+    if "texts" not in facts:
+        print(json.dumps(facts["training"]["evaluations"], indent=1))
+        print(f"{path} has no decoded texts: the run ended before")
+        return
     texts = dict(facts["texts"])
     references = texts.pop("reference")
     scores = {
@@ -298,9 +344,12 @@ def main() -> None:
     running.add_argument("--carry", type=Path, required=True)
     running.add_argument("--out", type=Path, required=True)
     running.add_argument("--work", type=Path, default=Path("/tmp/latent_text"))
-    running.add_argument("--budget_s", type=float, default=270.0, help="for the training itself")
-    running.add_argument("--crops", type=int, default=4)
-    running.add_argument("--rounds", type=int, default=10)
+    running.add_argument("--budget_s", type=float, default=560.0, help="for everything (default 560)")
+    running.add_argument("--decode_s", type=float, default=110.0, help="of it, for decoding (default 110)")
+    running.add_argument("--steps", type=int, default=0, help="train so many steps, whatever the time")
+    running.add_argument("--crops", type=int, default=4, help="spans of each text as more texts (default 4)")
+    running.add_argument("--max_texts", type=int, default=-1, help="use so many of the texts")
+    running.add_argument("--rounds", type=int, default=20, help="most rounds of correction (default 20)")
     running.add_argument(
         "--decode_only", action="store_true", help="use the pairs and the model that are in --work"
     )

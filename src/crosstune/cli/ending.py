@@ -11,6 +11,7 @@ from crosstune.cli.output import GOOD, STRONG, WARNING, Output
 from crosstune.cli.units import count, duration, figure, size
 from crosstune.core.user_paths import shown_path
 from crosstune.report.next_steps import use_result
+from crosstune.results.next_commands import next_commands
 
 
 def print_ending(summary: Mapping[str, Any], folder: Path, report: Path | None, output: Output) -> None:
@@ -42,6 +43,9 @@ def ending_lines(
         yield _how_to_continue(summary, folder), STRONG
     elif summary["result"] and summary.get("generates"):
         yield from _next_commands(summary, folder)
+    elif summary["result"]:
+        for label, command in next_commands(folder, shown=shown_path(folder)):
+            yield f"{label:<8} {command}", None
 
 
 def _evaluation_lines(summary: Mapping[str, Any]) -> Iterator[str]:

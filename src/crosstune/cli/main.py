@@ -30,7 +30,7 @@ COMMANDS = {
     "doctor": "check this machine: backends, memory, and a three-step training job on each backend",
     "generate": "answer a prompt with a model or a trained run",
     "chat": "chat with a model or a trained run",
-    "latents": "build pairs of texts and sentence vectors; decode, encode and evaluate with a latent-diffusion model",
+    "latents": "build pairs of texts and sentence vectors; decode, encode, sample and evaluate with a latent-diffusion model",
     "merge": "merge a trained adapter into the weights of its base model",
     "export": "write a trained run or a model for other tools: Hugging Face, MLX, GGUF",
     "convert": "change how the weights of a model folder are quantized",

@@ -24,6 +24,8 @@ _HIGHER_IS_BETTER = _SHARES | {
     "kendall",
     "win",
 }
+_OUT_OF_100 = frozenset({"bleu", "chrf"})
+_SPELLING = {"bleu": "BLEU", "chrf": "chrF"}
 _CONTROLS = frozenset({"shuffled", "zero"})
 """Words of metrics that are measured with wrong inputs, for comparison: no direction is better."""
 
@@ -33,6 +35,8 @@ class MetricDisplay:
     label: str
     show: Callable[[float], Shown]
     is_share: bool
+    points: float
+    """How many points the value 1 is, for a metric with a highest value: its change is shown in points. 0 for others."""
     better: int
     """1 when higher is better, -1 when lower is better, 0 when the name does not say."""
 
@@ -54,7 +58,11 @@ def display_of(name: str, values: Sequence[float]) -> MetricDisplay:
     if words & _CONTROLS:
         better = 0
     return MetricDisplay(
-        label=label_of(name), show=show_share if is_share else show_number, is_share=is_share, better=better
+        label=" ".join(_SPELLING.get(word, word) for word in label_of(name).split()),
+        show=show_share if is_share else show_number,
+        is_share=is_share,
+        points=100.0 if is_share else float(bool(words & _OUT_OF_100)),
+        better=better,
     )
 
 
@@ -68,8 +76,8 @@ def change_between(before: float, after: float, display: MetricDisplay) -> Chang
     delta = after - before
     if delta == 0:
         return Change(amount=Shown("no change"), verdict="unchanged", rising=False)
-    if display.is_share:
-        text = f"{_sign(delta)}{show_number(abs(delta) * 100, digits=3).text} points"
+    if display.points:
+        text = f"{_sign(delta)}{show_number(abs(delta) * display.points, digits=3).text} points"
     elif before > 0:
         text = f"{_sign(delta)}{show_share(abs(delta) / before).text}"
     else:

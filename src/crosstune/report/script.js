@@ -84,7 +84,7 @@
     });
   };
 
-  // Replay how an answer was generated: once when the page opens, and again at the button.
+  // Replay how an answer was generated: once when it is first seen, and again at the button.
   const replay = (text) => {
     const frames = JSON.parse(text.dataset.frames);
     const last = text.textContent;
@@ -96,6 +96,7 @@
     let timer = 0;
     const play = () => {
       clearInterval(timer);
+      text.style.minHeight = `${text.offsetHeight}px`; // shorter frames do not move the page
       let place = 0;
       timer = setInterval(() => {
         text.textContent = place < frames.length ? frames[place] : last;
@@ -103,7 +104,12 @@
       }, 350);
     };
     button.addEventListener("click", play);
-    if (!matchMedia("(prefers-reduced-motion: reduce)").matches) play();
+    if (matchMedia("(prefers-reduced-motion: reduce)").matches) return;
+    new IntersectionObserver((seen, observer) => {
+      if (!seen.some((entry) => entry.isIntersecting)) return;
+      observer.disconnect();
+      play();
+    }).observe(text);
   };
 
   // Copy a command with a button, where the browser allows it.

@@ -22,6 +22,7 @@ from crosstune.models.checksums import check_checksums
 from crosstune.models.folder_record import read_record
 from crosstune.models.identity import recorded_sha256
 from crosstune.models.quantized_folder import quantization_options
+from crosstune.results.next_commands import next_commands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,10 +136,14 @@ def _check_language_model(run: Path) -> None:
     if read_json(run / "summary.json").get("generates") is False:
         options = read_json(run / "plan.json").get("options")
         recipe = options.get("recipe") if isinstance(options, dict) else None
+        commands = " or ".join(command for _, command in next_commands(run))
+        weights = (
+            f"its weights are in {run / 'model'} or {run / 'adapter'}; use them with the code of the recipe"
+        )
         raise UserError(
             f"The run {run} did not train a language model.",
-            why=f"its recipe {recipe} brings a model of its own, which has no text to generate and no folder to merge.",
-            do=f"its weights are in {run / 'model'} or {run / 'adapter'}; use them with the code of the recipe",
+            why=f"its recipe {recipe} brings a model of its own, which answers no prompt and has no folder to merge.",
+            do=f"use: {commands}" if commands else weights,
         )
 
 

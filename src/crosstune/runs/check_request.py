@@ -132,9 +132,13 @@ def _data_options(config: Config) -> list[tuple[str, str | None]]:
 
 
 def _check_own_model(plan: Plan, checked: Checked) -> None:
-    """Refuse methods that start from the weights of a base model, for a recipe that brings its own model."""
+    """Refuse what a recipe that brings its own model has no use for: the options that it names itself, or the methods
+    that start from the weights of a base model."""
     config = plan.config
-    if plan.quantizer != "none" or plan.method == "llama_pro":
+    recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
+    if hasattr(recipe, "check_options"):
+        checked.problems += recipe.check_options(config)
+    elif plan.quantizer != "none" or plan.method == "llama_pro":
         checked.problems.append(
             UserError(
                 f"--train_type {config.train_type} does not work with the recipe {config.recipe}.",

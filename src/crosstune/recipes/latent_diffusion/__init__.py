@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from crosstune.config.facts import Preset
-from crosstune.config.load import cache_override
+from crosstune.config.load import cache_override, make_config
 from crosstune.config.schema import Config
-from crosstune.core.errors import UserError
+from crosstune.core.errors import UserError, raise_all
 from crosstune.core.events import Observer
 from crosstune.core.machine import BackendReport
+from crosstune.recipes.latent_diffusion.settings import make_modes
 
 if TYPE_CHECKING:
     from crosstune.recipes.latent_diffusion.pair_folder import PairFolder
@@ -20,6 +23,29 @@ NEEDS_BASE_MODEL = False
 _DEFAULTS = {"dataset": "grammar", "train_type": "full", "lr": 1e-3, "batch_size": 64, "eval_samples": 256}
 """Options whose default is another one with this recipe, on every backend."""
 PRESET_OPTIONS = tuple(_DEFAULTS)
+_MEANINGLESS = {
+    "its model starts from random weights": (
+        "model_name",
+        "base_adapter",
+        "llama_pro_path",
+        "quantization_backend",
+        "no_4bit",
+    ),
+    "its texts have the tokenizer of their folder of pairs": ("tokenizer", "chat_template"),
+    "its data is a folder of pairs, which has its validation split and no conversations": (
+        "eval_dataset",
+        "dataset_format",
+        "columns",
+        "truncation",
+        "packing",
+        "train_on_prompt",
+        "loading_workers",
+    ),
+    "it decodes texts of a known length": ("max_new_tokens",),
+    "its attention always is torch's scaled_dot_product_attention": ("use_flash_attention",),
+}
+"""Why some options cannot mean anything with this recipe -> the options."""
+_MODE_OPTIONS = ("loss_type", "mode_weights", "sequential_schedule")
 
 
 def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
@@ -54,6 +80,56 @@ def check_dataset(name: str) -> None:
     )
 
 
+def check_options(config: Config) -> list[UserError]:
+    """Return a problem for each group of options that were set and have no meaning with this recipe."""
+    problems = []
+    if config.backend == "mlx":
+        problems.append(
+            UserError(
+                "The recipe latent_diffusion does not train with --backend mlx.",
+                why="its model is written for torch.",
+                do="use --backend mps on a Mac, or cpu",
+            )
+        )
+    if config.train_type != "full":
+        problems.append(
+            UserError(
+                f"The recipe latent_diffusion does not train with --train_type {config.train_type}.",
+                why="its model starts from random weights, so there is nothing that an adapter could be added to.",
+                do="use --train_type full, or leave it out",
+            )
+        )
+    for why, options in _MEANINGLESS.items():
+        if found := [f"--{option}" for option in options if option in config.asked]:
+            plural = len(found) > 1
+            problems.append(
+                UserError(
+                    f"{' and '.join(found)} {'have' if plural else 'has'} no meaning with --recipe latent_diffusion.",
+                    why=f"{why}.",
+                    do=f"leave {'them' if plural else 'it'} out",
+                )
+            )
+    return problems
+
+
+def next_commands(run: str, options: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what to do with a finished run: a label and a command each, for the run's name and its options."""
+    modes = make_modes(
+        make_config(**{name: options[name] for name in _MODE_OPTIONS if name in options})
+    ).all()
+    commands = []
+    if modes != {"t2l"}:
+        commands.append(("try it", f'crosstune latents decode {run} --text "..." --live'))
+    if modes != {"l2t"}:
+        commands.append(("encode", f'crosstune latents encode {run} --text "..." --out vectors.npy'))
+    if "unconditional" in modes:
+        commands.append(("sample", f"crosstune latents sample {run} --live"))
+    dataset = options.get("dataset")
+    if isinstance(dataset, str) and dataset != "grammar":
+        commands.append(("score", f"crosstune latents eval {run} --data {shlex.quote(dataset)}"))
+    return commands
+
+
 def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
     """Raise if the pairs cannot be read or do not fit the options."""
     _open(config)
@@ -65,12 +141,7 @@ def _open(config: Config) -> PairFolder:
     from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
 
     check_dataset(config.dataset)
-    if config.train_type != "full":
-        raise UserError(
-            f"The recipe latent_diffusion does not train with --train_type {config.train_type}.",
-            why="its model starts from random weights, so there is nothing that an adapter could be added to.",
-            do="use --train_type full, or leave it out",
-        )
+    raise_all(check_options(config))
     folder = Path(config.dataset).expanduser()
     pairs = open_pairs(grammar_pairs(cache_override()) if config.dataset == GRAMMAR else folder)
     if config.latent_dim and config.latent_dim != pairs.dim:

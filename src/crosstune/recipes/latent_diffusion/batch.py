@@ -59,7 +59,6 @@ def make_batch(pairs: Pairs, rows: NDArray[np.int64], drawn: Drawn, *, weights: 
     lengths = np.asarray(pairs.lengths[rows], np.int64)
     dim = pairs.latents.shape[1]
     latents = np.asarray(pairs.latents[rows], np.float32) * np.float32(dim**0.5)
-    alpha, sigma = alpha_sigma(drawn.latent_time)
     count = len(rows)
     text, latent = drawn.predicts_text(), drawn.predicts_latent()
     num_masked = int(drawn.masked[text].sum())
@@ -67,7 +66,7 @@ def make_batch(pairs: Pairs, rows: NDArray[np.int64], drawn: Drawn, *, weights: 
         tokens=np.asarray(pairs.tokens[rows], np.int64),
         lengths=lengths,
         latents=latents,
-        noisy=(alpha[:, None] * latents + sigma[:, None] * drawn.noise).astype(np.float32),
+        noisy=_noisy(latents, drawn),
         noise=drawn.noise,
         masked=drawn.masked,
         text_time=drawn.text_time,
@@ -83,6 +82,14 @@ def divide_batch(batch: PairBatch, *, size: int) -> Iterator[PairBatch]:
     for start in range(0, batch.weight, size):
         part = slice(start, start + size)
         yield PairBatch(**{name: array[part] for name, array in batch.arrays().items()})
+
+
+def _noisy(latents: NDArray[np.float32], drawn: Drawn) -> NDArray[np.float32]:
+    if not drawn.predicts_latent().any():
+        return latents  # clean; where a row has none, the model replaces it
+    alpha, sigma = alpha_sigma(drawn.latent_time)
+    noisy: NDArray[np.float32] = alpha[:, None] * latents + sigma[:, None] * drawn.noise
+    return noisy.astype(np.float32)
 
 
 def _factor(counts: NDArray[np.bool_], total: float, over: int) -> NDArray[np.float32]:

@@ -11,11 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.recipes.latent_diffusion.encoders import Encoder
-from crosstune.recipes.latent_diffusion.sampling import Decoded, DecodeOptions, Samples
+from crosstune.recipes.latent_diffusion.sampling import Decoded, DecodeOptions, OnStep, Samples
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, PAD, Vocabulary
 
 OnRound = Callable[[int, int, float], None]
 """Called with the round, the number of rounds, and the mean cosine so far."""
+GoesOn = Callable[[Decoded], bool]
+"""Called after each round with the texts so far; returns whether another round may follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,9 @@ class _Best:
     scores: NDArray[Any]
     cosine: NDArray[np.float32]
 
+    def decoded(self) -> Decoded:
+        return Decoded(tokens=self.tokens, lengths=self.lengths, scores=self.scores)
+
 
 def decode_and_correct(
     sampler: Samples,
@@ -48,12 +53,21 @@ def decode_and_correct(
     options: DecodeOptions,
     correct: CorrectOptions,
     max_tokens: int,
+    on_step: OnStep | None = None,
     on_round: OnRound | None = None,
+    goes_on: GoesOn | None = None,
 ) -> Decoded:
     """Return the nearest text found for each vector. No reference is looked at: the vector itself is the judge."""
     random = np.random.default_rng(options.seed)
     best = _first(
-        sampler, encoder, vocabulary, latents, options=options, correct=correct, max_tokens=max_tokens
+        sampler,
+        encoder,
+        vocabulary,
+        latents,
+        options=options,
+        correct=correct,
+        max_tokens=max_tokens,
+        on_step=on_step,
     )
     for number in range(correct.rounds):
         share = 0.6 - 0.45 * number / max(1, correct.rounds - 1)
@@ -68,7 +82,9 @@ def decode_and_correct(
         _keep(best, found, rows, _cosines(encoder, vocabulary, found.tokens, latents[rows]))
         if on_round is not None:
             on_round(number + 1, correct.rounds, float(best.cosine.mean()))
-    return Decoded(tokens=best.tokens, lengths=best.lengths, scores=best.scores)
+        if goes_on is not None and not goes_on(best.decoded()):
+            break
+    return best.decoded()
 
 
 def _first(
@@ -80,6 +96,7 @@ def _first(
     options: DecodeOptions,
     correct: CorrectOptions,
     max_tokens: int,
+    on_step: OnStep | None,
 ) -> _Best:
     """Decode with each of the likeliest lengths, and keep the nearest."""
     count = len(latents)
@@ -92,7 +109,8 @@ def _first(
     order = np.argsort(-sampler.length_scores(latents), axis=1)[:, : correct.lengths] + 1
     rows = np.arange(count)
     for place in range(order.shape[1]):
-        found = sampler.decode(latents, options=options, lengths=order[:, place])
+        shown = on_step if place == 0 else None
+        found = sampler.decode(latents, options=options, lengths=order[:, place], on_step=shown)
         _keep(best, found, rows, _cosines(encoder, vocabulary, found.tokens, latents))
     return best
 

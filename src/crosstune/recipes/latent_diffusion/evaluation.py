@@ -1,9 +1,9 @@
-"""Evaluate a trained model on held-out pairs: decoding with controls, correction, encoding."""
+"""Evaluate a trained model on held-out pairs: decoding with controls, correction, encoding, sampling."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -47,17 +47,31 @@ def evaluate(
         result |= _decoded(trained, pairs, latents, references, encoder=encoder, request=request)
     if modes != {"l2t"}:
         request.on_stage("encoding")
-        tokens = trained.vocabulary.encode(pairs.texts[rows])
-        lengths = np.array([len(row) for row in tokens])
-        stacked = np.zeros((len(tokens), trained.settings.max_tokens), np.int64)
-        for place, row in enumerate(tokens):
-            stacked[place, : len(row)] = row
-        found = trained.sampler.encode(stacked, lengths, steps=request.encode_steps)
+        tokens, lengths = trained.tokens_of(pairs.texts[rows])
+        found = trained.sampler.encode(tokens, lengths, steps=request.encode_steps)
         result["encode"] = {
             "cosine": scores.cosine(found, latents),
             "shuffled_cosine": scores.cosine(found, np.roll(latents, 1, axis=0)),
             "retrieval_at_1": scores.retrieval(found, latents),
         }
+    if "unconditional" in modes:
+        request.on_stage("sampling")
+        result["sampled"] = _sampled(trained, len(latents), encoder=encoder, request=request)
+    return result
+
+
+def _sampled(
+    trained: Trained, count: int, *, encoder: Encoder | None, request: EvalRequest
+) -> dict[str, float]:
+    """Score texts and vectors that were made together from noise: how many differ, and whether they belong together."""
+    options = replace(request.decode, temperature=request.decode.temperature or 1.0)
+    found = trained.sampler.generate(count, options=options)
+    texts = trained.vocabulary.decode_batch(found.tokens)
+    result = {"different_texts": len(set(texts)) / len(texts)}
+    if encoder is not None:
+        vectors = encoder.encode(texts)
+        result["cosine"] = scores.cosine(vectors, found.vectors)
+        result["shuffled_cosine"] = scores.cosine(vectors, np.roll(found.vectors, 1, axis=0))
     return result
 
 
@@ -71,11 +85,7 @@ def _decoded(
     request: EvalRequest,
 ) -> dict[str, Any]:
     sampler, vocabulary = trained.sampler, trained.vocabulary
-    ids = vocabulary.encode(pairs.texts[: len(latents)])
-    lengths = np.array([len(row) for row in ids])
-    tokens = np.zeros((len(ids), trained.settings.max_tokens), np.int64)
-    for place, row in enumerate(ids):
-        tokens[place, : len(row)] = row
+    tokens, lengths = trained.tokens_of(pairs.texts[: len(latents)])
 
     def accuracy(vectors: Any) -> float:
         """From the fully masked state, all at once, at the right length."""

@@ -28,6 +28,7 @@ class Drawn:
     masked: NDArray[np.bool_]
     """(rows, max_tokens): tokens that the model does not see. Padding is never among them."""
     noise: NDArray[np.float32]
+    """Zero where every row has mode l2t, whose vectors are clean or absent."""
     without_latent: NDArray[np.bool_]
     """Rows whose latent is replaced by the null latent, for classifier-free guidance."""
 
@@ -60,13 +61,12 @@ def draw(
     text_time[without & (mode == T2L)] = 1.0  # fully masked text says nothing but its length
     real = np.arange(max_tokens) < lengths[:, None]
     masked = (random.random((rows, max_tokens), dtype=np.float32) < text_time[:, None]) & real
-    noise = random.standard_normal((rows, dim), dtype=np.float32)
     return Drawn(
         mode=mode,
         text_time=text_time,
         latent_time=latent_time,
         masked=masked,
-        noise=noise,
+        noise=_draw_noise(random, rows, dim, needed=bool((mode != L2T).any())),
         without_latent=without_latent,
     )
 
@@ -74,6 +74,13 @@ def draw(
 def _draw_modes(random: np.random.Generator, rows: int, shares: Mapping[str, float]) -> NDArray[np.int8]:
     weights = np.array([shares.get(mode, 0.0) for mode in MODES])
     return random.choice(len(MODES), size=rows, p=weights / weights.sum()).astype(np.int8)
+
+
+def _draw_noise(random: np.random.Generator, rows: int, dim: int, *, needed: bool) -> NDArray[np.float32]:
+    """Return noise for the vectors, drawn last: drawing it is most of the time of a step's preparation."""
+    if needed:
+        return random.standard_normal((rows, dim), dtype=np.float32)
+    return np.broadcast_to(np.float32(0.0), (rows, dim))
 
 
 def _spread(random: np.random.Generator, rows: int) -> NDArray[np.float32]:

@@ -14,11 +14,14 @@ from torch.nn import functional
 from crosstune.core.protocols import Array
 from crosstune.recipes.latent_diffusion.batch import PairBatch
 from crosstune.recipes.latent_diffusion.settings import ModelSettings
+from crosstune.recipes.latent_diffusion.torch_parts_denoise import signal_noise, to_clean
 from crosstune.recipes.latent_diffusion.torch_parts_model import LatentDiffusionModel
-from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler, signal_noise, to_clean
+from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler
 from crosstune.recipes.latent_diffusion.vocabulary import MASK
 from crosstune.torch_engine import export
 from crosstune.torch_engine.task import MetricSums, Opening, Tensors
+
+_OF_LATENT_LOSS = ("latents", "noise", "latent_factor")
 
 
 class LatentDiffusionTask:
@@ -47,9 +50,12 @@ class LatentDiffusionTask:
         return self.model
 
     def arrays(self, batch: PairBatch) -> Mapping[str, Array]:
-        """Cut columns that are padding in every row, and list the masked tokens to predict."""
+        """Cut columns that are padding in every row, and list the masked tokens to predict. What only the latent loss
+        reads is left out where no mode has one, since it is most of what would be copied to the device."""
         width = int(batch.lengths.max(initial=1))
         arrays: dict[str, Any] = batch.arrays()
+        if self.modes == {"l2t"}:
+            arrays = {name: array for name, array in arrays.items() if name not in _OF_LATENT_LOSS}
         for name in ("tokens", "masked"):
             arrays[name] = arrays[name][:, :width]
         wanted = arrays["masked"] & (batch.text_factor > 0)[:, None]

@@ -1,4 +1,4 @@
-"""Sample from a latent-diffusion model: texts from vectors by unmasking, vectors from texts by DDIM."""
+"""Sample from a latent-diffusion model: texts from vectors, vectors from texts, or both from noise."""
 
 from __future__ import annotations
 
@@ -12,15 +12,23 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from crosstune.recipes.latent_diffusion.sampling import Decoded, DecodeOptions, OnStep
-from crosstune.recipes.latent_diffusion.torch_parts_model import LatentDiffusionModel
+from crosstune.recipes.latent_diffusion.noise import T_MIN
+from crosstune.recipes.latent_diffusion.sampling import Decoded, DecodeOptions, Generated, OnStep, surer
+from crosstune.recipes.latent_diffusion.torch_parts_denoise import (
+    at_data_norm,
+    choose,
+    ddim_step,
+    to_clean,
+    unmask,
+)
+from crosstune.recipes.latent_diffusion.torch_parts_model import LatentDiffusionModel, Output
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, NUM_SPECIAL, PAD
 
 _BATCH = 512
 
 
 class Sampler:
-    """Decodes and encodes in batches. Random numbers come from a generator of its own."""
+    """Decodes, encodes and generates in batches. Random numbers come from a generator of its own."""
 
     def __init__(self, model: LatentDiffusionModel, *, batch_size: int = _BATCH) -> None:
         self.model, self.batch_size = model, batch_size
@@ -29,16 +37,9 @@ class Sampler:
 
     def length_scores(self, latents: NDArray[Any]) -> NDArray[np.float32]:
         """Return the probability of each number of tokens, from 1, for each vector."""
-        found = []
         with self._evaluating():
-            for part in self._parts(latents):
-                scaled = self._scaled(part)
-                blank = torch.full((len(part), 1), MASK, device=self.device)
-                ones = torch.ones(len(part), dtype=torch.int64, device=self.device)
-                logits = self._predict(blank, ones, scaled, torch.ones_like(scaled[:, 0])).length
-                assert logits is not None
-                found.append(logits.softmax(-1).cpu().numpy())
-        return np.concatenate(found)
+            found = [self._length_chances(self._scaled(latents[part])) for part in self._parts(len(latents))]
+        return torch.cat(found).cpu().numpy()
 
     def decode(
         self,
@@ -51,21 +52,20 @@ class Sampler:
         """Return token ids for vectors of norm 1, from fully masked text of the likeliest or the given lengths."""
         if lengths is not None:
             return self._decode(latents, np.asarray(lengths), options=options, on_step=on_step)
-        chances = self.length_scores(latents)
-        order = np.argsort(-chances, axis=1, kind="stable")[:, : options.num_lengths]
+        order = np.argsort(-self.length_scores(latents), axis=1, kind="stable")[:, : options.num_lengths]
         best: Decoded | None = None
         for place in range(order.shape[1]):
-            found = self._decode(latents, order[:, place] + 1, options=options, on_step=on_step)
-            best = found if best is None else _surer(best, found)
+            shown = on_step if place == 0 else None
+            found = self._decode(latents, order[:, place] + 1, options=options, on_step=shown)
+            best = found if best is None else surer(best, found)
         assert best is not None
         return best
 
     def _decode(
         self, latents: NDArray[Any], lengths: NDArray[Any], *, options: DecodeOptions, on_step: OnStep | None
     ) -> Decoded:
-        real = np.arange(self.settings.max_tokens) < lengths[:, None]
-        blank = np.where(real, MASK, PAD)[:, : int(lengths.max(initial=1))]
-        return self.fill(blank, lengths, latents, options=options, on_step=on_step)
+        real = np.arange(int(lengths.max(initial=1))) < lengths[:, None]
+        return self.fill(np.where(real, MASK, PAD), lengths, latents, options=options, on_step=on_step)
 
     def fill(
         self,
@@ -77,17 +77,15 @@ class Sampler:
         on_step: OnStep | None = None,
     ) -> Decoded:
         """Return the tokens with the masked ones filled in, and the probability that each had when it was chosen."""
-        rows, filled, scores = len(tokens), [], []
-        generator = torch.Generator(self.device).manual_seed(options.seed)
+        filled, scores, seeded = [], [], self._seeded(options.seed)
         with self._evaluating():
-            for start in range(0, rows, self.batch_size):
-                part = slice(start, start + self.batch_size)
+            for part in self._parts(len(tokens)):
                 done = self._fill(
-                    torch.from_numpy(np.asarray(tokens[part], np.int64)).to(self.device),
-                    torch.from_numpy(np.asarray(lengths[part], np.int64)).to(self.device),
+                    self._ids(tokens[part]),
+                    self._ids(lengths[part]),
                     self._scaled(latents[part]),
                     options=options,
-                    generator=generator,
+                    seeded=seeded,
                     on_step=on_step,
                 )
                 filled.append(done[0].cpu().numpy())
@@ -106,16 +104,34 @@ class Sampler:
         seed: int = 0,
     ) -> NDArray[np.float32]:
         """Return a vector of norm 1 for each text, by deterministic DDIM from noise."""
-        generator = torch.Generator(self.device).manual_seed(seed)
-        found = []
+        found, seeded = [], self._seeded(seed)
         with self._evaluating():
-            for start in range(0, len(tokens), self.batch_size):
-                part = slice(start, start + self.batch_size)
-                rows = torch.from_numpy(np.asarray(tokens[part], np.int64)).to(self.device)
-                size = torch.from_numpy(np.asarray(lengths[part], np.int64)).to(self.device)
-                clean = self._ddim(rows, size, steps=steps, guidance=guidance, generator=generator)
+            for part in self._parts(len(tokens)):
+                rows, size = self._ids(tokens[part]), self._ids(lengths[part])
+                clean = self._ddim(rows, size, steps=steps, guidance=guidance, seeded=seeded)
                 found.append(functional.normalize(clean, dim=-1).cpu().numpy())
         return np.concatenate(found)
+
+    def generate(self, count: int, *, options: DecodeOptions, on_step: OnStep | None = None) -> Generated:
+        """Return new texts and their vectors, denoised together: masked tokens and a noisy vector, each seen by the
+        other. The lengths are drawn from what the length head gives for the noise."""
+        tokens, lengths, vectors = [], [], []
+        seeded = self._seeded(options.seed)
+        with self._evaluating():
+            for part in self._parts(count):
+                noise = self._noise(len(range(count)[part]), seeded)
+                size, _ = choose(self._length_chances(noise).log(), temperature=1.0, seeded=seeded)
+                found = self._generate(noise, size + 1, options=options, seeded=seeded, on_step=on_step)
+                tokens.append(
+                    functional.pad(found[0], (0, self.settings.max_tokens - found[0].shape[1]), value=PAD)
+                )
+                lengths.append(size + 1)
+                vectors.append(functional.normalize(found[1], dim=-1))
+        return Generated(
+            tokens=torch.cat(tokens).cpu().numpy(),
+            lengths=torch.cat(lengths).cpu().numpy(),
+            vectors=torch.cat(vectors).cpu().numpy(),
+        )
 
     def _fill(
         self,
@@ -124,57 +140,58 @@ class Sampler:
         latents: torch.Tensor,
         *,
         options: DecodeOptions,
-        generator: torch.Generator,
+        seeded: torch.Generator,
         on_step: OnStep | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Unmask the most confident predictions first, about the same number in each step."""
+        """Unmask about the same number of tokens in each step."""
         at_first = (tokens == MASK).sum(1)
         scores = torch.ones(tokens.shape, device=self.device)
         for step in range(options.steps):
-            masked = tokens == MASK
-            logits = self._guided(tokens, lengths, latents, masked.sum(1) / lengths, options.guidance)
-            chosen, sure = _choose(logits, options.temperature, generator)
+            logits = self._guided(tokens, lengths, latents, options.guidance)
             left = (at_first * (options.steps - 1 - step)) // options.steps
-            order = torch.where(masked, sure, -torch.inf).argsort(dim=1, descending=True).argsort(dim=1)
-            opened = masked & (order < (masked.sum(1) - left)[:, None])
-            tokens = torch.where(opened, chosen, tokens)
+            tokens, opened, sure = unmask(
+                tokens, logits, left=left, temperature=options.temperature, seeded=seeded
+            )
             scores = torch.where(opened, sure, scores)
             if on_step is not None:
                 on_step(step + 1, options.steps, tokens.cpu().numpy())
         return tokens, scores
 
-    def _guided(
+    def _generate(
         self,
-        tokens: torch.Tensor,
+        noisy: torch.Tensor,
         lengths: torch.Tensor,
-        latents: torch.Tensor,
-        time: torch.Tensor,
-        guidance: float,
-    ) -> torch.Tensor:
-        logits = self._predict(tokens, lengths, latents, time).logits
-        assert logits is not None
-        if guidance != 1.0:
-            free = self._predict(tokens, lengths, latents, time, free=True).logits
-            assert free is not None
-            logits = free.float() + guidance * (logits.float() - free.float())
-        logits = logits.float()
-        logits[..., :NUM_SPECIAL] = -torch.inf
-        return logits
-
-    def _predict(
-        self,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor,
-        latents: torch.Tensor,
-        time: torch.Tensor,
         *,
-        latent_time: torch.Tensor | None = None,
-        free: bool = False,
-    ) -> Any:
-        if latent_time is None:
-            latent_time = torch.full((len(tokens),), 1.0 if free else 0.0, device=self.device)
-        without = torch.full((len(tokens),), free, device=self.device)
-        return self.model(tokens, lengths, latents, time.float(), latent_time, without)
+        options: DecodeOptions,
+        seeded: torch.Generator,
+        on_step: OnStep | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        places = torch.arange(int(lengths.max()), device=self.device)
+        tokens = torch.where(places < lengths[:, None], MASK, PAD)
+        clean = noisy
+        for step, (now, after) in enumerate(itertools.pairwise(self._times(options.steps))):
+            time = now.expand(len(tokens))
+            output = self._predict(tokens, lengths, noisy, latent_time=time)
+            clean = at_data_norm(self._clean_of(output, noisy, time))
+            noisy = ddim_step(noisy, clean, now=time, after=after.expand(len(tokens)))
+            left = (lengths * (options.steps - 1 - step)) // options.steps
+            tokens, _, _ = unmask(
+                tokens, _logits_of(output), left=left, temperature=options.temperature, seeded=seeded
+            )
+            if on_step is not None:
+                on_step(step + 1, options.steps, tokens.cpu().numpy())
+        return tokens, clean
+
+    def _guided(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, latents: torch.Tensor, guidance: float
+    ) -> torch.Tensor:
+        logits = _logits_of(self._predict(tokens, lengths, latents))
+        if guidance != 1.0:
+            free = _logits_of(self._predict(tokens, lengths, latents, free=True))
+            special = logits[..., :NUM_SPECIAL]  # minus infinity in both
+            logits = free + guidance * (logits - free)
+            logits[..., :NUM_SPECIAL] = special
+        return logits
 
     def _ddim(
         self,
@@ -183,43 +200,65 @@ class Sampler:
         *,
         steps: int,
         guidance: float,
-        generator: torch.Generator,
+        seeded: torch.Generator,
     ) -> torch.Tensor:
-        rows, dim = len(tokens), self.settings.latent_dim
-        noisy = torch.randn(rows, dim, generator=generator, device=self.device)
-        times = torch.linspace(1 - 1e-3, 0.0, steps + 1, device=self.device)
-        clean = noisy
+        clean = noisy = self._noise(len(tokens), seeded)
         hidden = torch.where(tokens == PAD, PAD, MASK)
-        for now, after in itertools.pairwise(times):
-            time = now.expand(rows)
-            clean = self._clean(tokens, lengths, noisy, time, torch.zeros_like(time))
+        for now, after in itertools.pairwise(self._times(steps)):
+            time = now.expand(len(tokens))
+            clean = self._clean_of(self._predict(tokens, lengths, noisy, latent_time=time), noisy, time)
             if guidance != 1.0:
-                free = self._clean(hidden, lengths, noisy, time, torch.ones_like(time))
+                free = self._clean_of(self._predict(hidden, lengths, noisy, latent_time=time), noisy, time)
                 clean = free + guidance * (clean - free)
-            clean = functional.normalize(clean, dim=-1) * dim**0.5  # every vector of the data has this norm
-            alpha, sigma = signal_noise(time)
-            next_alpha, next_sigma = signal_noise(after.expand(rows))
-            noisy = next_alpha * clean + next_sigma * (noisy - alpha * clean) / sigma
+            clean = at_data_norm(clean)
+            noisy = ddim_step(noisy, clean, now=time, after=after.expand(len(tokens)))
         return clean
 
-    def _clean(
+    def _predict(
         self,
         tokens: torch.Tensor,
         lengths: torch.Tensor,
-        noisy: torch.Tensor,
-        time: torch.Tensor,
-        text_time: torch.Tensor,
-    ) -> torch.Tensor:
-        predicted = self._predict(tokens, lengths, noisy, text_time, latent_time=time).latent
-        assert predicted is not None, "the model was trained without predicting latents"
-        return to_clean(predicted, noisy, time, self.settings.latent_parameterization)
+        latents: torch.Tensor,
+        *,
+        latent_time: torch.Tensor | None = None,
+        free: bool = False,
+    ) -> Output:
+        """Run the model. The time of the text is its share of masked tokens; latents are clean unless a time is given."""
+        if latent_time is None:
+            latent_time = torch.full((len(tokens),), 1.0 if free else 0.0, device=self.device)
+        without = torch.full((len(tokens),), free, device=self.device)
+        text_time = ((tokens == MASK).sum(1) / lengths).float()
+        output: Output = self.model(tokens, lengths, latents, text_time, latent_time, without)
+        return output
+
+    def _clean_of(self, output: Output, noisy: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        assert output.latent is not None, "the model was trained without predicting latents"
+        return to_clean(output.latent, noisy, time, self.settings.latent_parameterization)
+
+    def _length_chances(self, scaled: torch.Tensor) -> torch.Tensor:
+        blank = torch.full((len(scaled), 1), MASK, device=self.device)
+        logits = self._predict(blank, torch.ones_like(blank[:, 0]), scaled).length
+        assert logits is not None, "the model was trained without predicting text"
+        return logits.softmax(-1)
+
+    def _times(self, steps: int) -> torch.Tensor:
+        return torch.linspace(1 - T_MIN, 0.0, steps + 1, device=self.device)
+
+    def _noise(self, rows: int, seeded: torch.Generator) -> torch.Tensor:
+        return torch.randn(rows, self.settings.latent_dim, generator=seeded, device=self.device)
+
+    def _seeded(self, seed: int) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(seed)
+
+    def _ids(self, array: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(array, np.int64)).to(self.device)
 
     def _scaled(self, latents: NDArray[Any]) -> torch.Tensor:
         scaled = np.asarray(latents, np.float32) * np.float32(self.settings.latent_dim**0.5)
         return torch.from_numpy(scaled).to(self.device)
 
-    def _parts(self, rows: NDArray[Any]) -> Iterator[NDArray[Any]]:
-        yield from (rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size))
+    def _parts(self, rows: int) -> Iterator[slice]:
+        yield from (slice(start, start + self.batch_size) for start in range(0, rows, self.batch_size))
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -232,46 +271,9 @@ class Sampler:
             self.model.train(was_training)
 
 
-def _surer(one: Decoded, other: Decoded) -> Decoded:
-    """Return for each row the one whose tokens have the higher mean logarithm of their probability."""
-    width = max(one.tokens.shape[1], other.tokens.shape[1])
-    tokens, scores, sure = [], [], []
-    for found in (one, other):
-        missing = ((0, 0), (0, width - found.tokens.shape[1]))
-        tokens.append(np.pad(found.tokens, missing, constant_values=PAD))
-        scores.append(np.pad(found.scores, missing, constant_values=1.0))
-        sure.append(np.log(np.maximum(scores[-1], 1e-9)).sum(1) / found.lengths)
-    second = sure[1] > sure[0]
-    return Decoded(
-        tokens=np.where(second[:, None], tokens[1], tokens[0]),
-        lengths=np.where(second, other.lengths, one.lengths),
-        scores=np.where(second[:, None], scores[1], scores[0]),
-    )
-
-
-def _choose(
-    logits: torch.Tensor, temperature: float, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a token for each place, the likeliest or a drawn one, and its probability."""
-    chances = (logits / (temperature or 1.0)).softmax(-1)
-    if temperature:
-        flat = torch.multinomial(chances.flatten(0, 1), 1, generator=generator).view(chances.shape[:2])
-    else:
-        flat = chances.argmax(-1)
-    return flat, chances.gather(-1, flat[..., None])[..., 0]
-
-
-def signal_noise(time: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the factors of the clean vector and of the noise, with a column each."""
-    angle = 0.5 * torch.pi * time.float()[:, None]
-    return angle.cos(), angle.sin()
-
-
-def to_clean(predicted: torch.Tensor, noisy: torch.Tensor, time: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return the clean vector that a prediction stands for."""
-    if kind == "x0":
-        return predicted
-    alpha, sigma = signal_noise(time)
-    if kind == "v":
-        return alpha * noisy - sigma * predicted
-    return (noisy - sigma * predicted) / alpha.clamp(min=1e-3)
+def _logits_of(output: Output) -> torch.Tensor:
+    """Return the logits in fp32, without the special tokens, which are never the answer."""
+    assert output.logits is not None, "the model was trained without predicting text"
+    logits = output.logits.float()
+    logits[..., :NUM_SPECIAL] = -torch.inf
+    return logits

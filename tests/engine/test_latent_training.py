@@ -1,0 +1,249 @@
+"""Training of the latent-diffusion model in torch: the model, its losses and gradients, freezing, averaging."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from latent_reference import cross_entropy, predict
+from latent_sessions import grammar_pairs, opened, unsettle
+from torch.nn import functional
+
+from crosstune.core.errors import UserError
+from crosstune.core.weight_average import averaged
+from crosstune.recipes.latent_diffusion.pair_folder import PairFolder
+from crosstune.recipes.latent_diffusion.sampling import DecodeOptions
+from crosstune.recipes.latent_diffusion.settings import ModelSettings
+from crosstune.recipes.latent_diffusion.torch_parts import latent_losses
+from crosstune.recipes.latent_diffusion.torch_parts_model import LatentDiffusionModel
+from crosstune.recipes.latent_diffusion.vocabulary import MASK, PAD
+
+MODES = ["l2t", "t2l", "unconditional", "random"]
+SETTINGS = ModelSettings(
+    vocabulary=40,
+    max_tokens=6,
+    latent_dim=8,
+    hidden_size=32,
+    n_blocks=2,
+    n_heads=2,
+    cond_dim=32,
+    latent_tokens=2,
+)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> PairFolder:
+    return grammar_pairs(tmp_path_factory.mktemp("pairs") / "grammar")
+
+
+def gradients(session: Any, window: Any) -> dict[str, torch.Tensor]:
+    session.backward([session.prepare(batch) for batch in window])
+    found = {name: master.grad.clone() for name, master in session.masters.masters.items()}
+    session.discard()
+    return found
+
+
+def test_the_number_of_parameters_is_as_computed() -> None:
+    model = LatentDiffusionModel(SETTINGS)
+    assert sum(p.numel() for p in model.parameters()) == SETTINGS.num_parameters()
+    guide = ModelSettings(
+        vocabulary=30_525,
+        max_tokens=2048,
+        latent_dim=32,
+        hidden_size=1024,
+        n_blocks=24,
+        n_heads=16,
+        cond_dim=1024,
+        latent_tokens=1,
+    )
+    assert 0.89e9 < guide.num_parameters() < 1e9
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_trained_weight_has_a_gradient(pairs: PairFolder, mode: str) -> None:
+    """So that processes which average gradients need not search for weights without one."""
+    recipe, session = opened(pairs, loss_type=mode)
+    frozen = {name for name, p in session.model.named_parameters() if not p.requires_grad}
+    assert bool(frozen) == (mode in ("l2t", "t2l"))
+    assert any(name.startswith("latent_head") for name in frozen) == (mode == "l2t")
+    assert any(name.startswith("length_out") for name in frozen) == (mode == "t2l")
+    session.backward([session.prepare(batch) for batch in recipe.window(0)])
+    missing = [name for name, p in session.model.named_parameters() if p.requires_grad and p.grad is None]
+    assert not missing
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_micro_batches_equal_one_large_batch(pairs: PairFolder, mode: str) -> None:
+    whole, session = opened(pairs, loss_type=mode, batch_size=16)
+    unsettle(session.model)
+    halves, _ = opened(pairs, loss_type=mode, batch_size=8, gradient_accumulation_steps=2)
+    assert [batch.weight for batch in halves.window(3)] == [8, 8]
+    one, two = gradients(session, whole.window(3)), gradients(session, halves.window(3))
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_checkpointed_gradients_equal_plain_ones(pairs: PairFolder) -> None:
+    recipe, session = opened(pairs, loss_type="random")
+    unsettle(session.model)
+    plain = gradients(session, recipe.window(0))
+    session.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    calls: list[int] = []
+    hook = session.model.blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    again = gradients(session, recipe.window(0))
+    hook.remove()
+    assert len(calls) == 2  # forward, and once more in the backward pass
+    for name in plain:
+        torch.testing.assert_close(again[name], plain[name], rtol=0, atol=0, msg=name)
+
+
+def test_the_cosine_loss_is_the_error_of_normalised_vectors_times_half_the_dimension() -> None:
+    torch.manual_seed(0)
+    one, other = torch.randn(50, 32, dtype=torch.float64), torch.randn(50, 32, dtype=torch.float64)
+    unit = [functional.normalize(x, dim=-1) for x in (one, other)]
+    expected = 32 / 2 * latent_losses(*unit, kind="mse")
+    torch.testing.assert_close(latent_losses(one, other, kind="cosine"), expected)
+
+
+@pytest.mark.parametrize(("kind", "latent_loss"), [("x0", "cosine"), ("v", "mse"), ("epsilon", "cosine")])
+def test_the_losses_are_those_of_an_independent_model(pairs: PairFolder, kind: str, latent_loss: str) -> None:
+    """All rows of a step with every mode and dropped conditions, in numpy, in fp64 and without padding."""
+    recipe, session = opened(
+        pairs,
+        loss_type="random",
+        mode_weights="l2t:1,t2l:1,unconditional:1",
+        cfg_dropout_prob=0.3,
+        latent_parameterization=kind,
+        latent_loss=latent_loss,
+        latent_loss_weight=0.7,
+        text_loss_weight=1.3,
+    )
+    unsettle(session.model)
+    [batch] = recipe.window(2)
+    with torch.no_grad():
+        loss, sums = session.task.loss(session.model, session._to_device(session.prepare(batch)))
+    weights = {name: tensor.double().numpy() for name, tensor in session.model.state_dict().items()}
+    shape = {"heads": recipe.settings.n_heads, "blocks": 2, "latent_tokens": recipe.settings.latent_tokens}
+    text, bound, right, lengths, vectors, tokens = [], [], [], [], [], 0
+    for place in range(batch.weight):
+        count, time = int(batch.lengths[place]), float(batch.latent_time[place])
+        masked, ids = batch.masked[place, :count], batch.tokens[place, :count]
+        row = {
+            "tokens": np.where(masked, MASK, ids),
+            "latent": batch.noisy[place].astype(np.float64),
+            "text_time": float(batch.text_time[place]),
+            "latent_time": time,
+            "without_latent": bool(batch.without_latent[place]),
+        }
+        found = predict(weights, row, **shape)
+        if batch.text_factor[place] > 0:
+            each = [cross_entropy(found["logits"][n], int(ids[n])) for n in np.flatnonzero(masked)]
+            text += each
+            bound += [value / row["text_time"] for value in each]
+            right += [found["logits"][n].argmax() == ids[n] for n in np.flatnonzero(masked)]
+            lengths.append(cross_entropy(found["length"], count - 1))
+            tokens += count
+        if batch.latent_factor[place] > 0:
+            alpha, sigma = math.cos(math.pi / 2 * time), math.sin(math.pi / 2 * time)
+            clean, noise = batch.latents[place].astype(np.float64), batch.noise[place].astype(np.float64)
+            target = {"x0": clean, "epsilon": noise, "v": alpha * noise - sigma * clean}[kind]
+            near = found["latent"] @ target / np.linalg.norm(found["latent"]) / np.linalg.norm(target)
+            error = ((found["latent"] - target) ** 2).mean()
+            vectors.append(1 - near if latent_loss == "cosine" else error)
+    expected = 1.3 * (np.mean(text) + 0.1 * np.mean(lengths)) + 0.7 * np.mean(vectors)
+    assert float(loss) / batch.weight == pytest.approx(expected, rel=1e-4)
+    means = {name: float(total) / float(weight) for name, (total, weight) in sums.items()}
+    assert means["text_loss"] == pytest.approx(np.mean(text), rel=1e-4)
+    assert means["nats_per_token"] == pytest.approx(np.sum(bound) / tokens, rel=1e-4)
+    assert means["text_accuracy"] == pytest.approx(np.mean(right))
+    assert means["latent_loss"] == pytest.approx(np.mean(vectors), rel=1e-4)
+
+
+def test_padding_changes_nothing_and_the_latent_does() -> None:
+    torch.manual_seed(0)
+    model = LatentDiffusionModel(SETTINGS).eval()
+    unsettle(model)
+    tokens = torch.tensor([[5, MASK, 7, PAD, PAD, PAD], [MASK, 9, 8, 11, MASK, 13]])
+    lengths, latents, time = torch.tensor([3, 6]), torch.randn(2, 8), torch.tensor([0.3, 0.6])
+    with torch.no_grad():
+        first = model(tokens, lengths, latents, time, torch.zeros(2))
+        tokens[0, 3:] = 20
+        same = model(tokens, lengths, latents, time, torch.zeros(2))
+        other = model(tokens, lengths, latents.flip(0), time, torch.zeros(2))
+        null = model(tokens, lengths, latents, time, torch.zeros(2), torch.tensor([True, True]))
+        null_again = model(tokens, lengths, latents.flip(0), time, torch.zeros(2), torch.tensor([True, True]))
+    torch.testing.assert_close(same.logits[0, :3], first.logits[0, :3])
+    torch.testing.assert_close(same.latent, first.latent)
+    assert (other.logits[0, :3] - first.logits[0, :3]).abs().max() > 1e-3
+    torch.testing.assert_close(null.logits, null_again.logits)
+
+
+def test_blocks_start_as_the_identity() -> None:
+    torch.manual_seed(0)
+    block = LatentDiffusionModel(SETTINGS).blocks[0]
+    text, latent, cond = torch.randn(2, 6, 32), torch.randn(2, 2, 32), torch.randn(2, 32)
+    found = block(text, latent, cond, None)
+    torch.testing.assert_close(found[0], text, rtol=0, atol=0)
+    torch.testing.assert_close(found[1], latent, rtol=0, atol=0)
+
+
+def test_the_average_is_evaluated_and_the_weights_go_on(pairs: PairFolder) -> None:
+    recipe, session = opened(pairs, ema_decay=0.5)
+    by_hand: dict[str, torch.Tensor] = {}
+    for step in range(4):
+        session.backward([session.prepare(batch) for batch in recipe.window(step)])
+        session.update(lr=1e-2)
+        for name, master in session.masters.masters.items():
+            before = by_hand.get(name, master.detach().clone())
+            by_hand[name] = torch.lerp(before, master.detach(), 0.5)
+    weights = {name: master.detach().clone() for name, master in session.masters.masters.items()}
+    with averaged(session):
+        for name, master in session.masters.masters.items():
+            torch.testing.assert_close(master.detach(), by_hand[name], msg=name)
+    for name, master in session.masters.masters.items():
+        torch.testing.assert_close(master.detach(), weights[name], rtol=0, atol=0)
+    assert set(session.export_state().moments["average"]) == set(weights)
+
+
+def test_other_engines_are_refused(pairs: PairFolder) -> None:
+    recipe, _ = opened(pairs)
+    with pytest.raises(UserError, match="no task for the engine mlx"):
+        recipe.task("mlx")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"latent_dim": 32}, "have 96 dimensions"),
+        ({"context_length": 8}, "longer than --context_length 8"),
+        ({"train_type": "lora"}, "nothing that an adapter could be added to"),
+        ({"hidden_size": 33}, "does not divide into"),
+    ],
+)
+def test_data_and_options_that_do_not_fit(pairs: PairFolder, options: dict[str, Any], why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        opened(pairs, **options)
+
+
+@pytest.mark.cuda
+def test_bf16_on_a_gpu_learns_as_fp32_on_the_cpu(pairs: PairFolder) -> None:
+    """fp32 weights, computing in bf16: the same steps give nearly the same losses, and decode."""
+    found = []
+    for backend, precision in (("cpu", "fp32"), ("cuda", "bf16_autocast")):
+        recipe, session = opened(
+            pairs, backend=backend, precision=precision, loss_type="random", hidden_size=64
+        )
+        assert all(p.dtype == torch.float32 for p in session.model.parameters())
+        losses = []
+        for step in range(20):
+            losses.append(session.backward([session.prepare(batch) for batch in recipe.window(step)]).loss)
+            session.update(lr=1e-3)
+        tokens = (
+            recipe._task.sampler().decode(recipe.train.latents[:4], options=DecodeOptions(steps=2)).tokens
+        )
+        assert (tokens != MASK).all()
+        found.append(losses)
+    np.testing.assert_allclose(found[1], found[0], rtol=0.02)
