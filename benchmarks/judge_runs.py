@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import crosstune
 from crosstune.core.events import Observers
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judge, Judgement
-from crosstune.recipes.judge.open_splits import open_judge_data
+from crosstune.recipes.judge.open_splits import JudgeData, open_judge_data
 from crosstune.results.judge import JudgeRequest, open_judge, run_config
 
 PLAIN: dict[str, Any] = {
@@ -82,12 +83,11 @@ def open_trained(
     return open_judge(request, items=items, config=config, observer=Observers())
 
 
-def held_out_items(run: Path) -> tuple[list[Item], list[Item]]:
-    """Return the test and the training items of a run."""
+def judge_data(run: Path, **options: Any) -> JudgeData:
+    """Return the items of a run by split; `options` override those of the run."""
     config = run_config(run)
     assert config is not None
-    data = open_judge_data(config)
-    return list(data.test), list(data.train)
+    return open_judge_data(dataclasses.replace(config, **options))
 
 
 def timed(judge: Judge, items: Sequence[Item], **options: Any) -> tuple[list[Judgement], float]:

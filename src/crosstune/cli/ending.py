@@ -9,6 +9,7 @@ from typing import Any
 
 from crosstune.cli.output import GOOD, STRONG, WARNING, Output
 from crosstune.cli.units import count, duration, figure, size
+from crosstune.core.json_files import read_json
 
 
 def print_ending(summary: Mapping[str, Any], folder: Path, report: Path | None, output: Output) -> None:
@@ -38,6 +39,8 @@ def ending_lines(
         yield f"report   {shown_path(report)}", None
     if not finished:
         yield _how_to_continue(summary, folder), STRONG
+    elif summary["result"] and _recipe(folder) == "judge":
+        yield from _judge_commands(folder)
     elif summary["result"] and summary.get("generates"):
         yield from _next_commands(summary, folder)
 
@@ -76,6 +79,18 @@ def _next_commands(summary: Mapping[str, Any], folder: Path) -> Iterator[tuple[s
     if Path(summary["result"]).name == "adapter":
         yield f"merge    crosstune merge {run}", None
     yield f"export   crosstune export {run} --to gguf", None
+
+
+def _recipe(folder: Path) -> str | None:
+    options = read_json(folder / "plan.json").get("options")
+    return options.get("recipe") if isinstance(options, dict) else None
+
+
+def _judge_commands(folder: Path) -> Iterator[tuple[str, str | None]]:
+    """Yield the commands of a judge: it answers with verdicts, so there is nothing to chat about."""
+    run = shlex.quote(shown_path(folder))
+    yield f"use it   crosstune judge predict {run} --input answers.jsonl --output verdicts.jsonl", None
+    yield f"test it  crosstune judge eval {run} --dataset labelled.jsonl", None
 
 
 def _how_to_continue(summary: Mapping[str, Any], folder: Path) -> str:

@@ -138,7 +138,9 @@ def _check_language_model(run: Path) -> None:
         raise UserError(
             f"The run {run} did not train a language model.",
             why=f"its recipe {recipe} brings a model of its own, which has no text to generate and no folder to merge.",
-            do=f"its weights are in {run / 'model'} or {run / 'adapter'}; use them with the code of the recipe",
+            do=f"judge answers with `crosstune judge predict {run} --input FILE`"
+            if recipe == "judge"
+            else f"its weights are in {run / 'model'} or {run / 'adapter'}; use them with the code of the recipe",
         )
 
 
