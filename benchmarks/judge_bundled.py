@@ -13,18 +13,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from judge_runs import judge_data, make_parser, open_trained, train_judge, training_options, write_results
+from judge_runs import (
+    judge_data,
+    make_parser,
+    open_trained,
+    timed,
+    train_judge,
+    training_options,
+    write_results,
+)
 
 from crosstune.cli.judge_table import table_lines
 from crosstune.recipes.judge.baselines import UNTRAINED, baseline_verdicts
 from crosstune.recipes.judge.evaluation import evaluate_beside
 from crosstune.recipes.judge.items import Item
-from crosstune.recipes.judge.judge import Judge, Judgement
+from crosstune.recipes.judge.judge import Judge
 
 
 def main() -> None:
@@ -64,15 +69,15 @@ def main() -> None:
         print(f"trained in {seconds:.0f} s, {cpu:.0f} s of CPU time", flush=True)
     data = judge_data(run, skip_eval=False)
     items = list(data.val if own.validate else data.test)[: own.test_items]
-    judge = open_trained(str(run), backend=own.backend, items=items, like=run)
+    judge = open_trained(run, own, items=items)
     if own.temperature_items and not own.validate:
         judge = _calibrated(judge, list(data.val)[: own.temperature_items])
-    found = _judged(judge, items, "the judge")
+    found = timed(judge, items, what="the judge")[0]
     scale, settings = judge.verdict.scale, judge.settings
     del judge
     others = baseline_verdicts(items, scale=scale, train=data.train)
-    base = open_trained(str(run), backend=own.backend, items=items, like=run, untrained=True)
-    others[UNTRAINED] = _judged(base, items, "the untrained model")
+    base = open_trained(run, own, items=items, untrained=True)
+    others[UNTRAINED] = timed(base, items, what="the untrained model")[0]
     report = evaluate_beside(items, found, scale=scale, others=others)
     print("\n".join(table_lines(report)))
     facts = json.loads(times.read_text()) | {"settings": dataclasses.asdict(settings), "rows": own.rows}
@@ -80,18 +85,8 @@ def main() -> None:
 
 
 def _calibrated(judge: Judge, items: Sequence[Item]) -> Judge:
-    temperature = judge.fit_temperature(items, _judged(judge, items, "the validation items"))
+    temperature = judge.fit_temperature(items, timed(judge, items, what="validation items")[0])
     return dataclasses.replace(judge, settings=dataclasses.replace(judge.settings, temperature=temperature))
-
-
-def _judged(judge: Judge, items: Sequence[Item], what: str) -> list[Judgement]:
-    started = time.perf_counter()
-
-    def show(done: int, total: int) -> None:
-        rate = done / (time.perf_counter() - started)
-        print(f"{what}: {done}/{total} prompts, {rate:.2f}/s, {(total - done) / rate:.0f} s left", flush=True)
-
-    return judge.judge(items, progress=show)
 
 
 if __name__ == "__main__":

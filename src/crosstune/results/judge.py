@@ -14,6 +14,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Evaluating, EvaluationStarted, Observer, Warned
 from crosstune.core.json_files import read_json, write_json
 from crosstune.data.tokenizer import Tokenizer
+from crosstune.models.folder import longest_context
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.judge.baselines import UNTRAINED, baseline_verdicts
 from crosstune.recipes.judge.evaluation import Report, evaluate_beside, worst_items
@@ -98,6 +99,7 @@ def open_judge(request: JudgeRequest, *, items: Sequence[Item], config: Config, 
         settings=settings,
         batch_size=request.batch_size,
         share_prefixes=request.share_prefixes,
+        max_tokens=longest_context(model.path),
     )
 
 
@@ -115,7 +117,15 @@ def ask(judge: Judge, items: Sequence[Item], request: JudgeRequest, observer: Ob
     def show(done: int, total: int) -> None:
         observer.on_event(Evaluating(done=done, total=total, what="items"))
 
-    return judge.judge(items, by=request.by, max_new_tokens=request.max_new_tokens, progress=show)
+    found = judge.judge(items, by=request.by, max_new_tokens=request.max_new_tokens, progress=show)
+    if num_long := sum(one.too_long for one in found):
+        observer.on_event(
+            Warned(
+                message=f"{num_long} of {len(items)} items are longer than the model's context of {judge.max_tokens} "
+                "tokens: they are not judged, and their verdicts count as unreadable"
+            )
+        )
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

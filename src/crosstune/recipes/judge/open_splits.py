@@ -68,7 +68,9 @@ def open_judge_data(config: Config) -> JudgeData:
                     for entry in unweighted(name, option=option)
                     for item in read_split(reader, entry.name, split)
                 ]
-    scale = common_scale([item for items in found.values() for item in items], default=reader.scale)
+    everything = [item for items in found.values() for item in items]
+    reader.check_together(everything, config.dataset)
+    scale = common_scale(everything, default=reader.scale)
     missing = [split for split in ("val", "test") if not found[split]]
     notes = []
     if missing:

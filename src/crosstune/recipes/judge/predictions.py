@@ -84,11 +84,16 @@ def _short_row(found: Judgement) -> dict[str, Any]:
 def read_predictions(path: Path, *, scale: Scale, scale_asked: bool = False) -> Predictions:
     """Read a file of predictions with the labels of people. The file's own scale counts, unless the user set `scale`."""
     try:
-        rows = parse_json(read_plain_text(path, limit=_LIMIT_BYTES))
+        text = read_plain_text(path, limit=_LIMIT_BYTES)
+        rows = parse_json(text) if text.strip() else []
     except UnreadableFile as error:
         raise UserError(f"Cannot read the predictions {path}.", why=error.why, do=error.do) from error
     except ValueError as error:
-        raise UserError(f"The predictions {path} are not JSON.", why=str(error)) from error
+        raise UserError(
+            f"The predictions {path} are not JSON.",
+            why=f"{error}.",
+            do="give a file like the test_predictions.json of a run: a list of rows with `expected` and `predicted`",
+        ) from error
     if not isinstance(rows, list) or not rows:
         raise UserError(
             f"There are no predictions in {path}.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,7 +71,7 @@ class ItemReader:
                 raise UserError(f"{part.place(number)}: {error.asked}", why=error.why, do=error.do) from error
         if not items:
             raise UserError(f"The dataset {source.name} is empty.", do="give it at least one row")
-        self._check_together(items, source.name)
+        self.check_together(items, source.name)
         return items
 
     def _rows(self, source: Source) -> Iterator[tuple[Part, Row, int]]:
@@ -172,7 +172,7 @@ class ItemReader:
                 raise UserError("It has no score.", do=_SHAPES)
             return None
         try:
-            score = float(value) if not isinstance(value, bool) else math.nan
+            score = math.nan if isinstance(value, bool) or "_" in str(value) else float(value)
         except (TypeError, ValueError):
             score = math.nan
         if not math.isfinite(score):
@@ -191,7 +191,7 @@ class ItemReader:
             raise UserError(f"Its winner is {shown(value)}.", do=f"use one of {', '.join(WINNERS)}")
         return name
 
-    def _check_together(self, items: list[Item], source: str) -> None:
+    def check_together(self, items: Sequence[Item], source: str) -> None:
         """Raise where the rows are not of one kind, or only some have a reference."""
         pairs = sum(item.is_pair for item in items)
         if 0 < pairs < len(items):

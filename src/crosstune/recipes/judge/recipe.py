@@ -186,6 +186,7 @@ class JudgeRecipe:
             tokenizer=self.tokenizer,
             settings=self.settings(),
             batch_size=max(16, self.config.batch_size),
+            max_tokens=self._limit,
         )
 
     def settings(self) -> JudgeSettings:
