@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from judge_runs import (
-    held_out_items,
+    judge_data,
     make_parser,
     open_trained,
     timed,
@@ -25,7 +25,8 @@ from judge_runs import (
 
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judgement
-from crosstune.recipes.judge.metrics.bootstrap import interval
+from crosstune.recipes.judge.metrics import resampled
+from crosstune.recipes.judge.metrics.bootstrap import draw_weights, interval
 from crosstune.recipes.judge.metrics.correlation import pearson, spearman
 
 
@@ -33,37 +34,36 @@ def main() -> None:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--rows", default="7000", help="numbers of training rows, with commas between them")
+    parser.add_argument("--test_items", type=int, default=-1, help="test items; -1 for all")
     own = parser.parse_args()
     results: list[dict[str, Any]] = []
-    for number, count in enumerate(int(text) for text in own.rows.split(",")):
+    counts = [int(text) for text in own.rows.split(",")]
+    for number, count in enumerate(counts, start=1):
+        print(f"point {number} of {len(counts)}: {count} rows", flush=True)
         options = training_options(own) | {
             "dataset": str(own.data),
             "score_scale": "0-100",
             "dataset_samples": count,
             "name": f"mlqe-{own.method}-{count}",
+            "skip_eval": True,
         }
         run, seconds = train_judge(options)
-        items, _ = held_out_items(run)
-        if number == 0:
-            judge = open_trained(str(run), backend=own.backend, items=items, like=run, untrained=True)
-            results.append(_row("untrained", items, timed(judge, items)[0]))
-        judge = open_trained(str(run), backend=own.backend, items=items, like=run)
-        found, per_item = timed(judge, items)
+        items = list(judge_data(run).test)[: own.test_items if own.test_items > 0 else None]
+        if not results:
+            base = open_trained(run, own, items=items, untrained=True)
+            results.append(_row("untrained", items, timed(base, items, what="untrained")[0]))
+            del base
+        found, per_item = timed(open_trained(run, own, items=items), items)
         facts = {"rows": count, "seconds": seconds, "seconds_per_item": per_item}
         results.append(_row(f"{own.method}, {count} rows", items, found) | facts)
-    write_results(
-        own.out,
-        {
-            "command": vars(own) | {"data": str(own.data), "runs": str(own.runs), "out": str(own.out)},
-            "results": results,
-        },
-    )
+        asked = {name: str(value) for name, value in vars(own).items()}
+        write_results(own.out, {"command": asked, "results": results})
 
 
 def _row(name: str, items: list[Item], found: list[Judgement]) -> dict[str, Any]:
     expected = np.array([float(item.extra["z_mean"]) for item in items])
     scores = np.array([one.score for one in found], dtype=np.float64)
-    bounds = interval(lambda rows: pearson(expected[rows], scores[rows]), len(items))
+    bounds = interval(resampled.pearson(draw_weights(len(items)), expected, scores))
     row = {
         "name": name,
         "pearson": pearson(expected, scores),

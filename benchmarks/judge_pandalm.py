@@ -8,14 +8,16 @@ pair is judged once, by a judge that saw none of its instruction; --rows cuts th
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from judge_runs import (
-    held_out_items,
+    judge_data,
     make_parser,
     open_trained,
     timed,
@@ -24,7 +26,8 @@ from judge_runs import (
     write_results,
 )
 
-from crosstune.recipes.judge.evaluation import baselines, evaluate_items
+from crosstune.recipes.judge.baselines import baseline_verdicts
+from crosstune.recipes.judge.evaluation import evaluate_items
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judgement
 from crosstune.recipes.judge.scale import Scale
@@ -35,41 +38,59 @@ SCALE = Scale(low=0, high=1)  # winners have no scale
 def main() -> None:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--pairs", type=int, default=-1, help="use the first pairs of the file; -1 for all")
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument(
         "--rows", default="-1", help="numbers of training pairs per fold, with commas; -1 for all"
     )
     own = parser.parse_args()
-    rows = _rows(own.data)
+    rows = _rows(own.data)[: own.pairs if own.pairs > 0 else None]
     results: list[dict[str, Any]] = []
-    for count in (int(text) for text in own.rows.split(",")):
-        items: list[Item] = []
-        found: list[Judgement] = []
-        untrained: list[Judgement] = []
-        seconds = 0.0
-        for fold in range(own.folds):
-            folder = _write_fold(rows, fold, own.folds, own.runs / f"pandalm-data-{fold}")
-            options = training_options(own) | {
-                "dataset": str(folder),
-                "dataset_samples": count,
-                "name": f"pandalm-{own.method}-{count}-{fold}",
-                "balance_scores": False,
-            }
-            run, took = train_judge(options)
-            seconds += took
-            tested, _ = held_out_items(run)
-            items += tested
-            found += timed(open_trained(str(run), backend=own.backend, items=tested, like=run), tested)[0]
-            if not results:
-                base = open_trained(str(run), backend=own.backend, items=tested, like=run, untrained=True)
-                untrained += timed(base, tested)[0]
+    counts = [int(text) for text in own.rows.split(",")]
+    for number, count in enumerate(counts, start=1):
+        print(f"point {number} of {len(counts)}: {'all' if count == -1 else count} pairs a fold", flush=True)
+        point = _judge_folds(rows, own, count, with_untrained=not results)
         if not results:
-            for name, report in baselines(items, scale=SCALE).items():
-                results.append(_row(name, report))
-            results.append(_row("untrained", evaluate_items(items, untrained, scale=SCALE)))
+            for name, verdicts in baseline_verdicts(point.items, scale=SCALE).items():
+                results.append(_row(name, evaluate_items(point.items, verdicts, scale=SCALE)))
+            results.append(_row("untrained", evaluate_items(point.items, point.untrained, scale=SCALE)))
+        report = evaluate_items(point.items, point.found, scale=SCALE)
         name = f"{own.method}, {'all' if count == -1 else count} pairs a fold"
-        results.append(_row(name, evaluate_items(items, found, scale=SCALE)) | {"seconds": seconds})
-    write_results(own.out, {"folds": own.folds, "results": results})
+        results.append(_row(name, report) | {"seconds": point.seconds})
+        write_results(own.out, {"folds": own.folds, "results": results})
+
+
+@dataclass(kw_only=True)
+class Point:
+    """Every pair, judged by the judge of its fold."""
+
+    items: list[Item] = field(default_factory=list)
+    found: list[Judgement] = field(default_factory=list)
+    untrained: list[Judgement] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def _judge_folds(
+    rows: list[dict[str, Any]], own: argparse.Namespace, count: int, *, with_untrained: bool
+) -> Point:
+    point = Point()
+    for fold in range(own.folds):
+        folder = _write_fold(rows, fold, own.folds, own.runs / f"pandalm-data-{fold}")
+        options = training_options(own) | {
+            "dataset": str(folder),
+            "dataset_samples": count,
+            "name": f"pandalm-{own.method}-{count}-{fold}",
+            "skip_eval": True,
+        }
+        run, took = train_judge(options)
+        point.seconds += took
+        items = list(judge_data(run).test)
+        point.items += items
+        point.found += timed(open_trained(run, own, items=items), items, what=f"fold {fold}")[0]
+        if with_untrained:
+            base = open_trained(run, own, items=items, untrained=True)
+            point.untrained += timed(base, items, what=f"fold {fold}, untrained")[0]
+    return point
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

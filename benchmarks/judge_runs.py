@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from collections.abc import Sequence
@@ -10,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import crosstune
-from crosstune.core.events import Observers
+from crosstune.core.events import Event, Observers, StepMetrics, TrainingStarted
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judge, Judgement
-from crosstune.recipes.judge.open_splits import open_judge_data
+from crosstune.recipes.judge.open_splits import JudgeData, open_judge_data
 from crosstune.results.judge import JudgeRequest, open_judge, run_config
 
 PLAIN: dict[str, Any] = {
@@ -34,6 +35,7 @@ PLAIN: dict[str, Any] = {
     "overwrite": True,
 }
 """Every option that a preset of the recipe would choose, so that all backends do the same."""
+SECONDS_BETWEEN_LINES = 10
 LEARNING_RATES = {"full": 5e-5, "lora": 5e-4}
 
 
@@ -46,6 +48,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--epochs", type=float, default=2)
     parser.add_argument("--lr", type=float, help="default 5e-5 for full, 5e-4 for lora")
+    parser.add_argument("--eval_batch_size", type=int, default=64)
     parser.add_argument("--runs", type=Path, default=Path("judge-runs"), help="folder for the runs")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     return parser
@@ -66,41 +69,79 @@ def training_options(own: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+class Lines:
+    """Print the progress of a run as lines, at most one every ten seconds."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.num_steps = name, 0
+        self.started = self.printed = time.perf_counter()
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, TrainingStarted):
+            self.num_steps, self.started = event.num_steps, time.perf_counter()
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        now, step = time.perf_counter(), metrics["step"]
+        if now - self.printed > SECONDS_BETWEEN_LINES or step == self.num_steps:
+            self.printed = now
+            rate = step / (now - self.started)
+            left = (self.num_steps - step) / rate
+            print(
+                f"{self.name}: step {step}/{self.num_steps}, loss {metrics['loss'] or 0:.3f}, {rate:.2f} steps/s, "
+                f"{left:.0f} s left",
+                flush=True,
+            )
+
+
 def train_judge(options: dict[str, Any]) -> tuple[Path, float]:
     """Train; return the run and the seconds of its steps and evaluations."""
-    run = crosstune.train(progress=False, **options)
+    run = crosstune.train(progress=False, callbacks=[Lines(str(options["name"]))], **options)
     return run.folder, float(run.summary["seconds"])
 
 
 def open_trained(
-    target: str, *, backend: str, items: Sequence[Item], like: Path, untrained: bool = False
+    run: Path, own: argparse.Namespace, *, items: Sequence[Item], untrained: bool = False
 ) -> Judge:
-    """Open a run in fp32, as `crosstune judge eval` does; `like` is a run whose options describe the items."""
-    config = run_config(like)
+    """Open a run, or its base model, in fp32 as `crosstune judge eval` does."""
+    config = run_config(run)
     assert config is not None
-    request = JudgeRequest(target=target, backend=backend, batch_size=64, untrained=untrained)
+    request = JudgeRequest(
+        target=str(run), backend=own.backend, batch_size=own.eval_batch_size, untrained=untrained
+    )
     return open_judge(request, items=items, config=config, observer=Observers())
 
 
-def held_out_items(run: Path) -> tuple[list[Item], list[Item]]:
-    """Return the test and the training items of a run."""
+def judge_data(run: Path, **options: Any) -> JudgeData:
+    """Return the items of a run by split; `options` override those of the run."""
     config = run_config(run)
     assert config is not None
-    data = open_judge_data(config)
-    return list(data.test), list(data.train)
+    return open_judge_data(dataclasses.replace(config, **options))
 
 
-def timed(judge: Judge, items: Sequence[Item], **options: Any) -> tuple[list[Judgement], float]:
-    """Return the verdicts and the seconds per item."""
-    started = time.perf_counter()
-    found = judge.judge(items, **options)
+def timed(
+    judge: Judge, items: Sequence[Item], *, what: str = "judged", **options: Any
+) -> tuple[list[Judgement], float]:
+    """Return the verdicts and the seconds per item; print the progress as lines."""
+    started = printed = time.perf_counter()
+
+    def show(done: int, total: int) -> None:
+        nonlocal printed
+        now = time.perf_counter()
+        if now - printed > SECONDS_BETWEEN_LINES:
+            printed, rate = now, done / (now - started)
+            print(
+                f"{what}: {done}/{total} prompts, {rate:.2f}/s, {(total - done) / rate:.0f} s left",
+                flush=True,
+            )
+
+    found = judge.judge(items, progress=show, **options)
     return found, (time.perf_counter() - started) / len(items)
 
 
 def write_results(path: Path | None, results: Any) -> None:
     if path is not None:
         path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-        print(f"written  {path}")
+        print(f"written  {path}", flush=True)
 
 
 def _has_cuda() -> bool:

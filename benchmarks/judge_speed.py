@@ -3,17 +3,18 @@
     python benchmarks/judge_speed.py --backend cuda --method lora --steps 150 --items 128 --out judge-speed.json
 
 A judge is trained on the bundled translations first, with verdicts `Score: N/10` and their issues, so that what it generates
-is a verdict. All items carry the same rubric, which a shared prefix computes once.
+is a verdict. For the shared prefix, all items then carry the same rubric.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from judge_runs import (
-    held_out_items,
+    judge_data,
     make_parser,
     open_trained,
     timed,
@@ -22,8 +23,10 @@ from judge_runs import (
     write_results,
 )
 
+from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judge
-from crosstune.recipes.judge.metrics.correlation import pearson
+from crosstune.recipes.judge.label_tokens import common_length
+from crosstune.recipes.judge.metrics.correlation import pearson, share_within
 from crosstune.recipes.judge.predictions import prediction_row
 
 RUBRIC = " ".join(
@@ -42,46 +45,72 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--items", type=int, default=128)
     parser.add_argument("--max_new_tokens", type=int, default=96)
+    parser.add_argument("--test_only", action="store_true", help="do not train: the run is there")
     own = parser.parse_args()
     options = training_options(own) | {"dataset": "judge_translations", "verdict": "score", "name": "speed"}
-    run, _ = train_judge(options | {"max_steps": own.steps, "num_epochs": 0})
-    items = [replace(item, rubric=RUBRIC) for item in held_out_items(run)[0][: own.items]]
-    sharing = open_trained(str(run), backend=own.backend, items=items, like=run)
-    alone = Judge(
-        session=sharing.session,
-        tokenizer=sharing.tokenizer,
-        settings=sharing.settings,
-        batch_size=sharing.batch_size,
-        share_prefixes=False,
-    )
-    for judge in (sharing, alone):  # the first call of each shape is slower
-        judge.judge(items[: sharing.batch_size])
-    by_prefix, prefix_s = timed(sharing, items)
-    by_probabilities, probabilities_s = timed(alone, items)
-    by_generation, generation_s = timed(alone, items, by="generation", max_new_tokens=own.max_new_tokens)
-    readable = [place for place, one in enumerate(by_generation) if one.is_parsed]
-    first = np.array([by_probabilities[place].score for place in readable], dtype=np.float64)
-    second = np.array([by_generation[place].score for place in readable], dtype=np.float64)
-    results: dict[str, Any] = {
-        "items": len(items),
-        "generation_s_per_item": generation_s,
-        "probabilities_s_per_item": probabilities_s,
-        "shared_prefix_s_per_item": prefix_s,
-        "probabilities_over_generation": generation_s / probabilities_s,
-        "shared_prefix_over_whole_prompts": probabilities_s / prefix_s,
-        "largest_score_difference_by_prefix": max(
-            abs((one.score or 0) - (other.score or 0))
-            for one, other in zip(by_prefix, by_probabilities, strict=True)
-        ),
-        "unreadable": len(items) - len(readable),
-        "within_1": float((np.abs(first - second) <= 1).mean()) if readable else None,
-        "pearson": pearson(first, second),
-        "example": prediction_row(items[0], by_generation[0]),
-    }
-    for name, value in results.items():
-        if isinstance(value, (int, float)):
-            print(f"{name:<36} {value:.6g}")
+    run = own.runs / "speed"
+    if not own.test_only:
+        run, _ = train_judge(options | {"max_steps": own.steps, "num_epochs": 0, "skip_eval": True})
+    items = list(judge_data(run).test)[: own.items]
+    sharing = open_trained(run, own, items=items)
+    alone = dataclasses.replace(sharing, share_prefixes=False)
+    results = _compare_generation(alone, items, own.max_new_tokens)
     write_results(own.out, results)
+    results |= _compare_prefixes(sharing, alone, [dataclasses.replace(item, rubric=RUBRIC) for item in items])
+    write_results(own.out, results)
+
+
+def _compare_generation(judge: Judge, items: Sequence[Item], max_new_tokens: int) -> dict[str, Any]:
+    """Judge by probabilities and by generation, both without a shared prefix."""
+    judge.judge(items[: judge.batch_size])  # the first call of each shape is slower
+    probabilities, probabilities_s = timed(judge, items, what="by probabilities")
+    generated, generation_s = timed(
+        judge, items, what="by generation", by="generation", max_new_tokens=max_new_tokens
+    )
+    readable = [place for place, one in enumerate(generated) if one.is_parsed]
+    first = np.array([probabilities[place].score for place in readable], dtype=np.float64)
+    second = np.array([generated[place].score for place in readable], dtype=np.float64)
+    lengths = [len(judge.tokenizer.encode(one.text).ids) for one in generated]
+    return _shown(
+        {
+            "items": len(items),
+            "prompt_tokens": float(np.mean([len(prompt) for prompt in judge.prompts(items)])),
+            "generated_tokens": float(np.mean(lengths)),
+            "generation_s_per_item": generation_s,
+            "probabilities_s_per_item": probabilities_s,
+            "probabilities_over_generation": generation_s / probabilities_s,
+            "unreadable": len(items) - len(readable),
+            "agreement_within_1": share_within(first, second, distance=1.0),
+            "agreement_pearson": pearson(first, second),
+        }
+    ) | {"example": prediction_row(items[0], generated[0])}
+
+
+def _compare_prefixes(sharing: Judge, alone: Judge, items: Sequence[Item]) -> dict[str, Any]:
+    """Judge items with a common rubric, computing it once and computing it for each."""
+    for judge in (sharing, alone):
+        judge.judge(items[: judge.batch_size])
+    once, once_s = timed(sharing, items, what="rubric once")
+    each, each_s = timed(alone, items, what="rubric for each")
+    prompts = alone.prompts(items)
+    return _shown(
+        {
+            "rubric_prompt_tokens": float(np.mean([len(prompt) for prompt in prompts])),
+            "shared_tokens": float(common_length(prompts)),
+            "shared_prefix_s_per_item": once_s,
+            "whole_prompts_s_per_item": each_s,
+            "shared_prefix_over_whole_prompts": each_s / once_s,
+            "largest_score_difference_by_prefix": max(
+                abs((one.score or 0) - (other.score or 0)) for one, other in zip(once, each, strict=True)
+            ),
+        }
+    )
+
+
+def _shown(results: dict[str, Any]) -> dict[str, Any]:
+    for name, value in results.items():
+        print(f"{name:<36} {value:.6g}", flush=True)
+    return results
 
 
 if __name__ == "__main__":

@@ -170,17 +170,61 @@ def test_adopted_files_run_and_are_not_overwritten(
     assert "run_entry" in (tmp_path / CUDA).read_text()
 
 
-def test_an_entry_falls_back_to_the_cpu_and_names_its_run() -> None:
-    entry = next(entry for entry in adopt.ENTRIES if entry.path == MPS)
-    words = adopt.entry_words(entry, ["--model", "org/Judge-1B", "--epochs", "1"])
-    assert words[words.index("--backend") + 1] in ("mps", "cpu")
-    assert words[words.index("--name") + 1] == "Judge-1B_final"
-    assert adopt.entry_words(entry, ["--backend", "cpu", "--output_dir", "x"]) == [
-        "--backend",
-        "cpu",
-        "--output_dir",
-        "x",
-    ]
+@pytest.mark.parametrize("path", [MPS, CUDA])
+def test_an_entry_says_that_its_device_is_missing(
+    path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = next(entry for entry in adopt.ENTRIES if entry.path == path)
+    monkeypatch.setattr(adopt, "_available", lambda backends: "cpu")
+    words = adopt.entry_words(entry, ["--epochs", "1"])
+    assert words[words.index("--backend") + 1] == "cpu"
+    said = capsys.readouterr().err
+    assert said.count("warning") == 1 and f"no {entry.backends[0].upper()} device here" in " ".join(
+        said.split()
+    )
+    monkeypatch.setattr(adopt, "_available", lambda backends: backends[0])
+    adopt.entry_words(entry, ["--epochs", "1"])
+    adopt.entry_words(entry, ["--backend", "cpu"])
+    assert capsys.readouterr().err == "", (
+        "nothing is said where the device is there, or another one was asked for"
+    )
+
+
+def test_an_entry_names_its_run_for_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = next(entry for entry in adopt.ENTRIES if entry.path == CUDA)
+    monkeypatch.setattr(adopt, "_available", lambda backends: backends[0])
+    for asked, name in ((["--model", "org/Judge-1B"], "Judge-1B"), ([], Path(QWEN).name)):
+        words = adopt.entry_words(entry, asked)
+        assert words[words.index("--name") + 1] == name and "--overwrite" in words
+    given = ["--backend", "cpu", "--output_dir", "x", "--name", "y"]
+    assert adopt.entry_words(entry, given) == given
+
+
+def test_peft_loads_the_final_folder_of_the_guide(
+    project: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`PeftModel.from_pretrained(base_model, "./adapter_path")`, with the folder adapters_eval/*_final."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(adopt, "_available", lambda backends: "cpu")
+    model = project / "org" / "Judge"
+    model.parent.mkdir()
+    model.symlink_to(tiny_model)
+    line = ["--model", str(model), "--epochs", "1", "--max_samples", "2", "--skip_eval", "true"]
+    (project / "adapters_eval" / "Judge_final").mkdir(parents=True)
+    (project / "adapters_eval" / "Judge_final" / "mine.txt").write_text("x")
+    assert adopt.run_entry("judge_train_mps", line) == 0
+    [final] = (project / "adapters_eval").glob("*_final")
+    assert (project / "adapters_eval" / "Judge_final~1" / "mine.txt").is_file(), "what was there is kept"
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), str(final))
+    assert any("lora_A" in name for name, _ in loaded.named_parameters())
+    assert (final / "judge.json").is_file() and (project / "adapters_eval" / "Judge" / "plan.json").is_file()
+    said = capsys.readouterr().err
+    assert "crosstune judge predict adapters_eval/Judge" in said and "crosstune chat" not in said
+    (final / "old.txt").write_text("x")
+    adopt._publish(project / "adapters_eval", "Judge")
+    assert not (final / "old.txt").exists(), "the next run replaces its own result"
 
 
 def test_a_shell_entry_is_one_more_item() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,14 +15,18 @@ from tracked import RECORDING, notes, planted
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
+from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observers
 from crosstune.data.token_batch import IGNORED
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judge
+from crosstune.recipes.judge.open_splits import open_judge_data
 from crosstune.recipes.judge.recipe import JudgeRecipe
-from crosstune.results.judge import JudgeRequest, measure_judge, open_judge
+from crosstune.recipes.judge.saved_settings import JudgeSettings
+from crosstune.recipes.judge.scale import Scale
+from crosstune.results.judge import JudgeRequest, ask, measure_judge, open_judge, run_config
 from crosstune.runs.open_parts import find_model, open_session
 
 ENGINES = {"torch": "cpu", "mlx": "mlx"}
@@ -68,13 +74,27 @@ def open_parts(model: Path, data: Path, backend: str, **more: Any) -> tuple[Judg
     return recipe, open_session(plan, found, task=recipe.task(plan.engine))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+Opened = tuple[JudgeRecipe, Any]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def opened(request: pytest.FixtureRequest, tiny_model: Path, data: Path) -> Opened:
+    """A recipe and a session that no test trains."""
+    return open_parts(tiny_model, data, ENGINES[request.param])
+
+
+def judge_of(opened: Opened, verdict: str, **more: Any) -> Judge:
+    recipe, session = opened
+    settings = JudgeSettings(verdict=verdict, scale="0-10")
+    return Judge(session=session, tokenizer=recipe.tokenizer, settings=settings, **more)
+
+
 @pytest.mark.parametrize("verdict", ["digit", "score"])
 def test_the_loss_is_the_cross_entropy_to_divided_labels(
-    tiny_model: Path, data: Path, engine: str, verdict: str
+    opened: Opened, tiny_model: Path, data: Path, verdict: str
 ) -> None:
-    recipe, session = open_parts(tiny_model, data, ENGINES[engine], verdict=verdict)
-    batch = recipe.window(0)[0]
+    config = make_config(**options(tiny_model, data, "cpu", verdict=verdict))
+    batch, session = JudgeRecipe(config, model_folder=tiny_model).window(0)[0], opened[1]
     assert (batch.shares > 0).sum() == 4, "every row has a divided label"
     expected = 0.0
     for row in range(4):
@@ -89,12 +109,13 @@ def test_the_loss_is_the_cross_entropy_to_divided_labels(
 
 
 def test_only_the_verdict_and_its_end_carry_loss(tiny_model: Path, data: Path) -> None:
-    recipe, _ = open_parts(tiny_model, data, "cpu")
+    config = make_config(**options(tiny_model, data, "cpu"))
+    recipe = JudgeRecipe(config, model_folder=tiny_model)
     example = recipe.train.corpus[0]
     taught = example.tokens[example.supervised].tolist()
     assert len(taught) == 2 and taught[-1] in recipe.tokenizer.stop_ids
     assert recipe.tokenizer.decode(taught[:1]) in "0123456789"
-    hard, _ = open_parts(tiny_model, data, "cpu", soft_scores=False)
+    hard = JudgeRecipe(replace(config, soft_scores=False), model_folder=tiny_model)
     assert not hard.window(0)[0].shares.any()
 
 
@@ -108,7 +129,8 @@ def test_both_engines_take_the_same_steps(tiny_model: Path, data: Path) -> None:
 
 
 def test_balanced_sampling_draws_every_score_equally(tiny_model: Path, data: Path) -> None:
-    recipe, _ = open_parts(tiny_model, data, "cpu", balance_scores=True, num_epochs=1, max_steps=-1)
+    asked = options(tiny_model, data, "cpu", balance_scores=True, num_epochs=1, max_steps=-1)
+    recipe = JudgeRecipe(make_config(**asked), model_folder=tiny_model)
     labels = np.array([recipe.verdict.label_of(item) for item in recipe.train.items])
     places = [row[0] for step in range(recipe.num_steps()) for row in recipe._order().rows(step)]
     counts = np.unique(labels[places], return_counts=True)[1]
@@ -148,41 +170,45 @@ def items(count: int, *, rubric: str = "") -> list[Item]:
     ]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("verdict", ["digit", "score", "result", "json"])
-def test_label_probabilities_are_those_of_all_logits(
-    tiny_model: Path, data: Path, engine: str, verdict: str
-) -> None:
-    recipe, session = open_parts(tiny_model, data, ENGINES[engine], verdict=verdict)
-    judge = recipe.judge(session)
+def test_label_probabilities_are_those_of_all_logits(opened: Opened, verdict: str) -> None:
+    judge = judge_of(opened, verdict)
     if verdict != "digit":
         assert len(judge.tokens.paths) >= 2, "10 begins like 1, and they are told apart later"
-    found = np.exp(judge.label_log_probs(items(3)))
-    for row, one in enumerate(items(3)):
+    found = np.exp(judge.label_log_probs(items(2)))
+    for row, one in enumerate(items(2)):
         assert found[row] == pytest.approx(brute_force(judge, one), abs=1e-6)
-    judged = judge.judge(items(3))
+    judged = judge.judge(items(2))
     values = np.array(judge.verdict.labels.values)
     assert [one.score for one in judged] == pytest.approx((found @ values).tolist())
     assert all(0 < one.confidence <= 1 for one in judged)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_shared_prefix_changes_no_score(tiny_model: Path, data: Path, engine: str) -> None:
-    recipe, session = open_parts(tiny_model, data, ENGINES[engine], verdict="score")
+def test_a_shared_prefix_changes_no_score(opened: Opened) -> None:
     rubric = "Ten points are for a text that says exactly what was asked, and nothing else."
     asked = [*items(5, rubric=rubric), *items(3, rubric="Count the words.")]
-    sharing = recipe.judge(session)
-    alone = Judge(
-        session=session,
-        tokenizer=sharing.tokenizer,
-        settings=sharing.settings,
-        share_prefixes=False,
-        batch_size=3,
-    )
-    prompts = sharing._prompts(asked)
-    assert sharing._shared(prompts, [0, 1, 2, 3, 4]) > 20
+    sharing, alone = judge_of(opened, "score"), judge_of(opened, "score", share_prefixes=False, batch_size=3)
+    assert sharing._shared(sharing.prompts(asked), [0, 1, 2, 3, 4]) > 20
     first, second = sharing.label_log_probs(asked), alone.label_log_probs(asked)
     assert np.abs(np.exp(first) - np.exp(second)).max() < 1e-5
+
+
+@pytest.mark.parametrize("by", ["probabilities", "generation"])
+def test_a_prompt_beyond_the_context_is_not_judged_and_counted(opened: Opened, by: str) -> None:
+    asked = items(3)
+    asked[1] = replace(asked[1], answers=("word " * 300,))
+    judge = judge_of(opened, "digit")
+    longest = max(len(prompt) for place, prompt in enumerate(judge.prompts(asked)) if place != 1)
+    short = replace(judge, max_tokens=longest + 1)
+    seen: list[Any] = []
+    observer = SimpleNamespace(on_event=seen.append)
+    found = ask(short, asked, JudgeRequest(target="x", by=by, max_new_tokens=2), observer)
+    assert [one.too_long for one in found] == [False, True, False] and not found[1].is_parsed
+    assert "1 of 3 items are longer than the model's context" in seen[-1].message
+    if by == "probabilities":
+        whole = judge.judge(asked)
+        assert [found[0].score, found[2].score] == pytest.approx([whole[0].score, whole[2].score], abs=1e-5)
+        assert replace(judge, max_tokens=5).judge(asked)[0].too_long, "nothing fits"
 
 
 def test_pairs_are_asked_in_both_orders(tiny_model: Path, tmp_path: Path) -> None:
@@ -256,38 +282,88 @@ def test_a_judge_learns_and_beats_every_baseline(
     assert again["metrics"]["pearson"] == pytest.approx(report["metrics"]["pearson"], abs=1e-9)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_an_adapter_gives_the_same_scores_on_the_other_engine(
-    tiny_model: Path, data: Path, tmp_path: Path, engine: str
-) -> None:
-    flags = options(
-        tiny_model, data, ENGINES[engine], max_steps=5, output_dir=str(tmp_path), name="j", skip_eval=True
-    )
+def train_preset(model: Path, data: Path, folder: Path, backend: str) -> tuple[Path, Config]:
+    """Train with the preset of a backend, but for the learning rate and the number of steps."""
+    flags = {"model_name": model, "dataset": data, "backend": backend, "max_steps": 3, "lr": 1e-2}
+    flags |= {"skip_eval": True, "output_dir": folder, "name": backend}
     assert main(["judge", "train", *words_of(flags)]) == 0
-    recipe = JudgeRecipe(make_config(**flags), model_folder=tiny_model)
-    scores = {}
-    for name, backend, untrained in (
-        ("torch", "cpu", False),
-        ("mlx", "mlx", False),
-        ("untrained", "cpu", True),
-    ):
-        request = JudgeRequest(target=str(tmp_path / "j"), backend=backend, untrained=untrained)
-        judge = open_judge(request, items=recipe.data.test, config=recipe.config, observer=Observers())
-        scores[name] = [one.score for one in judge.judge(recipe.data.test)]
+    config = run_config(folder / backend)
+    assert config is not None and (config.batch_size, config.lora_dropout) == (
+        2 if backend == "cuda" else 1,
+        0.05,
+    )
+    return folder / backend, config
+
+
+def scores_of(run: Path, config: Config, backend: str, **more: Any) -> Any:
+    test = open_judge_data(config).test
+    request = JudgeRequest(target=str(run), backend=backend, **more)
+    judge = open_judge(request, items=test, config=config, observer=Observers())
+    return np.array([one.score for one in judge.judge(test)])
+
+
+@pytest.fixture(scope="module")
+def trained(
+    tiny_model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, Config]]:
+    """Runs with the preset of MPS, which is that of the CPU, and with the preset of MLX."""
+    folder = tmp_path_factory.mktemp("presets")
+    return {engine: train_preset(tiny_model, data, folder, backend) for engine, backend in ENGINES.items()}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_adapter_gives_the_same_verdicts_on_the_other_engine(
+    trained: dict[str, tuple[Path, Config]], engine: str
+) -> None:
+    run, config = trained[engine]
+    scores = {name: scores_of(run, config, backend) for name, backend in ENGINES.items()}
     assert scores["mlx"] == pytest.approx(scores["torch"], abs=1e-3)
-    assert np.abs(np.array(scores["torch"]) - scores["untrained"]).max() > 0.01
+    assert np.abs(scores["torch"] - scores_of(run, config, "cpu", untrained=True)).max() > 0.01
 
 
-def test_an_adapter_for_another_base_is_refused(tiny_model: Path, data: Path, tmp_path: Path) -> None:
+@pytest.mark.cuda
+def test_adapters_of_the_cuda_preset_and_of_laptops_judge_in_each_others_place(
+    trained: dict[str, tuple[Path, Config]], tiny_model: Path, data: Path, tmp_path: Path
+) -> None:
+    run, config = train_preset(tiny_model, data, tmp_path, "cuda")
+    on_card = scores_of(run, config, "cuda")
+    assert scores_of(run, config, "cpu") == pytest.approx(on_card, abs=2e-2), "over the same NF4 base"
+    for laptop, options_of in trained.values():
+        assert scores_of(laptop, options_of, "cuda") == pytest.approx(
+            scores_of(laptop, options_of, "cpu"), abs=1e-3
+        )
+
+
+def test_an_adapter_for_another_base_is_refused(
+    trained: dict[str, tuple[Path, Config]], tmp_path: Path
+) -> None:
     from crosstune.models.tiny import tiny_model as make
 
-    flags = options(tiny_model, data, "cpu", max_steps=1, output_dir=str(tmp_path), name="j", skip_eval=True)
-    assert main(["judge", "train", *words_of(flags)]) == 0
+    run, config = trained["torch"]
     other = make(tmp_path / "other", seed=5)
-    config = make_config(**flags)
-    request = JudgeRequest(target=str(tmp_path / "j" / "adapter"), base=str(other), backend="cpu")
+    request = JudgeRequest(target=str(run / "adapter"), base=str(other), backend="cpu")
     with pytest.raises(UserError, match="trained over another base"):
         measure_judge(request, items(2), config=config, observer=Observers())
+
+
+def test_scores_on_another_scale_are_refused(trained: dict[str, tuple[Path, Config]]) -> None:
+    run, config = trained["torch"]
+    asked = [replace(one, score=80.0, scale=Scale(low=0, high=100)) for one in items(2)]
+    with pytest.raises(UserError, match="scores on the scale 0-10, and the scores of the data are on 0-100"):
+        measure_judge(JudgeRequest(target=str(run)), asked, config=config, observer=Observers())
+
+
+def test_generate_says_that_a_run_is_a_judge(trained: dict[str, tuple[Path, Config]]) -> None:
+    from crosstune.results.chat_model import open_chat_model
+
+    seen: list[Any] = []
+    open_chat_model(
+        str(trained["torch"][0]),
+        observer=SimpleNamespace(on_event=seen.append),
+        backend="cpu",
+        precision="fp32",
+    )
+    assert any("crosstune judge predict" in getattr(event, "message", "") for event in seen)
 
 
 @pytest.mark.parametrize("train_type", ["lora", "full"])
@@ -308,7 +384,7 @@ def test_a_scalar_head_learns_and_is_transformers_sequence_classifier(
     judge = open_judge(request, items=recipe.data.test, config=recipe.config, observer=Observers())
     ours = [one.score for one in judge.judge(recipe.data.test)]
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "r" / "model").eval()
-    prompts = judge._prompts(recipe.data.test)
+    prompts = judge.prompts(recipe.data.test)
     with torch.no_grad():
         theirs = [float(model(input_ids=torch.tensor([prompt])).logits[0, 0]) for prompt in prompts]
     assert ours == pytest.approx([min(10.0, max(0.0, 10 * value)) for value in theirs], abs=1e-4)
@@ -349,9 +425,6 @@ def test_a_scalar_head_on_mlx_is_refused(tiny_model: Path, data: Path, tmp_path:
 
 def test_the_whole_test_split_is_judged_unless_limited(tiny_model: Path, data: Path, tmp_path: Path) -> None:
     """A preset limits the evaluations during training, not the test."""
-    from crosstune.recipes.judge.open_splits import open_judge_data
-    from crosstune.results.judge import run_config
-
     folder = tmp_path / "run"
     folder.mkdir()
     plan = make_plan(make_config(**options(tiny_model, data, "cpu")))

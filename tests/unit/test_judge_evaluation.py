@@ -14,8 +14,10 @@ import pytest
 from crosstune.cli.judge_table import table_lines
 from crosstune.config.load import load_config, make_config
 from crosstune.core.errors import UserError
+from crosstune.core.json_files import to_json
 from crosstune.core.machine import BackendReport, Device
-from crosstune.recipes.judge.evaluation import baselines, evaluate_items, headline, worst_items
+from crosstune.recipes.judge.baselines import baseline_verdicts
+from crosstune.recipes.judge.evaluation import evaluate_beside, evaluate_items, headline, worst_items
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judgement
 from crosstune.recipes.judge.predictions import read_predictions, write_predictions
@@ -80,12 +82,14 @@ def test_the_same_verdict_for_everything_is_said() -> None:
 
 def test_baselines_are_fitted_on_the_training_items() -> None:
     train = scored(0, 1, 2, 3)  # longer answers are better there
-    found = baselines(scored(4, 8), scale=TEN, train=train, intervals=False)
-    assert found["constant"]["metrics"]["mae"] == pytest.approx((2.5 + 6.5) / 2)
-    assert found["longer answer"]["metrics"]["pearson"] == pytest.approx(1.0)
-    pairs = baselines(compared("B", "A", "B"), scale=TEN, intervals=False)
-    assert pairs["constant"]["metrics"]["accuracy"] == pytest.approx(2 / 3)
-    assert pairs["longer answer"]["metrics"]["accuracy"] == pytest.approx(1 / 3)
+    items, pairs = scored(4, 8), compared("B", "A", "B")
+    found = baseline_verdicts(items, scale=TEN, train=train)
+    assert [one.score for one in found["constant"]] == [1.5, 1.5]
+    assert [one.score for one in found["longer answer"]] == pytest.approx([0.0, 1.0])
+    beside = evaluate_beside(pairs, [Judgement()] * 3, scale=TEN, others=baseline_verdicts(pairs, scale=TEN))
+    assert beside["baselines"]["constant"]["metrics"]["accuracy"] == pytest.approx(2 / 3)
+    assert beside["baselines"]["longer answer"]["metrics"]["accuracy"] == pytest.approx(1 / 3)
+    assert beside["metrics"]["accuracy"] == 0 and beside["num_unreadable"] == 3
 
 
 def test_calibration_and_feedback_are_measured() -> None:
@@ -111,10 +115,49 @@ def test_predictions_read_back_with_the_same_metrics(tmp_path: Path) -> None:
         Judgement(text="?")
     ]
     path = tmp_path / "test_predictions.json"
-    write_predictions(path, items, found)
-    again = read_predictions(path)
-    first, second = evaluate_items(items, found, scale=TEN), evaluate_items(*again, scale=TEN)
-    assert first["metrics"] == second["metrics"] and first["intervals"] == second["intervals"]
+    others = baseline_verdicts(items, scale=TEN, train=scored(1, 2, 9))
+    others["untrained model"] = [Judgement(score=float(s), confidence=0.1) for s in draw.uniform(0, 10, 20)]
+    write_predictions(path, items, found, scale=TEN, others=others)
+    again = read_predictions(path, scale=Scale(low=0, high=100))
+    assert again.scale == TEN, "the file names its scale"
+    first = evaluate_beside(items, found, scale=TEN, others=others)
+    second = evaluate_beside(again.items, again.found, scale=again.scale, others=again.others)
+    assert to_json(first) == to_json(second), "the baselines too, fitted on items that the file does not have"
+
+
+def test_predictions_of_pairs_read_back_with_their_baselines(tmp_path: Path) -> None:
+    items = compared("A", "B", "tie", "A")
+    found = [
+        Judgement(winner=w, consistent=c, confidence=0.7)
+        for w, c in zip("ABBA", (True, False) * 2, strict=True)
+    ]
+    others = baseline_verdicts(items, scale=TEN, train=compared("B", "B")) | {"untrained model": found[::-1]}
+    write_predictions(tmp_path / "p.json", items, found, scale=TEN, others=others)
+    again = read_predictions(tmp_path / "p.json", scale=TEN)
+    first = evaluate_beside(items, found, scale=TEN, others=others)
+    second = evaluate_beside(again.items, again.found, scale=TEN, others=again.others)
+    assert to_json(first) == to_json(second)
+
+
+def test_a_file_of_predictions_alone_gives_the_table_of_the_test(tmp_path: Path, capsys: Any) -> None:
+    from crosstune.cli.main import main
+
+    five, path = Scale(low=1, high=5), tmp_path / "p.json"
+    items, found = scored(1, 4.5, 5, 2), [Judgement(score=s) for s in (1.5, 4.0, 3.0, 2.0)]
+    others = baseline_verdicts(items, scale=five, train=scored(3, 3, 4))
+    write_predictions(path, items, found, scale=five, others=others)
+    assert main(["judge", "eval", "--predictions", str(path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    expected = evaluate_beside(items, found, scale=five, others=others)["baselines"]
+    assert to_json(report["baselines"]) == to_json(expected)
+    assert main(["judge", "eval", "--predictions", str(path), "--score_scale", "1-4"]) == 2
+    assert "outside the scale 1-4" in capsys.readouterr().err
+    rows = [
+        {"expected": row["expected"], "predicted": row["predicted"]} for row in json.loads(path.read_text())
+    ]
+    path.write_text(json.dumps(rows))
+    assert main(["judge", "eval", "--predictions", str(path)]) == 0
+    assert "fitted on these very items" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -124,8 +167,17 @@ def test_predictions_read_back_with_the_same_metrics(tmp_path: Path) -> None:
         ("", "not JSON"),
         ("{}", "no predictions"),
         ("[1]", "Row 1"),
-        ('[{"expected": 3, "predicted": "x"}]', "do not fit"),
-        ('[{"expected": "A", "predicted": 3}]', "do not fit"),
+        ('[{"expected": 3, "predicted": "x"}]', "expected is a score"),
+        ('[{"expected": "A", "predicted": 3}]', "expected is a winner"),
+        ('[{"expected": "x", "predicted": 3}]', "neither a score nor a winner"),
+        ('[{"expected": 3, "predicted": 11}]', "outside the scale 0-10"),
+        ('[{"expected": 30, "predicted": 1}]', "outside the scale 0-10"),
+        ('[{"expected": 3, "predicted": 1, "score_scale": "x"}]', "score_scale"),
+        (
+            '[{"expected": 3, "predicted": 1, "score_scale": "1-5"}, {"expected": 3, "predicted": 1}]',
+            "different scales",
+        ),
+        ('[{"expected": 3, "predicted": 1, "baselines": {"b": {"predicted": "A"}}}]', "expected is a score"),
         ('[{"expected": 3, "predicted": 2}, {"expected": "A", "predicted": "B"}]', "mixes"),
         ('[{"predicted": 2}]', "`expected`"),
     ],
@@ -134,7 +186,7 @@ def test_bad_files_of_predictions(tmp_path: Path, text: str, words: str) -> None
     path = tmp_path / "p.json"
     path.write_text(text)
     with pytest.raises(UserError) as error:
-        read_predictions(path)
+        read_predictions(path, scale=TEN)
     assert words in str(error.value)
 
 

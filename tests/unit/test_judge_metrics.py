@@ -12,8 +12,15 @@ import scipy.stats
 import sklearn.metrics
 from numpy.typing import NDArray
 
-from crosstune.recipes.judge.metrics.agreement import accuracy, cohen_kappa, confusion, macro_f1
-from crosstune.recipes.judge.metrics.bootstrap import interval
+from crosstune.recipes.judge.metrics import resampled
+from crosstune.recipes.judge.metrics.agreement import (
+    accuracy,
+    cohen_kappa,
+    confusion,
+    count_pairs,
+    macro_f1,
+)
+from crosstune.recipes.judge.metrics.bootstrap import draw_weights, interval
 from crosstune.recipes.judge.metrics.calibration import (
     expected_calibration_error,
     fit_temperature,
@@ -151,26 +158,56 @@ def test_rouge_l_by_hand() -> None:
 def test_the_interval_covers_and_is_the_same_each_time() -> None:
     draw = np.random.default_rng(1)
     values = draw.normal(3.0, 1.0, 200)
-    found = interval(lambda chosen: float(values[chosen].mean()), len(values))
+    found = interval(resampled.mean(draw_weights(200), values))
     assert found is not None
     error = 1.96 * values.std() / math.sqrt(200)
     assert found.low == pytest.approx(values.mean() - error, abs=0.03)
     assert found.high == pytest.approx(values.mean() + error, abs=0.03)
-    assert found == interval(lambda chosen: float(values[chosen].mean()), len(values))
+    assert found == interval(resampled.mean(draw_weights(200), values))
 
 
 def test_dependent_items_widen_the_interval() -> None:
     values = np.repeat(np.random.default_rng(2).normal(size=30), 10)
-    groups = [str(place // 10) for place in range(300)]
-
-    def mean(chosen: NDArray[np.int64]) -> float:
-        return float(values[chosen].mean())
-
-    alone, grouped = interval(mean, 300), interval(mean, 300, groups=groups)
+    weights = draw_weights(300, groups=[str(place // 10) for place in range(300)])
+    assert (weights.sum(axis=1) == 300).all() and (weights[:, ::10] == weights[:, 9::10]).all()
+    alone, grouped = (
+        interval(resampled.mean(draw_weights(300), values)),
+        interval(resampled.mean(weights, values)),
+    )
     assert alone is not None and grouped is not None
     assert grouped.high - grouped.low > 2 * (alone.high - alone.low)
 
 
 def test_an_undefined_metric_has_no_interval() -> None:
-    assert interval(lambda chosen: math.nan, 20) is None
-    assert interval(lambda chosen: 1.0, 1) is None
+    assert interval(np.full(20, math.nan)) is None and interval(np.zeros(0)) is None
+    assert interval(np.array([1.0, 2.0, math.nan])) is not None
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_metrics_of_draws_are_those_of_the_drawn_items(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    count = int(draw.choice([2, 3, 8, 40]))
+    first, second = draw.normal(size=(2, count)) * 10.0 ** draw.integers(-6, 7)
+    if seed % 2:  # ties, and draws where a series is constant
+        first, second = np.round(draw.uniform(0, 3, count)), np.round(draw.uniform(0, 2, count))
+    groups = [str(draw.integers(0, count)) for _ in range(count)]
+    weights = draw_weights(count, groups=groups if seed % 3 else None, num_draws=25, seed=seed)
+    drawn = [np.repeat(np.arange(count), row.astype(int)) for row in weights]
+    for name, plain in (("pearson", pearson), ("spearman", spearman), ("kendall", kendall)):
+        found = getattr(resampled, name)(weights, first, second)
+        assert found == pytest.approx(
+            [plain(first[rows], second[rows]) for rows in drawn], abs=1e-9, nan_ok=True
+        )
+    rows, columns = draw.integers(0, 4, (2, count))
+    for metric in (accuracy, macro_f1, cohen_kappa):
+        found = resampled.of_counts(weights, rows, columns, metric, num_classes=4)
+        expected = [metric(count_pairs(rows[each], columns[each], num_classes=4)) for each in drawn]
+        assert found == pytest.approx(expected, nan_ok=True)
+
+
+def test_draws_of_many_items_are_compared_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = np.random.default_rng(0).normal(size=(2, 30))
+    weights = draw_weights(30, num_draws=5)
+    whole = resampled.kendall(weights, first, second)
+    monkeypatch.setattr(resampled, "_BLOCK", 7)
+    assert resampled.kendall(weights, first, second) == pytest.approx(whole)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +27,8 @@ class Entry:
     backends: tuple[str, ...] = ()
     """Backends to train on, unless --backend says another: the first that is available here."""
     output_dir: str | None = None
-    """The folder of its results, unless --output_dir says otherwise; the run is then named MODEL_final."""
+    """The folder of its runs, unless --output_dir says otherwise. A run is named for its model, and its result is also
+    put into NAME_final beside it: the folder that the guide copies to another machine and loads with PEFT."""
     script: Callable[[], str] | None = None
     """Returns the text of a file that does more than pass its command line on."""
 
@@ -53,7 +56,7 @@ ENTRIES = (
         path="pt_app/eval_model/judge_train_cuda.py",
         about="Train a judge on an NVIDIA GPU, or on the CPU where there is none.",
         command=("judge", "train"),
-        backends=("cuda", "cpu"),
+        backends=("cuda", "rocm", "cpu"),
         output_dir="adapters_eval",
     ),
     Entry(
@@ -134,7 +137,11 @@ def run_entry(name: str, words: Sequence[str]) -> int:
     from crosstune.cli.main import main
 
     entry = next(entry for entry in ENTRIES if entry.name == name)
-    return main([*entry.command, *entry_words(entry, words)])
+    line = entry_words(entry, words)
+    code = main([*entry.command, *line])
+    if entry.output_dir is not None and line != list(words):
+        _publish(Path(_value(line, ("output_dir",)) or "").expanduser(), _value(line, ("name",)))
+    return code
 
 
 def entry_words(entry: Entry, words: Sequence[str]) -> list[str]:
@@ -143,12 +150,17 @@ def entry_words(entry: Entry, words: Sequence[str]) -> list[str]:
     added: list[str] = []
     if given & {"help", "h"} or "-h" in words:
         return list(words)
-    if entry.backends and "backend" not in given:
-        added += ["--backend", _available(entry.backends)]
-    if entry.output_dir is not None and not given & {"output_dir", "name", "resume"}:
-        model = _value(words, ("model", "model_name"))
-        named = ["--name", f"{Path(model).name}_final", "--overwrite"] if model else []
-        added += ["--output_dir", entry.output_dir, *named]
+    backend = _value(words, ("backend",))
+    if entry.backends and backend is None:
+        backend = _available(entry.backends)
+        _say_fallback(entry, backend)
+        added += ["--backend", backend]
+    if entry.output_dir is not None and "resume" not in given:
+        if "output_dir" not in given:
+            added += ["--output_dir", entry.output_dir]
+        if "name" not in given:
+            model = _value(words, ("model", "model_name")) or _preset_model(backend)
+            added += ["--name", Path(model).name, "--overwrite"]
     return [*words, *added]
 
 
@@ -159,10 +171,48 @@ def _available(backends: Sequence[str]) -> str:
     return next((name for name in backends if name in found), backends[0])
 
 
+def _say_fallback(entry: Entry, backend: str) -> None:
+    """Say that an entry does not train on the device that it is named for."""
+    if backend != entry.backends[0]:
+        from crosstune.cli.output import WARNING, Output
+
+        Output().line(
+            f"warning  {entry.name}.py: there is no {entry.backends[0].upper()} device here, so this trains on "
+            f"{backend} with the model, precision and optimizer of the preset for {backend}; `crosstune doctor` says why",
+            style=WARNING,
+        )
+
+
+def _preset_model(backend: str | None) -> str:
+    """Return the model that `judge train` takes if none is named."""
+    from crosstune.recipes.judge.presets import BY_BACKEND
+
+    return str(BY_BACKEND.get(backend or "", BY_BACKEND["cpu"])["model_name"])
+
+
+def _publish(folder: Path, name: str | None) -> None:
+    """Copy the result of a finished run into NAME_final beside it, in place of an older result."""
+    from crosstune.core import atomic_files
+    from crosstune.core.json_files import read_json
+    from crosstune.models.folder_record import RECORD
+
+    summary = read_json(folder / str(name) / "summary.json")
+    result = folder / str(name) / Path(str(summary.get("result"))).name
+    target = folder / f"{name}_final"
+    if name is None or summary.get("status") != "finished" or not result.is_dir():
+        return
+    if target.exists() and not (target / RECORD).is_file():
+        print(f"kept     {atomic_files.set_aside(target)}, which is no result of a run", file=sys.stderr)
+    with atomic_files.staging_folder(target) as staging:
+        shutil.copytree(result, staging / "new")
+        atomic_files.put_in_place(staging / "new", target, aside=staging / "old")
+    print(f"written  {target}", file=sys.stderr)
+
+
 def _value(words: Sequence[str], names: Sequence[str]) -> str | None:
     for place, word in enumerate(words):
         name, equals, value = word.lstrip("-").partition("=")
-        if word.startswith("--") and name in names:
+        if word.startswith("--") and name.replace("-", "_") in names:
             return value if equals else next(iter(words[place + 1 : place + 2]), None)
     return None
 

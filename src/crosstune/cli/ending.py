@@ -11,7 +11,6 @@ from crosstune.cli.output import GOOD, STRONG, WARNING, Output
 from crosstune.cli.units import count, duration, figure, size
 from crosstune.core.user_paths import shown_path
 from crosstune.report.next_steps import use_result
-from crosstune.results.next_commands import next_commands
 
 
 def print_ending(summary: Mapping[str, Any], folder: Path, report: Path | None, output: Output) -> None:
@@ -41,11 +40,9 @@ def ending_lines(
         yield f"report   {shown_path(report)}", None
     if not finished:
         yield _how_to_continue(summary, folder), STRONG
-    elif summary["result"] and summary.get("generates"):
-        yield from _next_commands(summary, folder)
     elif summary["result"]:
-        for label, command in next_commands(folder, shown=shown_path(folder)):
-            yield f"{label:<8} {command}", None
+        for step in use_result(summary, folder):
+            yield f"{step.label:<8} {step.command}", None
 
 
 def _evaluation_lines(summary: Mapping[str, Any]) -> Iterator[str]:
@@ -66,11 +63,6 @@ def _which_weights(summary: Mapping[str, Any]) -> str:
     """Say which weights the result has, where they are not the last ones."""
     step = summary.get("result_step")
     return f" (step {step}, the best evaluation)" if step not in (None, summary["steps"]) else ""
-
-
-def _next_commands(summary: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, str | None]]:
-    for step in use_result(summary, folder):
-        yield f"{step.label:<8} {step.command}", None
 
 
 def _how_to_continue(summary: Mapping[str, Any], folder: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,6 @@ def run_action(own: argparse.Namespace, config: Config) -> int:
     from crosstune.cli.output import print_line
     from crosstune.recipes.judge.open_splits import open_judge_data
     from crosstune.recipes.judge.prompts import training_messages
-    from crosstune.recipes.judge.scale import read_scale
     from crosstune.recipes.judge.verdicts import choose_format
 
     if "dataset" not in config.asked:
@@ -32,7 +32,7 @@ def run_action(own: argparse.Namespace, config: Config) -> int:
         return _split(own, config)
     data = open_judge_data(config)
     splits = {"train": data.train, "val": data.val, "test": data.test}
-    verdict = choose_format(config.verdict, scale=read_scale(config.score_scale), items=list(data.train))
+    verdict = choose_format(config.verdict, scale=data.scale, items=list(data.train))
     described: dict[str, dict[str, Any]] = {
         name: {
             "items": len(items),
@@ -78,7 +78,9 @@ def _split(own: argparse.Namespace, config: Config) -> int:
     from crosstune.cli.output import print_line
     from crosstune.core.json_files import write_json
     from crosstune.data.dataset_list import unweighted
+    from crosstune.recipes.judge.items import common_scale
     from crosstune.recipes.judge.open_splits import HELD_OUT_SHARE, by_split, item_reader
+    from crosstune.recipes.judge.read_items import split_row
     from crosstune.recipes.judge.splits import split_groups
 
     reader, folder = item_reader(config), Path(own.split_to)
@@ -86,29 +88,15 @@ def _split(own: argparse.Namespace, config: Config) -> int:
     found: list[Item] = [
         item for entry in entries for source in by_split(entry.name).values() for item in reader.read(source)
     ]
+    scale = common_scale(found, default=reader.scale)
     splits = split_groups(found, shares=dict.fromkeys(("val", "test"), HELD_OUT_SHARE), seed=config.seed)
     folder.mkdir(parents=True, exist_ok=True)
+    paths = {name: folder / f"judge_{name}.json" for name in splits}
+    if there := [path for path in paths.values() if path.exists()]:
+        raise UserError(f"{there[0]} exists already.", do="choose another folder for --split_to")
     for name, items in splits.items():
-        path = folder / f"judge_{name}.json"
-        if path.exists():
-            raise UserError(f"{path} exists already.", do="choose another folder for --split_to")
-        write_json(path, [_row(item, f"{name}-{number}") for number, item in enumerate(items)])
-        print_line(f"written  {path} ({len(items)} items in {len({item.group for item in items})} groups)")
+        write_json(paths[name], [split_row(item, f"{name}-{n}", scale=scale) for n, item in enumerate(items)])
+        groups = len({item.group for item in items})
+        print_line(f"written  {paths[name]} ({len(items)} items in {groups} groups)")
+    print_line(f"train    crosstune judge train --dataset {shlex.quote(str(folder))}")
     return EXIT_DONE
-
-
-def _row(item: Item, name: str) -> dict[str, Any]:
-    row: dict[str, Any] = {"id": name, "group": item.group, "task": item.task, "reference": item.reference}
-    row |= {"rubric": item.rubric, "critique": item.critique, "issues": list(item.issues)}
-    if item.messages:
-        said = [*map(dict, item.messages), {"role": "assistant", "content": item.verdict}]
-        return {
-            "id": name,
-            "group": item.group,
-            "messages": said,
-            "source": item.task,
-            "translation": item.answers[0],
-        }
-    if item.is_pair:
-        return row | {"answer_a": item.answers[0], "answer_b": item.answers[1], "winner": item.winner}
-    return row | {"answer": item.answers[0], "score": item.score}

@@ -75,13 +75,14 @@ def make_request(own: argparse.Namespace, config: Config, *, target: str, backen
 def _test_on(own: argparse.Namespace, config: Config) -> dict[str, Any]:
     """Test on the data of --dataset: its test split, or all of it."""
     from crosstune.recipes.judge.open_splits import item_reader, read_split
+    from crosstune.results.judge import judge_scale
 
     if "dataset" not in config.asked:
         raise UserError(f"What should {own.target} be tested on?", do="pass --dataset with labelled items")
-    items = read_split(item_reader(config), config.dataset, "test")
+    request = make_request(own, config, target=own.target, backend=config.backend)
+    items = read_split(item_reader(config, scale=judge_scale(request)), config.dataset, "test")
     if "eval_samples" in config.asked:
         items = items[: config.eval_samples]
-    request = make_request(own, config, target=own.target, backend=config.backend)
     return _test(request, items, own, config, out=own.out, train=())
 
 
@@ -97,10 +98,10 @@ def _test(
     from crosstune.cli.output import print_line
     from crosstune.cli.screen import Screen
     from crosstune.report import write_report
-    from crosstune.results.judge import measure_judge, write_test
+    from crosstune.results.judge import measure_judge
 
     with Screen(live=True) as screen:
-        report, found = measure_judge(
+        test = measure_judge(
             request,
             items,
             config=config,
@@ -108,7 +109,8 @@ def _test(
             train=train,
             with_untrained=not own.skip_untrained,
         )
-    written = write_test(out, report, items, found) if out is not None else None
+    report = test.report
+    written = test.write(out) if out is not None else None
     if out is not None and (out / "plan.json").is_file():
         write_report(out)
     if not own.json:
@@ -122,20 +124,17 @@ def _test(
 def _evaluate_file(own: argparse.Namespace, config: Config) -> int:
     """Compute the metrics of predictions that were made before."""
     from crosstune.cli.output import print_line
-    from crosstune.recipes.judge.evaluation import baselines, evaluate_items
+    from crosstune.recipes.judge.baselines import baseline_verdicts
+    from crosstune.recipes.judge.evaluation import evaluate_beside
     from crosstune.recipes.judge.predictions import read_predictions
     from crosstune.recipes.judge.scale import read_scale
 
-    items, found = read_predictions(own.predictions)
-    scale = read_scale(config.score_scale)
-    outside = [item for item in items if item.score is not None and not scale.holds(item.score)]
-    if outside:
-        raise UserError(
-            f"The score {outside[0].score:g} of the item {outside[0].id} is outside the scale {scale}.",
-            do="set the scale of the predictions with --score_scale LOW-HIGH",
-        )
-    report = evaluate_items(items, found, scale=scale)
-    report["baselines"] = baselines(items, scale=scale)
+    scale, asked = read_scale(config.score_scale), "score_scale" in config.asked
+    read = read_predictions(own.predictions, scale=scale, scale_asked=asked)
+    others = read.others or baseline_verdicts(read.items, scale=read.scale)
+    report = evaluate_beside(read.items, read.found, scale=read.scale, others=others)
+    if not read.others:
+        report["notes"].append("the baselines are fitted on these very items, which favours them")
     if own.json:
         print_json(report)
     else:

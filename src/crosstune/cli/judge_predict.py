@@ -22,11 +22,11 @@ def run_action(own: argparse.Namespace, config: Config) -> int:
     from crosstune.core.json_files import to_json
     from crosstune.recipes.judge.open_splits import item_reader, read_split
     from crosstune.recipes.judge.predictions import prediction_row
-    from crosstune.results.judge import ask, open_judge
+    from crosstune.results.judge import ask, judge_scale, open_judge
 
-    reader = item_reader(config, labelled=False)
-    items = read_split(reader, str(own.input), "test")
     request = make_request(own, config, target=own.target, backend=config.backend)
+    reader = item_reader(config, labelled=False, scale=judge_scale(request))
+    items = read_split(reader, str(own.input), "test")
     with Screen(live=True) as screen:
         judge = open_judge(request, items=items, config=config, observer=screen)
         found = ask(judge, items, request, screen)

@@ -12,6 +12,7 @@ from crosstune.core.user_paths import shown_path
 from crosstune.report.files import RunFiles
 from crosstune.report.outcome import End
 from crosstune.report.turning_points import best_evaluation
+from crosstune.runs.next_commands import next_commands
 
 STILL_FALLING = 0.98
 """A best last evaluation below this multiple of the one before says that more steps may help."""
@@ -24,32 +25,27 @@ class Next:
     why: str = ""
 
 
-def use_result(summary: Mapping[str, Any], folder: Path, *, recipe: str = "sft") -> Iterator[Next]:
-    """Yield the commands that use the result of a finished run."""
+def use_result(summary: Mapping[str, Any], folder: Path) -> Iterator[Next]:
+    """Yield the commands that use the result of a finished run: those of its recipe, or those of a language model."""
     run = shlex.quote(shown_path(folder))
-    if recipe == "judge":
-        predict = f"crosstune judge predict {run} --input answers.jsonl --output verdicts.jsonl"
-        yield Next(label="judge", command=predict, why="score answers with it")
-        yield Next(label="test", command=f"crosstune judge eval {run}", why="compare it with people again")
-    elif recipe == "latent_diffusion":
-        decode = f'crosstune latents decode {run} --text "..." --live'
-        yield Next(label="decode", command=decode, why="turn a vector back into text")
-    elif summary.get("generates"):
-        yield Next(label="try it", command=f'crosstune generate {run} --prompt "..."', why="one answer")
-        yield Next(label="chat", command=f"crosstune chat {run}", why="a conversation")
-    if summary.get("generates"):
-        if Path(str(summary.get("result"))).name == "adapter":
-            merge = f"crosstune merge {run}"
-            yield Next(label="merge", command=merge, why="one model without the adapter beside it")
+    if own := next_commands(folder, shown=shown_path(folder)):
+        yield from (Next(label=label, command=command) for label, command in own)
+        return
+    if not summary.get("generates"):
+        return
+    yield Next(label="try it", command=f'crosstune generate {run} --prompt "..."', why="one answer")
+    yield Next(label="chat", command=f"crosstune chat {run}", why="a conversation")
+    if Path(str(summary.get("result"))).name == "adapter":
         yield Next(
-            label="export", command=f"crosstune export {run} --to gguf", why="for llama.cpp and Ollama"
+            label="merge", command=f"crosstune merge {run}", why="one model without the adapter beside it"
         )
+    yield Next(label="export", command=f"crosstune export {run} --to gguf", why="for llama.cpp and Ollama")
 
 
 def next_steps(run: RunFiles, end: End) -> list[Next]:
     """Return what to do next, the most useful first."""
     found = list[Next]()
-    summary, recipe = run.summary, str(run.asked.get("recipe") or "sft")
+    summary = run.summary
     folder = shlex.quote(shown_path(run.folder))
     if end.status == "running":
         return [Next(label="watch", command=f"crosstune report {folder}", why="write this page again")]
@@ -57,7 +53,7 @@ def next_steps(run: RunFiles, end: End) -> list[Next]:
         found.append(_continue(run, folder))
     found += _advice(run, folder)
     if summary.get("result"):
-        found += use_result(summary, run.folder, recipe=recipe)
+        found += use_result(summary, run.folder)
     compare = f"crosstune compare {folder} OTHER --out compare.html"
     return [*found, Next(label="compare", command=compare, why="what differs from another run")]
 

@@ -16,6 +16,7 @@ from crosstune.data.tokenizer import Tokenizer
 from crosstune.machines.probe import probe_machine
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.planner.gather import make_plan, plan_over_quantized
+from crosstune.recipes.judge.saved_settings import read_judge_settings
 from crosstune.results.opened import check_base
 from crosstune.results.trained_folder import Trained, find_trained
 from crosstune.runs.open_parts import find_model, open_session
@@ -90,6 +91,7 @@ def open_chat_model(
     if backend == "auto":
         backend = load_config().backend  # the environment may set it
     trained = find_trained(target)
+    _note_judge(target, trained, observer)
     if backend == "auto" and _needs_mlx(trained):
         backend = "mlx" if probe_machine(backends=["mlx"]).available() else "auto"
     options = trained.options()
@@ -109,6 +111,18 @@ def open_chat_model(
     assert isinstance(session, Generates), "a causal language model generates"
     tokenizer = Tokenizer.from_folder(trained.tokenizer_folder(model.path), model=model.path)
     return ChatModel(session=session, tokenizer=tokenizer)
+
+
+def _note_judge(target: str, trained: Trained, observer: Observer) -> None:
+    """Tell that a judge answers with verdicts, to prompts of its own form."""
+    folder = trained.adapter or Path(trained.base).expanduser()
+    if read_judge_settings(folder) is not None:
+        observer.on_event(
+            Warned(
+                message=f"{target} is a judge: it learned to answer with verdicts alone; "
+                f"`crosstune judge predict {target} --input FILE` asks it the way it was trained"
+            )
+        )
 
 
 def _needs_mlx(trained: Trained) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,15 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Evaluating, EvaluationStarted, Observer, Warned
 from crosstune.core.json_files import read_json, write_json
 from crosstune.data.tokenizer import Tokenizer
+from crosstune.models.folder import longest_context
 from crosstune.planner.gather import make_plan
-from crosstune.recipes.judge.evaluation import Report, baselines, evaluate_items, worst_items
-from crosstune.recipes.judge.items import Item
+from crosstune.recipes.judge.baselines import UNTRAINED, baseline_verdicts
+from crosstune.recipes.judge.evaluation import Report, evaluate_beside, worst_items
+from crosstune.recipes.judge.items import Item, common_scale
 from crosstune.recipes.judge.judge import Judge, Judgement
 from crosstune.recipes.judge.predictions import FILE, METRICS_FILE, prediction_row, write_predictions
 from crosstune.recipes.judge.saved_settings import JudgeSettings, read_judge_settings
-from crosstune.recipes.judge.scale import read_scale
+from crosstune.recipes.judge.scale import Scale, read_scale
 from crosstune.recipes.judge.tasks import judge_task
 from crosstune.recipes.judge.verdicts import choose_format
 from crosstune.results.opened import check_base
@@ -75,10 +77,11 @@ def open_judge(request: JudgeRequest, *, items: Sequence[Item], config: Config, 
     """Open a run, an adapter or a model as a judge. One that was not trained as such uses the format of `config`."""
     trained = find_trained(_reward_model(request.target) or request.target, base=request.base)
     settings = read_judge_settings(_result_folder(trained))
+    scale = common_scale(items, default=_default_scale(config, settings))
     if settings is None:
-        verdict = choose_format(config.verdict, scale=read_scale(config.score_scale), items=list(items))
+        verdict = choose_format(config.verdict, scale=scale, items=list(items))
         settings = JudgeSettings(verdict=verdict.name, scale=str(verdict.scale), explains=verdict.explains)
-    _check_kind(settings, items)
+    _check_items(settings, items, scale)
     options = trained.options()
     if request.untrained:
         options = {"model_name": _untrained_base(trained, request), "train_type": "full"}
@@ -96,7 +99,15 @@ def open_judge(request: JudgeRequest, *, items: Sequence[Item], config: Config, 
         settings=settings,
         batch_size=request.batch_size,
         share_prefixes=request.share_prefixes,
+        max_tokens=longest_context(model.path),
     )
+
+
+def judge_scale(request: JudgeRequest) -> Scale | None:
+    """Return the scale that a trained judge learned; None for a model that was not trained as one."""
+    trained = find_trained(_reward_model(request.target) or request.target, base=request.base)
+    settings = read_judge_settings(_result_folder(trained))
+    return read_scale(settings.scale) if settings is not None else None
 
 
 def ask(judge: Judge, items: Sequence[Item], request: JudgeRequest, observer: Observer) -> list[Judgement]:
@@ -106,7 +117,33 @@ def ask(judge: Judge, items: Sequence[Item], request: JudgeRequest, observer: Ob
     def show(done: int, total: int) -> None:
         observer.on_event(Evaluating(done=done, total=total, what="items"))
 
-    return judge.judge(items, by=request.by, max_new_tokens=request.max_new_tokens, progress=show)
+    found = judge.judge(items, by=request.by, max_new_tokens=request.max_new_tokens, progress=show)
+    if num_long := sum(one.too_long for one in found):
+        observer.on_event(
+            Warned(
+                message=f"{num_long} of {len(items)} items are longer than the model's context of {judge.max_tokens} "
+                "tokens: they are not judged, and their verdicts count as unreadable"
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeTest:
+    """Labelled items, what a judge and the baselines say about them, and how well that fits."""
+
+    items: Sequence[Item]
+    found: Sequence[Judgement]
+    others: Mapping[str, Sequence[Judgement]]
+    scale: Scale
+    report: Report
+
+    def write(self, folder: Path) -> Path:
+        """Write the predictions and the metrics; return the file of the predictions."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_predictions(folder / FILE, self.items, self.found, scale=self.scale, others=self.others)
+        write_json(folder / METRICS_FILE, self.report)
+        return folder / FILE
 
 
 def measure_judge(
@@ -117,31 +154,21 @@ def measure_judge(
     observer: Observer,
     train: Sequence[Item] = (),
     with_untrained: bool = True,
-) -> tuple[Report, list[Judgement]]:
+) -> JudgeTest:
     """Judge labelled items, and compare with people and with the baselines."""
     judge = open_judge(request, items=items, config=config, observer=observer)
     found = ask(judge, items, request, observer)
     scale, settings = judge.verdict.scale, judge.settings
     del judge  # the untrained model takes its place in memory
-    report = evaluate_items(items, found, scale=scale)
-    report["judge"] = dataclasses.asdict(settings) | {"by": request.by, "target": request.target}
-    report["baselines"] = baselines(items, scale=scale, train=train)
+    others = baseline_verdicts(items, scale=scale, train=train)
     if with_untrained and settings.head == "tokens":
         untrained = dataclasses.replace(request, untrained=True)
         base = open_judge(untrained, items=items, config=config, observer=observer)
-        report["baselines"]["untrained model"] = evaluate_items(
-            items, ask(base, items, untrained, observer), scale=scale
-        )
+        others[UNTRAINED] = ask(base, items, untrained, observer)
+    report = evaluate_beside(items, found, scale=scale, others=others)
+    report["judge"] = dataclasses.asdict(settings) | {"by": request.by, "target": request.target}
     report["worst"] = [prediction_row(items[place], found[place]) for place in worst_items(items, found)]
-    return report, found
-
-
-def write_test(folder: Path, report: Report, items: Sequence[Item], found: Sequence[Judgement]) -> Path:
-    """Write the predictions and the metrics of a test; return the file of the predictions."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_predictions(folder / FILE, items, found)
-    write_json(folder / METRICS_FILE, report)
-    return folder / FILE
+    return JudgeTest(items=items, found=found, others=others, scale=scale, report=report)
 
 
 def _reward_model(target: str) -> str | None:
@@ -165,10 +192,23 @@ def _untrained_base(trained: Trained, request: JudgeRequest) -> str:
     return request.base or trained.base
 
 
-def _check_kind(settings: JudgeSettings, items: Sequence[Item]) -> None:
+def _default_scale(config: Config, settings: JudgeSettings | None) -> Scale:
+    """Return the scale of items that name none: that of --score_scale, or else that of the judge."""
+    if settings is not None and "score_scale" not in config.asked:
+        return read_scale(settings.scale)
+    return read_scale(config.score_scale)
+
+
+def _check_items(settings: JudgeSettings, items: Sequence[Item], scale: Scale) -> None:
     if items and items[0].is_pair != (settings.verdict == "winner"):
         kind = "pairs of answers" if items[0].is_pair else "single answers"
         learned = "which of two answers is better" if settings.verdict == "winner" else "to score an answer"
         raise UserError(
             f"This judge cannot judge {kind}.", why=f"it learned {learned}.", do="give it other data"
+        )
+    if any(item.score is not None for item in items) and scale != read_scale(settings.scale):
+        raise UserError(
+            f"This judge scores on the scale {settings.scale}, and the scores of the data are on {scale}.",
+            why="their difference would mean nothing.",
+            do=f"bring the scores of the data to the scale {settings.scale}; --score_scale says which one they are on",
         )

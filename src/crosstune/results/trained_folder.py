@@ -22,7 +22,7 @@ from crosstune.models.checksums import check_checksums
 from crosstune.models.folder_record import read_record
 from crosstune.models.identity import recorded_sha256
 from crosstune.models.quantized_folder import quantization_options
-from crosstune.results.next_commands import next_commands
+from crosstune.runs.next_commands import next_commands
 
 
 @dataclass(frozen=True, kw_only=True)

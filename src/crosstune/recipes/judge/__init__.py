@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from crosstune.config.schema import Config
 from crosstune.core.events import Observer
@@ -11,10 +13,9 @@ from crosstune.recipes.judge.presets import OPTIONS as PRESET_OPTIONS
 from crosstune.recipes.judge.presets import choose_preset
 from crosstune.recipes.judge.read_items import TARGETS as COLUMNS
 from crosstune.recipes.judge.recipe import JudgeRecipe
-from crosstune.recipes.judge.scale import read_scale
 from crosstune.recipes.judge.verdicts import choose_format
 
-__all__ = ["COLUMNS", "PRESET_OPTIONS", "check_data", "choose_preset", "open_recipe"]
+__all__ = ["COLUMNS", "PRESET_OPTIONS", "check_data", "choose_preset", "next_commands", "open_recipe"]
 
 
 def open_recipe(config: Config, *, model_folder: Path, observer: Observer | None = None) -> JudgeRecipe:
@@ -24,5 +25,13 @@ def open_recipe(config: Config, *, model_folder: Path, observer: Observer | None
 def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
     """Raise if a row cannot be read or leaks into the held-out data; return what was not checked."""
     data = open_judge_data(config)
-    choose_format(config.verdict, scale=read_scale(config.score_scale), items=[*data.train, *data.val])
+    choose_format(config.verdict, scale=data.scale, items=[*data.train, *data.val])
     return ["whether every item fits the context: nothing is tokenized"]
+
+
+def next_commands(run: str, options: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what to do with a finished run: a judge answers with verdicts, so there is nothing to chat about."""
+    return [
+        ("use it", f"crosstune judge predict {run} --input answers.jsonl --output verdicts.jsonl"),
+        ("test it", f"crosstune judge eval {run} --dataset labelled.jsonl"),
+    ]

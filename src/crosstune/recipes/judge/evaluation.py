@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from crosstune.recipes.judge.items import WINNERS, Item
 from crosstune.recipes.judge.judge import Judgement
-from crosstune.recipes.judge.metrics.agreement import accuracy, cohen_kappa, confusion, count_pairs, macro_f1
-from crosstune.recipes.judge.metrics.bootstrap import interval
+from crosstune.recipes.judge.metrics import resampled
+from crosstune.recipes.judge.metrics.agreement import (
+    Counts,
+    accuracy,
+    cohen_kappa,
+    confusion,
+    count_pairs,
+    macro_f1,
+)
+from crosstune.recipes.judge.metrics.bootstrap import draw_weights, interval
 from crosstune.recipes.judge.metrics.calibration import expected_calibration_error, reliability
 from crosstune.recipes.judge.metrics.correlation import (
+    Floats,
+    are_within,
     kendall,
     mean_absolute_error,
     pearson,
@@ -41,8 +51,7 @@ def evaluate_items(
     compute = _pair_metrics if items[0].is_pair else _score_metrics
     names = PAIR_METRICS if items[0].is_pair else SCORE_METRICS
     compared = compute(items, found, scale)
-    everything = np.arange(len(items))
-    metrics = {name: compared[name](everything) for name in names}
+    metrics = {name: compared[name].value for name in names}
     report: Report = {
         "kind": "pairs" if items[0].is_pair else "scores",
         "num_items": len(items),
@@ -53,8 +62,8 @@ def evaluate_items(
         "confusion": _confusion_table(items, found, scale),
     }
     if intervals:
-        groups = [item.group for item in items]
-        made = {name: interval(compared[name], len(items), groups=groups) for name in names}
+        weights = draw_weights(len(items), groups=[item.group for item in items])
+        made = {name: interval(compared[name].resample(weights)) for name in names} if len(items) > 1 else {}
         report["intervals"] = {name: found.to_json() for name, found in made.items() if found is not None}
     _add_calibration(report, items, found, scale)
     _add_feedback(report, items, found)
@@ -67,22 +76,17 @@ def headline(report: Report) -> dict[str, float]:
     return shown | {"unreadable": report["num_unreadable"] / report["num_items"]}
 
 
-def baselines(
-    items: Sequence[Item], *, scale: Scale, train: Sequence[Item] = (), intervals: bool = True
-) -> dict[str, Report]:
-    """Return the reports of judges that know nothing: a constant, and the length of the answer.
-
-    They are fitted on the training items, or without those on the items themselves, which favours them.
-    """
-    known = [item for item in train if item.is_labelled] or list(items)
-    guesses = {
-        "constant": _constant(items, known),
-        "longer answer": _longer(items, known, scale),
-    }
-    return {
-        name: evaluate_items(items, found, scale=scale, intervals=intervals)
-        for name, found in guesses.items()
-    }
+def evaluate_beside(
+    items: Sequence[Item],
+    found: Sequence[Judgement],
+    *,
+    scale: Scale,
+    others: Mapping[str, Sequence[Judgement]],
+) -> Report:
+    """Return the report of a judge, with those of other judges of the same items under `baselines`."""
+    report = evaluate_items(items, found, scale=scale)
+    report["baselines"] = {name: evaluate_items(items, each, scale=scale) for name, each in others.items()}
+    return report
 
 
 def worst_items(items: Sequence[Item], found: Sequence[Judgement], *, most: int = 10) -> list[int]:
@@ -101,30 +105,54 @@ def worst_items(items: Sequence[Item], found: Sequence[Judgement], *, most: int 
     return [place for place in ordered if distance(place)[0] > 0][:most]
 
 
-Metric = Callable[[NDArray[np.int64]], float]
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    value: float
+    resample: Callable[[Floats], Floats]
+    """Return the value in each draw of the bootstrap, from how often each item is drawn."""
 
 
 def _score_metrics(items: Sequence[Item], found: Sequence[Judgement], scale: Scale) -> Mapping[str, Metric]:
     expected = np.array([item.score for item in items], dtype=np.float64)
     scores = _scores(expected, found, scale)
     values = np.array(number_labels(scale).values)
+    size = len(values)
     first, second = (np.abs(values[None] - each[:, None]).argmin(axis=1) for each in (expected, scores))
+    error = scores - expected
+    near = are_within(expected, scores, distance=scale.point).astype(np.float64)
 
-    def kappa(rows: NDArray[np.int64]) -> float:
-        return cohen_kappa(count_pairs(first[rows], second[rows], num_classes=len(values)), quadratic=True)
+    def kappa(counts: Counts) -> float:
+        return cohen_kappa(counts, quadratic=True)
 
     return {
-        "mae": lambda rows: mean_absolute_error(expected[rows], scores[rows]),
-        "rmse": lambda rows: root_mean_squared_error(expected[rows], scores[rows]),
-        "pearson": lambda rows: pearson(expected[rows], scores[rows]),
-        "spearman": lambda rows: spearman(expected[rows], scores[rows]),
-        "kendall": lambda rows: kendall(expected[rows], scores[rows]),
-        "qwk": kappa,
-        "within_1": lambda rows: share_within(expected[rows], scores[rows], distance=scale.point),
+        "mae": Metric(
+            value=mean_absolute_error(expected, scores), resample=lambda w: resampled.mean(w, np.abs(error))
+        ),
+        "rmse": Metric(
+            value=root_mean_squared_error(expected, scores),
+            resample=lambda w: np.sqrt(resampled.mean(w, error**2)),
+        ),
+        "pearson": Metric(
+            value=pearson(expected, scores), resample=lambda w: resampled.pearson(w, expected, scores)
+        ),
+        "spearman": Metric(
+            value=spearman(expected, scores), resample=lambda w: resampled.spearman(w, expected, scores)
+        ),
+        "kendall": Metric(
+            value=kendall(expected, scores), resample=lambda w: resampled.kendall(w, expected, scores)
+        ),
+        "qwk": Metric(
+            value=kappa(count_pairs(first, second, num_classes=size)),
+            resample=lambda w: resampled.of_counts(w, first, second, kappa, num_classes=size),
+        ),
+        "within_1": Metric(
+            value=share_within(expected, scores, distance=scale.point),
+            resample=lambda w: resampled.mean(w, near),
+        ),
     }
 
 
-def _scores(expected: NDArray[np.float64], found: Sequence[Judgement], scale: Scale) -> NDArray[np.float64]:
+def _scores(expected: Floats, found: Sequence[Judgement], scale: Scale) -> Floats:
     farthest = np.where(expected - scale.low > scale.high - expected, scale.low, scale.high)
     return np.array(
         [one.score if one.score is not None else far for one, far in zip(found, farthest, strict=True)]
@@ -135,17 +163,24 @@ def _pair_metrics(items: Sequence[Item], found: Sequence[Judgement], scale: Scal
     classes = [*WINNERS, UNREADABLE]
     expected = np.array([classes.index(item.winner or "") for item in items])
     winners = np.array([classes.index(one.winner or UNREADABLE) for one in found])
-    consistent = np.array([bool(one.consistent) for one in found], dtype=np.float64)
     asked = any(one.consistent is not None for one in found)
+    consistent = np.array([float(bool(one.consistent)) if asked else math.nan for one in found])
 
-    def counted(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        return count_pairs(expected[rows], winners[rows], num_classes=len(classes))
+    counts = count_pairs(expected, winners, num_classes=len(classes))
+
+    def metric(compute: Callable[[Counts], float]) -> Metric:
+        return Metric(
+            value=compute(counts),
+            resample=lambda w: resampled.of_counts(w, expected, winners, compute, num_classes=len(classes)),
+        )
 
     return {
-        "accuracy": lambda rows: accuracy(counted(rows)),
-        "macro_f1": lambda rows: macro_f1(counted(rows)),
-        "kappa": lambda rows: cohen_kappa(counted(rows)),
-        "swap_consistency": lambda rows: float(consistent[rows].mean()) if asked else math.nan,
+        "accuracy": metric(accuracy),
+        "macro_f1": metric(macro_f1),
+        "kappa": metric(cohen_kappa),
+        "swap_consistency": Metric(
+            value=float(consistent.mean()), resample=lambda w: resampled.mean(w, consistent)
+        ),
     }
 
 
@@ -200,7 +235,8 @@ def is_right(item: Item, one: Judgement, scale: Scale) -> bool:
     """Return whether a verdict is right: the same winner, or a score at most a point off."""
     if item.is_pair:
         return item.winner == one.winner
-    return one.score is not None and abs(one.score - (item.score or 0.0)) <= scale.point * (1 + 1e-9)
+    assert item.score is not None
+    return one.score is not None and bool(are_within(item.score, one.score, distance=scale.point))
 
 
 def _add_feedback(report: Report, items: Sequence[Item], found: Sequence[Judgement]) -> None:
@@ -210,30 +246,3 @@ def _add_feedback(report: Report, items: Sequence[Item], found: Sequence[Judgeme
         report["metrics"]["rouge_l"] = float(
             np.mean([rouge_l(item.critique, one.feedback) for item, one in rows])
         )
-
-
-def _constant(items: Sequence[Item], known: Sequence[Item]) -> list[Judgement]:
-    """Always say the mean score, or the most frequent winner."""
-    if items[0].is_pair:
-        winners = [item.winner for item in known]
-        most = max(WINNERS, key=winners.count)
-        return [Judgement(winner=most, consistent=None)] * len(items)
-    mean = float(np.mean([item.score for item in known if item.score is not None]))
-    return [Judgement(score=mean)] * len(items)
-
-
-def _longer(items: Sequence[Item], known: Sequence[Item], scale: Scale) -> list[Judgement]:
-    """Prefer the longer answer; for scores, the line that fits the length of the answers best."""
-    if items[0].is_pair:
-        return [Judgement(winner=_longer_of(item.answers)) for item in items]
-    lengths = np.array([len(item.answers[0]) for item in known], dtype=np.float64)
-    scores = np.array([item.score for item in known], dtype=np.float64)
-    spread = float(((lengths - lengths.mean()) ** 2).sum())
-    slope = float(((lengths - lengths.mean()) * (scores - scores.mean())).sum()) / spread if spread else 0.0
-    guesses = [scores.mean() + slope * (len(item.answers[0]) - lengths.mean()) for item in items]
-    return [Judgement(score=float(np.clip(guess, scale.low, scale.high))) for guess in guesses]
-
-
-def _longer_of(answers: Sequence[str]) -> str:
-    first, second = map(len, answers)
-    return "tie" if first == second else "A" if first > second else "B"

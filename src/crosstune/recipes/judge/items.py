@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from crosstune.core.errors import UserError
+from crosstune.recipes.judge.scale import Scale
+
 WINNERS = ("A", "B", "tie")
 
 
@@ -20,6 +23,8 @@ class Item:
     reference: str = ""
     rubric: str = ""
     score: float | None = None
+    scale: Scale | None = None
+    """The scale of the score, if the row itself names it."""
     winner: str | None = None
     critique: str = ""
     issues: tuple[str, ...] = ()
@@ -42,6 +47,19 @@ class Item:
     def key(self) -> tuple[str, ...]:
         """What makes two items the same: their texts."""
         return (self.task, *self.answers)
+
+
+def common_scale(items: Sequence[Item], *, default: Scale) -> Scale:
+    """Return the scale of all items; raise if they are on different ones. An item that names none is on the default."""
+    found = {item.scale or default for item in items if not item.is_pair}
+    if len(found) > 1:
+        named = ", ".join(sorted(map(str, found)))
+        raise UserError(
+            f"The scores are on different scales: {named}.",
+            why="a judge learns one scale.",
+            do="bring them to one scale, or put them into two data sets",
+        )
+    return next(iter(found), default)
 
 
 def swapped(item: Item) -> Item:

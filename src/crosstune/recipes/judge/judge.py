@@ -21,6 +21,7 @@ from crosstune.recipes.judge.saved_settings import JudgeSettings
 from crosstune.recipes.judge.verdicts import VerdictFormat
 
 Progress = Callable[[int, int], None]
+Prompts = Sequence[Sequence[int]]
 FEWEST_SHARED = 8
 """Tokens that prompts have in common before it pays to compute them once."""
 
@@ -41,6 +42,8 @@ class Judgement:
     text: str = ""
     issues: tuple[str, ...] = ()
     feedback: str = ""
+    too_long: bool = False
+    """Whether the prompt does not fit into the model's context, so that nothing was asked."""
 
     @property
     def is_parsed(self) -> bool:
@@ -54,6 +57,8 @@ class Judge:
     settings: JudgeSettings
     batch_size: int = 16
     share_prefixes: bool = True
+    max_tokens: int | None = None
+    """The model's context. A longer prompt is not judged, and never cut: the verdict counts as unreadable."""
     tokens: LabelTokens = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,12 +92,14 @@ class Judge:
         self, items: Sequence[Item], *, max_new_tokens: int, progress: Progress | None = None
     ) -> list[str]:
         """Return the verdicts that the model writes."""
+        return self._generate(self.prompts(items), max_new_tokens=max_new_tokens, progress=progress)
+
+    def _generate(self, prompts: Prompts, *, max_new_tokens: int, progress: Progress | None) -> list[str]:
         assert isinstance(self.session, Generates), "a judge with score tokens generates"
-        cut = len(self.tokens.before)
-        prompts = [prompt[: len(prompt) - cut] for prompt in self._prompts(items)]
-        texts = [""] * len(items)
+        prompts = self._before_verdict(prompts)
+        texts = [""] * len(prompts)
         done = 0
-        for places in self._batches(prompts, range(len(items))):
+        for places in self._batches(prompts, range(len(prompts))):
             answers = self.session.generate(
                 [prompts[place] for place in places],
                 max_new_tokens=max_new_tokens,
@@ -102,14 +109,22 @@ class Judge:
                 texts[place] = self.tokenizer.decode(answer).strip()
             done += len(places)
             if progress is not None:
-                progress(done, len(items))
+                progress(done, len(prompts))
         return texts
+
+    def _before_verdict(self, prompts: Prompts) -> Prompts:
+        """Return prompts that end where the verdict begins, before the words that precede its label."""
+        return [prompt[: len(prompt) - len(self.tokens.before)] for prompt in prompts]
 
     def label_log_probs(
         self, items: Sequence[Item], *, progress: Progress | None = None
     ) -> NDArray[np.float64]:
         """Return the log probability of each label for each item, normalized over the labels."""
-        prompts = self._prompts(items)
+        return self._log_probs(items, self.prompts(items), progress=progress)
+
+    def _log_probs(
+        self, items: Sequence[Item], prompts: Prompts, *, progress: Progress | None
+    ) -> NDArray[np.float64]:
         probes, ids = self.tokens.probes, self.tokens.token_ids
         known: list[dict[tuple[int, ...], NDArray[np.float64]]] = [{} for _ in items]
         parts = self._parts()
@@ -147,26 +162,47 @@ class Judge:
     def _judge_once(
         self, items: Sequence[Item], *, by: str, max_new_tokens: int, progress: Progress | None
     ) -> list[Judgement]:
-        if self.settings.head == "scalar":
-            return self._judge_by_scalar(items, progress=progress)
-        if by == "generation":
-            texts = self.generate(items, max_new_tokens=max_new_tokens, progress=progress)
-            return [self._read(text) for text in texts]
-        return [self._from_log_probs(row) for row in self.label_log_probs(items, progress=progress)]
+        """Judge the items whose prompt and verdict fit into the model's context."""
+        prompts = self.prompts(items)
+        room = max(map(len, self.tokens.sequences))
+        longest = self.max_tokens - room if self.max_tokens else max(map(len, prompts))
+        fitting = [place for place, prompt in enumerate(prompts) if len(prompt) <= longest]
+        found = [Judgement(too_long=True)] * len(items)
+        if fitting:
+            chosen = [items[place] for place in fitting], [prompts[place] for place in fitting]
+            judged = self._ask(*chosen, by=by, max_new_tokens=max_new_tokens, progress=progress)
+            for place, one in zip(fitting, judged, strict=True):
+                found[place] = one
+        return found
 
-    def _judge_by_scalar(self, items: Sequence[Item], *, progress: Progress | None) -> list[Judgement]:
-        cut = len(self.tokens.before)
-        prompts = [prompt[: len(prompt) - cut] for prompt in self._prompts(items)]
-        scale, found = self.verdict.scale, [Judgement() for _ in items]
+    def _ask(
+        self,
+        items: Sequence[Item],
+        prompts: Prompts,
+        *,
+        by: str,
+        max_new_tokens: int,
+        progress: Progress | None,
+    ) -> list[Judgement]:
+        if self.settings.head == "scalar":
+            return self._judge_by_scalar(prompts, progress=progress)
+        if by == "generation":
+            texts = self._generate(prompts, max_new_tokens=max_new_tokens, progress=progress)
+            return [self._read(text) for text in texts]
+        return [self._from_log_probs(row) for row in self._log_probs(items, prompts, progress=progress)]
+
+    def _judge_by_scalar(self, prompts: Prompts, *, progress: Progress | None) -> list[Judgement]:
+        prompts = self._before_verdict(prompts)
+        scale, found = self.verdict.scale, [Judgement() for _ in prompts]
         done = 0
-        for places in self._batches(prompts, range(len(items))):
+        for places in self._batches(prompts, range(len(prompts))):
             values = self._parts().scalar_scores(self.session, [prompts[place] for place in places])
             for place, value in zip(places, values, strict=True):
                 score = scale.low + scale.span * min(1.0, max(0.0, float(value)))
                 found[place] = Judgement(score=score)
             done += len(places)
             if progress is not None:
-                progress(done, len(items))
+                progress(done, len(prompts))
         return found
 
     def _from_log_probs(self, log_probs: NDArray[np.float64]) -> Judgement:
@@ -200,10 +236,10 @@ class Judge:
             mean = (np.array(one.probabilities) + np.array([b, a, tie])) / 2
             return replace(self._from_log_probs(np.log(np.maximum(mean, 1e-300))), consistent=consistent)
         if one.winner is None or turned is None:
-            return replace(one, winner=None, consistent=False)
+            return replace(one, winner=None, consistent=False, too_long=one.too_long or other.too_long)
         return replace(one, winner=one.winner if consistent else "tie", consistent=consistent)
 
-    def _prompts(self, items: Sequence[Item]) -> list[list[int]]:
+    def prompts(self, items: Sequence[Item]) -> list[list[int]]:
         return encode_prompts(items, verdict=self.verdict, tokens=self.tokens, tokenizer=self.tokenizer)
 
     def _groups(self, items: Sequence[Item]) -> list[list[int]]:
@@ -214,7 +250,7 @@ class Judge:
             groups.setdefault((item.rubric, str(start.get("content", ""))), []).append(place)
         return list(groups.values())
 
-    def _shared(self, prompts: Sequence[Sequence[int]], group: Sequence[int]) -> int:
+    def _shared(self, prompts: Prompts, group: Sequence[int]) -> int:
         """Return how many first tokens the prompts of a group share; 0 if it does not pay to compute them once."""
         if not self.share_prefixes or len(group) < 2:
             return 0
@@ -224,7 +260,7 @@ class Judge:
             length += 1
         return length if length >= FEWEST_SHARED else 0
 
-    def _batches(self, prompts: Sequence[Sequence[int]], places: Sequence[int]) -> Iterator[list[int]]:
+    def _batches(self, prompts: Prompts, places: Sequence[int]) -> Iterator[list[int]]:
         """Yield places in batches of similar length, so that little is padded."""
         ordered = sorted(places, key=lambda place: (len(prompts[place]), place))
         for start in range(0, len(ordered), self.batch_size):

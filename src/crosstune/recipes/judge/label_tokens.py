@@ -99,7 +99,7 @@ def find_label_tokens(verdict: VerdictFormat, tokenizer: Tokenizer) -> LabelToke
     ]
     texts = [example.tokens.tolist() for example in examples]
     first = int(examples[0].supervised.argmax()) if examples[0].supervised.any() else 0
-    common = _common_length(texts)
+    common = common_length(texts)
     if common < first:
         raise UserError(
             f"The verdict format {verdict.name} does not work with this tokenizer.",
@@ -122,7 +122,8 @@ def _distinct(tail: tuple[int, ...], tails: Sequence[tuple[int, ...]]) -> tuple[
     )
 
 
-def _common_length(texts: Sequence[Sequence[int]]) -> int:
+def common_length(texts: Sequence[Sequence[int]]) -> int:
+    """Return how many first tokens all texts share."""
     length = 0
     while all(len(text) > length and text[length] == texts[0][length] for text in texts):
         length += 1

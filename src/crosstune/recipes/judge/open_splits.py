@@ -13,9 +13,9 @@ from crosstune.data.dataset_list import unweighted
 from crosstune.data.files import file_part
 from crosstune.data.named_datasets import JUDGED, RowsPart
 from crosstune.data.sources import Part, Source, open_source, split_of
-from crosstune.recipes.judge.items import Item
+from crosstune.recipes.judge.items import Item, common_scale
 from crosstune.recipes.judge.read_items import TARGETS, ItemReader
-from crosstune.recipes.judge.scale import read_scale
+from crosstune.recipes.judge.scale import Scale, read_scale
 from crosstune.recipes.judge.splits import check_ids, split_groups, without_leaks
 
 HELD_OUT_SHARE = 0.1
@@ -32,11 +32,17 @@ class JudgeData:
     num_leaking: int = 0
     """Training items left out because the held-out data knows them."""
     notes: Sequence[str] = ()
+    scale: Scale
+    """The scale of the scores: that of --score_scale, or else the one that the rows name."""
 
 
-def item_reader(config: Config, *, labelled: bool = True) -> ItemReader:
+def item_reader(config: Config, *, labelled: bool = True, scale: Scale | None = None) -> ItemReader:
+    """Return a reader for the options of a configuration. `scale` is that of the data if neither the user nor the data
+    names one."""
+    asked = "score_scale" in config.asked
     return ItemReader(
-        scale=read_scale(config.score_scale),
+        scale=read_scale(config.score_scale) if asked or scale is None else scale,
+        scale_asked=asked,
         columns=parse_columns(config.columns, targets=TARGETS),
         group_by=config.group_by,
         references=config.references,
@@ -62,6 +68,9 @@ def open_judge_data(config: Config) -> JudgeData:
                     for entry in unweighted(name, option=option)
                     for item in read_split(reader, entry.name, split)
                 ]
+    everything = [item for items in found.values() for item in items]
+    reader.check_together(everything, config.dataset)
+    scale = common_scale(everything, default=reader.scale)
     missing = [split for split in ("val", "test") if not found[split]]
     notes = []
     if missing:
@@ -84,6 +93,7 @@ def open_judge_data(config: Config) -> JudgeData:
         test=found["test"][:most] if "eval_samples" in config.asked else found["test"],
         num_leaking=num_leaking,
         notes=notes,
+        scale=scale,
     )
 
 

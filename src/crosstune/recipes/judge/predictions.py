@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import parse_json, write_json
 from crosstune.core.plain_files import UnreadableFile, read_plain_text
-from crosstune.recipes.judge.items import WINNERS, Item
+from crosstune.recipes.judge.items import WINNERS, Item, common_scale
 from crosstune.recipes.judge.judge import Judgement
+from crosstune.recipes.judge.scale import Scale, read_scale
 
 FILE = "test_predictions.json"
 METRICS_FILE = "test_metrics.json"
 _LIMIT_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions:
+    """Judged items as a file has them."""
+
+    items: Sequence[Item]
+    found: Sequence[Judgement]
+    others: Mapping[str, Sequence[Judgement]]
+    """Baseline -> its verdicts; empty if the file has none, or not for every item."""
+    scale: Scale
 
 
 def prediction_row(item: Item, found: Judgement) -> dict[str, Any]:
@@ -38,18 +51,49 @@ def prediction_row(item: Item, found: Judgement) -> dict[str, Any]:
     }
 
 
-def write_predictions(path: Path, items: Sequence[Item], found: Sequence[Judgement]) -> None:
-    write_json(path, [prediction_row(item, one) for item, one in zip(items, found, strict=True)])
+def write_predictions(
+    path: Path,
+    items: Sequence[Item],
+    found: Sequence[Judgement],
+    *,
+    scale: Scale,
+    others: Mapping[str, Sequence[Judgement]] | None = None,
+) -> None:
+    """Write every item with its verdict and those of the baselines, so that the file alone gives the metrics again."""
+    rows = []
+    for place, (item, one) in enumerate(zip(items, found, strict=True)):
+        row = prediction_row(item, one)
+        if not item.is_pair:
+            row["score_scale"] = str(scale)
+        row["baselines"] = {name: _short_row(verdicts[place]) for name, verdicts in (others or {}).items()}
+        rows.append(row)
+    write_json(path, rows)
 
 
-def read_predictions(path: Path) -> tuple[list[Item], list[Judgement]]:
-    """Read a file of predictions with the labels of people."""
+def _short_row(found: Judgement) -> dict[str, Any]:
+    row = {
+        "predicted": found.score if found.winner is None else found.winner,
+        "confidence": found.confidence,
+        "consistent": found.consistent,
+        "text": found.text,
+        "feedback": found.feedback,
+    }
+    return {name: value for name, value in row.items() if value not in (None, "") or name == "predicted"}
+
+
+def read_predictions(path: Path, *, scale: Scale, scale_asked: bool = False) -> Predictions:
+    """Read a file of predictions with the labels of people. The file's own scale counts, unless the user set `scale`."""
     try:
-        rows = parse_json(read_plain_text(path, limit=_LIMIT_BYTES))
+        text = read_plain_text(path, limit=_LIMIT_BYTES)
+        rows = parse_json(text) if text.strip() else []
     except UnreadableFile as error:
         raise UserError(f"Cannot read the predictions {path}.", why=error.why, do=error.do) from error
     except ValueError as error:
-        raise UserError(f"The predictions {path} are not JSON.", why=str(error)) from error
+        raise UserError(
+            f"The predictions {path} are not JSON.",
+            why=f"{error}.",
+            do="give a file like the test_predictions.json of a run: a list of rows with `expected` and `predicted`",
+        ) from error
     if not isinstance(rows, list) or not rows:
         raise UserError(
             f"There are no predictions in {path}.",
@@ -59,37 +103,64 @@ def read_predictions(path: Path) -> tuple[list[Item], list[Judgement]]:
     pairs = [_read_row(row, f"Row {number} of {path}") for number, row in enumerate(rows, start=1)]
     if len({item.is_pair for item, _ in pairs}) > 1:
         raise UserError(f"{path} mixes scores with winners.", do="put them into two files")
-    return [item for item, _ in pairs], [found for _, found in pairs]
+    items = [item for item, _ in pairs]
+    scale = scale if scale_asked else common_scale(items, default=scale)
+    for item, one in pairs:
+        outside = [score for score in (item.score, one.score) if score is not None and not scale.holds(score)]
+        if outside:
+            raise UserError(
+                f"The score {outside[0]:g} of the item {item.id} is outside the scale {scale}.",
+                do="set the scale of the predictions with --score_scale LOW-HIGH",
+            )
+    found = [one for _, one in pairs]
+    return Predictions(items=items, found=found, others=_read_others(rows, path), scale=scale)
+
+
+def _read_others(rows: Sequence[Mapping[str, Any]], path: Path) -> dict[str, list[Judgement]]:
+    """Return the verdicts of the baselines that every row has."""
+    listed = [each if isinstance(each := row.get("baselines"), dict) else {} for row in rows]
+    names = [name for name in listed[0] if all(isinstance(each.get(name), dict) for each in listed)]
+    return {
+        name: [
+            _read_verdict(each[name], row["expected"] in WINNERS, f"Row {number} of {path}")
+            for number, (row, each) in enumerate(zip(rows, listed, strict=True), start=1)
+        ]
+        for name in names
+    }
 
 
 def _read_row(row: Any, place: str) -> tuple[Item, Judgement]:
     if not isinstance(row, dict) or "predicted" not in row or row.get("expected") is None:
         raise UserError(f"{place} is no prediction.", why="it needs `expected` and `predicted`.")
-    expected, predicted = row["expected"], row["predicted"]
-    is_pair = expected in WINNERS
-    fits = predicted is None or (predicted in WINNERS if is_pair else _is_number(predicted))
-    if not (is_pair or _is_number(expected)) or not fits:
+    expected, is_pair = row["expected"], row["expected"] in WINNERS
+    if not (is_pair or _is_number(expected)):
         raise UserError(
             f"{place} is no prediction.",
-            why=f"expected {expected!r:.40} and predicted {predicted!r:.40} do not fit.",
+            why=f"expected is {expected!r:.40}, which is neither a score nor a winner.",
         )
-    answers = (
-        (str(row.get("answer_a", "")), str(row.get("answer_b", "")))
-        if is_pair
-        else (str(row.get("answer", "")),)
-    )
+    answers = ("answer_a", "answer_b") if is_pair else ("answer",)
     item = Item(
         id=str(row.get("id", "")),
         group=str(row.get("group", row.get("id", ""))),
         task=str(row.get("task", "")),
-        answers=answers,
+        answers=tuple(str(row.get(name, "")) for name in answers),
         reference=str(row.get("reference") or ""),
         critique=str(row.get("critique") or ""),
         score=None if is_pair else float(expected),
+        scale=read_scale(str(row["score_scale"])) if row.get("score_scale") else None,
         winner=expected if is_pair else None,
     )
-    confidence = row.get("confidence")
-    found = Judgement(
+    return item, _read_verdict(row, is_pair, place)
+
+
+def _read_verdict(row: Mapping[str, Any], is_pair: bool, place: str) -> Judgement:
+    predicted, confidence = row.get("predicted"), row.get("confidence")
+    if predicted is not None and not (predicted in WINNERS if is_pair else _is_number(predicted)):
+        raise UserError(
+            f"{place} is no prediction.",
+            why=f"predicted is {predicted!r:.40}, and expected is a {'winner' if is_pair else 'score'}.",
+        )
+    return Judgement(
         score=None if is_pair or predicted is None else float(predicted),
         winner=predicted if is_pair else None,
         consistent=row.get("consistent") if is_pair else None,
@@ -97,7 +168,6 @@ def _read_row(row: Any, place: str) -> tuple[Item, Judgement]:
         text=str(row.get("text") or ""),
         feedback=str(row.get("feedback") or ""),
     )
-    return item, found
 
 
 def _is_number(value: Any) -> bool:

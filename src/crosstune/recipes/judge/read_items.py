@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from crosstune.data.columns import Columns, RenamedPart, check_columns
 from crosstune.data.files import Row
 from crosstune.data.sources import Part, Source
 from crosstune.recipes.judge.items import WINNERS, Item
-from crosstune.recipes.judge.scale import Scale
+from crosstune.recipes.judge.scale import Scale, read_scale
 from crosstune.recipes.judge.verdicts import parse_text_verdict
 
 # Column that the recipe reads -> other names of it. A name counts only if the row has no column of the first name.
@@ -22,6 +22,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "answer_a": ("response1", "answer1", "response_a"),
     "answer_b": ("response2", "answer2", "response_b"),
     "score": ("mean", "rating", "label"),
+    "score_scale": (),
     "winner": ("preference",),
     "reference": ("reference_answer",),
     "critique": ("feedback", "explanation"),
@@ -32,6 +33,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "group": (),
     "messages": (),
 }
+_KNOWN = frozenset(ALIASES).union(*ALIASES.values())
 TARGETS = tuple(ALIASES)
 """The columns that --columns may map to."""
 _WINNER_NAMES = {
@@ -45,6 +47,9 @@ class ItemReader:
     """How rows become items."""
 
     scale: Scale
+    """The scale of rows that name none in a column score_scale."""
+    scale_asked: bool = False
+    """Whether the user set the scale, so that a row must not name another one."""
     columns: Columns = field(default_factory=dict)
     group_by: str | None = None
     """The column that says which rows belong together; None: the column `group`, or the text of the task."""
@@ -66,7 +71,7 @@ class ItemReader:
                 raise UserError(f"{part.place(number)}: {error.asked}", why=error.why, do=error.do) from error
         if not items:
             raise UserError(f"The dataset {source.name} is empty.", do="give it at least one row")
-        self._check_together(items, source.name)
+        self.check_together(items, source.name)
         return items
 
     def _rows(self, source: Source) -> Iterator[tuple[Part, Row, int]]:
@@ -84,6 +89,7 @@ class ItemReader:
         }
         if "messages" in fields and "score" not in fields and "winner" not in fields:
             return self._from_messages(fields, group=group, shared=shared)
+        scale = self._own_scale(fields)
         shared |= {
             "task": _join(_required(fields, "task"), _text(fields.get("input"))),
             "reference": "" if self.references == "ignore" else _text(fields.get("reference")),
@@ -95,7 +101,8 @@ class ItemReader:
         if "answer_a" in fields or "answer_b" in fields:
             answers = (_required(fields, "answer_a"), _required(fields, "answer_b"))
             return Item(**shared, answers=answers, winner=self._winner(fields))
-        return Item(**shared, answers=(_required(fields, "answer"),), score=self._score(fields))
+        score = self._score(fields, scale or self.scale)
+        return Item(**shared, answers=(_required(fields, "answer"),), score=score, scale=scale)
 
     def _from_messages(self, fields: Mapping[str, Any], *, group: str, shared: dict[str, Any]) -> Item:
         """Read a conversation that ends with the verdict."""
@@ -116,7 +123,8 @@ class ItemReader:
                 f"Its verdict has no score: {shown(verdict)}.",
                 do="write it as `Score: N/10`, or as `[RESULT] n`",
             )
-        self._check_scale(score)
+        scale = self._own_scale(fields)
+        _check_scale(score, scale or self.scale, out_of=found.out_of)
         task = _text(fields.get("task")) or str(messages[-2].get("content", ""))
         return Item(
             **shared,
@@ -124,6 +132,7 @@ class ItemReader:
             task=task,
             answers=(_text(fields.get("answer")) or str(messages[-2].get("content", "")),),
             score=score,
+            scale=scale,
             critique=found.feedback,
             issues=found.issues,
             messages=[dict(message) for message in messages[:-1]],
@@ -140,27 +149,36 @@ class ItemReader:
             )
         return _text(row[self.group_by])
 
-    def _score(self, fields: Mapping[str, Any]) -> float | None:
+    def _own_scale(self, fields: Mapping[str, Any]) -> Scale | None:
+        """Return the scale that the row names; None if it names none."""
+        text = _text(fields.get("score_scale")).strip()
+        if not text:
+            return None
+        try:
+            scale = read_scale(text)
+        except UserError as error:
+            raise UserError(f"Its score_scale is {shown(text)}.", why=error.why, do=error.do) from error
+        if self.scale_asked and scale != self.scale:
+            raise UserError(
+                f"Its score_scale is {scale}, and --score_scale is {self.scale}.",
+                do="leave out --score_scale, or correct the data",
+            )
+        return scale
+
+    def _score(self, fields: Mapping[str, Any], scale: Scale) -> float | None:
         value = fields.get("score")
         if value is None or (isinstance(value, str) and not value.strip()):
             if self.labelled:
                 raise UserError("It has no score.", do=_SHAPES)
             return None
         try:
-            score = float(value) if not isinstance(value, bool) else math.nan
+            score = math.nan if isinstance(value, bool) or "_" in str(value) else float(value)
         except (TypeError, ValueError):
             score = math.nan
         if not math.isfinite(score):
             raise UserError(f"Its score is not a number: {shown(value)}.")
-        self._check_scale(score)
+        _check_scale(score, scale)
         return score
-
-    def _check_scale(self, score: float) -> None:
-        if not self.scale.holds(score):
-            raise UserError(
-                f"Its score {score:g} is outside the scale {self.scale}.",
-                do="set the scale of the data with --score_scale LOW-HIGH, or correct the row",
-            )
 
     def _winner(self, fields: Mapping[str, Any]) -> str | None:
         value = fields.get("winner")
@@ -173,7 +191,7 @@ class ItemReader:
             raise UserError(f"Its winner is {shown(value)}.", do=f"use one of {', '.join(WINNERS)}")
         return name
 
-    def _check_together(self, items: list[Item], source: str) -> None:
+    def check_together(self, items: Sequence[Item], source: str) -> None:
         """Raise where the rows are not of one kind, or only some have a reference."""
         pairs = sum(item.is_pair for item in items)
         if 0 < pairs < len(items):
@@ -190,10 +208,40 @@ class ItemReader:
             )
 
 
+def split_row(item: Item, name: str, *, scale: Scale) -> dict[str, Any]:
+    """Return an item as a row that is read back as the same item, under another id."""
+    row: dict[str, Any] = {column: value for column, value in item.extra.items() if column not in _KNOWN}
+    row |= {"id": name, "group": item.group}
+    if not item.is_pair:
+        row["score_scale"] = str(scale)
+    if item.messages:
+        said = [*map(dict, item.messages), {"role": "assistant", "content": item.verdict}]
+        return row | {"messages": said, "source": item.task, "translation": item.answers[0]}
+    row |= {"task": item.task, "reference": item.reference, "rubric": item.rubric}
+    row |= {"critique": item.critique, "issues": list(item.issues)}
+    if item.is_pair:
+        return row | {"answer_a": item.answers[0], "answer_b": item.answers[1], "winner": item.winner}
+    return row | {"answer": item.answers[0], "score": item.score}
+
+
 _SHAPES = (
     "a row has `messages` that end with the verdict; or task, answer and score; or task, answer_a, answer_b and winner; "
     "--columns maps other names, as in --columns original=task,mean=score"
 )
+
+
+def _check_scale(score: float, scale: Scale, *, out_of: float | None = None) -> None:
+    """Raise for a score outside the scale, and for a written one that names another highest score."""
+    if not scale.holds(score):
+        raise UserError(
+            f"Its score {score:g} is outside the scale {scale}.",
+            do="set the scale of the data with --score_scale LOW-HIGH, or correct the row",
+        )
+    if out_of is not None and out_of != scale.high:
+        raise UserError(
+            f"Its verdict is {score:g} of {out_of:g}, and the scale is {scale}.",
+            do="set the scale of the data with --score_scale LOW-HIGH, or correct the row",
+        )
 
 
 def _named_fields(row: Row) -> dict[str, Any]:

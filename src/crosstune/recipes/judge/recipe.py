@@ -26,7 +26,6 @@ from crosstune.recipes.judge.judge import Judge
 from crosstune.recipes.judge.label_tokens import find_label_tokens
 from crosstune.recipes.judge.open_splits import JudgeData, open_judge_data
 from crosstune.recipes.judge.saved_settings import JudgeSettings
-from crosstune.recipes.judge.scale import read_scale
 from crosstune.recipes.judge.tasks import judge_task
 from crosstune.recipes.judge.verdicts import VerdictFormat, choose_format
 from crosstune.recipes.sft import open_tokenizer, write_tokenizer
@@ -44,7 +43,7 @@ class JudgeRecipe:
         self.data: JudgeData = open_judge_data(config)
         self.verdict: VerdictFormat = choose_format(
             config.verdict,
-            scale=read_scale(config.score_scale),
+            scale=self.data.scale,
             items=[*self.data.train, *self.data.val],
         )
         self.tokens = find_label_tokens(self.verdict, self.tokenizer)
@@ -189,6 +188,7 @@ class JudgeRecipe:
             tokenizer=self.tokenizer,
             settings=self.settings(),
             batch_size=max(16, self.config.batch_size),
+            max_tokens=self._limit,
         )
 
     def settings(self) -> JudgeSettings:

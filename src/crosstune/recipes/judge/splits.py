@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,13 +48,14 @@ def split_groups(items: Sequence[Item], *, shares: Mapping[str, float], seed: in
 def find_leaks(train: Sequence[Item], held_out: Splits) -> list[Leak]:
     """Return what of the training items is also in a held-out split: its group, its id, or its very text."""
     leaks = []
-    kinds = {
+    texts: dict[str, Callable[[Item], Hashable]] = {
         "group": lambda item: _normal(item.group),
         "text": lambda item: tuple(map(_normal, item.key)),
     }
-    if _has_own_ids(train):
-        kinds["id"] = lambda item: item.id
     for split, items in held_out.items():
+        kinds = dict(texts)
+        if _has_own_ids(train) and _has_own_ids(items):
+            kinds["id"] = lambda item: item.id
         for kind, key in kinds.items():
             known = {key(item) for item in items}
             places = tuple(place for place, item in enumerate(train) if key(item) in known)
@@ -64,7 +65,6 @@ def find_leaks(train: Sequence[Item], held_out: Splits) -> list[Leak]:
                     example.id if kind == "id" else example.group if kind == "group" else example.task
                 )
                 leaks.append(Leak(split=split, kind=kind, example=shown_part, places=places))
-                break
     return leaks
 
 
@@ -118,8 +118,10 @@ def digest(items: Sequence[Item]) -> str:
 
 
 def _has_own_ids(items: Sequence[Item]) -> bool:
-    """Return whether ids come from the data: counted ones are the same in every split, and mean nothing."""
-    return not all(item.id == str(place) for place, item in enumerate(items))
+    """Return whether ids tell items apart: ones that count the rows of a split are the same in every split."""
+    return not any(
+        all(item.id == str(place) for place, item in enumerate(items, start=start)) for start in (0, 1)
+    )
 
 
 def _normal(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,40 +20,36 @@ class Interval:
         return [self.low, self.high]
 
 
-def interval(
-    metric: Callable[[NDArray[np.int64]], float],
-    count: int,
-    *,
-    groups: Sequence[str] | None = None,
-    num_draws: int = NUM_DRAWS,
-    level: float = 0.95,
-    seed: int = 0,
-) -> Interval | None:
-    """Return the percentile interval of `metric`, a function of the indices of the items that are drawn.
+def draw_weights(
+    count: int, *, groups: Sequence[str] | None = None, num_draws: int = NUM_DRAWS, seed: int = 0
+) -> NDArray[np.float64]:
+    """Return how often each item is drawn, a row for each draw with replacement.
 
-    With `groups`, whole groups are drawn: items of one source are not independent. Draws where the metric is undefined
-    are left out; None if more than half of them are.
+    With `groups`, whole groups are drawn: items of one source are not independent.
     """
-    if count < 2:
-        return None
+    place = _group_of_items(groups, count)
+    num_groups = int(place.max(initial=-1)) + 1
     draw = np.random.Generator(np.random.Philox(key=(seed, count)))
-    members = _members(groups, count)
-    values = []
-    for _ in range(num_draws):
-        chosen = draw.integers(0, len(members), size=len(members))
-        values.append(metric(np.concatenate([members[place] for place in chosen])))
-    finite = np.array([value for value in values if np.isfinite(value)])
-    if len(finite) * 2 < num_draws:
+    weights = np.zeros((num_draws, num_groups))
+    for row in weights:
+        row += np.bincount(draw.integers(0, num_groups, size=num_groups), minlength=num_groups)
+    return weights[:, place]
+
+
+def interval(values: NDArray[np.float64], *, level: float = 0.95) -> Interval | None:
+    """Return the percentile interval of a metric from its value in each draw.
+
+    Draws where it is undefined are left out; None if more than half of them are.
+    """
+    finite = values[np.isfinite(values)]
+    if not len(finite) or len(finite) * 2 < len(values):
         return None
     low, high = np.quantile(finite, [(1 - level) / 2, (1 + level) / 2])
     return Interval(low=float(low), high=float(high))
 
 
-def _members(groups: Sequence[str] | None, count: int) -> list[NDArray[np.int64]]:
-    """Return the indices of the items of each group; each item is its own without groups, or if there is only one."""
-    found: dict[str, list[int]] = {}
-    for place, group in enumerate(groups or ()):
-        found.setdefault(group, []).append(place)
-    if len(found) < 2:
-        return [np.array([place]) for place in range(count)]
-    return [np.array(places) for places in found.values()]
+def _group_of_items(groups: Sequence[str] | None, count: int) -> NDArray[np.int64]:
+    """Return the number of each item's group; each item is its own without groups, or if there is only one."""
+    numbers: dict[str, int] = {}
+    places = [numbers.setdefault(group, len(numbers)) for group in groups or ()]
+    return np.array(places) if len(numbers) > 1 else np.arange(count)

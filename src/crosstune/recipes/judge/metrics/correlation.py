@@ -22,11 +22,18 @@ def root_mean_squared_error(expected: ArrayLike, found: ArrayLike) -> float:
     return float(np.sqrt((difference**2).mean())) if len(difference) else math.nan
 
 
-def share_within(expected: ArrayLike, found: ArrayLike, *, distance: float) -> float:
-    """Return the share of scores at most `distance` away; a NaN is not within it."""
+def are_within(expected: ArrayLike, found: ArrayLike, *, distance: float) -> NDArray[np.bool_]:
+    """Return which scores are at most `distance` away; a NaN is not."""
     difference = np.abs(_array(found) - _array(expected))
     # Scores are sums of decimal fractions: 8.7 - 7.7 is a little more than 1.
-    return float((difference <= distance * (1 + 1e-9)).mean()) if len(difference) else math.nan
+    near: NDArray[np.bool_] = difference <= distance * (1 + 1e-9)
+    return near
+
+
+def share_within(expected: ArrayLike, found: ArrayLike, *, distance: float) -> float:
+    """Return the share of scores at most `distance` away."""
+    near = are_within(expected, found, distance=distance)
+    return float(near.mean()) if len(near) else math.nan
 
 
 def pearson(expected: ArrayLike, found: ArrayLike) -> float:

@@ -1,4 +1,4 @@
-"""List the commands that use a run whose recipe brings a model of its own."""
+"""List the commands that use a run, where its recipe has some of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from crosstune.core.json_files import read_json
-from crosstune.core.names import load_plugin
+from crosstune.core.names import load_plugin, plugin_names
 
 
 def next_commands(folder: Path, *, shown: str | None = None) -> list[tuple[str, str]]:
@@ -15,9 +15,10 @@ def next_commands(folder: Path, *, shown: str | None = None) -> list[tuple[str, 
     `shown` is the path to print instead of the whole one.
     """
     options = read_json(folder / "plan.json").get("options")
-    if not isinstance(options, dict) or not isinstance(options.get("recipe"), str):
+    name = options.get("recipe") if isinstance(options, dict) else None
+    if not isinstance(name, str) or name not in plugin_names("crosstune.recipes"):
         return []
-    recipe = load_plugin("crosstune.recipes", options["recipe"], kind="recipe")
+    recipe = load_plugin("crosstune.recipes", name, kind="recipe")
     if not hasattr(recipe, "next_commands"):
         return []
     commands: list[tuple[str, str]] = recipe.next_commands(shlex.quote(shown or str(folder)), options)
