@@ -19,6 +19,7 @@ from crosstune.core.events import (
     LossMeasured,
     Moved,
     NonFinite,
+    Recovered,
     ResultSaved,
     Resumed,
     RunMovedAside,
@@ -133,6 +134,17 @@ def _checkpoint_failed(event: CheckpointFailed) -> Lines:
 def _nonfinite(event: NonFinite) -> Lines:
     ending = f"step skipped ({event.allowed} allowed)" if event.skipped else "stopping"
     yield f"warning  step {event.step}: {event.error} {event.blame}; {ending}", ERROR
+
+
+@event_lines.register
+def _recovered(event: Recovered) -> Lines:
+    changed = ", ".join(f"{option} {value}" for option, value in event.changed.items())
+    rows = " (the same rows per step)" if "batch_size" in event.changed else ""
+    yield (
+        f"warning  step {event.step}: not enough memory for {event.doing}; repeating it with {changed}{rows}; "
+        f"next time use {event.next_time}",
+        WARNING,
+    )
 
 
 @event_lines.register

@@ -25,7 +25,7 @@ from crosstune.data.open_data import DataOpener
 from crosstune.data.packing import PackedOrder
 from crosstune.data.preflight import format_warnings, num_shared, stop_at_template_end, warnings_of
 from crosstune.data.rendering import encode_prompt
-from crosstune.data.row_order import RowOrder
+from crosstune.data.row_order import RowOrder, rows_per_evaluation
 from crosstune.data.token_batch import TokenBatch
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.adapter_files import has_trained_template, replace_tokenizer, save_template
@@ -191,10 +191,9 @@ class SftRecipe:
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation:
         if self.held_out is None:
             return Evaluation(metrics={})
-        batches = split_rows(
-            list(self.held_out), batch_size=self.config.batch_size, pad_id=self.tokenizer.pad_id
-        )
-        num_batches = -(-len(self.held_out) // self.config.batch_size)
+        size = rows_per_evaluation(self.config)
+        batches = split_rows(list(self.held_out), batch_size=size, pad_id=self.tokenizer.pad_id)
+        num_batches = -(-len(self.held_out) // size)
         result = session.evaluate(_reporting(batches, num_batches, observer))
         metrics = {"loss": result.loss, **result.metrics}
         questions = (
@@ -210,7 +209,7 @@ class SftRecipe:
 
     def _answer(self, session: Session, questions: Sequence[Question], observer: Observer) -> list[Sample]:
         samples: list[Sample] = []
-        size = max(16, self.config.batch_size)
+        size = rows_per_evaluation(self.config, at_least=16)
         for start in range(0, len(questions), size):
             batch = questions[start : start + size]
             assert isinstance(session, Generates), "the task of this recipe generates"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +218,8 @@ class Execution:
         try:
             training.run()
         except OutOfMemory as error:
-            advised = with_advice(error, self.plan, longest_row=self.recipe.longest_row())
+            ended = replace(self.plan, config=training.config)  # micro-batches may have become smaller
+            advised = with_advice(error, ended, longest_row=self.recipe.longest_row())
             if self.ranks.size > 1 and not error.shared:  # the other processes wait elsewhere
                 raise advised from error
             return advised

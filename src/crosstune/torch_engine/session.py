@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from crosstune.core.metric_names import check_known_metrics
-from crosstune.core.out_of_memory import EVALUATING
+from crosstune.core.out_of_memory import EVALUATING, UPDATING
 from crosstune.core.protocols import (
     Array,
     Backward,
@@ -37,7 +37,7 @@ from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, wa
 from crosstune.torch_engine.offload_activations import offload_activations
 from crosstune.torch_engine.optimizer import Masters, averages_of, set_learning_rate
 from crosstune.torch_engine.quantized import count_weights
-from crosstune.torch_engine.sharding.gathered import free_gathered, without_gradients
+from crosstune.torch_engine.sharding.gathered import without_gradients
 from crosstune.torch_engine.sharding.parts import is_sharded
 from crosstune.torch_engine.task import (
     ChecksBatches,
@@ -116,7 +116,7 @@ class TorchSession:
         optimizer = self._trained_optimizer()
         set_learning_rate(optimizer, lr)
         with self.connected("an update"):
-            with memory_errors(self.device):
+            with memory_errors(self.device, doing=UPDATING):
                 optimizer.step()
             self.masters.publish()
         self.masters.clear_gradients()
@@ -128,6 +128,7 @@ class TorchSession:
             self.connected(EVALUATING),
             self.averaged(),
             evaluating(self.model),
+            self._agreeing(),
             memory_errors(self.device, doing=EVALUATING),
             states.separate_random(self.device),
             without_gradients(self.model),
@@ -142,7 +143,6 @@ class TorchSession:
                     weight += batch.weight
                     metrics.add(sums)
         if self.parallel is not None:
-            free_gathered(self.model)
             total, weights = self.parallel.sum_numbers(total, weight)
             weight = int(weights)
         loss_mean = total / weight if weight else math.nan
@@ -310,6 +310,14 @@ class TorchSession:
             weight=weight,
             num_tokens=sum(batch.num_tokens for batch in window),
             metrics=metrics.means(self.parallel),
+        )
+
+    def _agreeing(self) -> contextlib.AbstractContextManager[None]:
+        """Agree with the other processes on running out of memory in the block."""
+        return (
+            self.parallel.passes(self.model, doing=EVALUATING)
+            if self.parallel is not None
+            else contextlib.nullcontext()
         )
 
     def _offloading(self) -> contextlib.AbstractContextManager[object]:

@@ -37,6 +37,13 @@ class TrainingOptions:
         low=0,
         high=2**40,
     )
+    eval_batch_size: int = option(
+        0,
+        "Rows per batch of an evaluation; 0 for those of batch_size, and for at least 16 prompts at a time in generation",
+        low=0,
+        high=2**20,
+        on_resume=OnResume.FREE,
+    )
     optimizer: str = option("adamw", "Optimizer", choices=OPTIMIZERS)
     lr: float = option(0.0002, "Peak learning rate", aliases=("learning_rate",), low=0, high=1000)
     wd: float = option(

@@ -16,7 +16,7 @@ from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing
 from crosstune.core.protocols import Evaluation, Sample, Session, Task
 from crosstune.data.mixture import Mixture
 from crosstune.data.preflight import warnings_of
-from crosstune.data.row_order import RowOrder
+from crosstune.data.row_order import RowOrder, rows_per_evaluation
 from crosstune.models.folder import longest_context
 from crosstune.recipes.judge.evaluation import evaluate_items, headline
 from crosstune.recipes.judge.examples import ItemCorpus, JudgeBatch, encode_items
@@ -101,10 +101,9 @@ class JudgeRecipe:
 
     def window(self, step: int) -> list[JudgeBatch]:
         places = [row[0] for row in self._order().rows(step)]
-        return list(self._batches(self.train, places))
+        return list(self._batches(self.train, places, size=self.config.batch_size))
 
-    def _batches(self, corpus: ItemCorpus, places: Sequence[int]) -> Iterator[JudgeBatch]:
-        size = self.config.batch_size
+    def _batches(self, corpus: ItemCorpus, places: Sequence[int], *, size: int) -> Iterator[JudgeBatch]:
         for start in range(0, len(places), size):
             yield corpus.batch(
                 places[start : start + size],
@@ -167,7 +166,9 @@ class JudgeRecipe:
         if self.held_out is None:
             return Evaluation(metrics={})
         places = list(range(len(self.held_out)))
-        result = session.evaluate(self._batches(self.held_out, places))
+        result = session.evaluate(
+            self._batches(self.held_out, places, size=rows_per_evaluation(self.config))
+        )
         judge = self.judge(session)
 
         def show(done: int, total: int) -> None:
@@ -186,7 +187,7 @@ class JudgeRecipe:
             session=session,
             tokenizer=self.tokenizer,
             settings=self.settings(),
-            batch_size=max(16, self.config.batch_size),
+            batch_size=rows_per_evaluation(self.config, at_least=16),
         )
 
     def settings(self) -> JudgeSettings:

@@ -14,7 +14,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
 from crosstune.core.protocols import Evaluation, Sample, Session, Task
 from crosstune.core.weight_average import averaged
-from crosstune.data.row_order import RowOrder
+from crosstune.data.row_order import RowOrder, rows_per_evaluation
 from crosstune.recipes.latent_diffusion import scores
 from crosstune.recipes.latent_diffusion.batch import LossWeights, PairBatch, divide_batch, make_batch
 from crosstune.recipes.latent_diffusion.noise import draw
@@ -155,7 +155,7 @@ class LatentDiffusionRecipe:
             shares=dict.fromkeys(self.modes.all(), 1.0),
             dropped=0.0,
         )
-        yield from divide_batch(batch, size=max(64, self.config.batch_size))
+        yield from divide_batch(batch, size=rows_per_evaluation(self.config, at_least=64))
 
     def _decode(self, sampler: Samples, metrics: dict[str, float]) -> list[Sample]:
         pairs, vocabulary = self.held_out, self.pairs.vocabulary
