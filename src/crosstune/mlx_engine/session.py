@@ -161,6 +161,9 @@ class MlxSession:
     def memory(self) -> Memory:
         return read_memory()
 
+    def reset_peak(self) -> None:
+        mx.reset_peak_memory()
+
     def num_parameters(self) -> tuple[int, int]:
         return sum(array.size for array in self.masters.arrays.values()), self.parts.total_parameters
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from crosstune.core.errors import UserError
-from crosstune.core.memory import ModelShape, shape_from_name
+from crosstune.core.model_shape import ModelShape
+from crosstune.models.known_models import known_shape
 from crosstune.core.missing_paths import near_path_hint
 from crosstune.core.names import did_you_mean
 from crosstune.models.bundled import BUNDLED, install_bundled
@@ -81,8 +82,8 @@ def find_local(name: str, *, cache: Path | None = None) -> ModelFolder | None:
 
 
 def shape(name: str, *, cache: Path | None = None) -> ModelShape | None:
-    """Return the shape of a model without downloading it: from its config.json if that is on this machine, otherwise
-    guessed from its name; None when the name has no size."""
+    """Return the shape of a model without downloading it: from its config.json if that is on this machine, otherwise from
+    the bundled table of models; None when it is in neither."""
     if name in BUNDLED:
         return BUNDLED[name].shape()
     path = _path(name)
@@ -98,7 +99,7 @@ def shape(name: str, *, cache: Path | None = None) -> ModelShape | None:
 
         config = cached_config(name)
         found = None if config is None else folder_shape(config.parent)
-    return found or shape_from_name(path.name)
+    return found or known_shape(name)
 
 
 def _is_complete(folder: Path) -> bool:

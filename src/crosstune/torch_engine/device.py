@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,10 +22,20 @@ from crosstune.core.protocols import Memory
 
 def open_device(report: BackendReport) -> torch.device:
     device = torch.device(report.device)
+    if _memory_module(device) is not None:
+        reset_peak(device)
+    return device
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin a new peak: of the device if it has its own memory, otherwise of the process, where Linux can."""
     module = _memory_module(device)
     if module is not None and hasattr(module, "reset_peak_memory_stats"):
         module.reset_peak_memory_stats()
-    return device
+    elif device.type == "cpu":
+        give_back_freed()
+        with contextlib.suppress(OSError):  # another system, or a container that forbids it: the peak stays
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def read_memory(device: torch.device) -> Memory:

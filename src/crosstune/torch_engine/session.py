@@ -32,7 +32,7 @@ from crosstune.models.adapter_files import save_adapter
 from crosstune.torch_engine import export
 from crosstune.torch_engine import state as states
 from crosstune.torch_engine.adapters import Adapted, name_targets
-from crosstune.torch_engine.device import CacheClearing, evaluating, memory_errors, read_memory
+from crosstune.torch_engine.device import CacheClearing, evaluating, memory_errors, read_memory, reset_peak
 from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, watch_outputs
 from crosstune.torch_engine.offload_activations import offload_activations
 from crosstune.torch_engine.optimizer import Masters, averages_of, set_learning_rate
@@ -173,6 +173,9 @@ class TorchSession:
 
     def memory(self) -> Memory:
         return read_memory(self.device)
+
+    def reset_peak(self) -> None:
+        reset_peak(self.device)
 
     def num_parameters(self) -> tuple[int, int]:
         trained = sum(p.numel() for p in self.masters.parameters.values())

@@ -8,6 +8,8 @@ from crosstune.config.conditions import CLIPPING, SCHEDULE_WITH_FLOOR
 from crosstune.config.option import OnResume, not_zero, option
 from crosstune.core.schedule import SCHEDULES
 
+AUTO = 0
+"""The value of `--batch_size auto`."""
 OPTIMIZERS = (
     "adamw",
     "fused_adamw",
@@ -27,7 +29,13 @@ class TrainingOptions:
     max_steps: int = option(
         -1, "Stop after this many optimizer steps; -1 for no limit", low=-1, high=10**12, check=not_zero
     )
-    batch_size: int = option(8, "Rows per micro-batch and device", low=1, high=2**20)
+    batch_size: int = option(
+        8,
+        "Rows per micro-batch and device; auto: the most that fit, found with real passes before the training",
+        low=1,
+        high=2**20,
+        auto=AUTO,
+    )
     gradient_accumulation_steps: int = option(
         1, "Micro-batches per optimizer step", aliases=("gradient_accumulation",), low=1, high=2**20
     )

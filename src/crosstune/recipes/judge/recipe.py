@@ -93,6 +93,14 @@ class JudgeRecipe:
     def longest_row(self) -> int:
         return int(self.train.corpus.lengths().max())
 
+    def num_rows(self) -> int:
+        return len(self.train)
+
+    def longest_batch(self, size: int) -> JudgeBatch:
+        longest = np.argsort(-self.train.corpus.lengths(), kind="stable")
+        places = [int(longest[number % len(longest)]) for number in range(size)]
+        return next(self._batches(self.train, places, size=size))
+
     def configure(self, config: Config) -> None:
         self.config = config
 

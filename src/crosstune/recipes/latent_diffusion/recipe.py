@@ -96,6 +96,19 @@ class LatentDiffusionRecipe:
     def longest_row(self) -> int:
         return int(self.train.lengths.max())
 
+    def num_rows(self) -> int:
+        return len(self.train)
+
+    def longest_batch(self, size: int) -> PairBatch:
+        longest = np.argsort(-np.asarray(self.train.lengths), kind="stable")
+        return self._batch(
+            self.train,
+            np.sort(np.resize(longest, size)),
+            key=(self.config.seed, 0),
+            shares=self.modes.at(0),
+            dropped=0.0,
+        )
+
     def configure(self, config: Config) -> None:
         self.config = config
 
