@@ -17,7 +17,7 @@ from backend_manager import (  # noqa: E402
 )
 from crosstune.config.check_built import unbuilt_parts  # noqa: E402
 from crosstune.config.load import make_config  # noqa: E402
-from crosstune.machines.probe import load_machine, profile_names  # noqa: E402
+from crosstune.machines.probe import load_machine, bundled_profiles  # noqa: E402
 from crosstune.planner.gather import make_plan  # noqa: E402
 
 
@@ -168,7 +168,7 @@ def test_model_size_is_checked_against_memory() -> None:
 
 
 def available_backends() -> list[tuple[str, str]]:
-    return [(name, backend) for name in profile_names() for backend in load_machine(name).available()]
+    return [(name, backend) for name in bundled_profiles() for backend in load_machine(name).available()]
 
 
 @pytest.mark.parametrize(("profile", "backend"), available_backends())

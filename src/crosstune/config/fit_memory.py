@@ -11,7 +11,7 @@ from crosstune.config.options.training import AUTO
 from crosstune.config.schema import options_by_name
 from crosstune.core.attention import held_score_bits
 from crosstune.core.expanded_name import read_expanded_name
-from crosstune.core.memory import GIB, Fitted, Step, largest_batch, step_parts
+from crosstune.core.memory import GIB, Fitted, MemoryParts, Step, largest_batch, step_parts
 from crosstune.core.model_shape import ModelShape, expand_shape
 
 MOST_ESTIMATED = 64
@@ -124,14 +124,18 @@ class _Fitting:
         assert self.shape is not None
         step = self.step()
         parts = step_parts(self.shape, step)
-        return Fitted(shape=self.shape, step=step, parts=parts, estimated_bytes=self._corrected(parts.total))
+        return Fitted(shape=self.shape, step=step, parts=parts, estimated_bytes=self._corrected(parts))
 
     def estimate(self) -> int:
         return self.result().estimated_bytes
 
-    def _corrected(self, total: int) -> int:
+    def _corrected(self, parts: MemoryParts) -> int:
         correction = self.draft.facts.corrections.get(self.draft.report.name)
-        return int(total * correction.factor) if correction is not None else total
+        if correction is None:
+            return parts.total
+        # The memory of a GPU's context was not in what earlier runs measured.
+        apart = 0 if self.draft.report.is_torch_cpu else parts.overhead
+        return int((parts.total - apart) * correction.factor) + apart
 
 
 def _choose_batch(draft: Draft, fitting: _Fitting, *, limit: int) -> None:

@@ -310,6 +310,10 @@ class HasLongestRows(Recipe, Protocol):
         """Return the number of rows in an epoch."""
         ...
 
+    def longest_target(self) -> int:
+        """Return the most tokens of a row that have a loss."""
+        ...
+
     def longest_batch(self, size: int) -> Batch:
         """Return a micro-batch of the longest rows of the data, repeated where there are fewer."""
         ...

@@ -84,6 +84,11 @@ class SftRecipe:
     def num_rows(self) -> int:
         return self._packed.num_rows(1) if self._packed is not None else len(self.train)
 
+    def longest_target(self) -> int:
+        if self._packed is not None:
+            return self.longest_row()
+        return int(self.train.num_supervised.max())
+
     def longest_batch(self, size: int) -> TokenBatch:
         pad_id = self.tokenizer.pad_id
         if self._packed is None:

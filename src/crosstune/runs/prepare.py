@@ -20,7 +20,7 @@ from crosstune.config.time_limits import limit_warnings
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, Observer, RunMovedAside, StepMetrics
 from crosstune.core.plain_files import read_plain_text
-from crosstune.core.protocols import HasEvaluationData, Recipe
+from crosstune.core.protocols import HasEvaluationData, HasLongestRows, Recipe
 from crosstune.core.ranks import Group
 from crosstune.core.record import Record, RunRecord, holds_run, move_aside, read_log
 from crosstune.core.secrets import redact, redact_command
@@ -103,7 +103,8 @@ def prepare(asked: Config, folder: Path, group: Group, screen: Observer) -> Read
         warnings = [*checked.warnings, *(check_base_adapter(plan, model) if model is not None else [])]
         with _showing_changes(plan, screen):
             recipe = open_recipe(plan.config, model, screen)
-    facts = dataclasses.replace(facts, longest_row=recipe.longest_row())
+    target = recipe.longest_target() if isinstance(recipe, HasLongestRows) else None
+    facts = dataclasses.replace(facts, longest_row=recipe.longest_row(), longest_target=target)
     plan = resolve(config, facts)
     recipe.configure(plan.config)
     if config.batch_size == AUTO:

@@ -96,6 +96,9 @@ class JudgeRecipe:
     def num_rows(self) -> int:
         return len(self.train)
 
+    def longest_target(self) -> int:
+        return int(self.train.corpus.num_supervised.max())
+
     def longest_batch(self, size: int) -> JudgeBatch:
         longest = np.argsort(-self.train.corpus.lengths(), kind="stable")
         places = [int(longest[number % len(longest)]) for number in range(size)]

@@ -99,6 +99,9 @@ class LatentDiffusionRecipe:
     def num_rows(self) -> int:
         return len(self.train)
 
+    def longest_target(self) -> int:
+        return self.longest_row()
+
     def longest_batch(self, size: int) -> PairBatch:
         longest = np.argsort(-np.asarray(self.train.lengths), kind="stable")
         return self._batch(
