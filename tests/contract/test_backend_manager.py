@@ -17,7 +17,7 @@ from backend_manager import (  # noqa: E402
 )
 from crosstune.config.check_built import unbuilt_parts  # noqa: E402
 from crosstune.config.load import make_config  # noqa: E402
-from crosstune.machines.probe import load_machine, profile_names  # noqa: E402
+from crosstune.machines.probe import bundled_profiles, load_machine  # noqa: E402
 from crosstune.planner.gather import make_plan  # noqa: E402
 
 
@@ -168,7 +168,7 @@ def test_model_size_is_checked_against_memory() -> None:
 
 
 def available_backends() -> list[tuple[str, str]]:
-    return [(name, backend) for name in profile_names() for backend in load_machine(name).available()]
+    return [(name, backend) for name in bundled_profiles() for backend in load_machine(name).available()]
 
 
 @pytest.mark.parametrize(("profile", "backend"), available_backends())
@@ -178,7 +178,11 @@ def test_the_manager_and_train_agree(profile: str, backend: str) -> None:
     world = 1 if manager.report.device == "cuda" and len(manager.report.devices) == 1 else 2
     plan = make_plan(
         make_config(
-            backend=backend, model_name="x/7b", train_type="qlora", world_size=world, use_flash_attention=True
+            backend=backend,
+            model_name="meta-llama/Llama-2-7b-hf",
+            train_type="qlora",
+            world_size=world,
+            use_flash_attention=True,
         ),
         machine=load_machine(profile),
     )
@@ -191,7 +195,7 @@ def test_the_manager_and_train_agree(profile: str, backend: str) -> None:
     if plan.world_size == 2:
         assert capabilities.supports_distributed == (not unbuilt_parts(plan) and plan.collective is not None)
         assert capabilities.supports_fsdp == (capabilities.supports_distributed and plan.engine == "torch")
-    asked = make_config(backend=backend, model_name="x/7b", distributed_backend="nccl")
+    asked = make_config(backend=backend, model_name="meta-llama/Llama-2-7b-hf", distributed_backend="nccl")
     used = make_plan(asked, machine=load_machine(profile)).config.distributed_backend
     assert manager.get_distributed_backend() == used
 
@@ -206,7 +210,7 @@ def test_the_plan_keeps_the_optimal_batch(profile: str, backend: str) -> None:
     plan = make_plan(
         make_config(
             backend=backend,
-            model_name="x/7b",
+            model_name="meta-llama/Llama-2-7b-hf",
             train_type="qlora",
             batch_size=batch,
             context_length=2048,

@@ -96,6 +96,28 @@ save.write_checkpoint = write
 assert run("after").failure is None, "the processes still agree"
 """
 
+RECOVERS = """
+from crosstune.torch_engine.tasks.causal_lm import CausalLM
+
+replicas = dict(sharding_strategy="ddp", batch_size=4, skip_eval=False, eval_samples=6, num_samples=0, eval_metric="loss")
+straight = run("straight", **replicas).summary
+loss = CausalLM.loss
+
+def limited(self, model, arrays):
+    if not first and len(arrays["input_ids"]) > (2 if model.training else 1):
+        raise RuntimeError("out of memory: a test")
+    return loss(self, model, arrays)
+
+CausalLM.loss = limited
+found = run("limited", **replicas).summary
+CausalLM.loss = loss
+assert [step["changed"] for step in found["recoveries"]] == [
+    {"eval_batch_size": 2}, {"eval_batch_size": 1}, {"batch_size": 2, "gradient_accumulation_steps": 2}
+], found["recoveries"]
+for name in ("first_loss", "final_loss", "eval_loss"):
+    assert abs(found[name] - straight[name]) < 1e-5, (name, found, straight)
+"""
+
 ALONE = """
 prepare = TorchSession.prepare
 
@@ -118,7 +140,7 @@ def after_two(self, batches):
 TorchSession.evaluate = after_two
 error = failing("memory", OutOfMemory if first else PeerLost, skip_eval=False, eval_steps=1, result="last", max_new_tokens=1)
 if first:
-    assert "a test" in str(error) and error.exit_code == 2, error
+    assert "a test" in str(error) and "sharded model" in str(error) and error.exit_code == 2, error
 else:
     assert "imed out" not in str(error), error
 """
@@ -150,5 +172,7 @@ def test_a_full_disk_ends_every_process_with_the_error_of_the_first(folder: Path
     run_hook(folder, DISK)
 
 
-def test_out_of_memory_in_an_evaluation_of_one_process_is_the_error_of_the_run(folder: Path) -> None:
-    run_hook(folder, ALONE)
+def test_out_of_memory_in_one_process_is_survived_by_replicas_and_is_the_error_of_a_sharded_run(
+    folder: Path,
+) -> None:
+    run_hook(folder, RECOVERS + ALONE)

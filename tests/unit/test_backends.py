@@ -164,10 +164,10 @@ def test_no_backend_at_all_says_why_for_each() -> None:
 
 def test_profiles_are_the_promised_ones() -> None:
     promised = ["a100-80gb", "apple-m1-16gb", "apple-m2-max-64gb", "cpu-laptop", "h200", "rtx-4090"]
-    assert probe.profile_names() == promised
+    assert probe.bundled_profiles() == promised
 
 
-@pytest.mark.parametrize("name", probe.profile_names())
+@pytest.mark.parametrize("name", probe.bundled_profiles())
 def test_profile_covers_every_backend(name: str) -> None:
     machine = probe.load_machine(name)
     assert machine.name == name
@@ -218,7 +218,7 @@ def test_the_machine_that_a_move_assumes(backend: str, name: str | None) -> None
 
 
 def test_profiles_are_tried_by_name_for_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "profile_names", lambda: ["h200", "a100-80gb", "apple-m1-16gb"])
+    monkeypatch.setattr(probe, "bundled_profiles", lambda: ["h200", "a100-80gb", "apple-m1-16gb"])
     assert probe.typical_machine("cuda") == probe.load_machine("h200")
     assert probe.typical_machine("cpu") == probe.load_machine("h200")  # the fastest of none of them
     assert probe.typical_machine("mlx") == probe.load_machine("apple-m1-16gb")
@@ -237,7 +237,7 @@ def test_unknown_machine_names_the_profiles() -> None:
     text = str(caught.value)
     assert "Unknown machine 'rtx-4900'" in text
     assert "did you mean rtx-4090" in text
-    assert all(name in text for name in probe.profile_names())
+    assert all(name in text for name in probe.bundled_profiles())
 
 
 def test_unknown_backend_names_those_that_exist() -> None:
@@ -288,7 +288,7 @@ def test_host_has_a_name_and_cores() -> None:
     assert _host.num_cores() >= 1
 
 
-@pytest.mark.parametrize("name", probe.profile_names())
+@pytest.mark.parametrize("name", probe.bundled_profiles())
 def test_profiles_have_every_bit_width_of_mlx(name: str) -> None:
     report = probe.load_machine(name).backends["mlx"]
     if report.available:

@@ -12,7 +12,7 @@ from crosstune.config.memory_advice import advise
 from crosstune.config.plan import Plan
 from crosstune.config.resolve import resolve
 from crosstune.core.backend import backend_specs
-from crosstune.core.memory import shape_for_size
+from crosstune.core.model_shape import shape_for_size
 from crosstune.core.out_of_memory import EVALUATING, LOADING, OutOfMemory
 from crosstune.core.quantizers import read_quantizers
 from crosstune.machines.probe import load_machine

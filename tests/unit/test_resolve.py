@@ -16,7 +16,7 @@ from crosstune.config.resolve import resolve
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import ConfigError, UserError
 from crosstune.core.machine import Machine
-from crosstune.core.memory import ModelShape, shape_for_size
+from crosstune.core.model_shape import ModelShape, shape_for_size
 from crosstune.core.quantizers import read_quantizers
 from crosstune.core.ranks import Ranks
 from crosstune.machines.probe import load_machine

@@ -16,7 +16,8 @@ from crosstune.core.attention import held_score_bits
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
 from crosstune.core.machine import Machine
-from crosstune.core.memory import GIB, activation_bytes, largest_batch, shape_for_size
+from crosstune.core.memory import GIB, Step, backward_bytes, kept_bytes, largest_batch, layer_bytes
+from crosstune.core.model_shape import shape_for_size
 from crosstune.core.quantizers import read_quantizers
 from crosstune.core.usable_memory import usable_bytes
 from crosstune.machines.probe import load_machine
@@ -88,12 +89,12 @@ def test_the_watermark_reaches_the_plan() -> None:
     asked: dict[str, Any] = {"backend": "mps", "train_type": "qlora", "batch_size": 8}
     usual, small = (plan_on(apple(64), environment=env, **asked) for env in ({}, {HIGH: "0.3"}))
     assert (usual.usable_bytes, small.usable_bytes) == (int(48 * GIB * 0.7), int(48 * GIB * 0.3))
-    assert (usual.config.batch_size, small.config.batch_size) == (8, 2)
+    assert (usual.config.batch_size, small.config.batch_size) == (8, 4)
     assert plan_on(apple(64), environment={HIGH: "0"}, **asked).usable_bytes == int(64 * GIB * 0.9)
 
 
 # The rows of `docs/mps.md`: LoRA over 4 bits, rank 16, 2048 tokens per row, activations recomputed.
-BATCHES = {16: (1, 0, 0), 32: (2, 1, 0), 64: (8, 4, 0), 128: (16, 16, 2), 192: (32, 16, 8)}
+BATCHES = {16: (1, 0, 0), 32: (4, 2, 0), 64: (8, 4, 0), 128: (16, 16, 4), 192: (32, 16, 8)}
 
 
 @pytest.mark.parametrize(("total_gib", "batches"), BATCHES.items())
@@ -103,7 +104,11 @@ def test_batch_sizes_of_apple_machines(total_gib: int, batches: tuple[int, ...])
     limit = usable_bytes(machine, report, backend_specs()["mps"], environment={})
     bits = held_score_bits(report, flash=None, compute_bits=16)
     found = tuple(
-        largest_batch(shape_for_size(size_b), limit_bytes=limit, bits=4, score_bits=bits)
+        largest_batch(
+            shape_for_size(size_b),
+            Step(quantizer="bnb", n_bits=4, checkpointing=True, score_bits=bits),
+            limit_bytes=limit,
+        )
         for size_b in (7, 13, 70)
     )
     assert found == batches
@@ -121,14 +126,11 @@ def test_the_plan_keeps_these_batches_and_reduces_twice_as_many_rows(total_gib: 
 
 def test_scores_are_counted_where_no_kernel_avoids_them() -> None:
     shape = shape_for_size(7)
-    base: dict[str, Any] = {"batch": 1, "context": 2048, "compute_bits": 16}
-    flash, plain = (activation_bytes(shape, checkpointing=True, score_bits=bits, **base) for bits in (0, 32))
-    assert plain - flash == 3 * 32 * 2048**2 * 4  # copies, heads, scores, bytes
-    every_layer = activation_bytes(shape, checkpointing=False, score_bits=32, **base)
-    assert (
-        every_layer - activation_bytes(shape, checkpointing=False, score_bits=0, **base)
-        == 34 * 32 * 2048**2 * 4
-    )
+    flash, plain = (Step(context=2048, score_bits=bits) for bits in (0, 32))
+    scores = 32 * 2048**2 * 4  # heads, scores, bytes
+    assert layer_bytes(shape, plain) - layer_bytes(shape, flash) == scores
+    assert kept_bytes(shape, plain) - kept_bytes(shape, flash) == 32 * scores
+    assert backward_bytes(shape, plain) - backward_bytes(shape, flash) == 2 * scores
     apple_64, cuda = load_machine("apple-m2-max-64gb").backends, load_machine("h200").backends["cuda"]
     assert held_score_bits(apple_64["mps"], flash=None, compute_bits=16) == 32
     assert held_score_bits(apple_64["mlx"], flash=None, compute_bits=16) == 16

@@ -11,6 +11,7 @@ from crosstune.api.python_words import Written, put_into_python, python_words
 from crosstune.cli.plan import describe_plan, plan_to_json
 from crosstune.config.plan import Adjustment, Plan
 from crosstune.core.errors import UserError
+from crosstune.planner.predict import Prediction, predict
 from crosstune.runs.check_request import Checked, check_plan
 
 
@@ -29,6 +30,11 @@ class PlanReport:
 
     plan: Plan
     checked: Checked
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """Parameters, memory by part, speed and time; None when the shape of the model is not known."""
+        return predict(self.plan, data=self.checked.data)
 
     @property
     def problems(self) -> Sequence[UserError]:
@@ -61,10 +67,10 @@ class PlanReport:
         return self.plan.adjustments
 
     def to_json(self) -> dict[str, Any]:
-        return plan_to_json(self.plan, self.checked)
+        return plan_to_json(self.plan, self.checked, self.prediction)
 
     def __repr__(self) -> str:
-        return "\n".join(describe_plan(self.plan, self.checked))
+        return "\n".join(describe_plan(self.plan, self.checked, self.prediction))
 
 
 def plan(

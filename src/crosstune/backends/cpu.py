@@ -9,6 +9,7 @@ SPEC = BackendSpec(
     title="CPU",
     engine="torch",
     device="cpu",
+    overhead_bytes=450 * 2**20,
     preference=90,
     collective="gloo",
     install="It needs torch: pip install 'crosstune[torch]'",

@@ -10,6 +10,7 @@ SPEC = BackendSpec(
     engine="torch",
     device="cuda",
     torch_build="cuda",
+    overhead_bytes=512 * 2**20,
     preference=10,
     collective="nccl",
     pinned_memory=True,

@@ -10,6 +10,7 @@ SPEC = BackendSpec(
     engine="torch",
     device="cuda",
     torch_build="hip",
+    overhead_bytes=512 * 2**20,
     preference=20,
     collective="nccl",
     pinned_memory=True,

@@ -10,6 +10,7 @@ SPEC = BackendSpec(
     engine="torch",
     device="xpu",
     torch_build="xpu",
+    overhead_bytes=512 * 2**20,
     preference=30,
     collective="xccl",
     install=(

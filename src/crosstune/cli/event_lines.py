@@ -20,6 +20,7 @@ from crosstune.core.events import (
     Moved,
     NonFinite,
     Profiled,
+    Recovered,
     ResultSaved,
     Resumed,
     RunMovedAside,
@@ -165,6 +166,17 @@ def _tracking_failed(event: TrackingFailed) -> Lines:
 def _tracking_waits(event: TrackingWaits) -> Lines:
     late = ", ".join(event.trackers)
     yield f"tracking waiting for {late}, at most {event.seconds:.0f} s (Ctrl-C ends the wait)", QUIET
+
+
+@event_lines.register
+def _recovered(event: Recovered) -> Lines:
+    changed = ", ".join(f"{option} {value}" for option, value in event.changed.items())
+    rows = " (the same rows per step)" if "batch_size" in event.changed else ""
+    yield (
+        f"warning  step {event.step}: not enough memory for {event.doing}; repeating it with {changed}{rows}; "
+        f"next time use {event.next_time}",
+        WARNING,
+    )
 
 
 @event_lines.register

@@ -5,25 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.arguments import Parser, parse_config, print_json, read_path_or_name
-from crosstune.cli.units import size
+from crosstune.cli.arguments import Parser, at_least, parse_config, print_json, read_path_or_name
+from crosstune.cli.plan_figures import figure_rows
 from crosstune.config.load import environment_of
 from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
-from crosstune.core.errors import EXIT_DONE
+from crosstune.core.errors import EXIT_DONE, UserError
+from crosstune.core.machine import Machine
+from crosstune.core.ranks import Ranks
 
 if TYPE_CHECKING:
+    from crosstune.planner.predict import Prediction
     from crosstune.runs.check_request import Checked
 
-EXAMPLES = """examples:
+EXAMPLES = r"""examples:
   crosstune plan --train_type qlora --model_name meta-llama/Llama-2-7b-hf
   crosstune plan --machine apple-m1-16gb --backend mps --precision bf16
   crosstune plan --machine their-doctor-report.json --json
+  crosstune plan --machine rtx-3090-x2 --train_type qlora --model_name Qwen/Qwen2.5-14B
+  crosstune plan --machine h200-x8 --nnodes 4 --price_per_hour 30 --sharding_strategy full_shard --train_type full \
+      --model_name meta-llama/Llama-3.1-8B --max_steps 1000
   crosstune plan --machine apple-m1-16gb --emulate mps       (also emulate a few steps of that Mac here)
 
 --machine takes a report written by `crosstune doctor --json` on another computer, or one of the profiles that
-`crosstune plan --machine list` prints. The exit code is 2 when train would refuse the request. What cannot be checked
+`crosstune plan --machine list` prints, with a number of GPUs such as -x8. The exit code is 2 when train would refuse the request. What cannot be checked
 without a download or from this machine is printed as not checked."""
 
 
@@ -34,6 +40,19 @@ def make_parser() -> Parser:
         epilog=EXAMPLES,
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument(
+        "--nnodes",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="predict a run on this many such machines, with a process for each device",
+    )
+    parser.add_argument(
+        "--price_per_hour",
+        type=_price,
+        metavar="PRICE",
+        help="the price of one machine for an hour, to predict the cost of the run",
+    )
     parser.add_argument(
         "--machine",
         type=read_path_or_name,
@@ -63,26 +82,62 @@ def run(words: Sequence[str]) -> int:
         return exit_code(verdict)
     from crosstune.distributed.environment import read_ranks
     from crosstune.planner.gather import may_have_several_devices, with_all_devices
+    from crosstune.planner.predict import predict
     from crosstune.runs.check_request import check_plan
 
     machine = load_machine(own.machine) if own.machine else None
     if machine is None:
         read_ranks(config)  # refuses what train refuses
-    if config.resume == "none" and (machine is not None or may_have_several_devices()):
+    if own.nnodes == 1 and config.resume == "none" and (machine is not None or may_have_several_devices()):
         config = with_all_devices(config, machine=machine)
-    plan, checked = check_plan(config, machine=machine)
+    ranks = _cluster(config, machine, own.nnodes)
+    plan, checked = check_plan(config, machine=machine, ranks=ranks)
+    prediction = predict(plan, data=checked.data, num_nodes=own.nnodes, price_per_hour=own.price_per_hour)
     if own.json:
-        print_json(plan_to_json(plan, checked))
+        print_json(plan_to_json(plan, checked, prediction))
     else:
-        _print_plan(plan, checked)
+        _print_plan(plan, checked, prediction)
     checked.raise_problems()
     return EXIT_DONE
 
 
-def plan_to_json(plan: Plan, checked: Checked | None = None) -> dict[str, Any]:
+def _price(text: str) -> float:
+    price = float(text)
+    if not 0 <= price < 1e9:
+        raise ValueError(text)
+    return price
+
+
+def _cluster(config: Config, machine: Machine | None, num_nodes: int) -> Ranks | None:
+    """Return the processes of a run on several machines; None for a run on one."""
+    if num_nodes == 1:
+        return None
+    if machine is None:
+        raise UserError(
+            "--nnodes needs a machine.",
+            why="a run on several machines is predicted from the profile of one of them.",
+            do="add --machine with a name of `crosstune plan --machine list`, such as h200-x8",
+        )
+    from crosstune.machines.probe import fastest_backend
+
+    local = max(1, len(machine.backends[fastest_backend(machine)].devices))
+    if config.world_size not in (-1, num_nodes * local):
+        raise UserError(
+            f"--world_size is {config.world_size}, but {num_nodes} machines with {local} devices make "
+            f"{num_nodes * local} processes.",
+            do="leave out --world_size, or choose a machine with another number of devices, such as h200-x8",
+        )
+    return Ranks(engine="torch", size=num_nodes * local, local_size=local, num_nodes=num_nodes)
+
+
+def plan_to_json(
+    plan: Plan, checked: Checked | None = None, prediction: Prediction | None = None
+) -> dict[str, Any]:
     from crosstune.config.check_built import unbuilt_parts
 
+    found = prediction.to_json() if prediction is not None else None
     return plan.to_json() | {
+        "prediction": found,
         "settings": _settings(plan),
         "not_built": [problem.asked for problem in unbuilt_parts(plan)],
         "cannot_train": [problem.asked for problem in checked.problems] if checked else [],
@@ -128,19 +183,23 @@ def _length(config: Config) -> str:
     return f"{config.num_epochs:g} epoch{'s' * (config.num_epochs != 1)} of the data, at most {steps}"
 
 
-def _print_plan(plan: Plan, checked: Checked | None = None) -> None:
+def _print_plan(plan: Plan, checked: Checked | None = None, prediction: Prediction | None = None) -> None:
     from crosstune.cli.output import print_line
 
-    for text, style in _plan_lines(plan, checked):
+    for text, style in _plan_lines(plan, checked, prediction):
         print_line(text, style=style)
 
 
-def describe_plan(plan: Plan, checked: Checked | None = None) -> list[str]:
+def describe_plan(
+    plan: Plan, checked: Checked | None = None, prediction: Prediction | None = None
+) -> list[str]:
     """Return the lines that show a plan."""
-    return [text for text, _ in _plan_lines(plan, checked)]
+    return [text for text, _ in _plan_lines(plan, checked, prediction)]
 
 
-def _plan_lines(plan: Plan, checked: Checked | None) -> Iterator[tuple[str, str | None]]:
+def _plan_lines(
+    plan: Plan, checked: Checked | None, prediction: Prediction | None
+) -> Iterator[tuple[str, str | None]]:
     """Yield the lines that show a plan, with their styles."""
     from crosstune.cli.output import ERROR, WARNING
     from crosstune.planner.gather import needs_base_model
@@ -171,9 +230,8 @@ def _plan_lines(plan: Plan, checked: Checked | None) -> Iterator[tuple[str, str 
         rows.append(("collectives", f"{plan.collective}, {config.sharding_strategy}"))
     if settings := _describe_settings(plan):
         rows.append(("settings", ", ".join(settings)))
-    if plan.estimated_bytes is not None:
-        have = f"{size(plan.usable_bytes)} to use (the device has {size(plan.backend.memory_total_bytes)})"
-        rows.append(("memory", f"about {size(plan.estimated_bytes)} for a full step (estimated), of {have}"))
+    if plan_needs_base:
+        rows += figure_rows(plan, prediction)
     for name, value in rows:
         yield f"{name:<12} {value}", None
     for adjustment in plan.adjustments:

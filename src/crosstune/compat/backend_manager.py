@@ -17,7 +17,8 @@ from crosstune.config.load import backend_variables
 from crosstune.core.attention import held_score_bits
 from crosstune.core.backend import backend_specs
 from crosstune.core.machine import BackendReport, Machine
-from crosstune.core.memory import GIB, largest_batch, shape_for_size
+from crosstune.core.memory import GIB, Step, largest_batch
+from crosstune.core.model_shape import shape_for_size
 from crosstune.core.quantizers import quantizer_names
 from crosstune.core.usable_memory import usable_bytes
 from crosstune.machines.probe import fastest_backend, probe_backend, probe_machine
@@ -301,18 +302,21 @@ def estimate_batch(
     `bits` are those of the base; by default 4, or 8, if a quantizer runs, and otherwise those of the dtype.
     """
     compute_bits = 32 if preferred_dtype(report) == "fp32" else 16
-    widths = {width for found in report.quantizers.values() for width in found}
+    widths = {width: name for name, found in report.quantizers.items() for width in found}
     if bits is None:
         bits = next((width for width in (4, 8) if width in widths), compute_bits)
-    return largest_batch(
-        shape_for_size(size_b),
-        limit_bytes=limit,
-        bits=bits,
+    step = Step(
+        quantizer=widths.get(bits, "bnb") if bits < 16 else "none",
+        n_bits=bits,
         context=context,
+        checkpointing=True,
         compute_bits=compute_bits,
+        weight_bits=compute_bits,
         score_bits=held_score_bits(report, flash=None, compute_bits=compute_bits),
-        at_most=at_most,
+        on_gpu=not report.is_torch_cpu,
+        overhead_bytes=backend_specs()[report.name].overhead_bytes,
     )
+    return largest_batch(shape_for_size(size_b), step, limit_bytes=limit, at_most=at_most)
 
 
 def _largest_model_b(machine: Machine, report: BackendReport) -> float | None:

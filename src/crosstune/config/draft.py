@@ -7,7 +7,7 @@ from typing import Any
 
 from crosstune.config.facts import Facts
 from crosstune.config.plan import Adjustment, Kind
-from crosstune.config.schema import Config
+from crosstune.config.schema import Config, options_by_name
 from crosstune.core.errors import UserError
 from crosstune.core.machine import BackendReport
 
@@ -31,7 +31,7 @@ class Draft:
 
     def set(self, option: str, used: Any, reason: str, *, kind: Kind | None = None) -> None:
         """Use another value. By default it is a `change` of a value that the user set, and a `choice` otherwise."""
-        asked = getattr(self.asked, option)
+        asked = options_by_name()[option].written(getattr(self.asked, option))
         if kind is None:
             kind = "change" if self.is_asked(option) and asked not in ("auto", None) else "choice"
         self.values[option] = used

@@ -8,7 +8,8 @@ from typing import Any
 
 from crosstune.core.backend import BackendSpec
 from crosstune.core.machine import Machine
-from crosstune.core.memory import ModelShape
+from crosstune.core.memory import Correction
+from crosstune.core.model_shape import ModelShape
 from crosstune.core.quantizers import Quantizer
 from crosstune.core.ranks import Ranks
 
@@ -50,5 +51,9 @@ class Facts:
     """The settings in the file of --mlx_config."""
     longest_row: int | None = None
     """Tokens in the longest row, once the data is loaded; the memory estimate then uses it instead of the context."""
+    longest_target: int | None = None
+    """The most tokens of a row that reach the head, once the data is loaded; None for all."""
+    corrections: Mapping[str, Correction] = field(default_factory=dict)
+    """Backend -> how far earlier runs on this machine were from their estimates."""
     preset: Mapping[str, Preset] = field(default_factory=dict)
     """The recipe's choices for the backend; only options that were not set."""

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import PurePath
 
 from crosstune.config.draft import Draft
 from crosstune.config.memory_advice import advise
+from crosstune.config.options.training import AUTO
+from crosstune.config.schema import options_by_name
 from crosstune.core.attention import held_score_bits
 from crosstune.core.expanded_name import read_expanded_name
-from crosstune.core.memory import GIB, expand_shape, step_bytes
+from crosstune.core.memory import GIB, Fitted, MemoryParts, Step, largest_batch, step_parts
+from crosstune.core.model_shape import expand_shape
+
+MOST_ESTIMATED = 64
+"""The largest batch that is estimated for `--batch_size auto`."""
 
 
 def fit_memory(
@@ -19,42 +26,22 @@ def fit_memory(
     n_bits: int,
     limit: int,
     num_shards: int = 1,
-) -> int | None:
+) -> Fitted | None:
     """Turn on activation checkpointing, then reduce the micro-batch, until the step fits into `limit` bytes of each
-    process; return its estimated bytes. The weights are divided over `num_shards` processes."""
+    process; return what it takes. The weights are divided over `num_shards` processes."""
     facts, report = draft.facts, draft.report
-    shape = facts.shape
-    if shape is None:
+    fitted = _Fitting(draft=draft, method=method, quantizer=quantizer, n_bits=n_bits, num_shards=num_shards)
+    if draft["batch_size"] == AUTO:
+        _choose_batch(draft, fitted, limit=limit)
+    if fitted.shape is None:
         return None
-    num_new = _num_new_blocks(draft, method)
-    if num_new and not draft["llama_pro_path"]:
-        shape = expand_shape(shape, num_new)
-
-    def estimate() -> int:
-        precision = draft["precision"]
-        full_width = precision == "fp32" or precision.endswith("_autocast")
-        compute_bits = 32 if precision == "fp32" else 16
-        return step_bytes(
-            shape,
-            method=method,
-            bits=n_bits if quantizer != "none" else 32 if full_width else 16,
-            rank=draft["lora_rank"],
-            batch=draft["batch_size"],
-            context=min(draft["context_length"], facts.longest_row or draft["context_length"]),
-            checkpointing=draft["use_gradient_checkpointing"],
-            compute_bits=compute_bits,
-            score_bits=held_score_bits(report, flash=draft["use_flash_attention"], compute_bits=compute_bits),
-            num_new_blocks=num_new,
-            num_shards=num_shards,
-        )
-
-    need = estimate()
+    need = fitted.estimate()
     if not limit:
-        return need
+        return fitted.result()
     why = f"the step is estimated at {need / GIB:.1f} GiB and {report.name} has {limit / GIB:.1f} GiB to use"
     if need > limit and not draft.is_asked("use_gradient_checkpointing"):
         draft.set("use_gradient_checkpointing", True, why)
-        need = estimate()
+        need = fitted.estimate()
     batch, accumulation = draft["batch_size"], draft["gradient_accumulation_steps"]
     for smaller in _smaller_batches(batch, accumulation):
         if need <= limit:
@@ -65,7 +52,7 @@ def fit_memory(
             batch * accumulation // smaller,
             "keeps the number of rows per step",
         )
-        need = estimate()
+        need = fitted.estimate()
     if need > limit:
         advice = advise(
             {name: draft[name] for name in draft.asked.options()},
@@ -82,7 +69,85 @@ def fit_memory(
             f"{rows} still estimated at {need / GIB:.1f} GiB of {limit / GIB:.1f} GiB; it may not fit into memory: "
             f"{advice.sentence()}",
         )
-    return need
+    return fitted.result()
+
+
+@dataclass(kw_only=True)
+class _Fitting:
+    """Estimates of the step of a draft, whose options may still change."""
+
+    draft: Draft
+    method: str
+    quantizer: str
+    n_bits: int
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        shape = self.draft.facts.shape
+        self.num_new = _num_new_blocks(self.draft, self.method)
+        if shape is not None and self.num_new and not self.draft["llama_pro_path"]:
+            shape = expand_shape(shape, self.num_new)
+        self.shape = shape
+
+    def step(self) -> Step:
+        draft, report = self.draft, self.draft.report
+        precision, longest = draft["precision"], draft.facts.longest_row
+        compute_bits = 32 if precision == "fp32" else 16
+        context = min(draft["context_length"], longest or draft["context_length"])
+        return Step(
+            method=self.method,
+            rank=draft["lora_rank"],
+            targets=draft["lora_target_modules"],
+            quantizer=self.quantizer,
+            n_bits=self.n_bits,
+            group_size=draft["group_size"],
+            double_quant=draft["double_quant"],
+            batch=draft["batch_size"],
+            context=context,
+            supervised=draft.facts.longest_target,
+            checkpointing=draft["use_gradient_checkpointing"],
+            compute_bits=compute_bits,
+            weight_bits=32 if precision.endswith("_autocast") else compute_bits,
+            score_bits=held_score_bits(report, flash=draft["use_flash_attention"], compute_bits=compute_bits),
+            dropout=draft["lora_dropout"] > 0,
+            optimizer=draft["optimizer"],
+            averages=draft["ema_decay"] > 0,
+            num_micro_batches=draft["gradient_accumulation_steps"],
+            num_new_blocks=self.num_new,
+            num_shards=self.num_shards,
+            on_gpu=not report.is_torch_cpu,
+            offloads_activations=draft["use_activation_cpu_offload"],
+            overhead_bytes=draft.facts.backends[report.name].overhead_bytes,
+        )
+
+    def result(self) -> Fitted:
+        assert self.shape is not None
+        step = self.step()
+        parts = step_parts(self.shape, step)
+        return Fitted(shape=self.shape, step=step, parts=parts, estimated_bytes=self._corrected(parts))
+
+    def estimate(self) -> int:
+        return self.result().estimated_bytes
+
+    def _corrected(self, parts: MemoryParts) -> int:
+        correction = self.draft.facts.corrections.get(self.draft.report.name)
+        if correction is None:
+            return parts.total
+        # The memory of a GPU's context was not in what earlier runs measured.
+        apart = 0 if self.draft.report.is_torch_cpu else parts.overhead
+        return int((parts.total - apart) * correction.factor) + apart
+
+
+def _choose_batch(draft: Draft, fitting: _Fitting, *, limit: int) -> None:
+    """Set an estimated batch for `--batch_size auto`, which `train` then replaces by one that it searches for."""
+    usual = options_by_name()["batch_size"].default
+    chosen = usual
+    if fitting.shape is not None and limit:
+        draft.values["batch_size"] = 1
+        step = fitting.step()
+        chosen = max(1, largest_batch(fitting.shape, step, limit_bytes=limit, at_most=MOST_ESTIMATED))
+    how = "estimated" if fitting.shape is not None else "a first guess, as the model's sizes are not known"
+    draft.set("batch_size", chosen, f"{how}; train finds it with real passes", kind="choice")
 
 
 def _smaller_batches(batch: int, accumulation: int) -> list[int]:

@@ -70,6 +70,12 @@ class Option:
     """Set if a file or Python may give a list, which is joined by commas: what to put between the items of a mapping,
     or an empty string if it takes none."""
     fixed_choices: Choices | None
+    auto: int | None
+    """The value that stands for the word `auto`, outside of its limits; None if it does not take the word."""
+
+    def written(self, value: Any) -> Any:
+        """Return a value as people write it."""
+        return "auto" if self.auto is not None and value == self.auto else value
 
     @property
     def choices(self) -> tuple[str, ...] | None:
@@ -93,6 +99,7 @@ def option(
     on_resume: OnResume = OnResume.REPORTED,
     unbuilt: Unbuilt | None = None,
     joins_items: str | None = None,
+    auto: int | None = None,
 ) -> Any:
     """Declare an option as a field of a dataclass.
 
@@ -110,6 +117,7 @@ def option(
         "check": check,
         "env": env,
         "joins_items": joins_items,
+        "auto": auto,
     }
     facts = {"needs": tuple(needs), "on_resume": on_resume, "unbuilt": unbuilt}
     return field(default=default, metadata=parsing | facts)

@@ -9,6 +9,7 @@ from crosstune.config.schema import Config
 from crosstune.core.attention import Attention, choose_attention
 from crosstune.core.events import Adjusted
 from crosstune.core.machine import BackendReport, Machine
+from crosstune.core.memory import Correction, Fitted
 from crosstune.core.quantization import QuantSpec
 
 Kind = Literal["choice", "change", "warning", "name"]
@@ -64,6 +65,10 @@ class Plan:
     usable_bytes: int
     """The memory that a step of one process may use."""
     adjustments: tuple[Adjustment, ...]
+    fitted: Fitted | None = None
+    """The step whose memory is estimated; None when the model's shape is not known."""
+    correction: Correction | None = None
+    """What earlier runs on this machine changed in the estimate."""
 
     @property
     def engine(self) -> str:
@@ -113,6 +118,7 @@ class Plan:
             "attention": self.attention[0],
             "estimated_bytes": self.estimated_bytes,
             "usable_bytes": self.usable_bytes,
+            "memory_parts": self.fitted.parts.to_json() if self.fitted is not None else None,
             "adjustments": [asdict(adjustment) for adjustment in self.adjustments],
             "machine": self.machine.to_json(),
         }

@@ -52,7 +52,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     shares = (
         world_size if draft.report.engine == "torch" and shards_weights(draft["sharding_strategy"]) else 1
     )
-    estimate = fit_memory(
+    fitted = fit_memory(
         draft, method=method, quantizer=quantizer, n_bits=n_bits, limit=usable, num_shards=shares
     )
     _check_sharded_optimizer(draft, num_shards=shares)
@@ -78,7 +78,9 @@ def resolve(config: Config, facts: Facts) -> Plan:
         n_bits=n_bits,
         world_size=world_size,
         collective=collective,
-        estimated_bytes=estimate,
+        estimated_bytes=fitted.estimated_bytes if fitted is not None else None,
+        fitted=fitted,
+        correction=facts.corrections.get(draft.report.name),
         usable_bytes=usable,
         adjustments=tuple(draft.adjustments),
     )

@@ -60,7 +60,12 @@ class Config(
         return {option.name: getattr(self, option.name) for option in option_list()}
 
     def options_asked(self) -> dict[str, Any]:
-        return {name: value for name, value in self.options().items() if name in self.asked}
+        """Return the options that were set, as they were written."""
+        return {
+            option.name: option.written(getattr(self, option.name))
+            for option in option_list()
+            if option.name in self.asked
+        }
 
 
 @lru_cache(maxsize=1)

@@ -172,7 +172,7 @@ def _fill(head: str, body: str, width: int, *, indent: int = 36) -> list[str]:
 def _takes(option: Option) -> str:
     if option.choices:
         return " ".join(f"`{choice}`" for choice in option.choices)
-    return _TYPE_NAMES[option.type]
+    return _TYPE_NAMES[option.type] + (" or auto" if option.auto is not None else "")
 
 
 def _shown(value: Any) -> str:

@@ -30,6 +30,8 @@ def convert_value(option: Option, raw: Any, source: str) -> Any:
         if option.optional:
             return None
         raise _refused(option, raw, source)
+    if option.auto is not None and isinstance(raw, str) and raw.strip().lower() == "auto":
+        return option.auto
     value = _convert(option, raw, source)
     choices = option.choices
     if choices is not None and value not in choices:
@@ -51,7 +53,7 @@ def expectation(option: Option) -> str:
         expected += f", {option.low:g} or more"
     if option.high is not None:
         expected += f", at most {_number(option.high)}"
-    return f"it takes {expected}"
+    return f"it takes {expected}" + (", or auto" if option.auto is not None else "")
 
 
 def _convert(option: Option, raw: Any, source: str) -> Any:

@@ -280,6 +280,21 @@ class Profiled(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Recovered(Event):
+    """Something did not fit into memory and is repeated with fewer rows at a time."""
+
+    kind = "recovery"
+    step: int
+    """The step that is repeated, or the last one before an evaluation."""
+    doing: str
+    cause: str
+    changed: Mapping[str, int]
+    """Option -> its value from now on."""
+    next_time: str
+    """The options with which it would have fitted at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResultSaved(Event):
     """The adapter or the model was written in a form that other tools read."""
 

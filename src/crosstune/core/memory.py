@@ -1,189 +1,325 @@
-"""Estimate the memory of a training step from the shape of the model."""
+"""Predict the memory of a training step from what it allocates. `plan`, the fit of a batch to a device, the search for a
+batch size and the guides' classes all use this one model.
+
+A step has four moments at which its memory can be largest: at the loss, in the backward pass of a layer, when all
+gradients exist, and in the update. Terms are counted in bytes per token from the tensors that the torch engine's
+forward pass of a Llama-like model keeps for its backward pass; other models are close to that.
+"""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from crosstune.core.model_shape import ModelShape, block_parameters
+
 GIB = 1024**3
+LOGITS_AT_A_TIME = 2**24
+"""More logits than this are converted to fp32 in parts; fewer are faster at once."""
 _SCORE_COPIES = 2
 """Copies of a layer's attention scores during its backward pass, besides the one kept from the forward pass."""
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_PRODUCT_COPIES = {"none": 0, "bnb": 1, "mlx": 0}
+"""Dense copies of a quantized weight while it is multiplied; MLX multiplies with the packed bits. Others unpack the bits
+into integers, and these into numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """The sizes of a decoder model that its memory depends on."""
+class Step:
+    """What decides the memory of a step besides the shape of the model."""
 
-    num_parameters: int
-    hidden: int
-    num_layers: int
-    intermediate: int
-    vocab: int
-    num_heads: int
-    max_context: int | None = None
-    source: str = "config"
-    """The source of the sizes: `config`, or `name` for a guess from the model's name."""
-    num_experts: int = 1
-    """Experts of each layer in a mixture."""
-    expert_intermediate: int = 0
-    """The width of each of several experts."""
+    method: str = "lora"
+    rank: int = 16
+    targets: str = "all"
+    """The layers with adapters, as in --lora_target_modules."""
+    quantizer: str = "none"
+    n_bits: int = 16
+    group_size: int = 64
+    double_quant: bool = True
+    batch: int = 1
+    context: int = 2048
+    """The tokens of the longest row."""
+    supervised: int | None = None
+    """The tokens of that row that reach the head; None for all."""
+    checkpointing: bool = False
+    compute_bits: int = 16
+    weight_bits: int = 16
+    """The bits of weights that are not quantized; more than those of the computation under autocast."""
+    score_bits: int = 0
+    """The bits of each attention score that is held; 0 for a kernel that holds none."""
+    dropout: bool = False
+    optimizer: str = "adamw"
+    averages: bool = False
+    """Whether a moving average of the weights is kept."""
+    num_micro_batches: int = 1
+    num_new_blocks: int = 0
+    """Blocks of the shape that llama_pro added: trained in full and never quantized."""
+    num_shards: int = 1
+    """Processes that divide the weights and what belongs to them."""
+    on_gpu: bool = True
+    """Whether the update of all weights is computed at once, and masks are bytes, as torch does on a GPU."""
+    offloads_activations: bool = False
+    overhead_bytes: int = 0
+    """What the framework takes before the first tensor, where it counts as memory of the process."""
+
+    @property
+    def width(self) -> int:
+        return self.compute_bits // 8
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.context
 
 
-# (billions of parameters, hidden, layers, intermediate, vocabulary, heads) of common decoder models.
-_TYPICAL = (
-    (0.135, 576, 30, 1536, 49152, 9),
-    (0.5, 896, 24, 4864, 151936, 14),
-    (1.1, 2048, 22, 5632, 32000, 32),
-    (3.0, 3072, 28, 8192, 128256, 24),
-    (7.0, 4096, 32, 11008, 32000, 32),
-    (13.0, 5120, 40, 13824, 32000, 40),
-    (34.0, 7168, 60, 20480, 64000, 56),
-    (70.0, 8192, 80, 28672, 32000, 64),
-)
+@dataclass(frozen=True, kw_only=True)
+class MemoryParts:
+    """The memory of a step at its largest moment, in bytes."""
+
+    weights: int
+    adapters: int
+    """Adapters, and fp32 copies of trained weights of 16 bits."""
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    buffers: int
+    """Gathered shards, dense copies of quantized weights, and temporary gradients."""
+    overhead: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.to_json().values())
+
+    def to_json(self) -> dict[str, int]:
+        return {name: int(getattr(self, name)) for name in MemoryParts.__dataclass_fields__}
 
 
-def shape_from_name(name: str) -> ModelShape | None:
-    """Guess the shape from the size in a model's name, such as 7b or 135M; return None when it has none."""
-    match = re.search(r"(?<![A-Za-z0-9])(\d+(?:\.\d+)?)\s*([bBmM])(?![A-Za-z0-9])", name)
-    if match is None:
-        return None
-    billions = float(match.group(1)) * (1.0 if match.group(2) in "bB" else 1e-3)
-    return shape_for_size(billions)
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """The step that was fitted, and its memory."""
+
+    shape: ModelShape
+    step: Step
+    parts: MemoryParts
+    estimated_bytes: int
+    """The sum of the parts, corrected by what earlier runs measured."""
 
 
-def shape_for_size(billions: float) -> ModelShape:
-    _, hidden, layers, intermediate, vocab, heads = min(_TYPICAL, key=lambda row: abs(row[0] - billions))
-    return ModelShape(
-        num_parameters=round(billions * 1e9),
-        hidden=hidden,
-        num_layers=layers,
-        intermediate=intermediate,
-        vocab=vocab,
-        num_heads=heads,
-        source="name",
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """The relation of measured to predicted peak memory in earlier runs."""
+
+    factor: float
+    num_runs: int
+
+
+def step_bytes(shape: ModelShape, step: Step) -> int:
+    return step_parts(shape, step).total
+
+
+def step_parts(shape: ModelShape, step: Step) -> MemoryParts:
+    """Return the memory of a step in each process, at the moment when it is largest."""
+    trained = trained_parameters(shape, step)
+    shards = step.num_shards
+    kept, layer, loss = kept_bytes(shape, step), layer_bytes(shape, step), loss_bytes(shape, step)
+    before = 4 * trained // shards if step.num_micro_batches > 1 else 0
+    own = (
+        2 if _is_trained_in_16_bits(step) else 0
+    )  # the gradient of a 16-bit weight, beside that of its fp32 copy
+    after = (own + 4 if own and step.num_micro_batches > 1 else 4) * trained // shards
+    in_update = 4 * trained // shards * (2 if step.on_gpu and "fused" not in step.optimizer else 1)
+    working = layer if step.checkpointing else 0
+    dense = dense_copies(shape, step) + gathered_bytes(shape, step)
+    moments = [
+        (before, kept, loss, 0),
+        (before, kept + working, 0, backward_bytes(shape, step) + dense),
+        (after, kept // shape.num_layers, 0, dense),
+        (4 * trained // shards, 0, 0, in_update - 4 * trained // shards),
+    ]
+    gradients, activations, logits, buffers = max(moments, key=sum)
+    return MemoryParts(
+        weights=weight_bytes(shape, step) // shards,
+        adapters=copy_bytes(step, trained) // shards,
+        gradients=gradients,
+        optimizer=(moment_bytes(trained, step.optimizer) + 4 * trained * step.averages) // shards,
+        activations=0 if step.offloads_activations else activations,
+        logits=logits,
+        buffers=buffers,
+        overhead=step.overhead_bytes,
     )
 
 
-def block_parameters(shape: ModelShape) -> int:
-    """Return the parameters of one decoder block: all except the embedding, divided by the number of blocks."""
-    return (shape.num_parameters - shape.vocab * shape.hidden) // shape.num_layers
+def trained_parameters(shape: ModelShape, step: Step) -> int:
+    if step.method == "full":
+        return shape.num_parameters
+    if step.method == "llama_pro":
+        return step.num_new_blocks * block_parameters(shape)
+    total = 0
+    for outputs, inputs, count in adapted_linears(shape, step).values():
+        total += count * (step.rank * (outputs + inputs) + (outputs if step.method == "dora" else 0))
+    if shape.num_experts > 1 and {"gate_proj", "up_proj"} <= set(adapted_linears(shape, step)):
+        total -= shape.num_experts * step.rank * shape.hidden  # gate and up of an expert share one A
+    return total * shape.num_layers
 
 
-def expand_shape(shape: ModelShape, num_blocks: int) -> ModelShape:
-    """Return the shape of the model with this many more blocks."""
-    return replace(
-        shape,
-        num_layers=shape.num_layers + num_blocks,
-        num_parameters=shape.num_parameters + num_blocks * block_parameters(shape),
-    )
+def adapted_linears(shape: ModelShape, step: Step) -> dict[str, tuple[int, int, int]]:
+    """Return the linear layers of a block that get an adapter."""
+    if step.method not in ("lora", "dora"):
+        return {}
+    linears = shape.linears()
+    if step.targets == "attention":
+        return {name: linears[name] for name in _ATTENTION}
+    if step.targets == "default":
+        return {name: linears[name] for name in ("q_proj", "v_proj")}
+    named = {part.strip().rpartition(".")[2] for part in step.targets.split(",")}
+    return {name: linears[name] for name in linears if name in named} or linears
 
 
-def model_bytes(shape: ModelShape, *, method: str, bits: int, rank: int, num_new_blocks: int = 0) -> int:
-    """Return the bytes of weights, gradients and optimizer moments.
+def weight_bytes(shape: ModelShape, step: Step) -> int:
+    """Return the bytes of the weights. Embedding, head and new blocks are never quantized; under autocast, frozen linear
+    weights are kept in the dtype of the computation."""
+    new = step.num_new_blocks * block_parameters(shape) if step.method == "llama_pro" else 0
+    linear = max(0, shape.num_parameters - shape.embeddings - new)
+    dense = step.weight_bits // 8
+    if step.quantizer != "none":
+        return (shape.embeddings + new) * dense + int(linear * _stored_bits(step) / 8)
+    frozen = step.method in ("lora", "dora")
+    return (shape.embeddings + new) * dense + linear * (min(dense, step.width) if frozen else dense)
 
-    `num_new_blocks` of the blocks in `shape` were added by llama_pro; they are trained in full and never quantized.
-    """
-    new = num_new_blocks * block_parameters(shape)
-    weights = shape.num_parameters * bits // 8
-    if bits < 16:
-        # Embeddings, head and new blocks stay in 16 bits; a scale per 64 weights adds half a bit to the others.
-        kept = shape.vocab * shape.hidden + new
-        weights = kept * 2 + (shape.num_parameters - kept) * (2 * bits + 1) // 16
-    if method == "full":
-        trained = shape.num_parameters
-    elif method == "llama_pro":
-        trained = new
+
+def _stored_bits(step: Step) -> float:
+    """Return the bits of a quantized weight with its share of the scales."""
+    if step.n_bits >= 8:
+        return step.n_bits + 0.02  # a scale per row
+    if step.quantizer == "bnb":
+        per_group = 8 + 32 / 256 if step.double_quant else 32
+        return step.n_bits + per_group / step.group_size
+    return step.n_bits + 32 / step.group_size  # a scale and a zero point of 16 bits each
+
+
+def copy_bytes(step: Step, trained: int) -> int:
+    """Return the bytes of what training adds to the weights: adapters in fp32, or fp32 copies of 16-bit weights."""
+    return 4 * trained if step.method in ("lora", "dora") or _is_trained_in_16_bits(step) else 0
+
+
+def _is_trained_in_16_bits(step: Step) -> bool:
+    return step.method in ("full", "llama_pro") and step.weight_bits == 16
+
+
+def moment_bytes(trained: int, optimizer: str) -> int:
+    """Return the bytes of the optimizer's state."""
+    if optimizer.endswith("_8bit"):
+        return int(trained * (2 + 2 * 4 / 256))  # two moments of a byte, and a scale per 256 of each
+    return {"sgd": 0, "adafactor": trained // 64}.get(optimizer, 8 * trained)
+
+
+def kept_bytes(shape: ModelShape, step: Step) -> int:
+    """Return the bytes that the forward pass keeps for the backward pass of all layers."""
+    if step.checkpointing:
+        layers = shape.num_layers * step.tokens * shape.hidden * _stream_width(step)
     else:
-        per_layer = 4 * 2 * shape.hidden
-        if shape.num_experts > 1:  # gate and up share one A
-            per_layer += shape.num_experts * (2 * shape.hidden + 3 * shape.expert_intermediate)
-        else:
-            per_layer += 3 * (shape.hidden + shape.intermediate)
-        trained = rank * per_layer * shape.num_layers
-    return weights + trained * 16  # fp32 master, gradient and two moments
+        layers = shape.num_layers * layer_bytes(shape, step)
+    casts = (
+        shape.num_parameters * step.width if step.method == "full" and _stream_width(step) > step.width else 0
+    )
+    # The last norm and the input of the head; and the casts of weights, which autocast keeps for the backward pass.
+    return layers + step.tokens * shape.hidden * (4 + step.width) + casts
 
 
-def gathered_bytes(shape: ModelShape, *, method: str, bits: int) -> int:
+def layer_bytes(shape: ModelShape, step: Step) -> int:
+    """Return the bytes that the forward pass of one layer keeps for its backward pass."""
+    width, wide = step.width, shape.active_intermediate
+    norms = 2 * 4 * shape.hidden  # their inputs in fp32
+    if step.method in ("full", "llama_pro"):
+        norms += 2 * width * shape.hidden  # the normalized values, for the gradient of the norm's weight
+    attention = width * (2 * shape.queries + 2 * shape.keys) + 4 * shape.num_heads
+    per_token = norms + attention + 3 * width * wide + _input_width(shape, step) + _adapter_width(shape, step)
+    scores = step.context * shape.num_heads * step.score_bits // 8
+    return step.tokens * (per_token + scores)
+
+
+def _input_width(shape: ModelShape, step: Step) -> int:
+    """Return the bytes per token of the inputs of linear layers that are kept for the gradients of a weight or an adapter.
+
+    Layers share their input, unless each drops parts of it or casts it for itself. That of o_proj is kept by attention.
+    """
+    full = step.method in ("full", "llama_pro")
+    used = shape.linears() if full else adapted_linears(shape, step)
+    sizes = {name: _times(shape, name) * inputs * step.width for name, (_, inputs, _) in used.items()}
+    if step.dropout and not full:
+        mask = 1 if step.on_gpu else step.width
+        return sum(size + size // step.width * mask for size in sizes.values())
+    sizes.pop("o_proj", None)
+    if step.weight_bits > step.compute_bits:
+        return sum(sizes.values())
+    shared = [sizes.get(name, 0) for name in ("q_proj", "k_proj", "v_proj")]
+    return max(shared) + max(sizes.get("gate_proj", 0), sizes.get("up_proj", 0)) + sizes.get("down_proj", 0)
+
+
+def _adapter_width(shape: ModelShape, step: Step) -> int:
+    """Return the bytes per token that adapters keep besides the inputs of their layers."""
+    total = 0
+    for name, (outputs, _, _) in adapted_linears(shape, step).items():
+        kept = step.rank + (outputs if step.method == "dora" else 0)  # DoRA: the output before it is rescaled
+        total += _times(shape, name) * step.width * kept
+    return total
+
+
+def _times(shape: ModelShape, name: str) -> int:
+    """Return how many layers of a name a token passes through in a block."""
+    return 1 if name in _ATTENTION or shape.num_experts == 1 else shape.experts_per_token
+
+
+def _stream_width(step: Step) -> int:
+    """Return the bytes of a number between two layers: that of the embedding, from which autocast does not cast."""
+    return max(step.width, step.weight_bits // 8)
+
+
+def backward_bytes(shape: ModelShape, step: Step) -> int:
+    """Return the bytes of the gradients inside a layer's backward pass, where its MLP is."""
+    scores = step.context * shape.num_heads * step.score_bits // 8 * _SCORE_COPIES
+    values = step.width * (2 * shape.hidden + 2 * shape.active_intermediate)
+    return step.tokens * (values + scores)
+
+
+def loss_bytes(shape: ModelShape, step: Step) -> int:
+    """Return the bytes of logits and their gradients where they are most: in fp32 at once, or in parts with a gradient of
+    the same dtype beside them."""
+    rows = step.batch * min(step.context, step.supervised or step.context)
+    count = rows * shape.vocab
+    if count <= LOGITS_AT_A_TIME:
+        return 12 * count
+    return 2 * count * step.width + (2 if step.width == 4 else 3) * 4 * LOGITS_AT_A_TIME
+
+
+def dense_copies(shape: ModelShape, step: Step) -> int:
+    """Return the bytes of the largest weight while a product needs it in another form."""
+    largest = max(outputs * inputs for outputs, inputs, _ in shape.linears().values())
+    copies = _PRODUCT_COPIES.get(step.quantizer, 3) * largest * step.width
+    return copies + (
+        3 * 4 * largest if step.method == "dora" else 0
+    )  # the row norms of DoRA are those of W + BA in fp32
+
+
+def gathered_bytes(shape: ModelShape, step: Step) -> int:
     """Return the bytes of the weights that a process gathers from the others: two blocks at a time, and the embedding and
     the head; of those that are trained, the gradients too."""
-    block, rest = block_parameters(shape), 2 * shape.vocab * shape.hidden
-    per_weight = bits / 8 + (4 if method == "full" else 0)
-    return int(2 * block * per_weight + rest * (max(bits, 16) / 8 + (4 if method == "full" else 0)))
+    if step.num_shards == 1:
+        return 0
+    gradient = 4 if step.method == "full" else 0
+    stored = _stored_bits(step) / 8 if step.quantizer != "none" else step.width
+    block = 2 * block_parameters(shape) * (stored + gradient)
+    return int(block + shape.embeddings * (step.width + gradient))
 
 
-def activation_bytes(
-    shape: ModelShape, *, batch: int, context: int, checkpointing: bool, compute_bits: int, score_bits: int
-) -> int:
-    """Return the bytes of the activations kept for the backward pass, and of the logits, of one micro-batch."""
-    tokens = batch * context
-    width = compute_bits // 8
-    per_layer = tokens * (10 * shape.hidden + 4 * shape.intermediate) * width
-    if checkpointing:
-        kept = shape.num_layers * tokens * shape.hidden * width + per_layer
-    else:
-        kept = shape.num_layers * per_layer
-    scores = tokens * context * shape.num_heads * score_bits // 8
-    kept += scores * (_SCORE_COPIES + (1 if checkpointing else shape.num_layers))
-    return kept + 2 * tokens * shape.vocab * 4
-
-
-def step_bytes(
-    shape: ModelShape,
-    *,
-    method: str,
-    bits: int,
-    rank: int,
-    batch: int,
-    context: int,
-    checkpointing: bool,
-    compute_bits: int,
-    score_bits: int,
-    num_new_blocks: int = 0,
-    num_shards: int = 1,
-) -> int:
-    """Return the bytes of a whole training step, in each of `num_shards` processes that divide the weights."""
-    model = model_bytes(shape, method=method, bits=bits, rank=rank, num_new_blocks=num_new_blocks)
-    if num_shards > 1:
-        model = model // num_shards + gathered_bytes(shape, method=method, bits=bits)
-    return model + activation_bytes(
-        shape,
-        batch=batch,
-        context=context,
-        checkpointing=checkpointing,
-        compute_bits=compute_bits,
-        score_bits=score_bits,
-    )
-
-
-def largest_batch(
-    shape: ModelShape,
-    *,
-    limit_bytes: int,
-    score_bits: int,
-    method: str = "lora",
-    bits: int = 16,
-    rank: int = 16,
-    context: int = 2048,
-    checkpointing: bool = True,
-    compute_bits: int = 16,
-    at_most: int = 1024,
-) -> int:
+def largest_batch(shape: ModelShape, step: Step, *, limit_bytes: int, at_most: int = 1024) -> int:
     """Return the largest power of two of rows that is estimated to fit; 0 when one row does not fit."""
-    batch = 0
-    candidate = 1
-    while candidate <= at_most:
-        need = step_bytes(
-            shape,
-            method=method,
-            bits=bits,
-            rank=rank,
-            batch=candidate,
-            context=context,
-            checkpointing=checkpointing,
-            compute_bits=compute_bits,
-            score_bits=score_bits,
-        )
-        if need > limit_bytes:
-            break
+    batch, candidate = 0, 1
+    while candidate <= at_most and step_bytes(shape, replace(step, batch=candidate)) <= limit_bytes:
         batch, candidate = candidate, candidate * 2
     return batch
+
+
+def describe_parts(parts: MemoryParts) -> Mapping[str, int]:
+    """Return the parts that are not empty, largest first."""
+    return dict(sorted(((n, b) for n, b in parts.to_json().items() if b), key=lambda item: -item[1]))

@@ -22,6 +22,8 @@ _MESSAGE = re.compile(
 _LOST_ERROR = re.compile(r"without (setting an exception|exception set)|without an exception set")
 """What Python says when it has no memory to make a MemoryError."""
 
+STEP, UPDATING = "a step", "an update of the optimizer"
+"""The passes of a step, which can be repeated with fewer rows at a time; and what follows them, which cannot."""
 LOADING, EVALUATING, GENERATING = "loading the model", "an evaluation", "generating text"
 """Work of the engines besides steps."""
 
@@ -29,7 +31,7 @@ LOADING, EVALUATING, GENERATING = "loading the model", "an evaluation", "generat
 class OutOfMemory(UserError):
     """Something does not fit into memory. In a step, it is raised before the optimizer update."""
 
-    def __init__(self, why: str, *, doing: str = "a step", do: str = "") -> None:
+    def __init__(self, why: str, *, doing: str = STEP, do: str = "") -> None:
         """`do` is advice for the options in use, which the code that failed does not know."""
         super().__init__(
             f"There is not enough memory for {doing}.",

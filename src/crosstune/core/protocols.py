@@ -189,6 +189,15 @@ def is_divided(session: Session) -> bool:
 
 
 @runtime_checkable
+class TracksPeak(Protocol):
+    """A session that can measure the peak memory of a part of its work."""
+
+    def reset_peak(self) -> None:
+        """Begin a new peak in `memory()`."""
+        ...
+
+
+@runtime_checkable
 class Generates(Protocol):
     """A session whose model can generate text."""
 
@@ -290,4 +299,21 @@ class Recipe(Protocol):
 
     def complete_result(self, folder: Path) -> None:
         """Add files that other tools need to use the trained weights, such as a chat template."""
+        ...
+
+
+@runtime_checkable
+class HasLongestRows(Recipe, Protocol):
+    """A recipe for which `--batch_size auto` can be searched."""
+
+    def num_rows(self) -> int:
+        """Return the number of rows in an epoch."""
+        ...
+
+    def longest_target(self) -> int:
+        """Return the most tokens of a row that have a loss."""
+        ...
+
+    def longest_batch(self, size: int) -> Batch:
+        """Return a micro-batch of the longest rows of the data, repeated where there are fewer."""
         ...

@@ -106,6 +106,11 @@ class RowOrder:
         return packed.num_rows(self.num_epochs, at_most=most)
 
 
+def rows_per_evaluation(config: Config, *, at_least: int = 1) -> int:
+    """Return how many rows are evaluated at a time; `at_least` holds unless --eval_batch_size is set."""
+    return config.eval_batch_size or max(at_least, config.batch_size)
+
+
 def rows_per_step(config: Config) -> int:
     in_all = config.batch_size * config.gradient_accumulation_steps * max(1, config.world_size)
     return config.rows_per_step or in_all

@@ -56,6 +56,9 @@ class Progress:
     eval_metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     """Step -> all metrics on held-out data."""
 
+    recoveries: list[dict[str, Any]] = field(default_factory=list)
+    """The changes after which this process went on although something did not fit into memory."""
+
     def add_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self.eval_metrics[step] = dict(metrics)
         if "loss" in metrics:
@@ -99,6 +102,7 @@ class Progress:
             "evaluations": {str(step): loss for step, loss in sorted(self.evaluations.items())},
             "tokens_per_s": self.tokens_per_s(),
             "peak_memory_bytes": self.peak_memory_bytes,
+            "recoveries": list(self.recoveries),
         }
 
     def to_manifest(self) -> dict[str, Any]:

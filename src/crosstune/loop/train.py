@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,15 +25,16 @@ from crosstune.core.events import (
     TrainingStarted,
     Warned,
 )
-from crosstune.core.out_of_memory import OutOfMemory, memory_errors
+from crosstune.core.out_of_memory import EVALUATING, OutOfMemory, memory_errors
 from crosstune.core.profiling import CHECKPOINT, DATA, EVALUATION, no_phase
-from crosstune.core.protocols import Backward, PreparedBatch, Recipe, Sample, Session, is_divided
+from crosstune.core.protocols import Backward, Evaluation, PreparedBatch, Recipe, Sample, Session, is_divided
 from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import RecordFailed
 from crosstune.core.scaling import LossScale
 from crosstune.core.schedule import learning_rate, warmup_steps
 from crosstune.loop.agreement import Agreement
 from crosstune.loop.best import best_step, early_stopping_message, evaluation_warning, stops_early
+from crosstune.loop.micro_batch import describe_recovery, halve
 from crosstune.loop.prefetch import Prefetch
 from crosstune.loop.profile import StepProfile
 from crosstune.loop.progress import Progress
@@ -136,8 +138,15 @@ class Training:
                     self._start("data", step=progress.steps + 1)
                     with self._saving_on_error(), self._phase(DATA):
                         window = prefetch.window(progress.steps)
-                    self._take_step(progress.steps, window)
-                    self._save_and_evaluate(num_steps)
+                    taken = self._take_step(progress.steps, window)
+                    if taken:
+                        self._save_and_evaluate(num_steps)
+                if taken:
+                    continue
+                prefetch.close()  # its windows are too large as well
+                del window
+                self._adopt_smaller()
+                prefetch = Prefetch(self.recipe, self.session, first=progress.steps)
         finally:
             prefetch.close()
 
@@ -245,7 +254,8 @@ class Training:
                     wait=wait,
                 )
 
-    def _take_step(self, step: int, window: Sequence[PreparedBatch]) -> None:
+    def _take_step(self, step: int, window: Sequence[PreparedBatch]) -> bool:
+        """Take a step; return whether it was taken, or is to be repeated with smaller micro-batches."""
         lr = self.rate(step)
         started = self._clock.now()
         try:
@@ -259,6 +269,9 @@ class Training:
         except NonFiniteError as error:
             self._find_nonfinite(error, step, window)
             result = None
+        except OutOfMemory as error:
+            self._choose_smaller(error, step=step + 1)
+            return False
         step_s = self._clock.now() - started
         if self.profile is not None:
             self.profile.took(step_s)
@@ -274,6 +287,24 @@ class Training:
                 used_bytes=memory.used_bytes,
             )
         )
+        return True
+
+    def _choose_smaller(self, error: OutOfMemory, *, step: int) -> None:
+        """Go on with fewer rows at a time, or raise the error: where nothing can be halved, where --strict forbids a
+        change, and where the other processes of the run do not know of the error."""
+        alone = self.group.ranks.size == 1
+        smaller = halve(self.config, doing=error.doing) if alone or error.shared else None
+        if smaller is None or self.config.strict:
+            raise error
+        event = describe_recovery(error, smaller, step=step)
+        self.config = smaller
+        self.progress.recoveries.append(event.to_json())
+        self.observer.on_event(event)
+
+    def _adopt_smaller(self) -> None:
+        """Give the new sizes to the recipe. The error is gone by now; what did not fit may be in cycles with its frames."""
+        gc.collect()
+        self.recipe.configure(self.config)
 
     def _find_nonfinite(self, error: NonFiniteError, step: int, window: Sequence[PreparedBatch]) -> None:
         """Report the examples and the layer at fault; raise unless the step may be skipped."""
@@ -301,7 +332,8 @@ class Training:
         self._start("evaluation")
         self.observer.on_event(EvaluationStarted(step=step, when=when))
         with self._phase(EVALUATION), self._saving_on_error(), self.stop.droppable():
-            evaluation = self.recipe.evaluate(self.session, observer=self.observer)
+            while (evaluation := self._try_to_evaluate()) is None:
+                self._adopt_smaller()
         if not evaluation.metrics:
             return {}
         self.observer.on_event(
@@ -318,6 +350,15 @@ class Training:
             self._keep_best(step)
         self._warn_of_evaluation(step)
         return evaluation.metrics
+
+    def _try_to_evaluate(self) -> Evaluation | None:
+        """Return None if the evaluation is to be repeated with fewer rows at a time."""
+        try:
+            with memory_errors(doing=EVALUATING):  # of the recipe; those of the session are converted there
+                return self.recipe.evaluate(self.session, observer=self.observer)
+        except OutOfMemory as error:
+            self._choose_smaller(error, step=self.progress.steps)
+            return None
 
     def _keep_best(self, step: int) -> None:
         """Save the weights if no earlier ones were better, as the result is made from them."""

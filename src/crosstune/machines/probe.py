@@ -16,6 +16,14 @@ from crosstune.core.machine import BackendReport, Machine, choose_backend, read_
 from crosstune.core.memory import GIB
 from crosstune.core.names import did_you_mean, unknown_name
 from crosstune.core.quantizers import read_quantizers
+from crosstune.machines.catalog import (
+    NUM_DEVICES,
+    catalog_names,
+    make_apple,
+    make_gpu,
+    split_count,
+    with_devices,
+)
 
 PACKAGES = ("crosstune", "torch", "transformers", "peft", "mlx", "mlx-lm", "numpy")
 """Packages whose versions are recorded, in addition to the quantizers' libraries."""
@@ -53,15 +61,26 @@ def probe_backend(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> Backe
     return report
 
 
-def profile_names() -> list[str]:
+def bundled_profiles() -> list[str]:
+    """Return the names of the profiles that have a file of their own."""
     return sorted(path.stem for path in _PROFILES.glob("*.json"))
+
+
+def profile_names() -> list[str]:
+    """Return the names that --machine takes; those with one GPU also with a suffix such as -x2 or -x8."""
+    names = sorted({*bundled_profiles(), *catalog_names()})
+    several = [name for name in names if not name.startswith(("apple-", "cpu-"))]
+    return [*names, *(f"{name}-x{count}" for name in several for count in NUM_DEVICES)]
 
 
 def load_machine(name_or_path: str) -> Machine:
     """Read a bundled profile by name, or a file written by `crosstune doctor --json`."""
     names = profile_names()
+    name, count = split_count(name_or_path)
+    if f"{name}-x2" in names and count > 1:
+        return with_devices(_profile(name), count)
     if name_or_path in names:
-        return read_machine(_PROFILES / f"{name_or_path}.json")
+        return _profile(name_or_path)
     path = Path(name_or_path).expanduser()
     if path.is_file():
         return read_machine(path)
@@ -72,6 +91,14 @@ def load_machine(name_or_path: str) -> Machine:
         do=f"{hint}The profiles are: {', '.join(names)}. "
         "Make a file with: crosstune doctor --json > machine.json",
     )
+
+
+def _profile(name: str) -> Machine:
+    if name not in catalog_names():
+        return read_machine(_PROFILES / f"{name}.json")
+    if name.startswith("apple-"):
+        return make_apple(name, read_machine(_PROFILES / "apple-m2-max-64gb.json"))
+    return make_gpu(name, read_machine(_PROFILES / "rtx-4090.json"))
 
 
 def preference() -> list[str]:
@@ -85,7 +112,7 @@ def fastest_backend(machine: Machine) -> str:
 
 def typical_machine(backend: str) -> Machine | None:
     """Return the first profile that has the backend, best as its fastest one; None if no profile has it."""
-    machines = [found for found in map(load_machine, profile_names()) if backend in found.available()]
+    machines = [found for found in map(load_machine, bundled_profiles()) if backend in found.available()]
     return min(machines, key=lambda found: fastest_backend(found) != backend, default=None)
 
 

@@ -37,7 +37,7 @@ def read_memory() -> Memory:
     return Memory(used_bytes=mx.get_active_memory(), peak_bytes=mx.get_peak_memory())
 
 
-def memory_errors(*, doing: str = "a step") -> contextlib.AbstractContextManager[None]:
+def memory_errors(*, doing: str = out_of_memory.STEP) -> contextlib.AbstractContextManager[None]:
     """Convert out-of-memory errors to OutOfMemory, after releasing cached memory."""
     return out_of_memory.memory_errors(doing=doing, release=mx.clear_cache)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 
 from crosstune.core.check_shapes import check_fit
 from crosstune.core.metric_names import check_known_metrics
-from crosstune.core.out_of_memory import EVALUATING
+from crosstune.core.out_of_memory import EVALUATING, STEP, UPDATING, OutOfMemory
 from crosstune.core.profiling import (
     BOTH_PASSES,
     COMMUNICATION,
@@ -100,9 +101,9 @@ class MlxSession:
         assert self.masters.arrays, "this session was opened without training"
         self._key_before = self.key
         weight = sum(batch.weight for batch in window)
-        with memory_errors():
-            with self.phase(BOTH_PASSES):
-                loss, metrics, gradients = self._gradients_of(window, weight, loss_scale=loss_scale)
+        with self._agreeing(STEP), self.phase(BOTH_PASSES):
+            loss, metrics, gradients = self._gradients_of(window, weight, loss_scale=loss_scale)
+        with memory_errors(doing=STEP):
             if self.group is not None:
                 with self.phase(COMMUNICATION):
                     [loss] = self.group.sum_numbers(loss)
@@ -126,7 +127,7 @@ class MlxSession:
 
     def update(self, *, lr: float) -> None:
         gradients, self._pending = self._pending, {}
-        with self.phase(OPTIMIZER), memory_errors():
+        with self.phase(OPTIMIZER), memory_errors(doing=UPDATING):
             self.masters.replace(self.optimizer.step(self.masters.arrays, gradients, lr=lr))
             mx.eval(self.masters.arrays, self.optimizer.slots, self.model.parameters())
         del gradients
@@ -135,7 +136,7 @@ class MlxSession:
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
         total, weight, metrics = 0.0, 0, MetricTotals(self.task.metric_names)
-        with memory_errors(doing=EVALUATING):
+        with self._agreeing(EVALUATING):
             for index, batch in enumerate(batches):
                 weight += batch.weight
                 prepared = self.prepare(batch)
@@ -175,6 +176,9 @@ class MlxSession:
 
     def profiler(self, settings: ProfileSettings) -> MlxProfiler:
         return MlxProfiler(settings, dtype=PRECISIONS[self.plan.precision].weights)
+
+    def reset_peak(self) -> None:
+        mx.reset_peak_memory()
 
     def num_parameters(self) -> tuple[int, int]:
         return sum(array.size for array in self.masters.arrays.values()), self.parts.total_parameters
@@ -267,6 +271,22 @@ class MlxSession:
         if not gradients:  # the last window of a run may have fewer micro-batches than there are processes
             gradients = {name: mx.zeros_like(array) for name, array in self.masters.arrays.items()}
         return total, metrics, gradients
+
+    @contextlib.contextmanager
+    def _agreeing(self, doing: str) -> Iterator[None]:
+        """Agree with the other processes on running out of memory in the block, in which none waits for another."""
+        failure: OutOfMemory | None = None
+        try:
+            with memory_errors(doing=doing):
+                yield
+        except OutOfMemory as error:
+            if self.group is None:
+                raise
+            failure = error
+        if self.group is not None and self.group.any(failure is not None):
+            failure = failure or OutOfMemory("another process of the run has too little", doing=doing)
+            failure.shared = True
+            raise failure
 
     def _check_batches(self, batches: Sequence[PreparedBatch]) -> None:
         if isinstance(self.task, ChecksBatches):

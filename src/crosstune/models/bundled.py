@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
-from crosstune.core.memory import ModelShape
+from crosstune.core.model_shape import ModelShape
 from crosstune.models.cache import install
 from crosstune.models.disk import DiskFullError
 from crosstune.models.llama_layout import Llama

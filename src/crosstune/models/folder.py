@@ -10,7 +10,7 @@ from typing import Any
 from crosstune.core.errors import UserError
 from crosstune.core.json_fields import TEXT, check_fields, map_of
 from crosstune.core.json_files import read_json, read_object
-from crosstune.core.memory import ModelShape
+from crosstune.core.model_shape import ModelShape
 from crosstune.core.plain_files import UnreadableFile, check_regular_files
 from crosstune.core.safetensors_header import read_header
 from crosstune.models.config_fields import check_config
@@ -124,7 +124,10 @@ def config_shape(config: dict[str, Any]) -> ModelShape | None:
     width = _first(numbers, "moe_intermediate_size") or llama.intermediate
     if experts > 1:
         gained = layers * 3 * hidden * (experts * width - llama.intermediate)
-        shape = replace(shape, num_experts=experts, expert_intermediate=width)
+        active = _first(numbers, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k") or 2
+        shape = replace(
+            shape, num_experts=experts, expert_intermediate=width, experts_per_token=min(active, experts)
+        )
         shape = _with_parameters(shape, shape.num_parameters + gained)
     return shape
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError, shown
 from crosstune.core.json_fields import NOTHING, TEXT, list_of, real, whole
-from crosstune.core.memory import ModelShape
+from crosstune.core.model_shape import ModelShape
 from crosstune.models.gguf_header import BadGguf, check_header
 from crosstune.models.gguf_tokenizer import build_tokenizer
 from crosstune.models.llama_layout import WEIGHTS, Llama, write_configs, write_tokenizer

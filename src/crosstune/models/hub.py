@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from crosstune.core.errors import UserError
+from crosstune.core.hub_reach import WAIT_S, offline_if_unreachable
 from crosstune.models.disk import DiskFullError
 from crosstune.models.llama_layout import CONFIG
 from crosstune.models.progress import Progress, silent
@@ -58,6 +59,21 @@ def cached_config(repo: str) -> Path | None:
     except HFValidationError:
         return None
     return Path(found) if isinstance(found, str) else None
+
+
+def fetch_config(repo: str) -> Path | None:
+    """Fetch config.json of a hub model into the hub's cache; None if the hub does not answer within seconds, or has no
+    such model that is open to this user."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    with offline_if_unreachable() as reason:
+        if reason is not None:
+            return None
+        try:
+            return Path(hf_hub_download(repo, CONFIG, etag_timeout=WAIT_S))
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
+            return None
 
 
 def unreachable(repo: str, reason: str) -> UserError:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crosstune.core.json_files import write_json
-from crosstune.core.memory import ModelShape
+from crosstune.core.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -66,6 +66,9 @@ class Llama:
             intermediate=self.intermediate,
             vocab=self.vocab,
             num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            tied=self.tied,
             max_context=self.max_context,
         )
 

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from crosstune.core.errors import UserError
-from crosstune.core.memory import ModelShape, shape_from_name
 from crosstune.core.missing_paths import near_path_hint
+from crosstune.core.model_shape import ModelShape
 from crosstune.core.names import did_you_mean
 from crosstune.models.bundled import BUNDLED, install_bundled
 from crosstune.models.cache import cache_root, check, install
 from crosstune.models.checksums import check_checksums
 from crosstune.models.file_hashes import sha256_of
 from crosstune.models.folder import check_folder, folder_shape, weight_files
+from crosstune.models.known_models import known_shape
 from crosstune.models.llama_layout import CONFIG
 from crosstune.models.progress import Progress, silent
 
@@ -81,8 +82,8 @@ def find_local(name: str, *, cache: Path | None = None) -> ModelFolder | None:
 
 
 def shape(name: str, *, cache: Path | None = None) -> ModelShape | None:
-    """Return the shape of a model without downloading it: from its config.json if that is on this machine, otherwise
-    guessed from its name; None when the name has no size."""
+    """Return the shape of a model without downloading it: from its config.json if that is on this machine, otherwise from
+    the bundled table of models; None when it is in neither."""
     if name in BUNDLED:
         return BUNDLED[name].shape()
     path = _path(name)
@@ -98,7 +99,15 @@ def shape(name: str, *, cache: Path | None = None) -> ModelShape | None:
 
         config = cached_config(name)
         found = None if config is None else folder_shape(config.parent)
-    return found or shape_from_name(path.name)
+    return found or known_shape(name)
+
+
+def fetch_sizes(name: str, *, cache: Path | None = None) -> None:
+    """Fetch config.json of a hub model whose shape is not known without it, if the hub answers."""
+    if shape(name, cache=cache) is None and _HUB_ID.fullmatch(name) and not _path(name).exists():
+        from crosstune.models.hub import fetch_config
+
+        fetch_config(name)
 
 
 def _is_complete(folder: Path) -> bool:

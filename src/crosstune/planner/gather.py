@@ -24,6 +24,7 @@ from crosstune.core.ranks import Ranks
 from crosstune.machines.probe import probe_machine
 from crosstune.models.locate import shape
 from crosstune.models.quantized_folder import quantization_options, read_quantization
+from crosstune.planner.learned import read_corrections
 
 
 def make_plan(
@@ -56,6 +57,7 @@ def gather(
         mlx_settings=read_settings(config.mlx_config),
         longest_row=longest_row,
         preset=preset,
+        corrections=read_corrections(machine),
         **model_facts(config, preset),
     )
 

@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from crosstune.config.load import cache_override
 from crosstune.config.schema import Config
 from crosstune.core.events import Evaluating, Observer, Observers
 from crosstune.core.protocols import Evaluation, Generates, Sample, Session, Task
-from crosstune.data.batches import split_packed, split_rows
+from crosstune.data.batches import pack_rows, pad_rows, split_packed, split_rows
 from crosstune.data.chat_templates import plain_template, read_template
 from crosstune.data.check_rows import RowChecker
 from crosstune.data.columns import parse_columns
@@ -26,12 +28,15 @@ from crosstune.data.packing import PackedOrder
 from crosstune.data.portrait import portrait
 from crosstune.data.preflight import format_warnings, num_shared, stop_at_template_end, warnings_of
 from crosstune.data.rendering import encode_prompt
-from crosstune.data.row_order import RowOrder
+from crosstune.data.row_order import RowOrder, rows_per_evaluation
 from crosstune.data.token_batch import TokenBatch
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.adapter_files import has_trained_template, replace_tokenizer, save_template
 from crosstune.models.folder import config_shape, longest_context, read_config_json
 from crosstune.models.llama_layout import CHAT_TEMPLATE
+
+_ROWS_LOOKED_AT = 4096
+"""Packed rows among which the fullest are found."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,25 @@ class SftRecipe:
         if self._packed is not None:
             return int(min(lengths.sum(), self.train.limit))
         return int(lengths.max())
+
+    def num_rows(self) -> int:
+        return self._packed.num_rows(1) if self._packed is not None else len(self.train)
+
+    def longest_target(self) -> int:
+        if self._packed is not None:
+            return self.longest_row()
+        return int(self.train.num_supervised.max())
+
+    def longest_batch(self, size: int) -> TokenBatch:
+        pad_id = self.tokenizer.pad_id
+        if self._packed is None:
+            longest = np.argsort(-self.train.lengths(), kind="stable")
+            places = [int(longest[number % len(longest)]) for number in range(size)]
+            return pad_rows([self.train[place] for place in places], pad_id=pad_id)
+        lengths, rows = self.train.lengths(), self._packed.rows(0, min(self.num_rows(), _ROWS_LOOKED_AT))
+        fullest = sorted(rows, key=lambda row: -int(lengths[row].sum()))
+        chosen = [fullest[number % len(fullest)] for number in range(size)]
+        return pack_rows([[self.train[int(place)] for place in row] for row in chosen], pad_id=pad_id)
 
     def configure(self, config: Config) -> None:
         self.config = config
@@ -193,10 +217,9 @@ class SftRecipe:
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation:
         if self.held_out is None:
             return Evaluation(metrics={})
-        batches = split_rows(
-            list(self.held_out), batch_size=self.config.batch_size, pad_id=self.tokenizer.pad_id
-        )
-        num_batches = -(-len(self.held_out) // self.config.batch_size)
+        size = rows_per_evaluation(self.config)
+        batches = split_rows(list(self.held_out), batch_size=size, pad_id=self.tokenizer.pad_id)
+        num_batches = -(-len(self.held_out) // size)
         result = session.evaluate(_reporting(batches, num_batches, observer))
         metrics = {"loss": result.loss, **result.metrics}
         questions = (
@@ -212,7 +235,7 @@ class SftRecipe:
 
     def _answer(self, session: Session, questions: Sequence[Question], observer: Observer) -> list[Sample]:
         samples: list[Sample] = []
-        size = max(16, self.config.batch_size)
+        size = rows_per_evaluation(self.config, at_least=16)
         for start in range(0, len(questions), size):
             batch = questions[start : start + size]
             assert isinstance(session, Generates), "the task of this recipe generates"

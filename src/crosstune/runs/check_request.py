@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from crosstune.checkpoint.read import Checkpoint
@@ -20,6 +20,7 @@ from crosstune.core.errors import UserError, naming, raise_all
 from crosstune.core.events import Observers
 from crosstune.core.machine import Machine
 from crosstune.core.names import load_plugin
+from crosstune.core.ranks import Ranks
 from crosstune.core.record import check_free
 from crosstune.data.chat_templates import read_template
 from crosstune.data.check_rows import is_here
@@ -33,11 +34,13 @@ from crosstune.models.adapter_fields import read_settings
 from crosstune.models.adapter_files import check_settings
 from crosstune.models.checksums import check_checksums
 from crosstune.models.identity import identity
-from crosstune.models.locate import ModelFolder, find_local
+from crosstune.models.locate import ModelFolder, fetch_sizes, find_local
 from crosstune.planner.gather import gather, needs_base_model
+from crosstune.planner.predict import DataFacts
 from crosstune.recipes.sft import open_tokenizer
 from crosstune.runs import resume
 from crosstune.runs.folder import run_folder
+from crosstune.runs.measure_data import measure_data
 from crosstune.runs.same_training import check_base
 from crosstune.tracking.check import check_trackers
 
@@ -53,6 +56,8 @@ class Checked:
     not_checked: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     """Sentences about the model that change nothing, such as which of its weights get no adapter."""
+    data: DataFacts | None = None
+    """The lengths of the data, if it is small and was tokenized."""
     model: ModelFolder | None = None
     """The model, if it is on this machine and was checked."""
 
@@ -149,10 +154,13 @@ def _check_own_model(plan: Plan, checked: Checked) -> None:
     checked.not_checked.append(f"the model of the recipe {config.recipe} and the layers it has")
 
 
-def check_plan(config: Config, *, machine: Machine | None = None) -> tuple[Plan, Checked]:
-    """Plan a request and check it as `train` would before its first step, for this machine or for `machine`.
+def check_plan(
+    config: Config, *, machine: Machine | None = None, ranks: Ranks | None = None
+) -> tuple[Plan, Checked]:
+    """Plan a request and check it as `train` would before its first step, for this machine or for `machine`, in one process
+    or in those of `ranks`.
 
-    The data is read but not tokenized.
+    The data is read; it is tokenized only if it is small and the model is here.
     """
     elsewhere, left = machine is not None, list[str]()
     request = resume.Request(config=config)
@@ -164,11 +172,20 @@ def check_plan(config: Config, *, machine: Machine | None = None) -> tuple[Plan,
     folder = run_folder(config)
     if checkpoint is not None:
         left.append("whether data and model are those of the checkpoint")
-    plan = resolve(config, gather(config, machine=machine))
+    if needs_base_model(config):
+        fetch_sizes(config.model_name, cache=cache_override())
+    facts = gather(config, machine=machine, ranks=ranks)
+    plan = resolve(config, facts)
     checked = check_request(plan, folder=folder, checkpoint=checkpoint, elsewhere=elsewhere)
     checked.not_checked += left
     with checked.collecting():
         _check_data(plan.config, checked, elsewhere=elsewhere)
+    if checked.model is not None and not checked.problems and needs_base_model(config):
+        with checked.collecting("dataset"):
+            checked.data = measure_data(plan, checked.model)
+    if checked.data is not None:
+        known = {"longest_row": checked.data.longest_row, "longest_target": checked.data.longest_target}
+        plan = resolve(config, replace(facts, **known))
     return plan, checked
 
 

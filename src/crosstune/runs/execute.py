@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from crosstune.loop.progress import Progress
 from crosstune.loop.save import Checkpoints, SavePolicy
 from crosstune.loop.stop import StopRequested, StopSignal
 from crosstune.loop.train import Deadline, Training
+from crosstune.planner.learned import learn_peak
 from crosstune.runs import resume
 from crosstune.runs.best_weights import best_weights
 from crosstune.runs.manifest_fields import manifest_fields
@@ -144,12 +145,24 @@ class Execution:
         finally:
             if self.progress.status == "stopped" and stop.requested:
                 extra["stop_reason"] = stop.reason
+            self._learn()
             extra["seconds"] = self.progress.wall_s = time.perf_counter() - self._started
             if self._watch is not None:
                 self.failure = self._watch.look() or self.failure
                 self._watch.close()
             self.tracking.summarize(self.progress.summary() | extra)
             record.finish(self.progress.summary() | extra)
+
+    def _learn(self) -> None:
+        """Let the next plan know the peak of a whole run that went as planned."""
+        progress = self.progress
+        if (
+            self.ranks.first
+            and progress.status == "finished"
+            and not progress.recoveries
+            and progress.steps > 1
+        ):
+            learn_peak(self.plan, progress.peak_memory_bytes)
 
     def _write_result(self, session: Session, extra: dict[str, Any]) -> None:
         """Write the best or the last weights as the result, and record which."""
@@ -223,7 +236,8 @@ class Execution:
         try:
             training.run()
         except OutOfMemory as error:
-            advised = with_advice(error, self.plan, longest_row=self.recipe.longest_row())
+            ended = replace(self.plan, config=training.config)  # micro-batches may have become smaller
+            advised = with_advice(error, ended, longest_row=self.recipe.longest_row())
             if self.ranks.size > 1 and not error.shared:  # the other processes wait elsewhere
                 raise advised from error
             return advised

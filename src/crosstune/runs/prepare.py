@@ -12,6 +12,7 @@ from typing import Any
 
 from crosstune.checkpoint.read import Checkpoint, find_run
 from crosstune.config.load import launch_variables, to_yaml
+from crosstune.config.options.training import AUTO
 from crosstune.config.plan import Plan
 from crosstune.config.resolve import resolve
 from crosstune.config.schema import Config
@@ -19,7 +20,7 @@ from crosstune.config.time_limits import limit_warnings
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, Observer, RunMovedAside, StepMetrics
 from crosstune.core.plain_files import read_plain_text
-from crosstune.core.protocols import HasEvaluationData, Recipe
+from crosstune.core.protocols import HasEvaluationData, HasLongestRows, Recipe
 from crosstune.core.ranks import Group
 from crosstune.core.record import Record, RunRecord, holds_run, move_aside, read_log
 from crosstune.core.secrets import redact, redact_command
@@ -36,6 +37,7 @@ from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import gather, model_facts, probe_for
 from crosstune.runs import resume, same_training
 from crosstune.runs.check_request import check_base_adapter, check_model, check_request
+from crosstune.runs.find_batch import find_batch_size, with_stored_size
 from crosstune.runs.open_parts import find_base, open_recipe
 from crosstune.runs.restore_session import Start
 
@@ -82,6 +84,8 @@ def prepare(asked: Config, folder: Path, group: Group, screen: Observer) -> Read
     group.activity.start("preparing the run")
     request = resume.read_request(with_world(asked, ranks), observer=early)
     config, checkpoint = request.config, request.checkpoint
+    if checkpoint is not None:
+        config = with_stored_size(config, checkpoint.manifest)
     machine = share_machine(group, lambda: probe_for(config))
     facts = gather(config, machine=machine, ranks=ranks)
     plan = resolve(config, facts)
@@ -99,8 +103,14 @@ def prepare(asked: Config, folder: Path, group: Group, screen: Observer) -> Read
         warnings = [*checked.warnings, *(check_base_adapter(plan, model) if model is not None else [])]
         with _showing_changes(plan, screen):
             recipe = open_recipe(plan.config, model, screen)
-    plan = resolve(config, dataclasses.replace(facts, longest_row=recipe.longest_row()))
+    target = recipe.longest_target() if isinstance(recipe, HasLongestRows) else None
+    facts = dataclasses.replace(facts, longest_row=recipe.longest_row(), longest_target=target)
+    plan = resolve(config, facts)
     recipe.configure(plan.config)
+    if config.batch_size == AUTO:
+        config = find_batch_size(config, plan, model=model, recipe=recipe, group=group, observer=early)
+        plan = resolve(config, facts)
+        recipe.configure(plan.config)
     for adjustment in plan.adjustments:
         screen.on_event(adjustment.to_event())
     if recipe.num_steps() == 0:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-LOGITS_AT_A_TIME = 2**24
-"""More logits than this are converted to fp32 in chunks; fewer are faster at once."""
+from crosstune.core.memory import LOGITS_AT_A_TIME
 
 
 def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,10 +22,20 @@ from crosstune.core.protocols import Memory
 
 def open_device(report: BackendReport) -> torch.device:
     device = torch.device(report.device)
+    if _memory_module(device) is not None:
+        reset_peak(device)
+    return device
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin a new peak: of the device if it has its own memory, otherwise of the process, where Linux can."""
     module = _memory_module(device)
     if module is not None and hasattr(module, "reset_peak_memory_stats"):
         module.reset_peak_memory_stats()
-    return device
+    elif device.type == "cpu":
+        give_back_freed()
+        with contextlib.suppress(OSError):  # another system, or a container that forbids it: the peak stays
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def read_memory(device: torch.device) -> Memory:
@@ -38,7 +49,9 @@ def read_memory(device: torch.device) -> Memory:
     return Memory(used_bytes=psutil.Process().memory_info().rss, peak_bytes=_peak_resident_bytes())
 
 
-def memory_errors(device: torch.device, *, doing: str = "a step") -> contextlib.AbstractContextManager[None]:
+def memory_errors(
+    device: torch.device, *, doing: str = out_of_memory.STEP
+) -> contextlib.AbstractContextManager[None]:
     """Convert every out-of-memory error to OutOfMemory, after releasing cached memory."""
     return out_of_memory.memory_errors(doing=doing, release=lambda: clear_cache(device))
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from crosstune.core.out_of_memory import EVALUATING
+from crosstune.core.out_of_memory import EVALUATING, UPDATING
 from crosstune.core.profiling import (
     BACKWARD,
     COMMUNICATION,
@@ -40,14 +40,14 @@ from crosstune.models.adapter_files import save_adapter
 from crosstune.torch_engine import export
 from crosstune.torch_engine import state as states
 from crosstune.torch_engine.adapters import Adapted, name_targets
-from crosstune.torch_engine.device import CacheClearing, evaluating, memory_errors, read_memory
+from crosstune.torch_engine.device import CacheClearing, evaluating, memory_errors, read_memory, reset_peak
 from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, watch_outputs
 from crosstune.torch_engine.metric_totals import MetricTotals
 from crosstune.torch_engine.offload_activations import offload_activations
 from crosstune.torch_engine.optimizer import Masters, averages_of, set_learning_rate
 from crosstune.torch_engine.profiler import TorchProfiler
 from crosstune.torch_engine.quantized import count_weights
-from crosstune.torch_engine.sharding.gathered import free_gathered, without_gradients
+from crosstune.torch_engine.sharding.gathered import without_gradients
 from crosstune.torch_engine.sharding.parts import is_sharded
 from crosstune.torch_engine.task import (
     ChecksBatches,
@@ -128,7 +128,7 @@ class TorchSession:
         set_learning_rate(optimizer, lr)
         with self.phase(OPTIMIZER):
             with self.connected("an update"):
-                with memory_errors(self.device):
+                with memory_errors(self.device, doing=UPDATING):
                     optimizer.step()
                 self.masters.publish()
             self.masters.clear_gradients()
@@ -140,6 +140,7 @@ class TorchSession:
             self.connected(EVALUATING),
             self.averaged(),
             evaluating(self.model),
+            self._agreeing(),
             memory_errors(self.device, doing=EVALUATING),
             states.separate_random(self.device),
             without_gradients(self.model),
@@ -154,7 +155,6 @@ class TorchSession:
                     weight += batch.weight
                     metrics.add(sums)
         if self.parallel is not None:
-            free_gathered(self.model)
             total, weights = self.parallel.sum_numbers(total, weight)
             weight = int(weights)
         loss_mean = total / weight if weight else math.nan
@@ -194,6 +194,9 @@ class TorchSession:
     def profiler(self, settings: ProfileSettings) -> TorchProfiler:
         dtype = self.precision.autocast or self.precision.weights
         return TorchProfiler(self.device, settings, dtype=dtype)
+
+    def reset_peak(self) -> None:
+        reset_peak(self.device)
 
     def num_parameters(self) -> tuple[int, int]:
         trained = sum(p.numel() for p in self.masters.parameters.values())
@@ -339,6 +342,14 @@ class TorchSession:
             weight=weight,
             num_tokens=sum(batch.num_tokens for batch in window),
             metrics=metrics.means(self.parallel),
+        )
+
+    def _agreeing(self) -> contextlib.AbstractContextManager[None]:
+        """Agree with the other processes on running out of memory in the block."""
+        return (
+            self.parallel.passes(self.model, doing=EVALUATING)
+            if self.parallel is not None
+            else contextlib.nullcontext()
         )
 
     def _offloading(self) -> contextlib.AbstractContextManager[object]:

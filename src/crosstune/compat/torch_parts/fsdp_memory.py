@@ -15,11 +15,12 @@ from torch.distributed.fsdp import ShardingStrategy
 from crosstune.compat.torch_parts.fsdp_config import MPSFSDPConfig
 from crosstune.compat.torch_parts.fsdp_model import free_cache
 from crosstune.core.errors import UserError
-from crosstune.core.memory import GIB
+from crosstune.core.memory import GIB, moment_bytes
 from crosstune.torch_engine.probe import allocated_bytes
 
-WHOLE_SHARE, GATHERED_SHARE = 10 / 64, 30 / 64
-"""The most that weights may take of the memory to be kept whole with gradients and moments; to be kept gathered."""
+STATE_SHARE, GATHERED_SHARE = 5 / 8, 15 / 32
+"""The most that the state of a training may take of the memory to be kept whole, and that weights may take to be kept
+gathered; activations need the rest."""
 
 
 @dataclass(kw_only=True)
@@ -51,10 +52,11 @@ class MemoryOptimizer:
             raise UserError(
                 f"A model of {model_size} bytes in {available_memory} bytes of memory cannot be meant."
             )
-        share = model_size / available_memory
-        if share < WHOLE_SHARE:
+        gradients, moments = model_size, moment_bytes(int(model_size) // 4, "adamw")
+        if model_size + gradients + moments < STATE_SHARE * available_memory:
             return ShardingStrategy.NO_SHARD
-        return ShardingStrategy.SHARD_GRAD_OP if share < GATHERED_SHARE else ShardingStrategy.FULL_SHARD
+        is_small = model_size < GATHERED_SHARE * available_memory
+        return ShardingStrategy.SHARD_GRAD_OP if is_small else ShardingStrategy.FULL_SHARD
 
     def setup_memory_pool(self) -> int | None:
         """Limit torch to unified_memory_pool_size and return the limit; None where nothing limits it."""

@@ -8,6 +8,8 @@ from crosstune.config.conditions import CLIPPING, SCHEDULE_WITH_FLOOR
 from crosstune.config.option import OnResume, not_zero, option
 from crosstune.core.schedule import SCHEDULES
 
+AUTO = 0
+"""The value of `--batch_size auto`."""
 OPTIMIZERS = (
     "adamw",
     "fused_adamw",
@@ -27,7 +29,13 @@ class TrainingOptions:
     max_steps: int = option(
         -1, "Stop after this many optimizer steps; -1 for no limit", low=-1, high=10**12, check=not_zero
     )
-    batch_size: int = option(8, "Rows per micro-batch and device", low=1, high=2**20)
+    batch_size: int = option(
+        8,
+        "Rows per micro-batch and device; auto: the most that fit, found with real passes before the training",
+        low=1,
+        high=2**20,
+        auto=AUTO,
+    )
     gradient_accumulation_steps: int = option(
         1, "Micro-batches per optimizer step", aliases=("gradient_accumulation",), low=1, high=2**20
     )
@@ -36,6 +44,13 @@ class TrainingOptions:
         "Rows per optimizer step over all devices; 0 for batch_size x gradient_accumulation_steps x world_size",
         low=0,
         high=2**40,
+    )
+    eval_batch_size: int = option(
+        0,
+        "Rows per batch of an evaluation; 0 for those of batch_size, and for at least 16 prompts at a time in generation",
+        low=0,
+        high=2**20,
+        on_resume=OnResume.FREE,
     )
     optimizer: str = option("adamw", "Optimizer", choices=OPTIMIZERS)
     lr: float = option(0.0002, "Peak learning rate", aliases=("learning_rate",), low=0, high=1000)

@@ -17,7 +17,7 @@ from crosstune.core.protocols import Evaluation, Sample, Session, Task
 from crosstune.data.mixture import Mixture
 from crosstune.data.portrait import portrait
 from crosstune.data.preflight import warnings_of
-from crosstune.data.row_order import RowOrder
+from crosstune.data.row_order import RowOrder, rows_per_evaluation
 from crosstune.models.folder import longest_context
 from crosstune.recipes.judge.evaluation import evaluate_items, headline
 from crosstune.recipes.judge.examples import ItemCorpus, JudgeBatch, encode_items
@@ -93,6 +93,17 @@ class JudgeRecipe:
     def longest_row(self) -> int:
         return int(self.train.corpus.lengths().max())
 
+    def num_rows(self) -> int:
+        return len(self.train)
+
+    def longest_target(self) -> int:
+        return int(self.train.corpus.num_supervised.max())
+
+    def longest_batch(self, size: int) -> JudgeBatch:
+        longest = np.argsort(-self.train.corpus.lengths(), kind="stable")
+        places = [int(longest[number % len(longest)]) for number in range(size)]
+        return next(self._batches(self.train, places, size=size))
+
     def configure(self, config: Config) -> None:
         self.config = config
 
@@ -101,10 +112,9 @@ class JudgeRecipe:
 
     def window(self, step: int) -> list[JudgeBatch]:
         places = [row[0] for row in self._order().rows(step)]
-        return list(self._batches(self.train, places))
+        return list(self._batches(self.train, places, size=self.config.batch_size))
 
-    def _batches(self, corpus: ItemCorpus, places: Sequence[int]) -> Iterator[JudgeBatch]:
-        size = self.config.batch_size
+    def _batches(self, corpus: ItemCorpus, places: Sequence[int], *, size: int) -> Iterator[JudgeBatch]:
         for start in range(0, len(places), size):
             yield corpus.batch(
                 places[start : start + size],
@@ -168,7 +178,7 @@ class JudgeRecipe:
         if self.held_out is None:
             return Evaluation(metrics={})
         places = list(range(len(self.held_out)))
-        result = session.evaluate(self._batches(self.held_out, places))
+        result = session.evaluate(self._batches(self.held_out, places, size=rows_per_evaluation(self.config)))
         judge = self.judge(session)
 
         def show(done: int, total: int) -> None:
@@ -187,8 +197,8 @@ class JudgeRecipe:
             session=session,
             tokenizer=self.tokenizer,
             settings=self.settings(),
-            batch_size=max(16, self.config.batch_size),
             max_tokens=self._limit,
+            batch_size=rows_per_evaluation(self.config, at_least=16),
         )
 
     def settings(self) -> JudgeSettings:

@@ -14,7 +14,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
 from crosstune.core.protocols import Evaluation, Sample, Session, Task
 from crosstune.core.weight_average import averaged
-from crosstune.data.row_order import RowOrder
+from crosstune.data.row_order import RowOrder, rows_per_evaluation
 from crosstune.recipes.latent_diffusion import scores
 from crosstune.recipes.latent_diffusion.batch import LossWeights, PairBatch, divide_batch, make_batch
 from crosstune.recipes.latent_diffusion.noise import draw
@@ -96,6 +96,22 @@ class LatentDiffusionRecipe:
     def longest_row(self) -> int:
         return int(self.train.lengths.max())
 
+    def num_rows(self) -> int:
+        return len(self.train)
+
+    def longest_target(self) -> int:
+        return self.longest_row()
+
+    def longest_batch(self, size: int) -> PairBatch:
+        longest = np.argsort(-np.asarray(self.train.lengths), kind="stable")
+        return self._batch(
+            self.train,
+            np.sort(np.resize(longest, size)),
+            key=(self.config.seed, 0),
+            shares=self.modes.at(0),
+            dropped=0.0,
+        )
+
     def configure(self, config: Config) -> None:
         self.config = config
 
@@ -155,7 +171,7 @@ class LatentDiffusionRecipe:
             shares=dict.fromkeys(self.modes.all(), 1.0),
             dropped=0.0,
         )
-        yield from divide_batch(batch, size=max(64, self.config.batch_size))
+        yield from divide_batch(batch, size=rows_per_evaluation(self.config, at_least=64))
 
     def _decode(self, sampler: Samples, metrics: dict[str, float]) -> list[Sample]:
         pairs, vocabulary = self.held_out, self.pairs.vocabulary

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from crosstune.config.plan import Plan
-from crosstune.core.out_of_memory import OutOfMemory
+from crosstune.core.out_of_memory import STEP, OutOfMemory
 from crosstune.core.protocols import PreparedBatch, StatePart
 from crosstune.core.ranks import Group
 from crosstune.torch_engine.lost_peers import peer_errors
@@ -101,7 +101,7 @@ class Parallel:
         return [int.from_bytes(digest[:8], "little") >> 1 for digest in digests]
 
     @contextlib.contextmanager
-    def passes(self, model: nn.Module) -> Iterator[None]:
+    def passes(self, model: nn.Module, *, doing: str = STEP) -> Iterator[None]:
         """Run forward and backward passes, and agree on running out of memory where that is possible.
 
         A rank that fails in a pass of a sharded model leaves the others waiting in a collective: it can only end, and
@@ -111,12 +111,13 @@ class Parallel:
         try:
             yield
         except OutOfMemory as error:
-            if self.strategy.sharded:
-                raise  # `connected` remembers it
+            if self.strategy.sharded:  # `connected` remembers it
+                why = "the other processes wait in this pass of a sharded model, so it cannot be repeated with fewer rows"
+                raise OutOfMemory(f"{error.reason}; {why}", doing=error.doing) from error
             failure = error
         free_gathered(model)
         if not self.strategy.sharded and self.group.any(failure is not None):
-            failure = failure or OutOfMemory("another process of the run has too little")
+            failure = failure or OutOfMemory("another process of the run has too little", doing=doing)
             failure.shared = True
             raise failure
 

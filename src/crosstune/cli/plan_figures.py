@@ -1,0 +1,93 @@
+"""Say in rows what a plan predicts: parameters, memory by part, steps, speed, time and cost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from crosstune.cli.units import count, duration, size
+from crosstune.config.plan import Plan
+from crosstune.core.memory import describe_parts
+
+if TYPE_CHECKING:
+    from crosstune.planner.predict import Prediction
+
+_SOURCES = {
+    "config": "its configuration",
+    "table": "the bundled table of models",
+    "size": "a typical model of this size",
+}
+
+
+def figure_rows(plan: Plan, prediction: Prediction | None) -> list[tuple[str, str]]:
+    """Return title and text of each row; without a prediction, the memory alone."""
+    if plan.fitted is None:
+        return [("memory", _unknown(plan))]
+    if prediction is None:
+        return [("memory", _memory(plan))]
+    share = 100 * prediction.trained / prediction.parameters
+    rows = [
+        (
+            "parameters",
+            f"{count(prediction.parameters)}, {count(prediction.trained)} trained ({share:.3g} %); "
+            f"sizes from {_SOURCES[prediction.source]}",
+        ),
+        ("memory", _memory(plan)),
+        ("of which", ", ".join(f"{part} {size(b)}" for part, b in describe_parts(prediction.memory).items())),
+    ]
+    if prediction.change is not None:
+        rows.append(("would fit", f"with {prediction.change}"))
+    return [*rows, *_time_rows(prediction)]
+
+
+def _memory(plan: Plan) -> str:
+    assert plan.estimated_bytes is not None
+    have = f"{size(plan.usable_bytes)} to use (the device has {size(plan.backend.memory_total_bytes)})"
+    learned = ""
+    if plan.correction is not None:
+        runs = plan.correction.num_runs
+        learned = f", corrected by {runs} run{'s' * (runs != 1)} here (x {plan.correction.factor:.2f})"
+    each = " on each device" if plan.world_size > 1 else ""
+    return f"about {size(plan.estimated_bytes)} for a full step{each} (estimated{learned}), of {have}"
+
+
+def _unknown(plan: Plan) -> str:
+    return (
+        f"not known: {plan.config.model_name} is not on this machine, and its sizes are not in the bundled table; "
+        "train reads them once the model is here"
+    )
+
+
+def _time_rows(prediction: Prediction) -> list[tuple[str, str]]:
+    time, steps = prediction.time, prediction.num_steps
+    rows = []
+    if steps is not None:
+        rows.append(("steps", f"{steps:,}"))
+    if time is None:
+        return [*rows, ("time", "not known for this device; the first steps of a run show it")]
+    error = f"at most {100 * prediction.error:.0f} % off on {prediction.num_checked} measured runs of an H200"
+    rows.append(
+        (
+            "speed",
+            f"about {time.tokens_per_s:,.0f} tok/s, {_step(time.seconds)} a step, mostly {time.limit} "
+            f"(predicted; {error})",
+        )
+    )
+    cluster = prediction.cluster
+    if cluster.size > 1:
+        rows.append(
+            (
+                "processes",
+                f"{cluster.num_nodes} x {cluster.num_local}, {cluster.sharding}: {100 * time.communication_share:.1f} % "
+                "of the time is communication (predicted, not checked on several devices)",
+            )
+        )
+    if prediction.hours is not None:
+        text = duration(3600 * prediction.hours)
+        if prediction.cost is not None:
+            text += f", {prediction.cost:,.2f} at {prediction.price_per_hour:g} an hour for each machine"
+        rows.append(("time", f"about {text} for all steps"))
+    return rows
+
+
+def _step(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds < 10 else duration(seconds)

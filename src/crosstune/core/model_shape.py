@@ -1,0 +1,116 @@
+"""Define the sizes of a decoder model that its memory and its speed depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes of a decoder model: attention, and a gated MLP or several of them, in each layer."""
+
+    num_parameters: int
+    hidden: int
+    num_layers: int
+    intermediate: int
+    vocab: int
+    num_heads: int
+    num_kv_heads: int = 0
+    """0 for as many as there are heads."""
+    head_dim: int = 0
+    """0 for hidden / num_heads."""
+    tied: bool = False
+    """True if the head is the embedding."""
+    max_context: int | None = None
+    source: str = "config"
+    """The source of the sizes: `config`, `table` for the bundled table of models, or `size` for a typical model."""
+    num_experts: int = 1
+    """Experts of each layer in a mixture."""
+    expert_intermediate: int = 0
+    """The width of each of several experts."""
+    experts_per_token: int = 2
+
+    @property
+    def queries(self) -> int:
+        """The width of the queries of a layer."""
+        return self.num_heads * (self.head_dim or self.hidden // max(1, self.num_heads))
+
+    @property
+    def keys(self) -> int:
+        """The width of the keys of a layer, and of its values."""
+        return self.queries * (self.num_kv_heads or self.num_heads) // max(1, self.num_heads)
+
+    @property
+    def embeddings(self) -> int:
+        """The parameters of the embedding and the head."""
+        return self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def active_intermediate(self) -> int:
+        """The width of the MLPs that a token passes through in a layer."""
+        if self.num_experts == 1:
+            return self.intermediate
+        return min(self.experts_per_token, self.num_experts) * self.expert_intermediate
+
+    def linears(self) -> dict[str, tuple[int, int, int]]:
+        """Return the linear layers of a block: name -> outputs, inputs, and how many there are."""
+        attention = {
+            "q_proj": (self.queries, self.hidden, 1),
+            "k_proj": (self.keys, self.hidden, 1),
+            "v_proj": (self.keys, self.hidden, 1),
+            "o_proj": (self.hidden, self.queries, 1),
+        }
+        wide = self.intermediate if self.num_experts == 1 else self.expert_intermediate
+        return attention | {
+            "gate_proj": (wide, self.hidden, self.num_experts),
+            "up_proj": (wide, self.hidden, self.num_experts),
+            "down_proj": (self.hidden, wide, self.num_experts),
+        }
+
+    def active_parameters(self) -> int:
+        """Return the parameters that a token is multiplied with, without the embedding."""
+        idle = self.num_experts * self.expert_intermediate - self.active_intermediate
+        experts = 3 * self.hidden * idle * self.num_layers if self.num_experts > 1 else 0
+        table = 0 if self.tied else self.vocab * self.hidden
+        return self.num_parameters - table - experts
+
+
+# (billions of parameters, hidden, layers, intermediate, vocabulary, heads) of common decoder models.
+_TYPICAL = (
+    (0.135, 576, 30, 1536, 49152, 9),
+    (0.5, 896, 24, 4864, 151936, 14),
+    (1.1, 2048, 22, 5632, 32000, 32),
+    (3.0, 3072, 28, 8192, 128256, 24),
+    (7.0, 4096, 32, 11008, 32000, 32),
+    (13.0, 5120, 40, 13824, 32000, 40),
+    (34.0, 7168, 60, 20480, 64000, 56),
+    (70.0, 8192, 80, 28672, 32000, 64),
+)
+
+
+def shape_for_size(billions: float) -> ModelShape:
+    """Return the shape of a typical model with so many parameters, where nothing else is known of it."""
+    _, hidden, layers, intermediate, vocab, heads = min(_TYPICAL, key=lambda row: abs(row[0] - billions))
+    return ModelShape(
+        num_parameters=round(billions * 1e9),
+        hidden=hidden,
+        num_layers=layers,
+        intermediate=intermediate,
+        vocab=vocab,
+        num_heads=heads,
+        source="size",
+    )
+
+
+def block_parameters(shape: ModelShape) -> int:
+    """Return the parameters of one decoder block: all except embedding and head, divided by the number of blocks."""
+    return max(0, shape.num_parameters - shape.embeddings) // shape.num_layers
+
+
+def expand_shape(shape: ModelShape, num_blocks: int) -> ModelShape:
+    """Return the shape of the model with this many more blocks."""
+    return replace(
+        shape,
+        num_layers=shape.num_layers + num_blocks,
+        num_parameters=shape.num_parameters + num_blocks * block_parameters(shape),
+    )

@@ -1,0 +1,192 @@
+"""Predict the time of a training step: products, memory traffic, kernel launches, and communication of several processes.
+
+The time of one device is the larger of what it computes and what the host can launch. It computes matrix products at
+the rate that the hardware sustains, and moves the activations through memory in between. Three numbers are measured,
+on an H200, and are the same for every device:
+
+- SUSTAINED: products run at this share of the data sheet's rate, because the power limit lowers the clock;
+- PASSES: how often each byte that is kept for the backward pass moves through memory, with kernels that are not fused;
+- LAUNCH_S and LAUNCHES: what the host needs to start the kernels of a layer, which decides for small models.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from crosstune.core.devices import DeviceSpeed
+from crosstune.core.memory import (
+    Step,
+    adapted_linears,
+    gathered_bytes,
+    layer_bytes,
+    trained_parameters,
+)
+from crosstune.core.model_shape import ModelShape
+
+SUSTAINED = 0.67
+PASSES = 29
+LAUNCH_S = 10e-6
+LAUNCHES, LAUNCHES_PER_ADAPTER, LAUNCHES_PER_QUANTIZED = 350, 25, 20
+"""Kernels of a layer in a step: forward, backward and update; those that each adapter adds, and each quantized weight."""
+LINK_SHARE = 0.8
+"""The share of a link's data rate that collectives reach."""
+LATENCY_S = 20e-6
+"""The time of a message to the next process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Equal machines with equal devices."""
+
+    num_nodes: int = 1
+    num_local: int = 1
+    """Devices of each machine."""
+    sharding: str = "ddp"
+
+    @property
+    def size(self) -> int:
+        return self.num_nodes * self.num_local
+
+    @property
+    def num_shards(self) -> int:
+        """The processes that divide the weights."""
+        if self.sharding in ("ddp", "no_shard"):
+            return 1
+        return self.num_local if self.sharding.startswith("hybrid") else self.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """The time of an optimizer step in seconds, by part."""
+
+    products_s: float
+    traffic_s: float
+    launches_s: float
+    communication_s: float
+    """The part of the communication that no computation hides."""
+    tokens: int
+    """Tokens of the step over all processes."""
+
+    @property
+    def compute_s(self) -> float:
+        return max(self.products_s + self.traffic_s, self.launches_s)
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_s + self.communication_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def communication_share(self) -> float:
+        return self.communication_s / self.seconds
+
+    @property
+    def limit(self) -> str:
+        """What takes most of the time."""
+        parts = {
+            "matrix products": self.products_s if self.launches_s < self.compute_s else 0.0,
+            "memory traffic": self.traffic_s if self.launches_s < self.compute_s else 0.0,
+            "launching kernels": self.launches_s if self.launches_s >= self.compute_s else 0.0,
+            "communication": self.communication_s,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+
+def step_time(
+    shape: ModelShape,
+    step: Step,
+    speed: DeviceSpeed,
+    *,
+    cluster: Cluster,
+    tokens_per_row: float | None = None,
+) -> StepTime:
+    """Return the time of an optimizer step, of `step.num_micro_batches` micro-batches in each process.
+
+    `tokens_per_row` is the mean length of padded rows; by default they are as long as the longest.
+    """
+    row = tokens_per_row if tokens_per_row is not None else step.context
+    tokens = step.batch * row
+    passes = step.num_micro_batches
+    products = tokens * flops_per_token(shape, step, row) / (speed.tflops * 1e12 * SUSTAINED)
+    traffic = _traffic_bytes(shape, step, tokens) / (speed.memory_gb_s * 1e9)
+    launches = LAUNCHES + LAUNCHES_PER_ADAPTER * len(adapted_linears(shape, step))
+    if step.quantizer != "none":
+        launches += LAUNCHES_PER_QUANTIZED * len(shape.linears())
+    exposed = communication_s(shape, step, speed, cluster=cluster, compute_s=passes * (products + traffic))
+    return StepTime(
+        products_s=passes * products,
+        traffic_s=passes * traffic,
+        launches_s=passes * shape.num_layers * launches * LAUNCH_S,
+        communication_s=exposed,
+        tokens=int(tokens * passes * cluster.size),
+    )
+
+
+def flops_per_token(shape: ModelShape, step: Step, row: float) -> float:
+    """Return the operations for a token: two for each weight in the forward pass, two for the gradient of the input, two
+    for the gradient of a weight that is trained, two more in blocks that are computed again; and causal attention."""
+    active, head = shape.active_parameters(), shape.vocab * shape.hidden
+    trained = active if step.method == "full" else min(active, trained_parameters(shape, step))
+    again = active - head if step.checkpointing else 0
+    attention = 2 * row * shape.queries * shape.num_layers
+    return 2.0 * (2 * active + trained + again) + attention * (4 if step.checkpointing else 3)
+
+
+def _traffic_bytes(shape: ModelShape, step: Step, tokens: float) -> float:
+    """Return the bytes that move through memory in a micro-batch besides the products."""
+    per_token = layer_bytes(shape, replace(step, batch=1)) / step.context
+    passes = PASSES * (4 / 3 if step.checkpointing else 1)  # a third of it is the forward pass
+    moved = passes * tokens * per_token * shape.num_layers
+    if step.quantizer != "none":  # bits are read and dense weights written for each product
+        linear = max(0, shape.num_parameters - shape.embeddings)
+        moved += (3 if step.checkpointing else 2) * linear * (step.n_bits / 8 + step.width)
+    return moved
+
+
+def communication_s(
+    shape: ModelShape, step: Step, speed: DeviceSpeed, *, cluster: Cluster, compute_s: float
+) -> float:
+    """Return the communication of a step that is not hidden.
+
+    Replicas sum their gradients once, in fp32, after the passes. Shards gather each weight for the forward and the
+    backward pass of every micro-batch and scatter gradients, beside the computation of the layer before.
+    """
+    if cluster.size == 1:
+        return 0.0
+    trained = trained_parameters(shape, step)
+    shards = cluster.num_shards
+    replicas = cluster.size // shards
+    reduced = 0.0
+    if replicas > 1:
+        across = cluster.num_nodes > 1
+        part = 4 * trained / shards
+        reduced = _ring_s(2 * part, replicas, _rate(speed, across=across))
+    if shards == 1:
+        return reduced
+    across = cluster.num_nodes > 1 and shards > cluster.num_local
+    stored = gathered_weights(shape, step)
+    moved = 2 * stored + (4 * trained if step.method == "full" else 0)
+    gathered = step.num_micro_batches * _ring_s(moved, shards, _rate(speed, across=across))
+    gathered += step.num_micro_batches * 3 * shape.num_layers * LATENCY_S * math.log2(shards)
+    return reduced + max(0.0, gathered - compute_s)
+
+
+def gathered_weights(shape: ModelShape, step: Step) -> float:
+    """Return the bytes of all weights in the form in which they are gathered."""
+    one_block = gathered_bytes(replace(shape, vocab=0), replace(step, num_shards=2, method="lora")) / 2
+    return one_block * shape.num_layers + shape.embeddings * step.width
+
+
+def _rate(speed: DeviceSpeed, *, across: bool) -> float:
+    """Return the bytes per second of a ring that leaves the machine, or stays in it."""
+    return (
+        max(speed.network_gb_s if across else speed.link_gb_s or speed.network_gb_s, 1e-3) * 1e9 * LINK_SHARE
+    )
+
+
+def _ring_s(num_bytes: float, size: int, rate: float) -> float:
+    return num_bytes * (size - 1) / size / rate + LATENCY_S * math.log2(size)

@@ -1,0 +1,114 @@
+"""Resolve `--batch_size auto` before a run starts: from an earlier search on this machine, or by searching now."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from crosstune.config.options.training import AUTO
+from crosstune.config.plan import Adjustment, Plan
+from crosstune.config.schema import Config
+from crosstune.core.errors import UserError
+from crosstune.core.events import Loading, Observer
+from crosstune.core.memory import moment_bytes
+from crosstune.core.protocols import HasLongestRows, Recipe
+from crosstune.core.ranks import Group
+from crosstune.models.locate import ModelFolder
+from crosstune.planner.remembered import recall, remember
+from crosstune.planner.search_batch import BatchSearch, Found, most_rows
+from crosstune.runs.open_parts import open_session
+
+FILE = "batch_sizes"
+_MATTERS = (
+    *(
+        "model_name",
+        "recipe",
+        "train_type",
+        "quantization_backend",
+        "group_size",
+        "quant_type",
+        "double_quant",
+    ),
+    *("lora_rank", "lora_target_modules", "lora_dropout", "optimizer", "precision", "packing", "ema_decay"),
+    *("use_gradient_checkpointing", "use_activation_cpu_offload", "use_flash_attention", "sharding_strategy"),
+    *("low_memory", "num_new_blocks", "train_on_prompt", "gradient_accumulation_steps", "rows_per_step"),
+)
+"""Options that decide how much memory a row takes, or how many rows are searched for."""
+
+
+def find_batch_size(
+    config: Config, plan: Plan, *, model: ModelFolder | None, recipe: Recipe, group: Group, observer: Observer
+) -> Config:
+    """Return the configuration with the size that was found, as if it had been asked for."""
+    if not isinstance(recipe, HasLongestRows):
+        raise UserError(
+            f"--batch_size auto does not work with the recipe {plan.config.recipe}.",
+            why="it has no method longest_batch, which gives the rows to search with.",
+            do="set a --batch_size",
+        )
+    key = _key(plan, recipe)
+    known = int(group.share(str(int((recall(FILE, key) or {}).get("batch_size", 0)))))
+    if known:
+        size, why = known, "found by an earlier search with these options on this machine"
+    else:
+        observer.on_event(Loading(model=f"{plan.config.model_name} (to find the batch size)"))
+        found = _search(plan, model=model, recipe=recipe, group=group)
+        size, why = found.batch_size, found.sentence()
+        if group.ranks.first:
+            remember(FILE, key, {"batch_size": size})
+    chosen = Adjustment(option="batch_size", asked="auto", used=size, reason=why, kind="choice")
+    observer.on_event(chosen.to_event())
+    return replace(config, batch_size=size, asked={**config.asked, "batch_size": "a search"})
+
+
+def with_stored_size(config: Config, manifest: Mapping[str, Any]) -> Config:
+    """Return the configuration with the size of the checkpoint that is continued."""
+    stored = (manifest.get("options") or {}).get("batch_size")
+    if config.batch_size != AUTO or not stored:
+        return config
+    return replace(config, batch_size=stored, asked={**config.asked, "batch_size": "the checkpoint"})
+
+
+def _search(plan: Plan, *, model: ModelFolder | None, recipe: HasLongestRows, group: Group) -> Found:
+    """Search with a session of its own: the one that trains then begins as it would without a search."""
+    config, report = plan.config, plan.backend
+    group.activity.start("finding the batch size")
+    session = open_session(plan, model, task=recipe.task(plan.engine), group=group)
+    trained = sum(math.prod(shape) for shape in session.trained_shapes().values())
+    used = session.memory().used_bytes
+    free = int(report.memory_free_bytes * plan.usable_bytes / max(1, report.memory_total_bytes))
+    found = BatchSearch(
+        session=session,
+        longest_batch=recipe.longest_batch,
+        group=group,
+        limit_bytes=min(plan.usable_bytes, free + (used if report.is_torch_cpu else 0)),
+        reserve_bytes=moment_bytes(trained, config.optimizer) + 4 * trained * bool(config.ema_decay),
+        at_most=most_rows(
+            recipe.num_rows(),
+            micro_batches=config.gradient_accumulation_steps,
+            rows_per_step=config.rows_per_step,
+            world_size=plan.world_size,
+        ),
+    ).run()
+    del session
+    gc.collect()
+    return found
+
+
+def _key(plan: Plan, recipe: HasLongestRows) -> dict[str, Any]:
+    report, options = plan.backend, plan.config.options()
+    return {
+        "machine": plan.machine.name,
+        "backend": report.name,
+        "devices": [[device.name, device.memory_total_bytes] for device in report.devices],
+        "world_size": plan.world_size,
+        "bits": plan.n_bits if plan.quantizer != "none" else 0,
+        "quantizer": plan.quantizer,
+        "longest_row": recipe.longest_row(),
+        "num_rows": recipe.num_rows(),
+        "usable_bytes": plan.usable_bytes,
+        **{name: options[name] for name in _MATTERS},
+    }
