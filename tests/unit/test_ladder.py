@@ -188,3 +188,26 @@ def test_a_folder_is_continued_by_the_same_request_alone(tmp_path: Path) -> None
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     with pytest.raises(UserError, match="no ladder"):
         check_same_ladder(tmp_path / "mine", {})
+
+
+def test_the_page_shows_what_each_rung_led_to_and_escapes_what_was_said() -> None:
+    from crosstune.report.ladder_page import render_ladder, waterfall
+
+    def rung(name: str, outcome: str, speed: float | None) -> dict[str, Any]:
+        measured = {"speed": speed, "memory": 0.5} if speed else None
+        return {"rung": name, "title": name, "outcome": outcome, "why": "<b>", "measured": measured}
+
+    rungs = [
+        rung("a", "kept", 1.5),
+        rung("b", "rolled back", 0.5),
+        rung("c", "kept", 2.0),
+        rung("d", "no", None),
+    ]
+    assert [bar.speed for bar in waterfall(rungs)] == [1.5, 0.75, 3.0, None]
+    assert [bar.memory for bar in waterfall(rungs)] == [0.5, 0.25, 0.25, None]
+    ends = against(trial(rate=140), trial(rate=142)).to_json()
+    page = render_ladder(
+        {"rungs": rungs, "ends": ends, "criteria": []}, name="<x>", command="crosstune train"
+    )
+    assert "&lt;b&gt;" in page and "<x>" not in page and "141 tok/s" in page
+    assert "No change was kept" in render_ladder({"rungs": "damaged"}, name="x", command="y")

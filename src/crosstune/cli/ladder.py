@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from crosstune.cli.arguments import Parser, at_least, parse_config, print_json
 from crosstune.cli.units import duration
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, UserError
+from crosstune.core.user_paths import shown_path
 
 if TYPE_CHECKING:
     from crosstune.ladder.climb import Climbed, Step
@@ -107,10 +109,12 @@ def run(words: Sequence[str]) -> int:
             output.line(f"stopped  {stop.reason or 'Ctrl-C'}; run the same command again to continue")
             return EXIT_STOPPED
     from crosstune.core.json_files import write_json
+    from crosstune.report.ladder_page import write_ladder_page
 
     write_json(folder / STATE, found.to_json())
-    _write_result(folder, found, config)
-    _print_result(output, found, folder)
+    _write_result(folder, found)
+    page = write_ladder_page(folder, command=_train_command(folder))
+    _print_result(output, found, folder, page)
     if own.json:
         print_json(found.to_json() | {"folder": str(folder)})
     return EXIT_DONE
@@ -177,7 +181,7 @@ def _folder(config: Config) -> Path:
     return Path(config.output_dir).expanduser() / (config.name or "ladder")
 
 
-def _write_result(folder: Path, found: Climbed, config: Config) -> None:
+def _write_result(folder: Path, found: Climbed) -> None:
     """Write the options to train with."""
     import yaml
 
@@ -187,21 +191,27 @@ def _write_result(folder: Path, found: Climbed, config: Config) -> None:
     write_text(folder / "train.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
 
 
-def _print_result(output: Any, found: Climbed, folder: Path) -> None:
+def _train_command(folder: Path) -> str:
+    return f"crosstune train --config {shlex.quote(shown_path(folder / 'train.yaml'))}"
+
+
+def _print_result(output: Any, found: Climbed, folder: Path, page: Path) -> None:
     from crosstune.cli.units import size
+    from crosstune.ladder.trial import middle
 
     kept = [step for step in found.steps if step.outcome == "kept"]
     output.line("")
     if found.ends is None or found.ends.failed is not None:
         output.line("result   no rung was kept: the options were as good as what was tried")
     else:
-        base, new = found.ends.base[0], found.ends.new[0]
+        ends = found.ends
+        rates = [middle([trial.tokens_per_s for trial in side]) for side in (ends.base, ends.new)]
+        peaks = [middle([float(trial.peak_bytes) for trial in side]) for side in (ends.base, ends.new)]
         output.line(
-            f"result   {len(kept)} kept: {new.tokens_per_s:,.0f} tok/s instead of {base.tokens_per_s:,.0f} "
-            f"(x {found.ends.speed:.2f}), peak memory {size(new.peak_bytes)} instead of {size(base.peak_bytes)} "
-            f"(x {found.ends.memory:.2f})"
+            f"result   {len(kept)} kept: {rates[1]:,.0f} tok/s instead of {rates[0]:,.0f} (x {ends.speed:.2f}), "
+            f"peak memory {size(peaks[1])} instead of {size(peaks[0])} (x {ends.memory:.2f})"
         )
     for criterion in found.criteria:
         output.line(f"{criterion.met:<11} {criterion.what}: {criterion.measured}")
-    output.line(f"options  {folder / 'train.yaml'}")
-    output.line(f"train    crosstune train --config {folder / 'train.yaml'}")
+    output.line(f"page     {shown_path(page)}")
+    output.line(f"train    {_train_command(folder)}")
