@@ -74,7 +74,8 @@ def waterfall(rungs: Sequence[Mapping[str, Any]]) -> list[Bar]:
         tried.append((rung, *after))
         if rung.get("outcome") == "kept":
             speed, memory = after[0] or speed, after[1] or memory
-    widest = [max([1.0, *(row[place] or 0.0 for row in tried)]) for place in (1, 2)]
+    fastest = max([1.0, *(faster or 0.0 for _, faster, _ in tried)])
+    largest = max([1.0, *(larger or 0.0 for _, _, larger in tried)])
     return [
         Bar(
             rung=str(rung.get("rung")),
@@ -85,8 +86,8 @@ def waterfall(rungs: Sequence[Mapping[str, Any]]) -> list[Bar]:
             promise=str(rung.get("promise")),
             speed=faster,
             memory=larger,
-            speed_bar=_bar(faster, widest[0], colour=1 if rung.get("outcome") == "kept" else 7),
-            memory_bar=_bar(larger, widest[1], colour=3 if rung.get("outcome") == "kept" else 7),
+            speed_bar=_bar(faster, fastest, colour=1 if rung.get("outcome") == "kept" else 7),
+            memory_bar=_bar(larger, largest, colour=3 if rung.get("outcome") == "kept" else 7),
         )
         for rung, faster, larger in tried
     ]
@@ -139,15 +140,19 @@ def _middle(trials: Sequence[Mapping[str, Any]], key: str) -> float:
 
 
 def _losses(ends: Mapping[str, Any]) -> list[Chart]:
+    original, final = (_points(_first(ends.get(side)).get("losses")) for side in ("base", "new"))
     series = [
-        Series(label=label, points=points, colour=colour, look=look)
-        for label, side, colour, look in (
-            ("original options", "base", 1, "line"),
-            ("final options", "new", 2, "marked"),
-        )
-        if (points := _points(_first(ends.get(side)).get("losses")))
+        Series(label="original options", points=original, colour=1),
+        Series(label="final options", points=final, colour=2, look="marked"),
     ]
-    return [Chart(title="Loss of each step", series=series, wide=True, shows_figures=False)]
+    return [
+        Chart(
+            title="Loss of each step",
+            series=[one for one in series if one.points],
+            wide=True,
+            shows_figures=False,
+        )
+    ]
 
 
 def _points(losses: Any) -> list[Point]:
