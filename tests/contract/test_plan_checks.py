@@ -54,6 +54,9 @@ def check_same(words: str, expected: str, capsys: Captured) -> None:
         ("--name a/b", "name cannot be 'a/b'"),
         ("--profile", "Not built yet"),
         ("--resume nowhere", "nowhere"),
+        ("--tokenizer nowhere", "There is no tokenizer folder nowhere"),
+        (f"--output_dir {__file__} --name run", f"Not a directory: {__file__}"),
+        (f"--output_dir {__file__}/deep/er --name run", f"Not a directory: {__file__}"),
     ],
 )
 def test_a_request_that_cannot_be_trained(
@@ -164,6 +167,9 @@ def test_a_name_that_is_taken(tiny_model: Path, capsys: Captured) -> None:
     assert main(["plan", "--resume", "runs/run", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out.partition("{")[2].join(("{", "")))
     assert plan["options"]["batch_size"] == 1, "the options of the run that is continued"
+    by_plan, by_train = refusals("--resume runs/run --max_steps 2 --lora_rank 3", capsys)
+    assert "lora_rank: 16 in the checkpoint, 3 now" in by_plan
+    assert by_plan in by_train
 
 
 def test_what_cannot_be_known_here_is_said(capsys: Captured) -> None:
