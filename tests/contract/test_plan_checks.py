@@ -55,6 +55,9 @@ def check_same(words: str, expected: str, capsys: Captured) -> None:
         ("--profile --active_steps 0", "active_steps cannot be 0"),
         ("--profile --profiling_output /proc/nowhere", "--profiling_output /proc/nowhere cannot be written"),
         ("--resume nowhere", "nowhere"),
+        ("--tokenizer nowhere", "There is no tokenizer folder nowhere"),
+        (f"--output_dir {__file__} --name run", f"Not a directory: {__file__}"),
+        (f"--output_dir {__file__}/deep/er --name run", f"Not a directory: {__file__}"),
     ],
 )
 def test_a_request_that_cannot_be_trained(
@@ -165,6 +168,9 @@ def test_a_name_that_is_taken(tiny_model: Path, capsys: Captured) -> None:
     assert main(["plan", "--resume", "runs/run", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out.partition("{")[2].join(("{", "")))
     assert plan["options"]["batch_size"] == 1, "the options of the run that is continued"
+    by_plan, by_train = refusals("--resume runs/run --max_steps 2 --lora_rank 3", capsys)
+    assert "lora_rank: 16 in the checkpoint, 3 now" in by_plan
+    assert by_plan in by_train
 
 
 def test_what_cannot_be_known_here_is_said(capsys: Captured) -> None:

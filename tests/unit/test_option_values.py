@@ -55,6 +55,11 @@ def test_a_number_is_a_number_within_its_limits(option: str) -> None:
         assert len(text) < 400
 
 
+def test_a_number_beyond_the_limits_is_shown_as_it_was_written() -> None:
+    assert f"seed cannot be '1{'0' * 36}" in refusal(f"--seed=1{'0' * 73}")
+    assert "batch_size cannot be 0 " in refusal("--batch_size=0")
+
+
 @pytest.mark.parametrize("option", ["batch_size", "lr"])
 def test_values_of_other_types_are_refused(option: str) -> None:
     for value in NOT_NUMBERS:

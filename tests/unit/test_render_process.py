@@ -134,6 +134,24 @@ def test_the_first_bad_row_is_reported_though_a_later_one_is_read_before(rendere
         done += [content for content, _ in render_ahead(rows("a", "b"), TRAPS, renderer=renderer)]
 
 
+@pytest.mark.parametrize("num_good", [0, 1, 3, 4])
+def test_a_row_that_cannot_be_read_is_an_error_wherever_a_batch_ends(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch, num_good: int
+) -> None:
+    monkeypatch.setattr("crosstune.data.render_ahead.BATCH_TEXTS", 2)
+
+    def rows() -> Iterator[tuple[int, RenderRow]]:
+        for number in range(num_good):
+            yield number, row(f"row {number}")
+        raise UserError("the next row cannot be read")
+
+    done: list[int] = []
+    with pytest.raises(UserError, match="the next row"):
+        for place, _ in render_ahead(rows(), ECHO, renderer=renderer):
+            done.append(place)
+    assert done == list(range(num_good))
+
+
 def test_many_batches_come_in_order(renderer: Renderer) -> None:
     rows = ((number, row(f"{number} " + "x" * (number % 997))) for number in range(3000))
     done = list(render_ahead(rows, ECHO, renderer=renderer))

@@ -213,6 +213,9 @@ def test_nccl_becomes_gloo_on_mps() -> None:
         change = adjustment(plan, "distributed_backend", "change")
         assert (change.used, plan.config.distributed_backend) == ("gloo", "gloo")
         assert change.reason == "nccl does not run on mps (Apple GPU), gloo does"
+        two = plan_on(machine, backend="mps", distributed_backend="nccl", world_size=2)
+        assert (two.collective, two.config.distributed_backend) == ("gloo", "gloo")
+        assert adjustment(two, "distributed_backend", "change").used == "gloo"
     assert (
         plan_on("apple-m1-16gb", backend="mps", distributed_backend="gloo").config.distributed_backend
         == "gloo"

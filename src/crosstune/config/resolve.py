@@ -174,10 +174,11 @@ def _fit_world(draft: Draft) -> tuple[int, str | None]:
 
 
 def _refuse_collective(draft: Draft, wanted: str, used: str, *, world_size: int) -> None:
-    """Add a problem for a communication library that the backend lacks; without other processes it does not matter."""
+    """Add a problem for a communication library that the backend lacks. Without other processes it does not matter, and on
+    MPS, where commands written for NVIDIA's GPUs are promised to work, gloo takes its place."""
     report = draft.report
     why = f"{wanted} does not run on {report.name} ({draft.facts.backends[report.name].title}), {used} does"
-    if world_size == 1:
+    if world_size == 1 or report.name == "mps":
         draft.set("distributed_backend", used, why)
         return
     draft.problems.append(

@@ -38,7 +38,8 @@ def convert_value(option: Option, raw: Any, source: str) -> Any:
         hint = did_you_mean(str(value), choices)
         raise _refused(option, value, source, do=f"{hint}It is one of: {', '.join(choices)}.")
     if (option.low is not None and value < option.low) or (option.high is not None and value > option.high):
-        raise _refused(option, value, source)
+        rounded = isinstance(raw, str) and option.type is int and not _INTEGER.fullmatch(raw.strip())
+        raise _refused(option, raw if rounded else value, source)
     if option.check is not None and (takes := option.check(value)) is not None:
         raise _refused(option, value, source, do=f"it takes {takes}")
     return value

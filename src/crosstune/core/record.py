@@ -13,6 +13,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Event, StepMetrics, Warned
 from crosstune.core.json_files import finite, read_json, read_jsonl, to_json, write_json
 from crosstune.core.plain_files import MissingFile, open_plain
+from crosstune.core.run_lock import cannot_write
 from crosstune.core.secrets import redact_values
 
 RUN_FILES = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "summary.json")
@@ -90,18 +91,12 @@ def _taken(folder: Path) -> UserError:
     )
 
 
-def _cannot_write(folder: Path, error: OSError) -> UserError:
-    return UserError(
-        f"Cannot write the run folder {folder}.", why=str(error), do="choose another --output_dir"
-    )
-
-
 def move_aside(folder: Path) -> Path:
     """Rename a run folder to the first free `<name>~<n>` and return the new path. The caller holds its lock."""
     try:
         return set_aside(folder)
     except OSError as error:
-        raise _cannot_write(folder, error) from error
+        raise cannot_write(folder, error) from error
 
 
 class RecordFailed(UserError):
@@ -187,7 +182,7 @@ class RunRecord:
                     (folder / name).unlink(missing_ok=True)
             record._open_logs(config_yaml, plan)
         except OSError as error:
-            raise _cannot_write(folder, error) from error
+            raise cannot_write(folder, error) from error
         return record
 
     @classmethod
@@ -199,7 +194,7 @@ class RunRecord:
             _end_line(folder / "events.jsonl")
             record._open_logs(config_yaml, plan)
         except OSError as error:
-            raise _cannot_write(folder, error) from error
+            raise cannot_write(folder, error) from error
         return record
 
     def carry_on(self, metrics: Path, *, step: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -26,6 +28,28 @@ class InUse(UserError):
             why="another process is training or unpacking a run there.",
             do="wait for it or stop it, or choose another --name",
         )
+
+
+def cannot_write(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        f"Cannot write the run folder {folder}.",
+        why=f"{error.strerror or error}: {_existing(folder.parent)}.",
+        do="choose another --output_dir",
+    )
+
+
+def check_place(folder: Path) -> None:
+    """Raise if a run folder cannot be made there; leave no trace."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".crosstune-", dir=_existing(folder.parent)):
+            pass
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder or the nearest one above it that exists."""
+    return next((place for place in (folder, *folder.parents) if os.access(place, os.F_OK)), Path("/"))
 
 
 @contextlib.contextmanager
@@ -52,9 +76,7 @@ def _hold_one(run: Path, *, shown: Path) -> Iterator[None]:
     except Timeout:
         raise InUse(shown) from None
     except OSError as error:
-        raise UserError(
-            f"Cannot write the run folder {shown}.", why=str(error), do="choose another --output_dir"
-        ) from error
+        raise cannot_write(shown, error) from error
     try:
         yield
     finally:

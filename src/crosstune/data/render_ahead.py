@@ -66,7 +66,8 @@ def _batches(requests: Iterable[tuple[Place, Request]]) -> Iterator[list[tuple[P
                 yield batch
                 batch, characters = [], 0
     except UserError:
-        yield batch
+        if batch:  # an empty one would be taken for the end, and the error for none
+            yield batch
         raise
     if batch:
         yield batch

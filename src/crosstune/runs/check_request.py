@@ -22,6 +22,7 @@ from crosstune.core.machine import Machine
 from crosstune.core.names import load_plugin
 from crosstune.core.ranks import Ranks
 from crosstune.core.record import check_free
+from crosstune.core.run_lock import check_place
 from crosstune.data.chat_templates import read_template
 from crosstune.data.check_rows import is_here
 from crosstune.data.columns import TARGETS, parse_columns
@@ -38,10 +39,9 @@ from crosstune.models.locate import ModelFolder, fetch_sizes, find_local
 from crosstune.planner.gather import gather, needs_base_model
 from crosstune.planner.predict import DataFacts
 from crosstune.recipes.sft import open_tokenizer
-from crosstune.runs import resume
+from crosstune.runs import resume, same_training
 from crosstune.runs.folder import run_folder
 from crosstune.runs.measure_data import measure_data
-from crosstune.runs.same_training import check_base
 from crosstune.tracking.check import check_trackers
 
 _READS_MODELS = {"torch": ("torch", "transformers", "accelerate"), "mlx": ("mlx", "mlx_lm")}
@@ -178,6 +178,12 @@ def check_plan(
     plan = resolve(config, facts)
     checked = check_request(plan, folder=folder, checkpoint=checkpoint, elsewhere=elsewhere)
     checked.not_checked += left
+    if not elsewhere:
+        with checked.collecting():
+            check_place(folder)  # a training has made its lock there
+    if checkpoint is not None:
+        with checked.collecting():
+            _check_same_training(plan, checkpoint)
     with checked.collecting():
         _check_data(plan.config, checked, elsewhere=elsewhere)
     if checked.model is not None and not checked.problems and needs_base_model(config):
@@ -206,7 +212,7 @@ def check_base_adapter(plan: Plan, model: ModelFolder) -> list[str]:
     adapter = plan.config.base_adapter
     if not adapter or plan.method not in ADAPTER_METHODS:
         return []
-    return check_base(
+    return same_training.check_base(
         Path(adapter).expanduser(), identity=identity(model.path)["sha256"], quantization=plan.quant_spec
     )
 
@@ -243,7 +249,8 @@ def _check_data(config: Config, checked: Checked, *, elsewhere: bool) -> None:
         return
     if hasattr(recipe, "check_data"):
         folder = checked.model.path if checked.model is not None else None
-        if config.chat_template and _is_only_elsewhere(config.chat_template, elsewhere=elsewhere):
+        given = [path for path in (config.chat_template, config.tokenizer) if path]
+        if any(_is_only_elsewhere(path, elsewhere=elsewhere) for path in given) or _lacks_tokenizer(config):
             folder = None  # the rows are read but not rendered
         checked.not_checked += recipe.check_data(config, model_folder=folder)
     else:
@@ -292,7 +299,7 @@ def _check_tokenizer(config: Config, checked: Checked, *, elsewhere: bool) -> No
     if config.tokenizer is None:
         return
     folder = Path(config.tokenizer).expanduser()
-    if not folder.is_dir():
+    if _lacks_tokenizer(config):
         if elsewhere:
             checked.not_checked.append(f"the tokenizer {folder}, which is not on this machine")
             return
@@ -304,6 +311,21 @@ def _check_tokenizer(config: Config, checked: Checked, *, elsewhere: bool) -> No
         open_tokenizer(config, checked.model.path)
     else:
         Tokenizer.from_folder(folder)
+
+
+def _lacks_tokenizer(config: Config) -> bool:
+    return config.tokenizer is not None and not Path(config.tokenizer).expanduser().is_dir()
+
+
+def _check_same_training(plan: Plan, checkpoint: Checkpoint) -> None:
+    """Raise if options alone tell that the request is not the training of the checkpoint."""
+    differences, _ = same_training.find_differences(
+        plan,
+        checkpoint.manifest,
+        same_training.identity_of_options(plan),
+        measured=resume.measured_before(checkpoint) is not None,
+    )
+    same_training.check_same(differences, plan.config)
 
 
 def _continues(folder: Path, checkpoint: Checkpoint | None) -> bool:

@@ -203,12 +203,9 @@ def _start(plan: Plan, checkpoint: Checkpoint | None, identified: Mapping[str, A
         return None
     manifest = checkpoint.manifest
     measured = resume.measured_before(checkpoint)
-    differences = same_training.compare(manifest["identity"], identified)
-    adapted = [
-        d for d in differences if same_training.is_adapted(d, manifest, plan, measured=measured is not None)
-    ]
-    differences = [difference for difference in differences if difference not in adapted]
-    differences = same_training.explain_data(differences, manifest, plan.config)
+    differences, adapted = same_training.find_differences(
+        plan, manifest, identified, measured=measured is not None
+    )
     same_training.check_same(differences, plan.config)
     return Start(
         checkpoint=checkpoint,

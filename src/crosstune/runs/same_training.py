@@ -44,6 +44,13 @@ def identity_of(
         "data": data,
         "eval_data": eval_data,
         "order": dict(order),
+        **identity_of_options(plan),
+    }
+
+
+def identity_of_options(plan: Plan) -> dict[str, Any]:
+    """Return the parts of the identity that need neither the model nor the data."""
+    return {
         "quantization": plan.quant_spec.to_json() if plan.quant_spec is not None else None,
         "trainable": settings_of(plan),
         "optimizer": plan.config.optimizer,
@@ -109,6 +116,18 @@ def is_adapted(difference: Difference, manifest: Mapping[str, Any], plan: Plan, 
     if difference.kind == "quantization":
         return measured and None not in (difference.was, difference.now)
     return difference.kind == "optimizer" and _leaves_eight_bits(difference)
+
+
+def find_differences(
+    plan: Plan, manifest: Mapping[str, Any], identified: Mapping[str, Any], *, measured: bool
+) -> tuple[list[Difference], list[Difference]]:
+    """Return the differences of a request from the training of a checkpoint, and those that are expected."""
+    found = compare(manifest["identity"], identified)
+    adapted = [
+        difference for difference in found if is_adapted(difference, manifest, plan, measured=measured)
+    ]
+    others = [difference for difference in found if difference not in adapted]
+    return explain_data(others, manifest, plan.config), adapted
 
 
 def _leaves_eight_bits(difference: Difference) -> bool:
