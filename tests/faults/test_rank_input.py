@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from injection import ranks
 from injection.bench import Bench
 
@@ -30,24 +28,13 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def start(bench: Bench, folder: Path, **of_rank_one: Any) -> list[tuple[int, str]]:
     """Two ranks as another program would start them; the second one has other options."""
     [port] = free_ports(1)
-    processes = []
+    started = []
     for rank in (0, 1):
         words = bench.words("lora", folder, **ranks.OPTIONS | (of_rank_one if rank else {}))
         place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "crosstune", *words],
-                env={**os.environ, **place},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    ends = []
-    for process in processes:
-        said, _ = process.communicate(timeout=ranks.LIMIT_S)
-        ends.append((process.returncode, said))
-    return ends
+        code = "import sys\nfrom crosstune.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+        started.append(warm.start(code, *words, variables=place))
+    return [program.end() for program in started]
 
 
 def test_a_rank_with_other_options_is_refused_by_all(bench: Bench, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from crosstune.distributed.boards import Board, FolderBoard
 from crosstune.distributed.watchdog import Watchdog
 
 SHARED_FOLDER_S = 20.0
-"""How long a file may take to appear on another machine."""
+"""Time for a file to appear on another machine."""
 _TOKEN = ".shared"
 
 
