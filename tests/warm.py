@@ -100,7 +100,7 @@ def _server() -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    atexit.register(server.kill)
+    atexit.register(server.communicate)  # the end of its input ends it
     return server
 
 
@@ -124,14 +124,19 @@ def _serve() -> None:
     import crosstune.torch_engine.sharding.staged_backend  # noqa: F401
 
     torch.set_num_threads(1)
+    running: set[int] = set()
     for line in sys.stdin:
         question = json.loads(line)
         if (pid := question.get("poll")) is not None:
             found, status = os.waitpid(pid, os.WNOHANG)
+            running -= {found}
             answer = os.waitstatus_to_exitcode(status) if found else None
         else:
             answer = _fork(**question)
+            running.add(answer)
         print(json.dumps(answer), flush=True)
+    for pid in running:  # the tests are over, or were interrupted
+        os.kill(pid, signal.SIGKILL)
 
 
 def _fork(code: str, words: Sequence[str], environment: Mapping[str, str], output: str) -> int:

@@ -39,7 +39,7 @@ def start(bench: Bench, folder: Path, **of_rank_one: Any) -> list[tuple[int, str
 
 def test_a_rank_with_other_options_is_refused_by_all(bench: Bench, tmp_path: Path) -> None:
     for code, said in start(bench, tmp_path / "run", lr=1e-5):
-        assert code == 2 and "The 2 processes of the run differ: options" in said
+        assert code == 2 and "The 2 processes of the run differ: options (lr)." in said
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
