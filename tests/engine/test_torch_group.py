@@ -44,6 +44,7 @@ assert ones.tolist() == [3.0, 3.0]
 board = group.open_board()
 group.meet()
 group.close()
+assert not dist.is_initialized()
 """
 
 
@@ -61,6 +62,19 @@ def run(code: str, *, size: int = 2, **variables: Any) -> list[tuple[int, str]]:
 def test_processes_talk_to_each_other() -> None:
     for exit_code, said in run(TALK, size=3):
         assert exit_code == 0, said
+
+
+def test_a_group_that_a_program_made_before_is_left_open() -> None:
+    code = """
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+from crosstune.core.ranks import Ranks
+place = dict(master_addr="127.0.0.1", master_port=int(os.environ["MASTER_PORT"]), serves_store=True)
+connect(Ranks(engine="torch", **place), limits).close()
+assert dist.is_initialized()
+dist.destroy_process_group()
+"""
+    [(ended, said)] = run(code, size=1)
+    assert ended == 0, said
 
 
 def test_a_restart_over_the_same_store_does_not_meet_the_attempt_before(tmp_path: Path) -> None:
