@@ -119,6 +119,7 @@ def _serve() -> None:
     import crosstune.cli.train
     import crosstune.recipes.sft
     import crosstune.run
+    import crosstune.torch_engine.group
     import crosstune.torch_engine.open
     import crosstune.torch_engine.sharding.finish
     import crosstune.torch_engine.sharding.staged_backend  # noqa: F401
