@@ -1,51 +1,29 @@
-"""Run trainings on several processes over gloo: forked from one that has imported torch, so that a start is quick.
-
-A program for `run_ranks`: python tests/ranks.py JOBS. Each job is {"world": N, "host": N, "runs": [options, ...]}: its
-processes train each of the runs in turn.
-"""
+"""Run trainings on several processes over gloo, forked from one that has imported torch, so that a start is quick."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
-import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 900
+import warm
 
 
-def run_ranks(jobs: Sequence[Mapping[str, Any]], *, hook: str = "", timeout_s: float = TIMEOUT_S) -> None:
-    """Do all jobs; raise with the output of the processes if one fails. `hook` is Python code that each rank runs first."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        file.write(json.dumps({"jobs": list(jobs), "hook": hook}))
-        file.flush()
-        done = subprocess.run(
-            [sys.executable, __file__, file.name],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+def run_ranks(jobs: Sequence[Mapping[str, Any]], *, hook: str = "") -> None:
+    """Do all jobs; raise with the output of the processes if one fails. Each job is {"world": N, "host": N, "runs":
+    [options, ...]}: its processes train each of the runs in turn. `hook` is Python code that each rank runs first."""
+    asked = json.dumps({"jobs": list(jobs), "hook": hook})
+    code, said = warm.start("import sys, ranks; sys.exit(ranks.main(sys.argv[1]))", asked).end()
+    assert code == 0, said[-12000:]
 
 
-def main(path: str) -> int:
-    asked = json.loads(Path(path).read_text())
-    import torch
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
-    import crosstune.run
-    import crosstune.torch_engine.open
-    import crosstune.torch_engine.sharding.finish  # noqa: F401
-
-    torch.set_num_threads(1)
+def main(text: str) -> int:
+    """Do the jobs in forks of this process."""
+    asked = json.loads(text)
     failed = False
     for job in asked["jobs"]:
         with socket.socket() as found:
@@ -100,7 +78,3 @@ def _train_all(rank: int, job: Mapping[str, Any], port: int, hook: str) -> None:
         result = train(make_config(**options), group=group)
         if result.failure is not None:
             raise result.failure
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))

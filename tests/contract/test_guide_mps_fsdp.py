@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ torch = pytest.importorskip("torch", reason="the torch extra")
 
 import fsdp_ranks  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+import warm  # noqa: E402
 from fsdp_models import DEVICE, Classifier, leave_the_group, rows, sharded, train  # noqa: E402, F401
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import (  # noqa: E402
@@ -28,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from crosstune.compat.torch_parts import fsdp_model  # noqa: E402
 from crosstune.core.errors import UserError  # noqa: E402
+from crosstune.distributed.free_ports import free_ports  # noqa: E402
 from mps_fsdp_wrapper import (  # noqa: E402
     MPSFSDPConfig,
     MPSFSDPWrapper,
@@ -213,16 +213,10 @@ def test_a_checkpoint_continues_the_training(tmp_path: Path) -> None:
 # Several processes
 
 
-def run_ranks(command: list[str], *, ranks: int | None = None, **variables: str) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    starts = [{}] if ranks is None else [{"RANK": str(n), "WORLD_SIZE": str(ranks)} for n in range(ranks)]
-    processes = [
-        subprocess.Popen(command, env=environment | variables | start, stderr=subprocess.PIPE, text=True)
-        for start in starts
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors[-4000:]
+def expect_done(programs: list[warm.Program]) -> None:
+    for program in programs:
+        code, said = program.end()
+        assert code == 0, said[-4000:]
 
 
 def in_this_process(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -244,17 +238,18 @@ def test_processes_of_torchrun_and_by_hand_continue_each_other(
     in_this_process(monkeypatch, "FULL_SHARD", str(whole), "0", "9")
     expected = losses_in(whole)
     assert expected[-1] < expected[0]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    run_ranks([*torchrun, str(SCRIPT), "FULL_SHARD", str(moved), "0", "3"])
+    torchrun = "import sys\nfrom torch.distributed.run import main\nmain(sys.argv[1:])"
+    words = ["--standalone", "--nproc_per_node=2", str(SCRIPT), "FULL_SHARD", str(moved), "0", "3"]
+    path = os.pathsep.join(filter(None, sys.path))
+    expect_done([warm.start(torchrun, *words, variables={"PYTHONPATH": path})])
     assert losses_in(moved) == pytest.approx(expected[:3], rel=1e-5)
     assert 0.4 < json.loads((moved / "result.json").read_text())["share"] < 0.6
     in_this_process(monkeypatch, "SHARD_GRAD_OP", str(moved), "3", "6")
     assert losses_in(moved) == pytest.approx(expected[3:6], rel=1e-5)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, str(SCRIPT), "NO_SHARD", str(moved), "6", "9"]
-    run_ranks(command, ranks=2, MASTER_PORT=port, STAGED="1")
+    by_hand = f"import sys\nsys.path.insert(0, {str(SCRIPT.parent)!r})\nimport fsdp_ranks\nfsdp_ranks.main(*sys.argv[1:])"
+    words = ["NO_SHARD", str(moved), "6", "9"]
+    [port] = free_ports(1)
+    expect_done(warm.start_ranks(by_hand, *words, size=2, port=port, variables={"STAGED": "1"}))
     assert losses_in(moved) == pytest.approx(expected[6:], rel=1e-5)
 
 

@@ -1,6 +1,6 @@
 """Compare every collective of the staged backend with plain gloo, and a training over each, in one rank.
 
-Started by test_staged_backend.py with torchrun; arguments: the device, and `stage_host` to copy host tensors too.
+Started by test_staged_backend.py; arguments: the device, and `stage_host` to copy host tensors too.
 """
 
 from __future__ import annotations

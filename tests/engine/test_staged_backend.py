@@ -2,48 +2,46 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
+
+from crosstune.distributed.free_ports import free_ports
 
 pytest.importorskip("torch", reason="the torch extra")
 
 HERE = Path(__file__).parent
 
 
-def run_ranks(
-    script: str, *arguments: str, ranks: int, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.run(
-        [*command, str(HERE / script), *arguments],
-        env=variables | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
+def run_ranks(script: str, *arguments: str, ranks: int, **environment: str) -> list[tuple[int, str]]:
+    code = (HERE / script).read_text(encoding="utf-8")
+    started = warm.start_ranks(
+        code,
+        *arguments,
+        size=ranks,
+        port=free_ports(1)[0],
+        variables={"GLOO_SOCKET_IFNAME": "lo", **environment},
     )
+    return [rank.end() for rank in started]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_collectives_and_fsdp_equal_gloo_on_host_tensors(ranks: int) -> None:
-    done = run_ranks("staged_ranks.py", "cpu", "stage_host", ranks=ranks)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert int(done.stdout.split()[0]) > 20
+    ended = run_ranks("staged_ranks.py", "cpu", "stage_host", ranks=ranks)
+    assert [code for code, _ in ended] == [0] * ranks, ended
+    assert "collectives are equal" in ended[0][1]
+    assert int(ended[0][1].partition(" collectives are equal")[0].split()[-1]) > 20
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_collectives_and_fsdp_of_processes_on_one_gpu_equal_gloo_on_the_cpu(ranks: int) -> None:
-    done = run_ranks("staged_ranks.py", "cuda", ranks=ranks)
-    print(done.stdout)
-    assert done.returncode == 0, done.stderr[-4000:]
+    ended = run_ranks("staged_ranks.py", "cuda", ranks=ranks)
+    print(ended[0][1])
+    assert [code for code, _ in ended] == [0] * ranks, ended
 
 
 def test_mismatched_collectives_are_found_in_debug_mode() -> None:
-    done = run_ranks("staged_mismatch.py", ranks=2, TORCH_DISTRIBUTED_DEBUG="DETAIL")
-    assert done.returncode != 0
-    assert "mismatch" in done.stderr
+    ended = run_ranks("staged_mismatch.py", ranks=2, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert any(code != 0 and "mismatch" in said for code, said in ended), ended

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 from crosstune.distributed.free_ports import free_ports
 
@@ -44,38 +44,37 @@ assert ones.tolist() == [3.0, 3.0]
 board = group.open_board()
 group.meet()
 group.close()
+assert not dist.is_initialized()
 """
 
 
-def start(rank: int, code: str, *, size: int, port: int, **variables: str) -> subprocess.Popen[str]:
+def start(rank: int, code: str, *, size: int, port: int, **variables: str) -> warm.Program:
     place = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    clean = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
-    return subprocess.Popen(
-        [sys.executable, "-c", RANK, code],
-        env={**clean, **place, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    try:
-        said, _ = process.communicate(timeout=240)
-    finally:
-        process.kill()
-    return process.returncode, said
+    return warm.start(RANK, code, variables={"GLOO_SOCKET_IFNAME": None, **place, **variables})
 
 
 def run(code: str, *, size: int = 2, **variables: Any) -> list[tuple[int, str]]:
     [port] = free_ports(1)
     ranks = [start(rank, code, size=size, port=port, **variables) for rank in range(size)]
-    return [end(rank) for rank in ranks]
+    return [rank.end() for rank in ranks]
 
 
 def test_processes_talk_to_each_other() -> None:
     for exit_code, said in run(TALK, size=3):
         assert exit_code == 0, said
+
+
+def test_a_group_that_a_program_made_before_is_left_open() -> None:
+    code = """
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+from crosstune.core.ranks import Ranks
+place = dict(master_addr="127.0.0.1", master_port=int(os.environ["MASTER_PORT"]), serves_store=True)
+connect(Ranks(engine="torch", **place), limits).close()
+assert dist.is_initialized()
+dist.destroy_process_group()
+"""
+    [(ended, said)] = run(code, size=1)
+    assert ended == 0, said
 
 
 def test_a_restart_over_the_same_store_does_not_meet_the_attempt_before(tmp_path: Path) -> None:
@@ -85,14 +84,16 @@ def test_a_restart_over_the_same_store_does_not_meet_the_attempt_before(tmp_path
     [port] = free_ports(1)
     agent = start(0, serve, size=1, port=port)
     try:
-        assert agent.stdout is not None and agent.stdout.readline().strip() == "serving"
+        while "serving" not in agent.said():
+            assert agent.poll() is None, agent.said()
+            time.sleep(0.01)
         for attempt in range(2):
             code = "group = connect(read_ranks(), limits); group.meet()\n"
             code += "found = group.recall(); group.remember(f'run-{group.ranks.attempt}'); print('found', found); group.meet()\n"
             code += "os._exit(9) if rank else None"  # as if it was killed
             variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
             ranks = [start(rank, code, size=2, port=port, **variables) for rank in (0, 1)]
-            ends = [end(rank) for rank in ranks]
+            ends = [rank.end() for rank in ranks]
             assert [exit_code for exit_code, _ in ends] == [0, 9], ends
             before = f"found run-{attempt - 1}" if attempt else "found "
             assert all(before in said for _, said in ends)
@@ -102,13 +103,13 @@ def test_a_restart_over_the_same_store_does_not_meet_the_attempt_before(tmp_path
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     [port] = free_ports(1)
-    code, said = end(start(0, "connect(read_ranks(), limits)", size=3, port=port, LIMIT="1"))
+    code, said = start(0, "connect(read_ranks(), limits)", size=3, port=port, LIMIT="1").end()
     assert code == 2 and "Ranks 1, 2 of 3 did not come within 1 s" in said
 
 
 def test_a_master_that_cannot_be_reached_is_named() -> None:
     [port] = free_ports(1)
-    code, said = end(start(1, "connect(read_ranks(), limits)", size=2, port=port, LIMIT="1"))
+    code, said = start(1, "connect(read_ranks(), limits)", size=2, port=port, LIMIT="1").end()
     assert code == 2 and f"cannot reach the first process at 127.0.0.1:{port}" in said
 
 
@@ -118,7 +119,7 @@ def test_a_port_that_another_program_has_is_said_by_every_rank() -> None:
         ranks = [
             start(rank, "connect(read_ranks(), limits)", size=2, port=port, LIMIT="3") for rank in (0, 1)
         ]
-        (first, said_first), (second, said_second) = (end(rank) for rank in ranks)
+        (first, said_first), (second, said_second) = (rank.end() for rank in ranks)
     assert first == 5 and "another program has this port" in said_first
     assert second == 2 and "is not the first process of the run" in said_second
 
@@ -126,10 +127,10 @@ def test_a_port_that_another_program_has_is_said_by_every_rank() -> None:
 def test_two_processes_with_the_same_rank_and_other_sizes_are_refused() -> None:
     [port] = free_ports(1)
     code = "connect(read_ranks(), limits)"
-    ends = [end(p) for p in [start(rank, code, size=3, port=port, LIMIT="8") for rank in (0, 1, 1)]]
+    ends = [p.end() for p in [start(rank, code, size=3, port=port, LIMIT="8") for rank in (0, 1, 1)]]
     assert any("Two processes say that they are rank 1 of 3" in said for _, said in ends)
     [port] = free_ports(1)
-    ends = [end(p) for p in [start(rank, code, size=rank + 2, port=port, LIMIT="8") for rank in (0, 1)]]
+    ends = [p.end() for p in [start(rank, code, size=rank + 2, port=port, LIMIT="8") for rank in (0, 1)]]
     assert any("start all processes of the run with the same WORLD_SIZE" in said for _, said in ends)
 
 

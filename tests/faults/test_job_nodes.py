@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,8 +15,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forks import Forked, fork
 
+from crosstune.cli.main import main
 from crosstune.core.errors import UserError
+from crosstune.distributed.jobs import nodes
 from crosstune.distributed.jobs.ray_actor import NodeActor
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no POSIX shell here")
@@ -49,9 +51,9 @@ print(f"node {node} of {os.environ['NNODES']} at {os.environ['MASTER_ADDR']}:{os
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[object]:
     """Start `crosstune launch` on two machines that run a program; those left at the end are killed."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Forked] = []
 
-    def start(code: str, *words: str) -> subprocess.Popen[str]:
+    def start(code: str, *words: str) -> Forked:
         tools = tmp_path / "tools"
         tools.mkdir()
         (tmp_path / "program.py").write_text(START + code)
@@ -59,23 +61,22 @@ def launch(tmp_path: Path) -> Iterator[object]:
         for name, text in (("ssh", SSH), ("python", wrapper)):
             (tools / name).write_text(text)
             (tools / name).chmod(0o755)
-        command = [sys.executable, "-m", "crosstune", "launch", "--on", "ssh", "--nnodes", "2"]
-        command += ["--hosts", "alpha,beta", "--python", str(tools / "python"), *words]
-        process = subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        started.append(process)
-        return process
+        command = ["launch", "--on", "ssh", "--nnodes", "2", "--hosts", "alpha,beta"]
+        command += ["--python", str(tools / "python"), *words]
+
+        def run() -> int:
+            os.chdir(tmp_path)
+            os.environ["PATH"] = f"{tools}:{os.environ['PATH']}"
+            nodes.PATIENCE_S, nodes.SETTLE_S = 0.5, 0.2
+            return main(command)
+
+        started.append(fork(run, said=tmp_path / "said"))
+        return started[-1]
 
     yield start
-    for process in started:
-        process.kill()
-        process.wait()
+    for forked in started:
+        forked.process.kill()
+        forked.process.join()
     for mark in tmp_path.glob("ready-*"):
         if psutil.pid_exists(pid := int(mark.read_text() or 0)) and pid:
             os.kill(pid, signal.SIGKILL)
@@ -87,9 +88,8 @@ def wait_for(*paths: Path) -> None:
 
 
 def test_all_machines_start_and_only_the_first_talks(launch, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    process = launch("ready(); sys.exit(0)")
-    out, _ = process.communicate()
-    assert process.returncode == 0
+    code, out = launch("ready(); sys.exit(0)").end()
+    assert code == 0
     assert out == "node 0 of 2 at alpha:29500\n"
     assert (tmp_path / "ready-1").exists()
 
@@ -102,32 +102,28 @@ if node == 0: until_signalled(); sys.exit(4)
 while not pathlib.Path("ready-0").exists(): time.sleep(0.01)
 tried.touch(); print("no more memory", flush=True); sys.exit(7)
 """
-    process = launch(code)
-    out, _ = process.communicate()
-    assert process.returncode == 0, out
+    ended, out = launch(code).end()
+    assert ended == 0, out
     assert "machine 1 of 2 (counted from 0), beta, ended with code 7" in out
     assert "  beta | no more memory" in out and "(1 of 3 times)" in out
     assert (tmp_path / "seen-0").read_text() == "SIGTERM"  # it was asked to save first
 
 
 def test_a_lost_machine_is_named_also_when_the_others_end_with_an_error(launch) -> None:  # type: ignore[no-untyped-def]
-    process = launch("if node == 0: until_signalled(); sys.exit(1)\nsys.exit(255)", "--restarts", "0")
-    out, _ = process.communicate()
-    assert process.returncode == 4
+    code, out = launch("if node == 0: until_signalled(); sys.exit(1)\nsys.exit(255)", "--restarts", "0").end()
+    assert code == 4
     assert "machine 1 of 2 (counted from 0), beta, was lost" in out
 
 
 def test_it_gives_up_after_the_restarts(launch) -> None:  # type: ignore[no-untyped-def]
-    process = launch("sys.exit(7)", "--restarts", "1")
-    out, _ = process.communicate()
-    assert process.returncode == 7
+    code, out = launch("sys.exit(7)", "--restarts", "1").end()
+    assert code == 7
     assert out.count("node 0 of 2") == 2 and "(1 of 1 times)" in out
 
 
 def test_a_wrong_request_is_not_tried_again(launch) -> None:  # type: ignore[no-untyped-def]
-    process = launch("print('no such option', flush=True); sys.exit(2)")
-    out, _ = process.communicate()
-    assert process.returncode == 2
+    code, out = launch("print('no such option', flush=True); sys.exit(2)").end()
+    assert code == 2
     assert out.count("node 0 of 2") == 1 and "no such option" in out
 
 
@@ -135,16 +131,15 @@ def test_a_wrong_request_is_not_tried_again(launch) -> None:  # type: ignore[no-
 def test_a_signal_reaches_every_machine_by_its_name(launch, tmp_path: Path, number: signal.Signals) -> None:  # type: ignore[no-untyped-def]
     process = launch("until_signalled(); sys.exit(3)")
     wait_for(tmp_path / "ready-0", tmp_path / "ready-1")
-    process.send_signal(number)
-    process.communicate()
-    assert process.returncode == 3
+    os.kill(process.pid, number)
+    assert process.end()[0] == 3
     assert [(tmp_path / f"seen-{node}").read_text() for node in (0, 1)] == [number.name] * 2
 
 
 def test_machines_stop_when_the_terminal_is_gone(launch, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     process = launch("until_signalled(); sys.exit(3)")
     wait_for(tmp_path / "ready-0", tmp_path / "ready-1")
-    process.kill()
+    process.process.kill()
     wait_for(tmp_path / "seen-0", tmp_path / "seen-1")
     assert (tmp_path / "seen-1").read_text() == "SIGTERM"
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from injection import ranks
 from injection.bench import Bench
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
-from crosstune.core.errors import UserError
+from crosstune.core.errors import EXIT_PORT_TAKEN, UserError
 from crosstune.core.ranks import Alone, Ranks
 from crosstune.distributed.environment import ranks_in, with_options
 from crosstune.distributed.free_ports import free_ports
@@ -30,29 +28,22 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def start(bench: Bench, folder: Path, **of_rank_one: Any) -> list[tuple[int, str]]:
     """Two ranks as another program would start them; the second one has other options."""
     [port] = free_ports(1)
-    processes = []
-    for rank in (0, 1):
-        words = bench.words("lora", folder, **ranks.OPTIONS | (of_rank_one if rank else {}))
-        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "crosstune", *words],
-                env={**os.environ, **place},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    ends = []
-    for process in processes:
-        said, _ = process.communicate(timeout=ranks.LIMIT_S)
-        ends.append((process.returncode, said))
-    return ends
+    started = [
+        start_rank(rank, bench.words("lora", folder, **ranks.OPTIONS | (of_rank_one if rank else {})), port)
+        for rank in (0, 1)
+    ]
+    return [program.end() for program in started]
+
+
+def start_rank(rank: int, words: list[str], port: int) -> warm.Program:
+    place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    code = "import sys\nfrom crosstune.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+    return warm.start(code, *words, variables=place)
 
 
 def test_a_rank_with_other_options_is_refused_by_all(bench: Bench, tmp_path: Path) -> None:
     for code, said in start(bench, tmp_path / "run", lr=1e-5):
-        assert code == 2 and "The 2 processes of the run differ: options" in said
+        assert code == 2 and "The 2 processes of the run differ: options (lr)." in said
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -64,9 +55,11 @@ def test_a_rank_that_does_not_see_the_model_names_itself(bench: Bench, tmp_path:
 
 def test_a_port_in_use_is_said(bench: Bench, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        run = ranks.launch(bench, tmp_path / "run", size=2, master_port=other.getsockname()[1])
-        assert run.wait() == 2
-    said = run.said.read_text()
+        words = bench.words("lora", tmp_path / "run", **ranks.OPTIONS)
+        code, said = start_rank(0, words, other.getsockname()[1]).end()
+    assert (
+        code == EXIT_PORT_TAKEN
+    )  # of which a launcher that was given the port makes 2, see tests/unit/test_launch.py
     assert "cannot listen on 127.0.0.1" in said and "another program has this port" in said
 
 

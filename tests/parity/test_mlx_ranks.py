@@ -178,7 +178,7 @@ def test_a_run_of_two_moves_to_one(runs: Path, tmp_path: Path, capsys: pytest.Ca
 def test_processes_that_mean_different_trainings_do_not_start(runs: Path) -> None:
     for rank in (0, 1):
         assert (
-            "refused: The 2 processes of the run differ: options, order."
+            "refused: The 2 processes of the run differ: options (seed), order."
             in (runs / f"said-{rank}").read_text()
         )
     assert not (runs / "other").exists()

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import LIMIT_S, Forked, fork
 
 from crosstune.core.errors import UserError
 from crosstune.core.version import __version__
@@ -28,57 +26,31 @@ from crosstune.distributed.launch import launch_node, torch_environments
 from crosstune.distributed.processes import Processes
 from crosstune.distributed.reports import Failure, Report
 
-LIMIT_S = 600.0
 START = "import os, signal, sys, time, pathlib; rank = int(os.environ['RANK']); folder = pathlib.Path(sys.argv[1])\n"
 
 
-@dataclass
-class Launcher:
-    """A launcher in a fork of this process, which has imported all that it needs."""
-
-    process: BaseProcess
-    said: Path
-
-    def end(self) -> tuple[int, str]:
-        self.process.join(LIMIT_S)
-        self.process.kill()
-        assert self.process.exitcode is not None
-        return self.process.exitcode, self.said.read_text()
-
-
-def start(node: int, code: str, folder: Path, port: int, **more: Any) -> Launcher:
+def start(node: int, code: str, folder: Path, port: int, **more: Any) -> Forked:
     nodes = Nodes(
         **{"num_nodes": 2, "node_rank": node, "master_addr": "127.0.0.1", "master_port": port}
         | more.pop("nodes", {})
     )
     limits: dict[str, Any] = {"max_restarts": 0, "connect_s": LIMIT_S, "collective_s": LIMIT_S}
     command = [sys.executable, "-S", "-c", START + code, str(folder)]
-    said = folder.with_name(f"{folder.name}-{node}.said")
-    run = functools.partial(_launch, said, command, nodes, **{"num_local": 1, **limits, **more})
-    process = multiprocessing.get_context("fork").Process(target=run)
-    process.start()
-    return Launcher(process, said)
+    run = functools.partial(_launch, command, nodes, **{"num_local": 1, **limits, **more})
+    return fork(run, said=folder.with_name(f"{folder.name}-{node}.said"))
 
 
-def _launch(said: Path, command: list[str], nodes: Nodes, **options: Any) -> None:
+def _launch(command: list[str], nodes: Nodes, **options: Any) -> int:
     processes.PATIENCE_S = 0.5
-    with said.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-        environments = functools.partial(torch_environments, nodes=nodes)
-        try:
-            outcome = launch_node(
-                command,
-                nodes,
-                environments=environments,
-                say=lambda lines: print("said:", *lines, sep="\n", file=file),
-                **options,
-            )
-        except UserError as error:
-            print(*error.lines(), sep="\n", file=file)
-            sys.exit(error.exit_code)
-        print(*outcome.lines, sep="\n", file=file)
-    sys.exit(outcome.code)
+    environments = functools.partial(torch_environments, nodes=nodes)
+    say = functools.partial(print, "said:")
+    try:
+        outcome = launch_node(command, nodes, environments=environments, say=say, **options)
+    except UserError as error:
+        print(*error.lines(), sep="\n")
+        return error.exit_code
+    print(*outcome.lines, sep="\n")
+    return outcome.code
 
 
 def test_ranks_are_counted_over_the_machines_and_end_together(tmp_path: Path) -> None:
@@ -115,11 +87,10 @@ def test_a_machine_that_is_gone_ends_the_run(tmp_path: Path) -> None:
     while len(list(tmp_path.iterdir())) < 2:
         time.sleep(0.02)
         assert first.process.is_alive() and second.process.is_alive()
-    assert second.process.pid is not None
-    os.kill(second.process.pid, signal.SIGSTOP)
+    os.kill(second.pid, signal.SIGSTOP)
     code_first, said = first.end()
     assert code_first == 1 and "the connection to machine 1" in said
-    os.kill(second.process.pid, signal.SIGCONT)
+    os.kill(second.pid, signal.SIGCONT)
     code_second, said = second.end()
     assert code_second == 1 and "was lost" in said  # the word of the hub, or what it noticed itself
 

@@ -17,6 +17,7 @@ import pytest
 from crosstune.cli.start_ranks import remark_on_crowd
 from crosstune.core.errors import EXIT_HUNG, EXIT_PORT_TAKEN, EXIT_USER_MUST_ACT
 from crosstune.distributed import processes as running
+from crosstune.distributed.free_ports import free_ports
 from crosstune.distributed.launch import launch, ring_environments
 from crosstune.distributed.reports import Outcome
 
@@ -68,6 +69,12 @@ def test_who_lost_the_others_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) 
 def test_a_port_that_was_taken_is_tried_again(tmp_path: Path) -> None:
     code = f"p = pathlib.Path(sys.argv[1])\nif rank == 0 and not p.exists(): p.touch(); sys.exit({EXIT_PORT_TAKEN})\n"
     assert run(code + "time.sleep(0.2)", str(tmp_path / "tried")) == Outcome(code=0)
+
+
+def test_a_port_that_was_asked_for_is_tried_once(tmp_path: Path) -> None:
+    code = f"open(sys.argv[1], 'a').write('x') if rank == 0 else None; sys.exit(0 if rank else {EXIT_PORT_TAKEN})"
+    assert run(code, str(tmp_path / "tries"), port=free_ports(1)[0]).code == EXIT_USER_MUST_ACT
+    assert (tmp_path / "tries").read_text() == "x"
 
 
 KILLED_ONCE = """

@@ -77,3 +77,6 @@ def test_which_addresses_are_loopback() -> None:
         assert master.is_loopback(address), address
     for address in ("10.0.0.1", "fe80::1%eth0", "first", "127.example.org"):
         assert not master.is_loopback(address), address
+    assert master.plain_address("fe80::1%eth0") == "fe80::1"
+    assert master.plain_address("::ffff:10.0.0.1") == "10.0.0.1"
+    assert master.plain_address("00:11:22:33:44:55") == "00:11:22:33:44:55"  # of an interface's hardware

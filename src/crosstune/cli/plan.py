@@ -227,7 +227,8 @@ def _plan_lines(
         ("optimizer", f"{config.optimizer}, lr {config.lr:g} {config.lr_scheduler}, wd {config.wd:g}"),
     ]
     if plan.collective:
-        rows.append(("collectives", f"{plan.collective}, {config.sharding_strategy}"))
+        strategy = f", {config.sharding_strategy}" if plan.engine == "torch" else ""
+        rows.append(("collectives", f"{plan.collective}{strategy}"))
     if settings := _describe_settings(plan):
         rows.append(("settings", ", ".join(settings)))
     if plan_needs_base:

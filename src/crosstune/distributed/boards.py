@@ -12,7 +12,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What a rank last said about itself."""
+    """The last post of a rank about itself."""
 
     rank: int
     host: str
@@ -24,7 +24,7 @@ class State:
     still_s: float
     """For how long its main thread has been at this place."""
     waits: bool
-    """Whether it waits in a collective, so for another rank."""
+    """True if it waits in a collective, so for another rank."""
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))

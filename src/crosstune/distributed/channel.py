@@ -13,7 +13,7 @@ from typing import Any
 from crosstune.core.json_files import parse_json
 
 BEAT_S = 1.0
-"""How often each side says that it is there."""
+"""Seconds between two heartbeats."""
 LONGEST_LINE = 2**20
 """Bytes of a message; the other side hangs up at a longer one."""
 

@@ -26,8 +26,9 @@ from crosstune.distributed.boards import Board, FolderBoard
 from crosstune.distributed.watchdog import Watchdog
 
 SHARED_FOLDER_S = 20.0
-"""How long a file may take to appear on another machine."""
+"""Time for a file to appear on another machine."""
 _TOKEN = ".shared"
+_OPTIONS, _SHOWN_KEYS = "options", 8
 
 
 @runtime_checkable
@@ -184,9 +185,9 @@ def check_started(plan: Plan, ranks: Ranks) -> None:
 def check_same_everywhere(group: Group, parts: Mapping[str, Any]) -> None:
     """Raise a UserError in every process unless all of them have the same parts."""
     other = [
-        name
+        f"{name}{_differing_keys(group, part) if name == _OPTIONS else ''}"
         for name, part in parts.items()
-        if not group.same(json.dumps(finite(part), sort_keys=True, default=str))
+        if not group.same(_as_text(part))
     ]
     if other:
         raise UserError(
@@ -194,3 +195,15 @@ def check_same_everywhere(group: Group, parts: Mapping[str, Any]) -> None:
             why="all need the same options, model, data and checkpoint.",
             do="start all of them with the same command, and copy the same files to every machine",
         )
+
+
+def _differing_keys(group: Group, part: Mapping[str, Any]) -> str:
+    """Return the keys of a part that differ between the processes, in brackets. Collective."""
+    keys: list[str] = json.loads(group.share(json.dumps(list(part))))
+    differing = [key for key in keys if not group.same(_as_text(part.get(key)))]
+    more = ", ..." if len(differing) > _SHOWN_KEYS else ""
+    return f" ({', '.join(differing[:_SHOWN_KEYS])}{more})" if differing else ""
+
+
+def _as_text(part: Any) -> str:
+    return json.dumps(finite(part), sort_keys=True, default=str)

@@ -24,9 +24,9 @@ from crosstune.distributed.reports import Outcome
 from crosstune.distributed.watchdog import LauncherWatch
 
 LOST_S = 30.0
-"""How long another machine's launcher may be silent."""
+"""The longest silence of another machine's launcher."""
 ORPHAN_S = 300.0
-"""How long a rank has to save and exit after its launcher was killed."""
+"""Time for a rank to save and exit after its launcher was killed."""
 
 Environments = Callable[[Path, Begin], list[dict[str, str]]]
 """(private folder, what to start) -> the environment variables of each rank on this machine."""

@@ -24,7 +24,7 @@ REPORT_LIMIT = LONGEST_LINE // 2
 
 @dataclass(frozen=True, kw_only=True)
 class Begin:
-    """What the ranks of this machine are started with."""
+    """The place of this machine's ranks in an attempt."""
 
     attempt: int
     first_rank: int
@@ -36,11 +36,11 @@ class Begin:
 
 @dataclass(frozen=True, kw_only=True)
 class Settled:
-    """What all launchers do after an attempt: start again, or end with an outcome."""
+    """The decision of all launchers after an attempt: start again, or end with an outcome."""
 
     outcome: Outcome
     restarts: int = 0
-    """How often the run was started again after a failure."""
+    """The number of restarts after a failure."""
     again: bool = False
 
 

@@ -20,11 +20,19 @@ def is_loopback(address: str) -> bool:
     if address == _LOCAL:
         return True
     try:
-        found = ipaddress.ip_address(address.partition("%")[0])
+        return ipaddress.ip_address(plain_address(address)).is_loopback
     except ValueError:
         return False
-    mapped = getattr(found, "ipv4_mapped", None)
-    return (mapped or found).is_loopback
+
+
+def plain_address(address: str) -> str:
+    """Return a numeric address without its interface, and one of IPv4 that is written as IPv6 in its own form; any other
+    text as it is."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    return str(getattr(found, "ipv4_mapped", None) or found)
 
 
 def resolve(name: str, port: int) -> list[tuple[Any, ...]]:

@@ -26,12 +26,12 @@ from crosstune.distributed.environment import LAUNCH_FOLDER, LAUNCHER
 from crosstune.distributed.reports import Failure, Report
 
 PATIENCE_S = 5.0
-"""How long the others have to save and exit after one process failed."""
+"""Time for the others to save and exit after one process failed."""
 GRACE_S = 30.0
 """Time between SIGTERM and SIGKILL."""
 POLL_S = 0.05
 TAIL_LINES, TAIL_BYTES = 15, 2**16
-"""How much of the output of a rank that failed is shown."""
+"""The end of a failed rank's output that is shown."""
 _ORDERLY = (EXIT_DONE, EXIT_STOPPED)
 
 
@@ -55,7 +55,7 @@ class Processes:
     ended: set[int] = field(default_factory=set)
     """Places of members that we stopped."""
     hung: list[str] = field(default_factory=list)
-    """What the launcher's own watchdog says of a rank that hangs."""
+    """The words of the launcher's own watchdog about a rank that hangs."""
 
     def start(self, command: Sequence[str], variables: Sequence[Mapping[str, str]]) -> None:
         """Start one process for each mapping of environment variables. Rank 0 has our terminal."""

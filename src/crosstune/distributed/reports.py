@@ -20,7 +20,7 @@ from crosstune.core.errors import (
 )
 
 PORT_ATTEMPTS = 4
-"""How often a run is started at other ports, when one that was free is taken by another program."""
+"""The number of starts at other ports, when one that was free is taken by another program."""
 _CONTINUE = "  do:  if a checkpoint was saved, run the same command with --resume auto to continue from it"
 
 
@@ -34,7 +34,7 @@ class Failure:
     lines: Sequence[str] = ()
     """The last lines of its output; none for rank 0, which has the terminal."""
     ended: bool = False
-    """Whether its launcher stopped it, after another one had failed."""
+    """True if its launcher stopped it, after another one had failed."""
 
     def sentence(self, size: int) -> str:
         how = f"was killed by {signal_name(-self.code)}" if self.code < 0 else f"ended with code {self.code}"
@@ -49,7 +49,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """How the ranks of one machine ended."""
+    """The end of the ranks of one machine."""
 
     codes: dict[int, int]
     failures: list[Failure] = field(default_factory=list)
@@ -103,14 +103,14 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What follows from an attempt."""
+    """The decision after an attempt."""
 
     outcome: Outcome
     cause: Failure | None = None
     again: bool = False
-    """Whether to start the ranks again, from the newest checkpoint."""
+    """True to start the ranks again, from the newest checkpoint."""
     other_port: bool = False
-    """Whether to start them again because a port was taken, before anything happened."""
+    """True to start them again because a port was taken, before anything happened."""
 
 
 def judge(reports: Sequence[Report], *, size: int, restarts_left: int) -> Verdict:

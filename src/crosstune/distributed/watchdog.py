@@ -24,9 +24,9 @@ _COLLECTIVE = ("torch/distributed/", "torch/autograd/graph.py", "_engine/group.p
 """Parts of file names in which a rank waits for the others."""
 _OWN = ("crosstune/", "torch/distributed/")
 STOP_S = 2.0
-"""How long the threads may take to end with the training."""
+"""Time for the threads to end with the training."""
 _LOST_S = 10.0
-"""How long a rank may take to notice by itself that the board's process is gone."""
+"""Time for a rank to notice by itself that the board's process is gone."""
 
 
 class Judge:

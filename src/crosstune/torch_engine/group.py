@@ -30,6 +30,7 @@ class TorchGroup:
     def __init__(self, ranks: Ranks, *, store: dist.Store, limits: Limits) -> None:
         self.ranks, self.limits, self.store = ranks, limits, store
         self.activity = Activity()
+        self._has_default = False
         with peer_errors(ranks, doing="connecting to the other processes"):
             self._control = dist.ProcessGroupGloo(
                 dist.PrefixStore("control", store), ranks.rank, ranks.size, _seconds(limits.collective_s)
@@ -88,6 +89,7 @@ class TorchGroup:
                 timeout=_seconds(self.limits.collective_s),
                 device_id=device if name == "nccl" and device.index is not None else None,
             )
+        self._has_default = True
 
     def open_board(self) -> StoreBoard:
         """Return the board on which all ranks post what they do."""
@@ -109,9 +111,11 @@ class TorchGroup:
         return self.share(text)
 
     def close(self) -> None:
-        """Leave the default group. Every process calls this, with no collective under way."""
-        if dist.is_initialized():
+        """Leave the default group, unless a program made it before us. Every process calls this, with no collective under
+        way."""
+        if self._has_default and dist.is_initialized():
             dist.destroy_process_group()
+        self._has_default = False
 
 
 def collective_for(device: torch.device, *, asked: str | None = None) -> str:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from crosstune.config.load import add_variables
 from crosstune.core.errors import PortTaken, UserError
 from crosstune.core.ranks import Limits, Ranks
-from crosstune.distributed.master import check_master, explain_refusal, is_loopback, listen
+from crosstune.distributed.master import check_master, explain_refusal, is_loopback, listen, plain_address
 
 _RETRY_S = 0.2
 
@@ -77,7 +77,7 @@ def _interface_between(ranks: Ranks, store: dist.Store) -> str | None:
         entries = (json.loads(store.get(f"rank/{rank}")) for rank in range(ranks.size))
         own = next((entry["reached"] for entry in entries if not is_loopback(entry["reached"])), own)
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.split("%")[0] == own for one in addresses):
+        if any(plain_address(one.address) == plain_address(own) for one in addresses):
             return name
     return None
 

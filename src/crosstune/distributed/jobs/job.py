@@ -35,9 +35,9 @@ class Job:
     """The folder in which the run starts, the same on all machines."""
     config_file: Path | None = None
     config_text: str = ""
-    """What is in the configuration file of the run."""
+    """The content of the run's configuration file."""
     has_time_limit: bool = False
-    """Whether the run ends by itself before it is finished, with the exit code of a stop."""
+    """True if the run ends by itself before it is finished, with the exit code of a stop."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The scheduler's own options."""
 
@@ -58,13 +58,13 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """How a job was started, or how it ended where we waited for it."""
+    """The start of a job, or its end where we waited for it."""
 
     code: int = 0
     lines: tuple[str, ...] = ()
-    """What happened and what to do next."""
+    """The event, and the commands that follow it."""
     failed: bool = False
-    """Whether the lines are those of an error."""
+    """True if the lines are those of an error."""
 
 
 def check_request(config: Config, *, size: int) -> list[UserError]:

@@ -21,7 +21,7 @@ from crosstune.core.signals import taken_signals
 from crosstune.distributed.jobs.job import Started
 
 PATIENCE_S = 5.0
-"""How long the other machines have to end by themselves after one failed."""
+"""Time for the other machines to end by themselves after one failed."""
 GRACE_S = 60.0
 """Time between SIGTERM and the hard end."""
 POLL_S = 0.2
@@ -104,7 +104,7 @@ class _Signals:
 
     @property
     def again(self) -> bool:
-        """Whether the user asked twice."""
+        """True if the user asked twice."""
         return self.received.count(signal.SIGINT) > 1
 
 

@@ -43,9 +43,9 @@ class Parallel:
     mesh: DeviceMesh
     device: torch.device
     reduce_once: bool = False
-    """Whether gradients are reduced after the last micro-batch only, see --no_sync."""
+    """True if gradients are reduced after the last micro-batch only, see --no_sync."""
     interrupted: BaseException | None = field(default=None)
-    """Why this rank left a call that the others may still be in, so that no collective works any more."""
+    """The error with which this rank left a call that the others may still be in: no collective works any more."""
 
     @property
     def size(self) -> int:

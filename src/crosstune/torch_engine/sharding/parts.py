@@ -24,7 +24,7 @@ class Part:
     group: Any
     """The ranks that hold the other parts."""
     device: torch.device
-    """Where collectives take place; an offloaded parameter is on the host."""
+    """The device of the collectives; an offloaded parameter is on the host."""
 
     @property
     def chunk(self) -> int:

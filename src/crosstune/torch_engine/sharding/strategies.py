@@ -15,14 +15,14 @@ REPLICAS, SHARDS = "replicas", "shards"
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """How a model is divided over the processes of a run."""
+    """The division of a model over the processes of a run."""
 
     sharded: bool
-    """Whether each process holds a part of the parameters, gradients and moments; otherwise all of them."""
+    """True if each process holds a part of the parameters, gradients and moments; otherwise it holds all of them."""
     reshard_after_forward: bool = True
-    """Whether gathered parameters are freed between the forward and the backward pass."""
+    """True if gathered parameters are freed between the forward and the backward pass."""
     hybrid: bool = False
-    """Whether the parts are divided within a host only, and each host holds the whole model."""
+    """True if the parts are divided within a host only, and each host holds the whole model."""
 
 
 STRATEGIES = {

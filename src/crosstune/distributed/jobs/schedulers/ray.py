@@ -28,7 +28,7 @@ ADDRESS = JobOption(
 OPTIONS = (ADDRESS, CPUS, RESTARTS)
 NUM_LINES = 15
 ANSWER_S = 30.0
-"""How long an actor may take to answer; one that does not is lost."""
+"""Time for an actor to answer; one that does not is lost."""
 TOLD_EVERY_S = 15.0
 
 
@@ -181,7 +181,7 @@ class _RayNode:
     def __init__(self, actor: Any, place: int, host: str) -> None:
         self.actor, self.place, self.host = actor, place, host
         self.lost = ""
-        """Why Ray lost its machine."""
+        """Return the reason for which Ray lost its machine."""
         self._silent_since = 0.0
         self._lines: collections.deque[str] = collections.deque(maxlen=NUM_LINES)
 

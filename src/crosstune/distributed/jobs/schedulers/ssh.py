@@ -37,7 +37,7 @@ _HOST = re.compile(
 # No question for a password, which nobody would see; a connection that hangs ends after a minute.
 _WORDS = ("-T", "-oBatchMode=yes", "-oServerAliveInterval=15", "-oServerAliveCountMax=4")
 LOGIN_S = 20
-"""How long a machine may take to answer, in the seconds that ssh counts."""
+"""Seconds for a machine to answer."""
 NUM_LINES = 15
 _HOSTS_LIMIT = 2**20
 

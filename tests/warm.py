@@ -1,0 +1,168 @@
+"""Run Python programs as forks of a process that has imported torch and crosstune: each starts in milliseconds.
+
+The process is started once per pytest process, at the first use; `python tests/warm.py` is its own program.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 900.0
+
+
+@dataclass
+class Program:
+    """A program that runs, or ran, in a fork."""
+
+    pid: int
+    output: Path
+    _server: subprocess.Popen[str]
+    _code: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, less than 0 for a signal; None while it runs."""
+        if self._code is None:
+            self._code = _ask(self._server, {"poll": self.pid})
+        return self._code
+
+    def said(self) -> str:
+        return self.output.read_text(encoding="utf-8", errors="replace")
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the end; return the exit code and the output."""
+        until = time.monotonic() + LIMIT_S
+        while (code := self.poll()) is None:
+            if time.monotonic() > until:
+                self.kill()
+                raise TimeoutError(self.said()[-4000:])
+            time.sleep(0.01)
+        return code, self.said()
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def start(code: str, *words: str, variables: Mapping[str, str | None] | None = None) -> Program:
+    """Start a program with `sys.argv[1:]` and environment variables beside those of this process; None removes one."""
+    handle, name = tempfile.mkstemp(dir=_outputs())
+    os.close(handle)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
+    kept = {key: value for key, value in environment.items() if value is not None}
+    asked = {"code": code, "words": words, "environment": kept, "output": name}
+    server = _server()
+    return Program(pid=_ask(server, asked), output=Path(name), _server=server)
+
+
+def start_ranks(
+    code: str, *words: str, size: int, port: int, variables: Mapping[str, str | None] | None = None
+) -> list[Program]:
+    """Start a program once for each rank, with the variables that torchrun sets."""
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        start(
+            code,
+            *words,
+            variables={"RANK": str(rank), "LOCAL_RANK": str(rank), **shared, **(variables or {})},
+        )
+        for rank in range(size)
+    ]
+
+
+@functools.lru_cache(maxsize=1)
+def _outputs() -> str:
+    folder = tempfile.mkdtemp(prefix="crosstune-warm-")
+    atexit.register(shutil.rmtree, folder)
+    return folder
+
+
+@functools.lru_cache(maxsize=1)
+def _server() -> subprocess.Popen[str]:
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    server = subprocess.Popen(
+        [sys.executable, __file__],
+        env=os.environ | variables,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(server.communicate)  # the end of its input ends it
+    return server
+
+
+def _ask(server: subprocess.Popen[str], question: Mapping[str, Any]) -> Any:
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write(json.dumps(question) + "\n")
+    server.stdin.flush()
+    return json.loads(server.stdout.readline())
+
+
+def _serve() -> None:
+    import torch
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import crosstune.cli.main
+    import crosstune.cli.train
+    import crosstune.recipes.sft
+    import crosstune.run
+    import crosstune.torch_engine.group
+    import crosstune.torch_engine.open
+    import crosstune.torch_engine.sharding.finish
+    import crosstune.torch_engine.sharding.staged_backend  # noqa: F401
+
+    torch.set_num_threads(1)
+    running: set[int] = set()
+    for line in sys.stdin:
+        question = json.loads(line)
+        if (pid := question.get("poll")) is not None:
+            found, status = os.waitpid(pid, os.WNOHANG)
+            running -= {found}
+            answer = os.waitstatus_to_exitcode(status) if found else None
+        else:
+            answer = _fork(**question)
+            running.add(answer)
+        print(json.dumps(answer), flush=True)
+    for pid in running:  # the tests are over, or were interrupted
+        os.kill(pid, signal.SIGKILL)
+
+
+def _fork(code: str, words: Sequence[str], environment: Mapping[str, str], output: str) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    ended = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number in (1, 2):
+            os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), number)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv[1:] = words
+        exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})
+        ended = 0
+    except SystemExit as error:
+        ended = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:  # noqa: BLE001  (printed, and the process ends)
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ended)
+
+
+if __name__ == "__main__":
+    _serve()
