@@ -10,6 +10,7 @@ import pytest
 
 from crosstune.config.load import load_config, make_config
 from crosstune.core.errors import UserError
+from crosstune.recipes.latent_diffusion import check_options
 from crosstune.recipes.latent_diffusion.batch import LossWeights, divide_batch, make_batch
 from crosstune.recipes.latent_diffusion.entry_script import entry_script
 from crosstune.recipes.latent_diffusion.noise import JOINT, L2T, T2L, draw
@@ -73,6 +74,12 @@ def test_dropped_conditions_say_nothing() -> None:
     silent = (found.mode == T2L) & (found.text_time == 1)
     assert abs(silent.sum() / (found.mode == T2L).sum() - 0.25) < 0.03
     np.testing.assert_array_equal(found.masked[silent].sum(1), lengths[silent])
+
+
+def test_noise_is_drawn_where_a_vector_is_predicted() -> None:
+    _, with_others = drawn(shares={"l2t": 0.9, "t2l": 0.1})
+    _, alone = drawn(shares={"l2t": 1.0}, dropped=0.5)
+    assert with_others.noise.std() > 0.9 and not alone.noise.any()
 
 
 def test_a_step_is_a_function_of_its_number() -> None:
@@ -149,6 +156,21 @@ def test_scores_leave_padding_out() -> None:
     guess = np.array([[5, 4, 0, 0], [7, 8, 9, 0]])
     assert token_accuracy(guess, tokens, np.array([2, 3])) == pytest.approx(4 / 5)
     assert retrieval(np.eye(3), np.eye(3)) == 1.0 and retrieval(np.eye(3), np.eye(3)[[1, 2, 0]]) == 0.0
+
+
+def test_options_without_a_meaning_are_refused_all_at_once() -> None:
+    config = make_config(
+        recipe="latent_diffusion",
+        train_type="lora",
+        packing=True,
+        columns="a=b",
+        tokenizer="x",
+        backend="mlx",
+    )
+    said = "\n".join(str(problem) for problem in check_options(config))
+    for part in ("--backend mlx", "--train_type lora", "--columns and --packing have", "--tokenizer has"):
+        assert part in said
+    assert not check_options(make_config(recipe="latent_diffusion", train_type="full", hidden_size=64))
 
 
 ORIGINAL = """

@@ -98,6 +98,10 @@ def _decoded(
     shuffled = np.roll(latents, 1, axis=0)
     texts = decode(latents)
     found: dict[str, Any] = {
+        "nats_per_token": sampler.nats_per_token(tokens, lengths, latents, seed=request.decode.seed),
+        "nats_per_token_shuffled": sampler.nats_per_token(
+            tokens, lengths, shuffled, seed=request.decode.seed
+        ),
         "token_accuracy": accuracy(latents),
         "token_accuracy_shuffled": accuracy(shuffled),
         "token_accuracy_zero": accuracy(np.zeros_like(latents)),

@@ -1,4 +1,4 @@
-"""Draw what a step adds to its rows: modes, times, masks and noise, from the seed and the step alone."""
+"""Draw the noise of a step: modes, times, masks and noise, from the seed and the step alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ L2T, T2L, JOINT = range(len(MODES))
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """What was drawn for the rows of a step."""
+    """Hold the noise that was drawn for the rows of a step."""
 
     mode: NDArray[np.int8]
     """Place in MODES."""

@@ -1,4 +1,4 @@
-"""The recipe latent_diffusion: batches of (text, vector) pairs with their noise, and evaluation by decoding."""
+"""Define the recipe latent_diffusion: batches of (text, vector) pairs with their noise, and evaluation by decoding."""
 
 from __future__ import annotations
 
