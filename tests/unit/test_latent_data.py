@@ -313,6 +313,13 @@ def test_an_encoder_that_differs_from_the_manifest(pairs: Path) -> None:
     manifest["encoder"] = manifest["encoder"] | {"sha256": "0" * 64}
     with pytest.raises(UserError, match="not the one that made these vectors"):
         open_encoder_of(manifest)
+    manifest["encoder"] = manifest["encoder"] | {"kind": "given", "name": "mine.npy"}
+    with pytest.raises(UserError, match=r"they were given as mine\.npy"):
+        open_encoder_of(manifest)
+    assert open_encoder_of(manifest, encoder="grammar").dim == 96
+    manifest["encoder"] = manifest["encoder"] | {"dim": 32}
+    with pytest.raises(UserError, match="they have 32 dimensions, and it makes 96"):
+        open_encoder_of(manifest, encoder="grammar")
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def _import_layout(request: BuildRequest, found: Imported) -> Written:
         divided=divided,
         tokenizer_folder=folder,
         encoder={
-            "name": "unknown",
+            "name": request.source,
             "kind": "imported",
             "dim": int(found.latents.shape[1]),
             "sha256": "unknown",
