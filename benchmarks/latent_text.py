@@ -39,6 +39,7 @@ FULL = {
     "batch_size": 1024,
     "lr": 1e-3,
     "dropout": 0.1,
+    "latent_noise": 0.1,
     "precision": "bf16_autocast",
     "optimizer": "fused_adamw",
 }
@@ -347,9 +348,9 @@ def main() -> None:
     running.add_argument("--budget_s", type=float, default=560.0, help="for everything (default 560)")
     running.add_argument("--decode_s", type=float, default=110.0, help="of it, for decoding (default 110)")
     running.add_argument("--steps", type=int, default=0, help="train so many steps, whatever the time")
-    running.add_argument("--crops", type=int, default=4, help="spans of each text as more texts (default 4)")
+    running.add_argument("--crops", type=int, default=3, help="spans of each text as more texts (default 3)")
     running.add_argument("--max_texts", type=int, default=-1, help="use so many of the texts")
-    running.add_argument("--rounds", type=int, default=20, help="most rounds of correction (default 20)")
+    running.add_argument("--rounds", type=int, default=12, help="most rounds of correction (default 12)")
     running.add_argument(
         "--decode_only", action="store_true", help="use the pairs and the model that are in --work"
     )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from crosstune.recipes.latent_diffusion.recipe import LatentDiffusionRecipe
 
 NEEDS_BASE_MODEL = False
+ENGINES = ("torch",)
 _DEFAULTS = {"dataset": "grammar", "train_type": "full", "lr": 1e-3, "batch_size": 64, "eval_samples": 256}
 """Options whose default is another one with this recipe, on every backend."""
 PRESET_OPTIONS = tuple(_DEFAULTS)

@@ -88,9 +88,7 @@ def _decoded(
     tokens, lengths = trained.tokens_of(pairs.texts[: len(latents)])
 
     def accuracy(vectors: Any) -> float:
-        """From the fully masked state, all at once, at the right length."""
-        found = sampler.decode(vectors, options=DecodeOptions(steps=1), lengths=lengths)
-        return scores.token_accuracy(found.tokens, tokens, lengths)
+        return scores.one_shot_accuracy(sampler, vectors, tokens, lengths)
 
     def decode(vectors: Any) -> list[str]:
         return vocabulary.decode_batch(sampler.decode(vectors, options=request.decode).tokens)
