@@ -119,4 +119,5 @@ def evaluate_folder(
     opened = None
     if trained.can_embed(encoder):
         opened = trained.encoder(encoder, cache=cache_override(), device=device)
-    return evaluate(trained, pairs.splits["validation"], encoder=opened, request=request)
+    held_out = pairs.splits.get("validation", pairs.splits["train"].part(0, 0))
+    return evaluate(trained, held_out, encoder=opened, request=request)
