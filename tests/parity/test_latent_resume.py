@@ -191,6 +191,7 @@ def test_pairs_of_another_encoder_are_refused(
         (["decode", "PAIRS", "--text", "a"], "holds no trained latent-diffusion model"),
         (["encode", "RUN", "--text", " ".join(["cat"] * 13)], "the model takes 1 to 12"),
         (["eval", "RUN"], "eval needs --data"),
+        (["encode", "RUN", "--text", "the cat", "--out", "RUN"], "The vectors cannot be written to"),
         (["decode", "RUN", "--text", "a", "--crops", "2"], "decode takes no --crops: it is for build"),
         (["sample", "RUN", "--guidance", "2"], "sample takes no --guidance"),
         (["build", "grammar", "--out", "OUT", "--crops", "2"], "a span of a text needs a vector of its own"),
