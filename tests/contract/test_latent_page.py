@@ -33,6 +33,7 @@ def test_the_commands_of_the_page(shop: Workshop) -> None:
     assert "wrote" in followed[4] and np.load(shop.home / "vector.npy").shape == (1, 96)
     assert followed[5].strip()
     assert "400 pairs" in followed[6]
+    assert "step  24/24" in followed[7]
     summary = shop.json("runs/sentences/summary.json")
     assert summary["steps"] == 40 and summary["eval_after"]["loss"] < summary["eval_before"]["loss"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional
 
 from crosstune.recipes.latent_diffusion.correct import CorrectOptions, decode_and_correct
 from crosstune.recipes.latent_diffusion.grammar import GrammarEncoder
+from crosstune.recipes.latent_diffusion.pair_folder import PairFolder
 from crosstune.recipes.latent_diffusion.recipe import LatentDiffusionRecipe
 from crosstune.recipes.latent_diffusion.sampling import DecodeOptions
 from crosstune.recipes.latent_diffusion.torch_parts_denoise import to_clean
@@ -20,25 +22,35 @@ from crosstune.recipes.latent_diffusion.torch_parts_encoder import SentenceEncod
 from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, PAD
 
-STEPS = 150
+STEPS = 120
 
 
 @pytest.fixture(scope="module")
 def overfit(tmp_path_factory: pytest.TempPathFactory) -> LatentDiffusionRecipe:
-    """A model that has learned 32 pairs by heart, in every mode."""
-    recipe, session = opened(
-        grammar_pairs(tmp_path_factory.mktemp("pairs") / "grammar"),
+    """A model that has learned 32 pairs by heart: texts from vectors, and both from noise."""
+    pairs = grammar_pairs(tmp_path_factory.mktemp("pairs") / "grammar")
+    return learned(
+        pairs,
+        STEPS,
         loss_type="random",
-        mode_weights="l2t:0.6,t2l:0.2,unconditional:0.2",
+        mode_weights="l2t:0.7,unconditional:0.3",
+    )
+
+
+def learned(pairs: PairFolder, steps: int, **options: Any) -> LatentDiffusionRecipe:
+    """Train on 32 pairs, all in every step."""
+    recipe, session = opened(
+        pairs,
         latent_loss_weight=1.0,
         dataset_samples=32,
         batch_size=32,
         hidden_size=64,
-        max_steps=STEPS,
+        max_steps=steps,
+        **options,
     )
-    for step in range(STEPS):
+    for step in range(steps):
         session.backward([session.prepare(batch) for batch in recipe.window(step)])
-        session.update(lr=5e-3 * min(1.0, (step + 1) / 15) * min(1.0, 2 * (STEPS - step) / STEPS))
+        session.update(lr=5e-3 * min(1.0, (step + 1) / 15) * min(1.0, 2 * (steps - step) / steps))
     return recipe
 
 
@@ -66,8 +78,9 @@ def test_32_pairs_are_learned_to_the_last_token(overfit: LatentDiffusionRecipe) 
 
 
 def test_the_vectors_of_32_texts_are_learned(overfit: LatentDiffusionRecipe) -> None:
-    train = overfit.train
-    vectors = sampler_of(overfit).encode(train.tokens, train.lengths, steps=8)
+    recipe = learned(overfit.pairs, 70, loss_type="t2l")
+    train = recipe.train
+    vectors = sampler_of(recipe).encode(train.tokens, train.lengths, steps=8)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, atol=1e-5)
     near = vectors @ np.asarray(train.latents).T
     assert (near.argmax(1) == np.arange(32)).all() and np.diag(near).mean() > 0.9
@@ -91,6 +104,28 @@ def test_texts_and_vectors_from_noise_belong_together(overfit: LatentDiffusionRe
     other = sampler.generate(24, options=DecodeOptions(steps=12, temperature=1.0, seed=1))
     np.testing.assert_array_equal(again.tokens, found.tokens)
     assert (other.vectors != found.vectors).any()
+
+
+def test_the_bound_is_low_for_what_was_learned(overfit: LatentDiffusionRecipe) -> None:
+    train, sampler = overfit.train, sampler_of(overfit)
+    latents = np.asarray(train.latents)
+    known = sampler.nats_per_token(train.tokens, train.lengths, latents)
+    shuffled = sampler.nats_per_token(train.tokens, train.lengths, np.roll(latents, 1, axis=0))
+    assert 0 <= known < 0.1 and shuffled > 1
+
+
+def test_an_untrained_model_has_the_bound_of_a_uniform_one(overfit: LatentDiffusionRecipe) -> None:
+    """Its logits are nearly equal, so each token costs the logarithm of the vocabulary, whatever its time."""
+    train = overfit.train
+    recipe, session = opened(overfit.pairs, dataset_samples=32)
+    with torch.no_grad():
+        session.model.token_embedding.weight.zero_()
+    rows = [
+        np.tile(np.asarray(array), (64, 1) if array.ndim == 2 else 64)
+        for array in (train.tokens, train.lengths, train.latents)
+    ]
+    found = recipe._task.sampler().nats_per_token(*rows)
+    assert found == pytest.approx(np.log(recipe.settings.vocabulary), rel=0.05)
 
 
 def test_decoding_unmasks_step_by_step(overfit: LatentDiffusionRecipe) -> None:

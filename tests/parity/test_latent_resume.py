@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from crosstune.cli.ending import ending_lines
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
@@ -128,13 +129,28 @@ def test_a_run_decodes_encodes_and_is_evaluated(home: Path, capsys: pytest.Captu
     assert corrected["texts"][0]["cosine"] >= single["texts"][0]["cosine"]
     assert main(["latents", "decode", run, "--text", text, "--live", "--steps", "3"]) == 0
     assert "step   3/3" in capsys.readouterr().err
+    made = json.loads(latents(capsys, "sample", run, "--samples", "3", "--out", str(vectors), "--json"))
+    assert len(made["texts"]) == 3 and {"text", "cosine"} == made["texts"][0].keys()
+    np.testing.assert_allclose(np.linalg.norm(np.load(vectors), axis=1), 1.0, atol=1e-5)
+    assert main(["latents", "sample", run, "--samples", "2", "--live", "--steps", "4"]) == 0
+    captured = capsys.readouterr()
+    assert "step   4/4" in captured.err and len(captured.out.splitlines()) == 2
     pytest.importorskip("sacrebleu", reason="the extra `latents` is not installed")
     found = json.loads(
         latents(
             capsys, "eval", run, "--data", str(home / "pairs"), "--samples", "5", "--correct", "1", "--json"
         )
     )
-    assert {"single_pass", "shuffled", "corrected", "encode", "token_accuracy_zero"} <= found.keys()
+    wanted = {
+        "single_pass",
+        "shuffled",
+        "corrected",
+        "encode",
+        "sampled",
+        "token_accuracy_zero",
+        "nats_per_token",
+    }
+    assert wanted <= found.keys()
     assert found["corrected"]["cosine"] >= found["single_pass"]["cosine"] and found["samples"] == 5
 
 
@@ -175,6 +191,10 @@ def test_pairs_of_another_encoder_are_refused(
         (["decode", "PAIRS", "--text", "a"], "holds no trained latent-diffusion model"),
         (["encode", "RUN", "--text", " ".join(["cat"] * 13)], "the model takes 1 to 12"),
         (["eval", "RUN"], "eval needs --data"),
+        (["encode", "RUN", "--text", "the cat", "--out", "RUN"], "The vectors cannot be written to"),
+        (["decode", "RUN", "--text", "a", "--crops", "2"], "decode takes no --crops: it is for build"),
+        (["sample", "RUN", "--guidance", "2"], "sample takes no --guidance"),
+        (["build", "grammar", "--out", "OUT", "--crops", "2"], "a span of a text needs a vector of its own"),
         (["build", "nowhere.txt", "--out", "OUT"], "nowhere.txt"),
         (["build", "grammar", "--out", "OUT", "--validation_share", "1"], "nothing would be left"),
         (["export", "RUN", "--out", "OUT"], "is not a folder of (text, vector) pairs"),
@@ -190,3 +210,14 @@ def test_requests_that_are_wrong(
 def test_a_model_of_one_direction_refuses_the_other(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = train_to(home, "forward", 2, loss_type="l2t", skip_eval=True)
     assert "cannot encode texts" in latents(capsys, "encode", str(run), "--text", "the cat", code=2)
+    assert "cannot make texts from noise" in latents(capsys, "sample", str(run), code=2)
+    assert main(["generate", str(run), "--prompt", "hello"]) == 2
+    assert f'use: crosstune latents decode {run} --text "..."' in capsys.readouterr().err
+
+
+def test_the_end_names_the_commands_that_use_the_run(home: Path) -> None:
+    run = home / "runs" / "whole"
+    lines = [line for line, _ in ending_lines(json.loads((run / "summary.json").read_text()), run, None)]
+    for action in ("decode", "encode", "sample", "eval"):
+        assert any(f"crosstune latents {action} {run} " in line for line in lines), action
+    assert not any("crosstune generate" in line or "crosstune chat" in line for line in lines)

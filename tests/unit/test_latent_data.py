@@ -51,6 +51,7 @@ def write(
         tokenizer_folder=tokenizer,
         encoder={"name": "x", "sha256": "y"},
         options=options,
+        source="mine.npy",
     )
     return dict(written.manifest)
 
@@ -108,15 +109,37 @@ def test_texts_and_vectors_of_different_counts(tmp_path: Path, tokenizer: Path) 
 def test_vectors_without_a_direction(tmp_path: Path, tokenizer: Path, bad: float, why: str) -> None:
     latents = np.ones((2, 4))
     latents[1] = bad
-    with pytest.raises(UserError, match=why):
+    with pytest.raises(UserError, match=why) as error:
+        write(tmp_path, tokenizer, ["the cat", "a dog"], latents)
+    assert "mine.npy" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "latents",
+    [
+        np.ones((2, 4), np.complex64),
+        np.ones((2, 4), bool),
+        np.ones((2, 4), np.int64),
+        np.full((2, 4), "a"),
+        np.ones((2, 0)),
+        np.ones(2),
+        np.ones((1, 2, 4)),
+    ],
+)
+def test_arrays_that_hold_no_vectors(tmp_path: Path, tokenizer: Path, latents: Any) -> None:
+    with pytest.raises(UserError, match="a row of floating-point numbers for each text"):
         write(tmp_path, tokenizer, ["the cat", "a dog"], latents)
 
 
-def test_unnormalised_vectors_are_normalised_and_counted(tmp_path: Path, tokenizer: Path) -> None:
-    latents = np.array([[3.0, 4.0], [1.0, 0.0]])
+@pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
+def test_unnormalised_vectors_are_normalised_and_counted(
+    tmp_path: Path, tokenizer: Path, size: float
+) -> None:
+    latents = np.array([[3.0 * size, 4.0 * size], [1.0, 0.0]])
     manifest = write(tmp_path, tokenizer, ["the cat", "a dog"], latents)
     assert manifest["vectors_normalised_here"] == 1
-    np.testing.assert_allclose(open_pairs(tmp_path / "out").splits["train"].latents, [[0.6, 0.8], [1, 0]])
+    found = open_pairs(tmp_path / "out").splits["train"].latents
+    np.testing.assert_allclose(found, [[0.6, 0.8], [1, 0]], rtol=1e-6)
 
 
 def test_texts_longer_than_the_context(tmp_path: Path, tokenizer: Path) -> None:
@@ -290,6 +313,13 @@ def test_an_encoder_that_differs_from_the_manifest(pairs: Path) -> None:
     manifest["encoder"] = manifest["encoder"] | {"sha256": "0" * 64}
     with pytest.raises(UserError, match="not the one that made these vectors"):
         open_encoder_of(manifest)
+    manifest["encoder"] = manifest["encoder"] | {"kind": "given", "name": "mine.npy"}
+    with pytest.raises(UserError, match=r"they were given as mine\.npy"):
+        open_encoder_of(manifest)
+    assert open_encoder_of(manifest, encoder="grammar").dim == 96
+    manifest["encoder"] = manifest["encoder"] | {"dim": 32}
+    with pytest.raises(UserError, match="they have 32 dimensions, and it makes 96"):
+        open_encoder_of(manifest, encoder="grammar")
 
 
 @pytest.mark.parametrize(

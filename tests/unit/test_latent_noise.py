@@ -10,12 +10,16 @@ import pytest
 
 from crosstune.config.load import load_config, make_config
 from crosstune.core.errors import UserError
+from crosstune.machines.probe import load_machine
+from crosstune.planner.gather import make_plan
+from crosstune.recipes.latent_diffusion import check_options
 from crosstune.recipes.latent_diffusion.batch import LossWeights, divide_batch, make_batch
 from crosstune.recipes.latent_diffusion.entry_script import entry_script
 from crosstune.recipes.latent_diffusion.noise import JOINT, L2T, T2L, draw
 from crosstune.recipes.latent_diffusion.pair_folder import Pairs
 from crosstune.recipes.latent_diffusion.scores import retrieval, token_accuracy
 from crosstune.recipes.latent_diffusion.settings import make_modes, make_settings
+from crosstune.runs.check_request import check_request
 
 ROWS, WIDTH, DIM = 4000, 20, 8
 
@@ -73,6 +77,31 @@ def test_dropped_conditions_say_nothing() -> None:
     silent = (found.mode == T2L) & (found.text_time == 1)
     assert abs(silent.sum() / (found.mode == T2L).sum() - 0.25) < 0.03
     np.testing.assert_array_equal(found.masked[silent].sum(1), lengths[silent])
+
+
+def test_noise_is_drawn_where_a_vector_is_predicted() -> None:
+    _, with_others = drawn(shares={"l2t": 0.9, "t2l": 0.1})
+    _, alone = drawn(shares={"l2t": 1.0}, dropped=0.5)
+    assert with_others.noise.std() > 0.9 and not alone.noise.any()
+
+
+def test_latent_noise_is_added_to_the_vectors_of_l2t() -> None:
+    lengths, found = drawn(shares={"l2t": 0.5, "t2l": 0.5}, latent_noise=0.3)
+    _, plain = drawn(shares={"l2t": 0.5, "t2l": 0.5})
+    latents = np.random.default_rng(3).normal(size=(ROWS, DIM))
+    latents /= np.linalg.norm(latents, axis=1, keepdims=True)
+    pairs = Pairs(
+        tokens=np.ones((ROWS, WIDTH), np.uint16),
+        lengths=lengths,
+        latents=latents.astype(np.float32),
+        text_file=Path(),
+    )
+    one, other = (make_batch(pairs, np.arange(ROWS), each, weights=LossWeights()) for each in (found, plain))
+    is_l2t = found.mode == L2T
+    added = one.noisy[is_l2t] - one.latents[is_l2t]
+    assert abs(added.std() - 0.3) < 0.01 and abs((added * one.latents[is_l2t]).mean()) < 0.01
+    np.testing.assert_array_equal(one.noisy[~is_l2t], other.noisy[~is_l2t])
+    np.testing.assert_array_equal(one.masked, other.masked)
 
 
 def test_a_step_is_a_function_of_its_number() -> None:
@@ -149,6 +178,36 @@ def test_scores_leave_padding_out() -> None:
     guess = np.array([[5, 4, 0, 0], [7, 8, 9, 0]])
     assert token_accuracy(guess, tokens, np.array([2, 3])) == pytest.approx(4 / 5)
     assert retrieval(np.eye(3), np.eye(3)) == 1.0 and retrieval(np.eye(3), np.eye(3)[[1, 2, 0]]) == 0.0
+
+
+def test_options_without_a_meaning_are_refused_all_at_once() -> None:
+    config = make_config(
+        recipe="latent_diffusion",
+        train_type="lora",
+        packing=True,
+        columns="a=b",
+        tokenizer="x",
+        backend="mlx",
+    )
+    said = "\n".join(str(problem) for problem in check_options(config))
+    for part in ("--backend mlx", "--train_type lora", "--columns and --packing have", "--tokenizer has"):
+        assert part in said
+    assert not check_options(make_config(recipe="latent_diffusion", train_type="full", hidden_size=64))
+
+
+def test_plan_refuses_what_train_refuses() -> None:
+    config = make_config(recipe="latent_diffusion", train_type="lora", backend="cpu")
+    plan = make_plan(config, machine=load_machine("cpu-laptop"))
+    problems = check_request(plan, folder=None, elsewhere=True).problems
+    assert [problem.asked for problem in problems] == [
+        "The recipe latent_diffusion does not train with --train_type lora."
+    ]
+
+
+@pytest.mark.parametrize(("recipe", "backend"), [("sft", "mlx"), ("latent_diffusion", "mps")])
+def test_auto_takes_a_backend_whose_engine_the_recipe_has(recipe: str, backend: str) -> None:
+    plan = make_plan(make_config(recipe=recipe), machine=load_machine("apple-m1-16gb"))
+    assert plan.backend.name == backend
 
 
 ORIGINAL = """

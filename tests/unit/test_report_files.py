@@ -141,6 +141,8 @@ def test_a_metric_whose_name_says_nothing_is_not_judged() -> None:
     assert change_between(1.0, 2.0, display_of("eval_loss", [1.0, 2.0])).verdict == "worse"
     assert change_between(0.5, 0.4, display_of("judge/accuracy", [0.5, 0.4])).verdict == "worse"
     assert change_between(2.0, 2.0, display_of("loss", [2.0])).verdict == "unchanged"
+    bleu = display_of("bleu", [0.1, 30.0])
+    assert bleu.label == "BLEU" and change_between(0.1, 30.0, bleu).amount.text == "+29.9 points"
 
 
 @pytest.mark.parametrize(

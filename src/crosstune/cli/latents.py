@@ -35,7 +35,7 @@ _MODULES = {"build": "latents_data", "export": "latents_data"}
 
 
 class _LatentsParser(Parser):
-    """Knows which actions an option is for."""
+    """Refuse options that an action has no use for."""
 
     def __init__(self) -> None:
         summary = "\n".join(f"  {name:<8} {text}" for name, text in ACTIONS.items())

@@ -57,3 +57,13 @@ class Facts:
     """Backend -> how far earlier runs on this machine were from their estimates."""
     preset: Mapping[str, Preset] = field(default_factory=dict)
     """The recipe's choices for the backend; only options that were not set."""
+    engines: tuple[str, ...] = ()
+    """The engines that the recipe has a task for; empty for all."""
+
+    def preference(self) -> list[str]:
+        """Return the backends that `auto` may take, in the order in which it tries them."""
+        return auto_preference(self.backends, engines=self.engines)
+
+
+def auto_preference(backends: Mapping[str, BackendSpec], *, engines: tuple[str, ...]) -> list[str]:
+    return [name for name, spec in backends.items() if not engines or spec.engine in engines]

@@ -124,9 +124,9 @@ def _forbidden(adjustment: Adjustment) -> UserError:
 def _choose_backend(config: Config, facts: Facts) -> Draft:
     machine = facts.machine
     if config.backend == "auto":
-        name = choose_backend(machine, preference=list(facts.backends))
+        name = choose_backend(machine, preference=facts.preference())
         draft = Draft(asked=config, facts=facts, report=machine.backends[name])
-        reason = auto_reason(machine, preference=list(facts.backends))
+        reason = auto_reason(machine, preference=facts.preference())
         if draft.report.is_torch_cpu:
             reason += "; a CPU is slow: for small models and tests"
         draft.set("backend", name, reason, kind="choice")

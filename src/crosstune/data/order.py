@@ -50,8 +50,10 @@ def rows_of_step(
     """Return the example indices of optimizer step `step`, counted from 0. A step may span two epochs."""
     first = step * rows_per_step
     last = min(first + rows_per_step, num_rows_in_all)
-    indices = []
-    for position in range(first, last):
-        epoch, place = divmod(position, num_examples)
-        indices.append(int(epoch_order(num_examples, seed=seed, epoch=epoch, mixture=mixture)[place]))
+    indices: list[int] = []
+    while first < last:
+        epoch, place = divmod(first, num_examples)
+        order = epoch_order(num_examples, seed=seed, epoch=epoch, mixture=mixture)
+        indices += order[place : place + last - first].tolist()
+        first = min(last, (epoch + 1) * num_examples)
     return indices

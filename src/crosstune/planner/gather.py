@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from crosstune.config.facts import Facts, Preset, StoredQuantization
+from crosstune.config.facts import Facts, Preset, StoredQuantization, auto_preference
 from crosstune.config.load import backend_variables, cache_override, make_config
 from crosstune.config.mlx_settings import read_settings
 from crosstune.config.plan import Plan
@@ -58,6 +58,7 @@ def gather(
         longest_row=longest_row,
         preset=preset,
         corrections=read_corrections(machine),
+        engines=_engines(config),
         **model_facts(config, preset),
     )
 
@@ -88,12 +89,18 @@ def _preset(config: Config, machine: Machine) -> Mapping[str, Preset]:
         return {}
     name = config.backend
     if name == "auto" and machine.available():
-        name = choose_backend(machine, preference=list(backend_specs()))
+        name = choose_backend(machine, preference=auto_preference(backend_specs(), engines=_engines(config)))
     report = machine.backends.get(name)
     if report is None or not report.available:
         return {}
     chosen: Mapping[str, Preset] = recipe.choose_preset(config, report)
     return chosen
+
+
+def _engines(config: Config) -> tuple[str, ...]:
+    """Return the engines that the recipe has a task for, if its file names them as `ENGINES`."""
+    recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
+    return tuple(getattr(recipe, "ENGINES", ()))
 
 
 def needs_base_model(config: Config) -> bool:

@@ -86,6 +86,14 @@ class LatentOptions:
         high=1,
         needs=_NEEDS,
     )
+    latent_noise: float = option(
+        0.0,
+        "Standard deviation of the noise added to the vectors that texts are predicted from, in units of their own; against "
+        "memorising a small corpus",
+        low=0,
+        high=100,
+        needs=_NEEDS,
+    )
     text_loss_weight: float = option(
         1.0, "Weight of the cross entropy of masked tokens", low=0, high=1e6, needs=_NEEDS
     )

@@ -1,4 +1,4 @@
-"""Latent diffusion: a model that turns sentence vectors into texts and back, trained on (text, vector) pairs."""
+"""Train latent diffusion: a model that turns sentence vectors into texts and back, trained on (text, vector) pairs."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from crosstune.recipes.latent_diffusion.recipe import LatentDiffusionRecipe
 
 NEEDS_BASE_MODEL = False
+ENGINES = ("torch",)
 _DEFAULTS = {"dataset": "grammar", "train_type": "full", "lr": 1e-3, "batch_size": 64, "eval_samples": 256}
 """Options whose default is another one with this recipe, on every backend."""
 PRESET_OPTIONS = tuple(_DEFAULTS)
@@ -44,7 +45,7 @@ _MEANINGLESS = {
     "it decodes texts of a known length": ("max_new_tokens",),
     "its attention always is torch's scaled_dot_product_attention": ("use_flash_attention",),
 }
-"""Why some options cannot mean anything with this recipe -> the options."""
+"""Reason -> options that cannot mean anything with this recipe for that reason."""
 _MODE_OPTIONS = ("loss_type", "mode_weights", "sequential_schedule")
 
 

@@ -85,9 +85,11 @@ def divide_batch(batch: PairBatch, *, size: int) -> Iterator[PairBatch]:
 
 
 def _noisy(latents: NDArray[np.float32], drawn: Drawn) -> NDArray[np.float32]:
-    if not drawn.predicts_latent().any():
+    if not drawn.predicts_latent().any() and not drawn.latent_noise:
         return latents  # clean; where a row has none, the model replaces it
     alpha, sigma = alpha_sigma(drawn.latent_time)
+    if drawn.latent_noise:
+        sigma = np.where(drawn.predicts_latent(), sigma, np.float32(drawn.latent_noise))
     noisy: NDArray[np.float32] = alpha[:, None] * latents + sigma[:, None] * drawn.noise
     return noisy.astype(np.float32)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from crosstune.core.errors import UserError
+from crosstune.core.errors import UserError, raise_all
 from crosstune.core.plain_files import open_plain
 from crosstune.data.sources import open_source
 from crosstune.data.tokenizer import Tokenizer
@@ -48,11 +48,14 @@ class BuildRequest:
 
 def build(request: BuildRequest) -> Written:
     """Read or generate the texts, embed them if they have no vectors yet, and write the pairs."""
+    folder = Path(request.source).expanduser()
+    has_layout = folder.is_dir() and find_layout(folder) is not None
+    _check_use(request, has_layout=has_layout)
     if request.source == grammar.GRAMMAR:
         return _build_grammar(request)
-    folder = Path(request.source).expanduser()
-    if folder.is_dir() and find_layout(folder) is not None:
+    if has_layout:
         return _import_layout(request, read_layout(folder))
+    name = request.source if request.vectors is None else f"{request.source} with {request.vectors}"
     texts = [clean(text) for text in _read_texts(request)]
     if not any(texts):
         raise UserError(f"{request.source} has no text.")
@@ -66,7 +69,7 @@ def build(request: BuildRequest) -> Written:
     encoder_folder = find_encoder(request.encoder, cache=request.cache, progress=request.progress)
     if request.vectors is not None:
         latents = load_array(request.vectors)
-        check_counts(texts, latents, source=f"{request.source} with {request.vectors}")
+        check_counts(texts, latents, source=name)
         record = {
             "name": str(request.vectors.name),
             "kind": "given",
@@ -87,7 +90,26 @@ def build(request: BuildRequest) -> Written:
         tokenizer_folder=encoder_folder,
         encoder=record,
         options=request.options,
+        source=name,
     )
+
+
+def _check_use(request: BuildRequest, *, has_layout: bool) -> None:
+    """Raise for what was asked and cannot be done with this source."""
+    has_vectors = has_layout or request.source == grammar.GRAMMAR
+    problems = []
+    if request.vectors is not None and has_vectors:
+        problems.append(
+            UserError(f"--vectors cannot be used with {request.source}.", why="it has its vectors.")
+        )
+    if request.crops and (has_vectors or request.vectors is not None):
+        why = "a span of a text needs a vector of its own, and the texts are not embedded here."
+        problems.append(UserError("--crops cannot be used with vectors that are given.", why=why))
+    if request.file is not None and request.source != WORDNET:
+        problems.append(UserError(f"--file is for the corpus {WORDNET}.", do="leave it out"))
+    if request.most_texts > 0 and has_layout:
+        problems.append(UserError("--max_texts cannot be used with an original layout.", do="leave it out"))
+    raise_all(problems)
 
 
 def _build_grammar(request: BuildRequest) -> Written:
@@ -107,6 +129,7 @@ def _build_grammar(request: BuildRequest) -> Written:
             tokenizer_folder=Path(scratch),
             encoder=encoder.record(),
             options=request.options,
+            source=request.source,
         )
 
 
@@ -134,13 +157,14 @@ def _import_layout(request: BuildRequest, found: Imported) -> Written:
         divided=divided,
         tokenizer_folder=folder,
         encoder={
-            "name": "unknown",
+            "name": request.source,
             "kind": "imported",
             "dim": int(found.latents.shape[1]),
             "sha256": "unknown",
         }
         | ({"may_be": request.encoder} if known else {}),
         options=request.options,
+        source=request.source,
         token_ids=token_ids,
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from crosstune.config.load import cache_override
+from crosstune.core.errors import UserError
 from crosstune.recipes.latent_diffusion.correct import CorrectOptions, OnRound, decode_and_correct
 from crosstune.recipes.latent_diffusion.encoders import Encoder
 from crosstune.recipes.latent_diffusion.evaluation import EvalRequest, evaluate
@@ -94,9 +95,18 @@ def _rows(trained: Trained, tokens: Any, latents: Any, *, encoder: Encoder | Non
 
 
 def _write_vectors(path: Path | None, vectors: Any) -> None:
-    if path is not None:
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:  # np.save would add .npy to another name
             np.save(file, vectors)
+    except OSError as error:
+        raise UserError(
+            f"The vectors cannot be written to {path}.",
+            why=f"{error.strerror or error}.",
+            do="give another --out FILE",
+        ) from error
 
 
 def encode(
@@ -119,4 +129,5 @@ def evaluate_folder(
     opened = None
     if trained.can_embed(encoder):
         opened = trained.encoder(encoder, cache=cache_override(), device=device)
-    return evaluate(trained, pairs.splits["validation"], encoder=opened, request=request)
+    held_out = pairs.splits.get("validation", pairs.splits["train"].part(0, 0))
+    return evaluate(trained, held_out, encoder=opened, request=request)

@@ -26,7 +26,7 @@ class CorrectOptions:
     candidates: int = 8
     """Proposals for each text in each round."""
     lengths: int = 4
-    """How many of the likeliest lengths are tried at first."""
+    """The number of likely lengths that are tried at first."""
     temperature: float = 0.8
     fill_steps: int = 4
 

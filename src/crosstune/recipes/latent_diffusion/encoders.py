@@ -40,10 +40,12 @@ _SOURCE = {
     "weights_sha256": _WHEEL.member_sha256,
 }
 _JSON_LIMIT = 1 << 20
+UNRECORDED = ("given", "imported")
+"""Kinds of vectors whose encoder a manifest does not identify."""
 
 
 class Encoder(Protocol):
-    """Turns texts into vectors of norm 1."""
+    """Turn texts into vectors of norm 1."""
 
     @property
     def dim(self) -> int: ...
@@ -86,11 +88,27 @@ def open_encoder(
 
 
 def open_encoder_of(manifest: Mapping[str, Any], *, encoder: str | None = None, **options: Any) -> Encoder:
-    """Open the encoder that made the vectors of a manifest, from `encoder` or under its own name; raise for another one."""
+    """Open the encoder that made the vectors of a manifest, from `encoder` or under its own name; raise for another one.
+
+    The encoder of vectors that were given or imported is not recorded: the one that is named is taken if its dimension fits.
+    """
     made_by = manifest["encoder"]
+    is_known = made_by.get("kind") not in UNRECORDED
+    if not is_known and encoder is None:
+        raise UserError(
+            "The encoder of these vectors is not known.",
+            why=f"they were {made_by.get('kind')} as {made_by.get('name')}, and not embedded by crosstune.",
+            do="name the encoder that made them: --encoder FOLDER",
+        )
     found = open_encoder(encoder or str(made_by.get("name")), **options)
     record = found.record()
-    if record["sha256"] != made_by.get("sha256"):
+    if record["dim"] != made_by.get("dim"):
+        raise UserError(
+            f"The encoder {record['name']} did not make these vectors.",
+            why=f"they have {made_by.get('dim')} dimensions, and it makes {record['dim']}.",
+            do="give the folder of their encoder with --encoder",
+        )
+    if is_known and record["sha256"] != made_by.get("sha256"):
         raise UserError(
             f"The encoder {record['name']} is not the one that made these vectors.",
             why=f"they come from {made_by.get('name')} (sha256 {str(made_by.get('sha256'))[:12]}), "

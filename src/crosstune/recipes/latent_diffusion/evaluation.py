@@ -88,9 +88,7 @@ def _decoded(
     tokens, lengths = trained.tokens_of(pairs.texts[: len(latents)])
 
     def accuracy(vectors: Any) -> float:
-        """From the fully masked state, all at once, at the right length."""
-        found = sampler.decode(vectors, options=DecodeOptions(steps=1), lengths=lengths)
-        return scores.token_accuracy(found.tokens, tokens, lengths)
+        return scores.one_shot_accuracy(sampler, vectors, tokens, lengths)
 
     def decode(vectors: Any) -> list[str]:
         return vocabulary.decode_batch(sampler.decode(vectors, options=request.decode).tokens)
@@ -98,6 +96,10 @@ def _decoded(
     shuffled = np.roll(latents, 1, axis=0)
     texts = decode(latents)
     found: dict[str, Any] = {
+        "nats_per_token": sampler.nats_per_token(tokens, lengths, latents, seed=request.decode.seed),
+        "nats_per_token_shuffled": sampler.nats_per_token(
+            tokens, lengths, shuffled, seed=request.decode.seed
+        ),
         "token_accuracy": accuracy(latents),
         "token_accuracy_shuffled": accuracy(shuffled),
         "token_accuracy_zero": accuracy(np.zeros_like(latents)),

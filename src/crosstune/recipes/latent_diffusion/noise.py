@@ -1,4 +1,4 @@
-"""Draw what a step adds to its rows: modes, times, masks and noise, from the seed and the step alone."""
+"""Draw the noise of a step: modes, times, masks and noise, from the seed and the step alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ L2T, T2L, JOINT = range(len(MODES))
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """What was drawn for the rows of a step."""
+    """Hold the noise that was drawn for the rows of a step."""
 
     mode: NDArray[np.int8]
     """Place in MODES."""
@@ -28,7 +28,8 @@ class Drawn:
     masked: NDArray[np.bool_]
     """(rows, max_tokens): tokens that the model does not see. Padding is never among them."""
     noise: NDArray[np.float32]
-    """Zero where every row has mode l2t, whose vectors are clean or absent."""
+    """Zero where nothing is added to any vector: every row has mode l2t, without `latent_noise`."""
+    latent_noise: float
     without_latent: NDArray[np.bool_]
     """Rows whose latent is replaced by the null latent, for classifier-free guidance."""
 
@@ -47,8 +48,10 @@ def draw(
     shares: Mapping[str, float],
     dropped: float,
     key: tuple[int, ...],
+    latent_noise: float = 0.0,
 ) -> Drawn:
-    """Draw for rows of these lengths. `key` is the seed, the step, and whatever else tells draws apart."""
+    """Draw for rows of these lengths. `key` is the seed, the step, and whatever else tells draws apart; `latent_noise` is
+    the share of noise in the vectors of mode l2t."""
     random = np.random.default_rng(list(key))
     rows = len(lengths)
     mode = _draw_modes(random, rows, shares)
@@ -66,7 +69,8 @@ def draw(
         text_time=text_time,
         latent_time=latent_time,
         masked=masked,
-        noise=_draw_noise(random, rows, dim, needed=bool((mode != L2T).any())),
+        noise=_draw_noise(random, rows, dim, needed=bool(latent_noise or (mode != L2T).any())),
+        latent_noise=latent_noise,
         without_latent=without_latent,
     )
 

@@ -1,4 +1,4 @@
-"""The recipe latent_diffusion: batches of (text, vector) pairs with their noise, and evaluation by decoding."""
+"""Define the recipe latent_diffusion: batches of (text, vector) pairs with their noise, and evaluation by decoding."""
 
 from __future__ import annotations
 
@@ -61,11 +61,19 @@ class LatentDiffusionRecipe:
             key=(self.config.seed, step),
             shares=self.modes.at(step),
             dropped=self.config.cfg_dropout_prob,
+            latent_noise=self.config.latent_noise,
         )
         return list(divide_batch(batch, size=self.config.batch_size))
 
     def _batch(
-        self, pairs: Pairs, rows: Any, *, key: tuple[int, ...], shares: Mapping[str, float], dropped: float
+        self,
+        pairs: Pairs,
+        rows: Any,
+        *,
+        key: tuple[int, ...],
+        shares: Mapping[str, float],
+        dropped: float,
+        latent_noise: float = 0.0,
     ) -> PairBatch:
         drawn = draw(
             np.asarray(pairs.lengths[rows], np.int32),
@@ -74,6 +82,7 @@ class LatentDiffusionRecipe:
             shares=shares,
             dropped=dropped,
             key=key,
+            latent_noise=latent_noise,
         )
         weights = LossWeights(text=self.config.text_loss_weight, latent=self.config.latent_loss_weight)
         return make_batch(pairs, rows, drawn, weights=weights)
@@ -177,14 +186,9 @@ class LatentDiffusionRecipe:
         pairs, vocabulary = self.held_out, self.pairs.vocabulary
         latents, tokens = np.asarray(pairs.latents, np.float32), np.asarray(pairs.tokens)
         lengths = np.asarray(pairs.lengths)
-        one_shot = DecodeOptions(steps=1)
-        metrics["token_accuracy"] = scores.token_accuracy(
-            sampler.decode(latents, options=one_shot, lengths=lengths).tokens, tokens, lengths
-        )
-        metrics["shuffled_accuracy"] = scores.token_accuracy(
-            sampler.decode(np.roll(latents, 1, axis=0), options=one_shot, lengths=lengths).tokens,
-            tokens,
-            lengths,
+        metrics["token_accuracy"] = scores.one_shot_accuracy(sampler, latents, tokens, lengths)
+        metrics["shuffled_accuracy"] = scores.one_shot_accuracy(
+            sampler, np.roll(latents, 1, axis=0), tokens, lengths
         )
         options = DecodeOptions(steps=self.config.decode_steps, guidance=self.config.guidance)
         states: list[Any] = []

@@ -22,7 +22,7 @@ class DecodeOptions:
     """0 for the likeliest token."""
     guidance: float = 1.0
     num_lengths: int = 1
-    """How many of the likeliest lengths are decoded; the model's own confidence chooses among them."""
+    """The number of likely lengths that are decoded; the model's own confidence chooses among them."""
     seed: int = 0
 
 
@@ -58,6 +58,10 @@ class Samples(Protocol):
         lengths: NDArray[Any] | None = None,
         on_step: OnStep | None = None,
     ) -> Decoded: ...
+
+    def nats_per_token(
+        self, tokens: NDArray[Any], lengths: NDArray[Any], latents: NDArray[Any], *, seed: int = 0
+    ) -> float: ...
 
     def fill(
         self,

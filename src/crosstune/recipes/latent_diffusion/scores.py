@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
+from crosstune.recipes.latent_diffusion.sampling import DecodeOptions, Samples
 
 RETRIEVAL_AMONG = 1000
 
@@ -45,6 +46,14 @@ def token_accuracy(predicted: NDArray[Any], tokens: NDArray[Any], lengths: NDArr
     real = np.arange(width) < np.asarray(lengths)[:, None]
     right = (predicted[:, :width] == tokens[:, :width]) & real
     return float(right.sum() / max(1, int(np.asarray(lengths).sum())))
+
+
+def one_shot_accuracy(
+    sampler: Samples, latents: NDArray[Any], tokens: NDArray[Any], lengths: NDArray[Any]
+) -> float:
+    """Return the token accuracy from the fully masked state, all tokens at once, at the right lengths."""
+    found = sampler.decode(latents, options=DecodeOptions(steps=1), lengths=lengths)
+    return token_accuracy(found.tokens, tokens, lengths)
 
 
 def cosine(one: NDArray[Any], other: NDArray[Any]) -> float:

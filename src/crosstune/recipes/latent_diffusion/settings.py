@@ -112,7 +112,7 @@ def load_settings(folder: Path) -> tuple[ModelSettings, dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Modes:
-    """Which modes a step trains."""
+    """Give the modes that a step trains."""
 
     phases: tuple[tuple[str, int], ...] = ()
     shares: Mapping[str, float] | None = None

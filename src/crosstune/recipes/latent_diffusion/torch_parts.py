@@ -1,4 +1,4 @@
-"""The torch task of latent diffusion: the model, and the losses of masked tokens, latents and lengths."""
+"""Define the torch task of latent diffusion: the model, and the losses of masked tokens, latents and lengths."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_LATENT_LOSS = ("latents", "noise", "latent_factor")
 
 
 class LatentDiffusionTask:
-    """Builds the model of some settings and computes its losses. `modes` are all modes of the training."""
+    """Build the model of some settings and compute its losses. `modes` are all modes of the training."""
 
     metric_names: Sequence[str] = (
         "text_loss",
@@ -92,7 +92,7 @@ class LatentDiffusionTask:
         return loss, metrics
 
     def _text(self, logits: torch.Tensor, tensors: Tensors, metrics: dict[str, Any]) -> torch.Tensor:
-        """The ELBO of absorbing diffusion weighs a masked token by 1 / t; training weighs all alike."""
+        """Sum the cross entropy of masked tokens, which training weighs alike; the ELBO weighs each by 1 / t."""
         targets = tensors["targets"]
         each = functional.cross_entropy(logits.float(), targets, reduction="none")
         with torch.no_grad():

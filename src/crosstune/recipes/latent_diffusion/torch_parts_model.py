@@ -1,4 +1,4 @@
-"""The multimodal diffusion transformer: text tokens and latent tokens, own weights for each, one joint attention."""
+"""Define the multimodal diffusion transformer: text tokens and latent tokens, own weights for each, one joint attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INITIAL_STD = 0.02
 
 
 class Linear(nn.Linear):
-    """A linear layer that computes in the dtype of its input, whatever the dtype of its weights."""
+    """Compute a linear layer in the dtype of its input, whatever the dtype of its weights."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.bias.to(x.dtype) if self.bias is not None else None
@@ -40,7 +40,7 @@ class TimeEmbedding(nn.Module):
 
 
 class Stream(nn.Module):
-    """The weights of one modality in a block."""
+    """Hold the weights of one modality in a block."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Stream(nn.Module):
 
 
 class Block(nn.Module):
-    """A joint block. In the last one, a modality that is not predicted ends with its keys and values."""
+    """Attend over both modalities. In the last block, a modality that is not predicted ends with its keys and values."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Output:
-    """What the model predicts; None for what it does not."""
+    """The predictions of the model; None for those that it is not asked for."""
 
     logits: torch.Tensor | None
     """Of the tokens at `places`, or of all."""
@@ -247,7 +247,7 @@ class LatentDiffusionModel(nn.Module):
         self._recomputes = gradient_checkpointing_kwargs
 
     def enable_input_require_grads(self) -> None:
-        """The embeddings are trained, so the first block's input requires gradients already."""
+        """Do nothing: the embeddings are trained, so the first block's input requires gradients already."""
 
 
 def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from crosstune.recipes.latent_diffusion.noise import T_MIN
 from crosstune.recipes.latent_diffusion.sampling import Decoded, DecodeOptions, Generated, OnStep, surer
+from crosstune.recipes.latent_diffusion.torch_parts_bound import sum_of_nats
 from crosstune.recipes.latent_diffusion.torch_parts_denoise import (
     at_data_norm,
     choose,
@@ -25,10 +26,12 @@ from crosstune.recipes.latent_diffusion.torch_parts_model import LatentDiffusion
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, NUM_SPECIAL, PAD
 
 _BATCH = 512
+_NATS_ROWS = 1024
+"""Rows that the bound is estimated from, at least."""
 
 
 class Sampler:
-    """Decodes, encodes and generates in batches. Random numbers come from a generator of its own."""
+    """Decode, encode and generate in batches. Random numbers come from a generator of its own."""
 
     def __init__(self, model: LatentDiffusionModel, *, batch_size: int = _BATCH) -> None:
         self.model, self.batch_size = model, batch_size
@@ -66,6 +69,24 @@ class Sampler:
     ) -> Decoded:
         real = np.arange(int(lengths.max(initial=1))) < lengths[:, None]
         return self.fill(np.where(real, MASK, PAD), lengths, latents, options=options, on_step=on_step)
+
+    def nats_per_token(
+        self, tokens: NDArray[Any], lengths: NDArray[Any], latents: NDArray[Any], *, seed: int = 0
+    ) -> float:
+        """Return the bound on the negative log likelihood of texts of known lengths, given vectors of norm 1. Few texts
+        are masked several times, since the estimate from one time of each is rough."""
+        draws = -(-_NATS_ROWS // max(1, len(tokens)))
+        total = 0.0
+        with self._evaluating():
+            for draw, (number, part) in itertools.product(range(draws), enumerate(self._parts(len(tokens)))):
+                total += sum_of_nats(
+                    self.model,
+                    self._ids(tokens[part]),
+                    self._ids(lengths[part]),
+                    self._scaled(latents[part]),
+                    key=(seed, draw, number),
+                )
+        return total / draws / max(1, int(np.sum(lengths)))
 
     def fill(
         self,

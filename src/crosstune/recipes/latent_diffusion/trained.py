@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
-from crosstune.recipes.latent_diffusion.encoders import Encoder, open_encoder_of
+from crosstune.recipes.latent_diffusion.encoders import UNRECORDED, Encoder, open_encoder_of
 from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, load_array, stack_rows
 from crosstune.recipes.latent_diffusion.sampling import Samples
 from crosstune.recipes.latent_diffusion.settings import SETTINGS, ModelSettings, load_settings
@@ -72,7 +72,7 @@ class Trained:
 
     def can_embed(self, name: str | None = None) -> bool:
         """Return whether the encoder is known, so that decoded texts can be embedded again."""
-        return name is not None or self.facts["encoder"].get("kind") not in ("given", "imported")
+        return name is not None or self.facts["encoder"].get("kind") not in UNRECORDED
 
     def check_data(self, pairs: PairFolder) -> None:
         """Raise unless pairs have the dimension, tokenizer and encoder of the model's training data."""

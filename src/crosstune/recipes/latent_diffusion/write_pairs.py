@@ -34,7 +34,7 @@ class WriteOptions:
     max_tokens: int
     """The longest text that the model will have room for."""
     too_long: str = "error"
-    """What to do with longer ones: error or drop."""
+    """`error` or `drop`: refuse longer ones, or leave them out."""
     min_count: int = 1
     """Leave tokens that are rarer in the training split out of the vocabulary."""
     dtype: str = "fp32"
@@ -48,8 +48,13 @@ class Written:
 
 def normalise_vectors(latents: Array, *, source: str) -> tuple[Array, int]:
     """Return the vectors with norm 1, and how many had another norm; raise for one that has none."""
-    latents = np.asarray(latents, np.float32)
-    norms = np.linalg.norm(latents, axis=1, keepdims=True)
+    with np.errstate(over="ignore"):
+        latents = np.asarray(latents, np.float32)
+        norms = np.linalg.norm(latents, axis=1, keepdims=True)
+    extreme = ~np.isfinite(norms[:, 0]) | (norms[:, 0] == 0)
+    if extreme.any():  # the squares may be too large or too small, and not the vector
+        norms = norms.astype(np.float64)
+        norms[extreme] = np.linalg.norm(latents[extreme].astype(np.float64), axis=1, keepdims=True)
     if not np.isfinite(norms).all():
         row = int(np.nonzero(~np.isfinite(norms[:, 0]))[0][0])
         raise UserError(
@@ -61,14 +66,14 @@ def normalise_vectors(latents: Array, *, source: str) -> tuple[Array, int]:
             f"The vectors of {source} cannot be used.", why=f"vector {row} is zero, which has no direction."
         )
     changed = int((np.abs(norms - 1) > 1e-3).sum())
-    return latents / norms, changed
+    return (latents / norms).astype(np.float32), changed
 
 
 def check_counts(texts: Sequence[str], latents: Array, *, source: str) -> None:
-    if latents.ndim != 2:
+    if latents.ndim != 2 or latents.dtype.kind != "f" or not latents.shape[1]:
         raise UserError(
             f"The vectors of {source} cannot be used.",
-            why=f"the array has the shape {list(latents.shape)}; one row for each text is needed.",
+            why=f"they are {latents.dtype} {list(latents.shape)}; a row of floating-point numbers for each text is needed.",
         )
     if len(texts) != len(latents):
         raise UserError(
@@ -87,19 +92,20 @@ def write_pairs(
     tokenizer_folder: Path,
     encoder: Mapping[str, Any],
     options: WriteOptions,
+    source: str,
     token_ids: Sequence[Ids] | None = None,
 ) -> Written:
     """Write the pairs of each split; an existing folder of pairs is replaced when the new one is complete.
 
-    `token_ids` are the tokenizer's ids of the texts, where they are given and not to be made from the texts.
+    `source` names the data in errors. `token_ids` are the tokenizer's ids of the texts, where they are given and not to be made from the texts.
     """
-    check_counts(texts, latents, source="the data")
+    check_counts(texts, latents, source=source)
     if folder.exists() and not is_pair_folder(folder) and any(folder.iterdir()):
         raise UserError(
             f"{folder} is not empty and holds no pairs.",
             do="give another --out FOLDER, or remove it yourself",
         )
-    latents, num_normalised = normalise_vectors(latents, source="the data")
+    latents, num_normalised = normalise_vectors(latents, source=source)
     tokenizer = Tokenizer.from_folder(tokenizer_folder)
     rows = tokenize(tokenizer, texts) if token_ids is None else token_ids
     splits, left_out = _within(rows, divided, options)
