@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-_PICTURES = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"}
+_CONTROLS = [code for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"]
 _BIDI = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-_NAMED = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), *_BIDI, 0x2028, 0x2029, 0xFEFF)}
-_TABLE = _PICTURES | _NAMED
+_TABLE = {code: f"\\x{code:02x}" for code in _CONTROLS}
+_TABLE |= {code: f"\\u{code:04x}" for code in (*_BIDI, 0x2028, 0x2029, 0xFEFF)}
 
 
 def visible(text: str) -> str:
-    """Return a text with a symbol or an escape for each control character, except tabs and line ends."""
+    """Return a text with an escape for each control character, except tabs and line ends."""
     return text.replace("\r\n", "\n").translate(_TABLE)
