@@ -18,6 +18,8 @@ from crosstune.core.events import Event
 from crosstune.core.json_files import read_jsonl
 from crosstune.core.measured import Comparison, Measured
 from crosstune.core.record import RunRecord
+from crosstune.loop.phase_clock import PhaseClock
+from crosstune.loop.profile_result import profile_result
 from crosstune.report.event_log import NOTABLE_KINDS
 
 MEASURED_ROW: dict[str, Any] = {
@@ -50,6 +52,9 @@ COMPARISON_ROW: dict[str, Any] = {
 SAMPLE: events.SampleRow = {"prompt": "1 + 1", "answer": "2", "reference": "2"}
 
 # An event, its kind and its row. Reports read rows of older runs: only additions may change this table.
+PROFILE = profile_result(
+    PhaseClock(seconds={"forward": 0.5}, steps={2: 1.0}), [], None, engine="torch", other_steps_s=[]
+)
 ROWS: list[tuple[Event, str, dict[str, Any]]] = [
     (events.Warned(message="slow"), "warning", {"message": "slow"}),
     (events.Warned(message="slow", step=0), "warning", {"message": "slow", "step": 0}),
@@ -167,6 +172,11 @@ ROWS: list[tuple[Event, str, dict[str, Any]]] = [
             "skipped": True,
             "allowed": 1,
         },
+    ),
+    (
+        events.Profiled(path="p/profile.txt", folder="p", result=PROFILE),
+        "profile",
+        {"path": "p/profile.txt", "folder": "p", "result": PROFILE},
     ),
     (events.ResultSaved(path="adapter", step=8), "saved", {"path": "adapter", "step": 8}),
     (

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.user_paths import shown_path
-from crosstune.report.files import RunFiles
+from crosstune.report.files import RunFiles, mapping, number
 from crosstune.report.outcome import End
-from crosstune.report.turning_points import best_evaluation
+from crosstune.report.turning_points import best_evaluation, evaluation_losses
 from crosstune.runs.next_commands import next_commands
 
 STILL_FALLING = 0.98
@@ -76,15 +76,21 @@ def _advice(run: RunFiles, folder: str) -> Iterator[Next]:
         why = f"evaluation was best at step {best.step:,.0f} and rose afterwards"
         yield Next(label="stop early", command="crosstune train ... --early_stopping 3", why=why)
     elif best.is_last and _still_falls(run):
-        steps = max(2 * run.last_step, 2)
         why = "evaluation still fell at the last step"
-        command = f"crosstune train --resume {folder} --max_steps {steps}"
+        command = f"crosstune train --resume {folder} {_twice_as_long(run)}"
         if run.summary.get("checkpoint"):
             yield Next(label="train on", command=command, why=why)
 
 
-def _still_falls(run: RunFiles) -> bool:
-    from crosstune.report.turning_points import evaluation_losses
+def _twice_as_long(run: RunFiles) -> str:
+    """Return the options that double the length of a run, in the terms in which it was given."""
+    options = mapping(run.plan.get("options"))
+    epochs, steps = number(options.get("num_epochs")), number(options.get("max_steps"))
+    if epochs and (steps is None or steps < 0):
+        return f"--num_epochs {2 * epochs:g}"
+    return f"--num_epochs 0 --max_steps {2 * run.last_step}"  # no limit but that of the steps
 
+
+def _still_falls(run: RunFiles) -> bool:
     losses = [loss for step, loss in evaluation_losses(run) if step and loss is not None]
     return len(losses) > 1 and losses[-1] < STILL_FALLING * losses[-2]

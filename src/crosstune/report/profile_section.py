@@ -43,6 +43,8 @@ class ProfileSection:
     figures: list[tuple[str, Shown]]
     operators: list[OperatorRow]
     memory: Markup
+    """The allocated bytes over time; empty if they were not recorded."""
+    memory_unit: str
     files: list[str]
 
 
@@ -57,15 +59,17 @@ def collect_profile(run: RunFiles) -> ProfileSection | None:
     count = len(steps) if isinstance(steps, list) else 0
     rows = [_phase(str(name), mapping(phase), place) for place, (name, phase) in enumerate(phases.items())]
     files, operators = result.get("files"), result.get("operators")
+    memory, unit = _memory(result.get("memory_timeline"))
     return ProfileSection(
-        title=f"{show_seconds(step_s).text} a step, the mean of {count} recorded steps",
+        title=f"{_time(step_s).text} a step, the mean of {count} recorded steps",
         bar=_bar(rows),
         phases=rows,
         figures=_figures(result, step_s),
         operators=[_operator(mapping(each)) for each in (operators if isinstance(operators, list) else [])][
             :MOST_OPERATORS
         ],
-        memory=_memory(result.get("memory_timeline")),
+        memory=memory,
+        memory_unit=unit,
         files=[str(events[-1].get("path", "")), *map(str, files if isinstance(files, list) else ())][
             :MOST_PATHS
         ],
@@ -76,7 +80,7 @@ def _phase(name: str, phase: Mapping[str, Any], place: int) -> PhaseRow:
     share = number(phase.get("share")) or 0.0
     return PhaseRow(
         name=name,
-        time=show_seconds(number(phase.get("seconds")) or 0.0),
+        time=_time(number(phase.get("seconds")) or 0.0),
         share=show_share(share),
         width=f"{100 * min(1.0, max(0.0, share)):.2f}%",
         colour=7 if name == "other" else 1 + place % 6,
@@ -123,6 +127,13 @@ def _figures(result: Mapping[str, Any], step_s: float) -> list[tuple[str, Shown]
     return found
 
 
+def _time(seconds: float) -> Shown:
+    """Format the time of a part of a step: all of them in milliseconds unless a step is long."""
+    if seconds >= 1:
+        return show_seconds(seconds)
+    return Shown(f"{show_number(1000 * seconds).text} ms", f"{seconds!r} seconds")
+
+
 def _rate(value: float, unit: str) -> Shown:
     prefixes = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
     factor, prefix = next((pair for pair in prefixes if value >= pair[0]), (1.0, ""))
@@ -133,14 +144,14 @@ def _operator(each: Mapping[str, Any]) -> OperatorRow:
     shapes = str(each.get("shapes") or "")
     return OperatorRow(
         name=f"{each.get('name', '')} {shapes}".strip(),
-        time=show_seconds(number(each.get("seconds")) or 0.0),
+        time=_time(number(each.get("seconds")) or 0.0),
         share=show_share(number(each.get("share")) or 0.0),
         calls=show_number(number(each.get("calls")) or 0.0),
     )
 
 
-def _memory(timeline: Any) -> Markup:
-    """Draw the allocated bytes over the recorded steps."""
+def _memory(timeline: Any) -> tuple[Markup, str]:
+    """Draw the allocated bytes over the recorded steps; return also the unit of the axis."""
     pairs = (
         [pair for pair in timeline if isinstance(pair, list) and len(pair) == 2]
         if isinstance(timeline, list)
@@ -152,7 +163,7 @@ def _memory(timeline: Any) -> Markup:
         if at is not None and size is not None
     ]
     if len(known) < 2:
-        return Markup()
+        return Markup(), ""
     unit, divisor = byte_unit(max(size for _, size in known))
     down = value_axis([size / divisor for _, size in known], from_zero=True, num_ticks=4)
     across = step_axis(0.0, 1000 * max(at for at, _ in known))
@@ -173,8 +184,9 @@ def _memory(timeline: Any) -> Markup:
         for place, (at, size) in enumerate(known)
     )
     highest = show_bytes(max(size for _, size in known)).text
-    return Markup(
+    drawn = Markup(
         '<svg class="plot" role="img" aria-label="Allocated memory over the recorded steps in {}, at most {}">'
         '<g class="grid" aria-hidden="true">{}<text class="down" x="0" dx="-8" y="100%" dy="18">ms</text></g>'
         '<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" width="100%" height="100%" class="curve line c3"><path d="{}"/></svg></svg>'
     ).format(unit, highest, Markup("").join(lines), path)
+    return drawn, unit
