@@ -35,7 +35,7 @@ MEMORY_SAFE = {"cuda": "cpu", "rocm": "cpu", "xpu": "cpu", "mps": "cpu"}
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeRequest:
-    """How to open and ask a judge."""
+    """Which judge to open, where, and how to ask it."""
 
     target: str
     base: str | None = None
