@@ -40,6 +40,7 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, default=280, help="training rows; -1 for all")
     parser.add_argument("--verdict", default="auto")
+    parser.add_argument("--head", default="tokens", choices=("tokens", "scalar"))
     parser.add_argument(
         "--chat_template", default="chatml", help="chatml has no system message, which saves tokens"
     )
@@ -54,9 +55,10 @@ def main() -> None:
         "dataset": own.dataset,
         "dataset_samples": own.rows,
         "verdict": own.verdict,
+        "head": own.head,
         "chat_template": own.chat_template,
         "skip_eval": True,
-        "name": f"bundled-{own.method}",
+        "name": f"bundled-{own.method}-{own.head}",
     }
     run = own.runs / str(options["name"])
     times = run / "times.json"
@@ -67,7 +69,7 @@ def main() -> None:
         cpu = spent.user + spent.system - started.user - started.system
         times.write_text(json.dumps({"seconds": seconds, "cpu_seconds": cpu}))
         print(f"trained in {seconds:.0f} s, {cpu:.0f} s of CPU time", flush=True)
-    data = judge_data(run, skip_eval=False)
+    data = judge_data(run, skip_eval=False, eval_samples=own.test_items)
     items = list(data.val if own.validate else data.test)[: own.test_items]
     judge = open_trained(run, own, items=items)
     if own.temperature_items and not own.validate:

@@ -108,27 +108,6 @@ def test_a_split_folder_keeps_the_scale_and_every_item(tmp_path: Path, capsys: A
     assert main(line) == 2 and "exists already" in capsys.readouterr().err
 
 
-def test_scales_that_rows_name(write_jsonl: Any) -> None:
-    [found] = read(write_jsonl([point(score=80, score_scale="0-100")]))
-    assert found.scale == Scale(low=0, high=100)
-    for rows, words in (
-        ([point(score_scale="ten")], "Its score_scale is 'ten'"),
-        ([point(score=6, score_scale="1-5")], "outside the scale 1-5"),
-        ([message("Score: 4/5")], "4 of 5, and the scale is 0-10"),
-    ):
-        with pytest.raises(UserError, match=words):
-            read(write_jsonl(rows))
-    mixed = write_jsonl([point(task="a", score_scale="1-5", score=3), point(task="b")])
-    with pytest.raises(UserError, match="different scales: 0-10, 1-5"):
-        open_judge_data(make_config(recipe="judge", dataset=str(mixed)))
-    [found] = read(write_jsonl([message("Score: 4/5") | {"score_scale": "0-5"}]))
-    assert found.score == 4
-
-
-def message(verdict: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": "Rate."}, {"role": "assistant", "content": verdict}]}
-
-
 def test_columns_are_mapped_and_unknown_ones_refused(write_jsonl: Any) -> None:
     path = write_jsonl([{"quelle": "x", "text": "y", "note": 3}])
     [found] = read(path, columns={"quelle": "task", "text": "answer", "note": "score"})

@@ -6,21 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-TITLES = {
-    "mae": "MAE",
-    "rmse": "RMSE",
-    "pearson": "Pearson",
-    "spearman": "Spearman",
-    "kendall": "Kendall",
-    "qwk": "QWK",
-    "within_1": "within 1",
-    "accuracy": "accuracy",
-    "macro_f1": "macro-F1",
-    "kappa": "kappa",
-    "swap_consistency": "swap consistency",
-    "ece": "calibration error",
-    "rouge_l": "ROUGE-L",
-}
+from crosstune.core.judge_metrics import TITLES
 
 
 def table_lines(report: Mapping[str, Any]) -> Iterator[str]:

@@ -10,10 +10,10 @@ from typing import Any
 from markupsafe import Markup
 
 from crosstune.core.json_files import parse_json, read_json
+from crosstune.core.judge_metrics import LOWER_IS_BETTER, TITLES
 from crosstune.core.plain_files import UnreadableFile, read_plain_text
 from crosstune.report.axis import Axis, value_axis
 from crosstune.report.files import mapping, number
-from crosstune.report.quantity import NOT_FINITE
 
 METRICS_FILE, PREDICTIONS_FILE = "test_metrics.json", "test_predictions.json"
 MOST_POINTS = 2000
@@ -24,6 +24,7 @@ _LIMIT_BYTES = 256 << 20
 @dataclass(frozen=True, kw_only=True)
 class Worst:
     task: str
+    reference: str
     answer: str
     expected: str
     predicted: str
@@ -31,9 +32,19 @@ class Worst:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A metric and its interval."""
+
+    value: str
+    bounds: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class JudgeTest:
+    lead: str
+    """The main metric of the judge, and that of its best baseline."""
     columns: list[str]
-    rows: list[tuple[str, list[str]]]
+    rows: list[tuple[str, list[Cell]]]
     """Metric -> its value for the judge and for each baseline."""
     notes: list[str]
     num_items: int
@@ -54,14 +65,20 @@ def collect_judge_test(folder: Path) -> JudgeTest | None:
         "judge": report,
         **{name: mapping(value) for name, value in mapping(report.get("baselines")).items()},
     }
-    names = list(dict.fromkeys(name for each in columns.values() for name in mapping(each.get("metrics"))))
+    known = {name for each in columns.values() for name in mapping(each.get("metrics"))}
+    names = [name for name in TITLES if name in known]
     table = mapping(report.get("confusion"))
     labels = [str(label) for label in table.get("labels", ())]
     counts = [list(row) for row in table.get("counts", ())]
     used = [place for place in range(len(labels)) if any(counts[place]) or any(row[place] for row in counts)]
+    unreadable = [Cell(value=str(each.get("num_unreadable", "–"))) for each in columns.values()]
     return JudgeTest(
+        lead=_lead(columns),
         columns=list(columns),
-        rows=[(name, [_metric(each, name) for each in columns.values()]) for name in names],
+        rows=[
+            *((_title(name), [_metric(each, name) for each in columns.values()]) for name in names),
+            ("unreadable verdicts", unreadable),
+        ],
         notes=[str(note) for note in report.get("notes", ())],
         num_items=int(number(report.get("num_items")) or 0),
         scatter=_scatter(_points(folder)),
@@ -73,17 +90,42 @@ def collect_judge_test(folder: Path) -> JudgeTest | None:
                 [(counts[row][place], _tenths(counts[row][place], sum(counts[row]))) for place in used],
             )
             for row in used
+            if any(counts[row])
         ],
         worst=[_worst(mapping(row)) for row in report.get("worst", ())],
     )
 
 
-def _metric(report: Mapping[str, Any], name: str) -> str:
-    value = number(mapping(report.get("metrics")).get(name))
+def _title(name: str) -> str:
+    return f"{TITLES[name]} {'↓' if name in LOWER_IS_BETTER else '↑'}"
+
+
+def _lead(columns: Mapping[str, Mapping[str, Any]]) -> str:
+    """Say how far the judge is from people, beside the best of its baselines."""
+    main = next((name for name in ("mae", "accuracy") if _value(columns["judge"], name) is not None), None)
+    found = {
+        name: value for name, each in columns.items() if main and (value := _value(each, main)) is not None
+    }
+    others = {name: value for name, value in found.items() if name != "judge"}
+    if main is None or not others:
+        return ""
+    best = (min if main in LOWER_IS_BETTER else max)(others, key=others.__getitem__)
+    if main == "mae":
+        said = f"Its scores are {found['judge']:.2f} points away from people's on average"
+        return f"{said}; those of the best baseline ({best}) {others[best]:.2f}."
+    return f"It agrees with people on {found['judge']:.0%} of the pairs; the best baseline ({best}) on {others[best]:.0%}."
+
+
+def _value(report: Mapping[str, Any], name: str) -> float | None:
+    return number(mapping(report.get("metrics")).get(name))
+
+
+def _metric(report: Mapping[str, Any], name: str) -> Cell:
+    value = _value(report, name)
     if value is None:
-        return "–" if name not in mapping(report.get("metrics")) else NOT_FINITE
+        return Cell(value="–" if name not in mapping(report.get("metrics")) else "undefined")
     bounds = mapping(report.get("intervals")).get(name)
-    return f"{value:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else "")
+    return Cell(value=f"{value:.3f}", bounds=f"{bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "")
 
 
 def _tenths(count: int, total: int) -> int:
@@ -113,26 +155,40 @@ def _scatter(points: Sequence[tuple[float, float]]) -> Markup:
         points,
         axis,
         across="people",
+        up="judge",
         label=f"Scores of people and of the judge for {len(points)} items",
-        radius=2.5,
+        radii=[2.5] * len(points),
     )
 
 
 def _calibration(bins: Sequence[Any]) -> Markup:
-    points = [
-        (number(mapping(each).get("confidence")), number(mapping(each).get("accuracy"))) for each in bins
+    listed = [
+        tuple(number(mapping(each).get(name)) for name in ("confidence", "accuracy", "count"))
+        for each in bins
     ]
-    known = [(first, second) for first, second in points if first is not None and second is not None]
+    known = [(first, second, count or 0) for first, second, count in listed if None not in (first, second)]
     if not known:
         return Markup()
     axis = Axis(low=0.0, high=1.0, ticks=(0.0, 0.25, 0.5, 0.75, 1.0))
+    most = max(count for _, _, count in known) or 1
     return _square(
-        known, axis, across="confidence", label=f"Accuracy over confidence in {len(known)} bins", radius=4.5
+        [(float(first or 0), float(second or 0)) for first, second, _ in known],
+        axis,
+        across="confidence",
+        up="right verdicts",
+        label=f"Accuracy over confidence in {len(known)} bins; a larger dot is more items",
+        radii=[3 + 6 * (count / most) ** 0.5 for _, _, count in known],
     )
 
 
 def _square(
-    points: Sequence[tuple[float, float]], axis: Axis, *, across: str, label: str, radius: float
+    points: Sequence[tuple[float, float]],
+    axis: Axis,
+    *,
+    across: str,
+    up: str,
+    label: str,
+    radii: Sequence[float],
 ) -> Markup:
     """Draw points over the same axis in both directions, with the diagonal on which they would agree."""
     lines = []
@@ -146,15 +202,15 @@ def _square(
         )
     circles = [
         Markup('<circle cx="{}" cy="{}" r="{}"/>').format(
-            _percent(axis.fraction(first)), _percent(1 - axis.fraction(second)), radius
+            _percent(axis.fraction(first)), _percent(1 - axis.fraction(second)), f"{radius:.1f}"
         )
-        for first, second in points
+        for (first, second), radius in zip(points, radii, strict=True)
     ]
     return Markup(
         '<svg class="plot" role="img" aria-label="{}"><g class="grid" aria-hidden="true">{}'
-        '<text class="down" x="100%" y="100%" dy="34">{}</text></g>'
-        '<g class="marks"><line x1="0" y1="100%" x2="100%" y2="0"/></g><g class="dots marked c2">{}</g></svg>'
-    ).format(label, Markup("").join(lines), across, Markup("").join(circles))
+        '<text class="down" x="100%" y="100%" dy="36">{} →</text><text x="0" dx="-30" y="0" dy="-12">↑ {}</text></g>'
+        '<g class="marks"><line x1="0" y1="100%" x2="100%" y2="0"/></g><g class="dots seen c2">{}</g></svg>'
+    ).format(label, Markup("").join(lines), across, up, Markup("").join(circles))
 
 
 def _percent(fraction: float) -> str:
@@ -163,21 +219,20 @@ def _percent(fraction: float) -> str:
 
 def _worst(row: Mapping[str, Any]) -> Worst:
     answer = row.get("answer") or f"A: {row.get('answer_a', '')}\nB: {row.get('answer_b', '')}"
-    predicted = row.get("predicted")
-    said = (
-        "unreadable"
-        if predicted is None
-        else f"{predicted:.1f}"
-        if isinstance(predicted, float)
-        else str(predicted)
-    )
     return Worst(
         task=_cut(row.get("task")),
+        reference=_cut(row.get("reference")),
         answer=_cut(answer),
-        expected=str(row.get("expected")),
-        predicted=said,
+        expected=_said(row.get("expected")),
+        predicted=_said(row.get("predicted")),
         feedback=_cut(row.get("text") or row.get("feedback")),
     )
+
+
+def _said(verdict: Any) -> str:
+    if verdict is None:
+        return "unreadable"
+    return f"{verdict:.1f}" if isinstance(verdict, float) else str(verdict)
 
 
 def _cut(text: Any) -> str:

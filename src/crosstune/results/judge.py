@@ -35,7 +35,7 @@ MEMORY_SAFE = {"cuda": "cpu", "rocm": "cpu", "xpu": "cpu", "mps": "cpu"}
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeRequest:
-    """How to open and ask a judge."""
+    """Which judge to open, where, and how to ask it."""
 
     target: str
     base: str | None = None
@@ -82,6 +82,8 @@ def open_judge(request: JudgeRequest, *, items: Sequence[Item], config: Config, 
         verdict = choose_format(config.verdict, scale=scale, items=list(items))
         settings = JudgeSettings(verdict=verdict.name, scale=str(verdict.scale), explains=verdict.explains)
     _check_items(settings, items, scale)
+    if request.untrained:  # it has no scalar head yet: its score tokens are asked
+        settings = dataclasses.replace(settings, head="tokens", temperature=1.0)
     options = trained.options()
     if request.untrained:
         options = {"model_name": _untrained_base(trained, request), "train_type": "full"}
@@ -161,7 +163,7 @@ def measure_judge(
     scale, settings = judge.verdict.scale, judge.settings
     del judge  # the untrained model takes its place in memory
     others = baseline_verdicts(items, scale=scale, train=train)
-    if with_untrained and settings.head == "tokens":
+    if with_untrained:
         untrained = dataclasses.replace(request, untrained=True)
         base = open_judge(untrained, items=items, config=config, observer=observer)
         others[UNTRAINED] = ask(base, items, untrained, observer)

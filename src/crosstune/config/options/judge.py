@@ -34,7 +34,7 @@ class JudgeOptions:
     )
     score_scale: str = option(
         "0-10",
-        "Lowest and highest score of the data, as in 1-5",
+        "Lowest and highest score of the data, as in 1-5; unset: the column score_scale of the data, or else 0-10",
         needs=(JUDGE,),
         on_resume=OnResume.DIVIDES_DATA,
     )

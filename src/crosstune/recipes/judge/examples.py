@@ -37,7 +37,7 @@ class JudgeBatch(TokenBatch):
     ends: IntArray
     """The last token of each prompt, before the verdict."""
     by_rows: bool = False
-    """Whether the loss is a sum over rows: that of a scalar head."""
+    """True if the loss is a sum over rows: that of a scalar head."""
 
     @property
     def weight(self) -> int:
@@ -46,7 +46,7 @@ class JudgeBatch(TokenBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class SoftLabel:
-    """Where the label of an example is, and which other label shares its probability."""
+    """The place of an example's label, and the other label that shares its probability."""
 
     place: int
     other: int

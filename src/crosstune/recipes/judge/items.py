@@ -45,7 +45,7 @@ class Item:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What makes two items the same: their texts."""
+        """Return the texts, which make two items the same."""
         return (self.task, *self.answers)
 
 

@@ -28,7 +28,7 @@ FEWEST_SHARED = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """What a judge says about an item."""
+    """A judge's verdict on an item."""
 
     score: float | None = None
     """None if the generated verdict cannot be read; None for pairs."""
@@ -43,7 +43,7 @@ class Judgement:
     issues: tuple[str, ...] = ()
     feedback: str = ""
     too_long: bool = False
-    """Whether the prompt does not fit into the model's context, so that nothing was asked."""
+    """True if the prompt does not fit into the model's context, so that nothing was asked."""
 
     @property
     def is_parsed(self) -> bool:

@@ -16,7 +16,7 @@ DEMO_DATA = "judge_translations"
 SMALL_CARD_BYTES, LARGE_CARD_BYTES = 9 * 10**9, 15 * 10**9
 """A card of 8 GB reports less than the one, a card of 16 GB more than the other."""
 BYTES_PER_PARAMETER = 4
-"""What LoRA over a 16-bit base takes, from the guide: 12 GB for three billion parameters, two rows of 512 tokens."""
+"""Memory of LoRA over a 16-bit base, from the guide: 12 GB for three billion parameters, two rows of 512 tokens."""
 
 ALL: Mapping[str, Any] = {
     "num_epochs": 3,

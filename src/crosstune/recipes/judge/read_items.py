@@ -44,18 +44,18 @@ _WINNER_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ItemReader:
-    """How rows become items."""
+    """Turn rows into items."""
 
     scale: Scale
     """The scale of rows that name none in a column score_scale."""
     scale_asked: bool = False
-    """Whether the user set the scale, so that a row must not name another one."""
+    """True if the user set the scale: a row must not name another one."""
     columns: Columns = field(default_factory=dict)
     group_by: str | None = None
     """The column that says which rows belong together; None: the column `group`, or the text of the task."""
     references: str = "auto"
     labelled: bool = True
-    """Whether every row must have a score or a winner."""
+    """True if every row must have a score or a winner."""
 
     def read(self, source: Source, *, limit: int = -1) -> list[Item]:
         """Return the items of a source, at most `limit` unless that is -1; raise for a row that is none."""

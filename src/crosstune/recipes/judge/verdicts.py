@@ -26,7 +26,7 @@ _WINNER = re.compile(r"^\W*(?:(?:winner|verdict|answer|result)\s*:?\s*)?\W*(A|B|
 
 @dataclass(frozen=True, kw_only=True)
 class TextVerdict:
-    """What a text says: a score or a winner, None where it says none."""
+    """A score or a winner as read from a text; None where it has none."""
 
     score: float | None = None
     out_of: float | None = None
@@ -43,7 +43,7 @@ class VerdictFormat:
     name: str
     scale: Scale
     explains: bool = False
-    """Whether verdicts have issues and feedback."""
+    """True if verdicts have issues and feedback."""
 
     @property
     def labels(self) -> Labels:
@@ -57,7 +57,7 @@ class VerdictFormat:
 
     @property
     def after(self) -> str:
-        """What follows the label in every verdict."""
+        """Return the text that follows the label in every verdict."""
         if self.name == "score":
             return f"/{write_number(self.scale.high)}"
         return ("," if self.explains else "}") if self.name == "json" else ""
