@@ -17,7 +17,7 @@ from backend_manager import (  # noqa: E402
 )
 from crosstune.config.check_built import unbuilt_parts  # noqa: E402
 from crosstune.config.load import make_config  # noqa: E402
-from crosstune.machines.probe import load_machine, bundled_profiles  # noqa: E402
+from crosstune.machines.probe import bundled_profiles, load_machine  # noqa: E402
 from crosstune.planner.gather import make_plan  # noqa: E402
 
 
@@ -178,7 +178,11 @@ def test_the_manager_and_train_agree(profile: str, backend: str) -> None:
     world = 1 if manager.report.device == "cuda" and len(manager.report.devices) == 1 else 2
     plan = make_plan(
         make_config(
-            backend=backend, model_name="meta-llama/Llama-2-7b-hf", train_type="qlora", world_size=world, use_flash_attention=True
+            backend=backend,
+            model_name="meta-llama/Llama-2-7b-hf",
+            train_type="qlora",
+            world_size=world,
+            use_flash_attention=True,
         ),
         machine=load_machine(profile),
     )

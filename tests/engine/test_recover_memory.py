@@ -123,9 +123,7 @@ def test_a_step_is_repeated_with_smaller_micro_batches(
         pytest.importorskip("mlx.core")
     wanted = unforced(backend, packing=packing)
     limit_rows(monkeypatch, backend, most=4)
-    run = train(
-        make_config(**options, backend=backend, packing=packing, name=f"{backend}-{packing}")
-    )
+    run = train(make_config(**options, backend=backend, packing=packing, name=f"{backend}-{packing}"))
     check_same(run, wanted)
     found = run.summary["recoveries"]
     assert [step["changed"] for step in found] == [

@@ -100,7 +100,10 @@ def test_only_the_chosen_layers_get_adapters(targets: str, widths: int) -> None:
 # Tensors that the engine keeps for the backward pass of one layer, counted on the CPU while it trained a Llama model
 # of hidden 64, MLP 176, 4 heads of 16, 2 of them for keys; per token.
 COUNTED = {
-    "LoRA fp32": (Step(rank=4, compute_bits=32, weight_bits=32), 4 * (4 * 64 + 4 * 176 + 2 * 64 + 2 * 32 + 7 * 4) + 16),
+    "LoRA fp32": (
+        Step(rank=4, compute_bits=32, weight_bits=32),
+        4 * (4 * 64 + 4 * 176 + 2 * 64 + 2 * 32 + 7 * 4) + 16,
+    ),
     "LoRA bf16": (Step(rank=4), 2 * 4 * 64 + 2 * (2 * 64 + 4 * 176 + 2 * 64 + 2 * 32 + 7 * 4) + 16),
     "full fp32": (
         Step(method="full", compute_bits=32, weight_bits=32),
@@ -117,7 +120,13 @@ COUNTED = {
 def test_a_layer_keeps_what_was_counted(name: str) -> None:
     step, per_token = COUNTED[name]
     shape = ModelShape(
-        num_parameters=10**6, hidden=64, num_layers=3, intermediate=176, vocab=1000, num_heads=4, num_kv_heads=2
+        num_parameters=10**6,
+        hidden=64,
+        num_layers=3,
+        intermediate=176,
+        vocab=1000,
+        num_heads=4,
+        num_kv_heads=2,
     )
     assert layer_bytes(shape, replace(step, batch=2, context=64)) == 128 * per_token
 
@@ -133,7 +142,8 @@ def test_the_optimizer_makes_a_difference() -> None:
     sizes = [moment_bytes(1000, name) for name in ("sgd", "adafactor", "adamw_8bit", "adamw")]
     assert sizes == sorted(sizes) and sizes[0] == 0 and sizes[-1] == 8000
     by_optimizer = [
-        estimate(train_type="full", optimizer=name, batch_size=1, context_length=64) for name in ("sgd", "adamw")
+        estimate(train_type="full", optimizer=name, batch_size=1, context_length=64)
+        for name in ("sgd", "adamw")
     ]
     assert by_optimizer[1] - by_optimizer[0] == 8 * SHAPE.num_parameters
 
@@ -144,10 +154,14 @@ MEASURED = [(LLAMA, {"quantizer": "bnb", "n_bits": 4, "checkpointing": True}, 7.
 
 
 @pytest.mark.parametrize(("name", "settings", "measured_gib"), MEASURED)
-def test_measured_peaks_are_within_ten_per_cent(name: str, settings: dict[str, Any], measured_gib: float) -> None:
+def test_measured_peaks_are_within_ten_per_cent(
+    name: str, settings: dict[str, Any], measured_gib: float
+) -> None:
     shape = known_shape(name)
     assert shape is not None
-    assert step_bytes(shape, Step(batch=4, context=2048, **settings)) / GIB == pytest.approx(measured_gib, rel=0.1)
+    assert step_bytes(shape, Step(batch=4, context=2048, **settings)) / GIB == pytest.approx(
+        measured_gib, rel=0.1
+    )
 
 
 def test_the_vocabulary_tells_models_of_one_size_apart() -> None:

@@ -142,7 +142,9 @@ def test_shapes_without_a_download(model: Path, tmp_path: Path) -> None:
     known = shape("some-org/Llama-2-7b-chat-hf")
     assert known is not None
     assert (known.num_parameters, known.source) == (6_738_415_616, "table")
-    assert shape("some-org/never-downloaded-7b") is None, "a size in a name tells neither layers nor vocabulary"
+    assert shape("some-org/never-downloaded-7b") is None, (
+        "a size in a name tells neither layers nor vocabulary"
+    )
     assert shape("some-org/never-downloaded") is None
     assert not (tmp_path / "models").exists()
 

@@ -12,7 +12,7 @@ from crosstune.config.schema import options_by_name
 from crosstune.core.attention import held_score_bits
 from crosstune.core.expanded_name import read_expanded_name
 from crosstune.core.memory import GIB, Fitted, MemoryParts, Step, largest_batch, step_parts
-from crosstune.core.model_shape import ModelShape, expand_shape
+from crosstune.core.model_shape import expand_shape
 
 MOST_ESTIMATED = 64
 """The largest batch that is estimated for `--batch_size auto`."""

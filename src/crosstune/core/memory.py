@@ -123,7 +123,9 @@ def step_parts(shape: ModelShape, step: Step) -> MemoryParts:
     shards = step.num_shards
     kept, layer, loss = kept_bytes(shape, step), layer_bytes(shape, step), loss_bytes(shape, step)
     before = 4 * trained // shards if step.num_micro_batches > 1 else 0
-    own = 2 if _is_trained_in_16_bits(step) else 0  # the gradient of a 16-bit weight, beside that of its fp32 copy
+    own = (
+        2 if _is_trained_in_16_bits(step) else 0
+    )  # the gradient of a 16-bit weight, beside that of its fp32 copy
     after = (own + 4 if own and step.num_micro_batches > 1 else 4) * trained // shards
     in_update = 4 * trained // shards * (2 if step.on_gpu and "fused" not in step.optimizer else 1)
     working = layer if step.checkpointing else 0
@@ -217,7 +219,9 @@ def kept_bytes(shape: ModelShape, step: Step) -> int:
         layers = shape.num_layers * step.tokens * shape.hidden * _stream_width(step)
     else:
         layers = shape.num_layers * layer_bytes(shape, step)
-    casts = shape.num_parameters * step.width if step.method == "full" and _stream_width(step) > step.width else 0
+    casts = (
+        shape.num_parameters * step.width if step.method == "full" and _stream_width(step) > step.width else 0
+    )
     # The last norm and the input of the head; and the casts of weights, which autocast keeps for the backward pass.
     return layers + step.tokens * shape.hidden * (4 + step.width) + casts
 
@@ -292,7 +296,9 @@ def dense_copies(shape: ModelShape, step: Step) -> int:
     """Return the bytes of the largest weight while a product needs it in another form."""
     largest = max(outputs * inputs for outputs, inputs, _ in shape.linears().values())
     copies = _PRODUCT_COPIES.get(step.quantizer, 3) * largest * step.width
-    return copies + (3 * 4 * largest if step.method == "dora" else 0)  # the row norms of DoRA are those of W + BA in fp32
+    return copies + (
+        3 * 4 * largest if step.method == "dora" else 0
+    )  # the row norms of DoRA are those of W + BA in fp32
 
 
 def gathered_bytes(shape: ModelShape, step: Step) -> int:

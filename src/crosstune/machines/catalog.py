@@ -86,7 +86,9 @@ def make_gpu(name: str, like: Machine) -> Machine:
 def make_apple(name: str, like: Machine) -> Machine:
     """Return an Apple machine, of whose memory Metal recommends two thirds up to 36 GB and three quarters above."""
     chip, _, size = name.removeprefix("apple-").rpartition("-")
-    title = " ".join(part if part[0] in "m" and part[1:].isdigit() else part.title() for part in chip.split("-"))
+    title = " ".join(
+        part if part[0] in "m" and part[1:].isdigit() else part.title() for part in chip.split("-")
+    )
     title = f"Apple {title.replace('m', 'M', 1)}"
     total = int(size.removesuffix("gb")) * GIB
     shared = int(total * (2 / 3 if total <= 36 * GIB else 3 / 4))

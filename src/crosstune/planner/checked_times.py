@@ -38,7 +38,9 @@ MEASUREMENTS = (
     Measurement(
         step={**_FULL_ROWS, **_NF4, "checkpointing": True}, tokens_per_s=9164, peak_gib=7.8, **_LLAMA
     ),
-    Measurement(step={**_SHORT, "method": "full"}, tokens_per_s=4787, peak_gib=2.89, calibrates=True, **_SMOL),
+    Measurement(
+        step={**_SHORT, "method": "full"}, tokens_per_s=4787, peak_gib=2.89, calibrates=True, **_SMOL
+    ),
     Measurement(step=_SHORT, tokens_per_s=3345, calibrates=True, **_SMOL),
     Measurement(step={**_SHORT, **_NF4}, tokens_per_s=2296, **_SMOL),
 )

@@ -27,7 +27,9 @@ def learn_peak(plan: Plan, measured_bytes: int) -> None:
     overhead = fitted.parts.overhead
     if fitted.parts.total - overhead < LEAST_SHARE * overhead:
         return
-    counted = fitted.parts.total - (0 if plan.backend.is_torch_cpu else overhead)  # a GPU's own is not in the peak
+    counted = fitted.parts.total - (
+        0 if plan.backend.is_torch_cpu else overhead
+    )  # a GPU's own is not in the peak
     step = fitted.step
     key: dict[str, Any] = {
         "machine": plan.machine.name,

@@ -34,7 +34,6 @@ from crosstune.models.adapter_files import has_trained_template, replace_tokeniz
 from crosstune.models.folder import config_shape, longest_context, read_config_json
 from crosstune.models.llama_layout import CHAT_TEMPLATE
 
-
 _ROWS_LOOKED_AT = 4096
 """Packed rows among which the fullest are found."""
 

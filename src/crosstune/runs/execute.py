@@ -152,7 +152,12 @@ class Execution:
     def _learn(self) -> None:
         """Let the next plan know the peak of a whole run that went as planned."""
         progress = self.progress
-        if self.ranks.first and progress.status == "finished" and not progress.recoveries and progress.steps > 1:
+        if (
+            self.ranks.first
+            and progress.status == "finished"
+            and not progress.recoveries
+            and progress.steps > 1
+        ):
             learn_peak(self.plan, progress.peak_memory_bytes)
 
     def _write_result(self, session: Session, extra: dict[str, Any]) -> None:

@@ -23,7 +23,15 @@ from crosstune.runs.open_parts import open_session
 
 FILE = "batch_sizes"
 _MATTERS = (
-    *("model_name", "recipe", "train_type", "quantization_backend", "group_size", "quant_type", "double_quant"),
+    *(
+        "model_name",
+        "recipe",
+        "train_type",
+        "quantization_backend",
+        "group_size",
+        "quant_type",
+        "double_quant",
+    ),
     *("lora_rank", "lora_target_modules", "lora_dropout", "optimizer", "precision", "packing", "ema_decay"),
     *("use_gradient_checkpointing", "use_activation_cpu_offload", "use_flash_attention", "sharding_strategy"),
     *("low_memory", "num_new_blocks", "train_on_prompt", "gradient_accumulation_steps", "rows_per_step"),

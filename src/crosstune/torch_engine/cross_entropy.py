@@ -10,7 +10,6 @@ import torch.nn.functional as F  # noqa: N812
 from crosstune.core.memory import LOGITS_AT_A_TIME
 
 
-
 def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the summed cross entropy of rows of logits, in fp32."""
     if logits.numel() <= LOGITS_AT_A_TIME:

@@ -49,7 +49,9 @@ def read_memory(device: torch.device) -> Memory:
     return Memory(used_bytes=psutil.Process().memory_info().rss, peak_bytes=_peak_resident_bytes())
 
 
-def memory_errors(device: torch.device, *, doing: str = out_of_memory.STEP) -> contextlib.AbstractContextManager[None]:
+def memory_errors(
+    device: torch.device, *, doing: str = out_of_memory.STEP
+) -> contextlib.AbstractContextManager[None]:
     """Convert every out-of-memory error to OutOfMemory, after releasing cached memory."""
     return out_of_memory.memory_errors(doing=doing, release=lambda: clear_cache(device))
 

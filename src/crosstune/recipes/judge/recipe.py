@@ -177,9 +177,7 @@ class JudgeRecipe:
         if self.held_out is None:
             return Evaluation(metrics={})
         places = list(range(len(self.held_out)))
-        result = session.evaluate(
-            self._batches(self.held_out, places, size=rows_per_evaluation(self.config))
-        )
+        result = session.evaluate(self._batches(self.held_out, places, size=rows_per_evaluation(self.config)))
         judge = self.judge(session)
 
         def show(done: int, total: int) -> None:
