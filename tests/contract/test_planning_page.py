@@ -34,7 +34,7 @@ def test_the_plans_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     for title in ("parameters", "memory", "of which", "steps"):
         assert f"\n{title}" in here
     for line in PAGE.text.splitlines():
-        if line.startswith(("parameters ", "memory ")):
+        if line.startswith(("parameters  ", "memory  ")):
             assert line in small
     planned = json.loads(as_json)
     assert not planned["prediction"]["fits"] and "--train_type qlora" in planned["prediction"]["change_that_fits"]
