@@ -100,6 +100,7 @@ RECOVERS = """
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
 
 replicas = dict(sharding_strategy="ddp", batch_size=4, skip_eval=False, eval_samples=6, num_samples=0, eval_metric="loss")
+replicas |= dict(eval_dataset=str(folder / "rows.jsonl"))
 straight = run("straight", **replicas).summary
 loss = CausalLM.loss
 

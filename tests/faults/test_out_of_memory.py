@@ -193,13 +193,14 @@ def _status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux limits the address space of a process")
 def test_a_limit_of_the_system_is_survived_with_the_same_losses(bench: Bench) -> None:
     options = {"batch_size": 64, "gradient_accumulation_steps": 1, "packing": False, "max_steps": 1}
     options |= {"context_length": 512, "lora_dropout": 0.0, "dataset": "dummy", "save_model": False}
     options |= {"model_name": str(_calm(bench))}
     losses = []
-    for name, share in (("free", None), ("limited", 0.7)):
+    for name, share in (("free", None), ("limited", 0.45)):
         folder = bench.home / name
         ended = bench.start(
             "lora", folder, before=partial(limit_memory, bench.home, share=share), **options

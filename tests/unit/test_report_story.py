@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from crosstune.report.visible_text import visible
 from test_report_page import evaluation, make_run, render_page
 
 from crosstune.config.load import make_config
@@ -24,7 +25,6 @@ from crosstune.report.next_steps import next_steps
 from crosstune.report.outcome import end_of
 from crosstune.report.samples import collect_samples
 from crosstune.report.turning_points import best_evaluation, parting
-from crosstune.report.visible_text import visible
 
 
 def evaluated(losses: dict[int, float], *, train: float = 0.5, num_steps: int = 40, **more: Any) -> RunFiles:

@@ -173,6 +173,15 @@ def _demo_hint(config: Config) -> str:
     return " (the bundled demo data; pass your own with --dataset)" if is_demo else ""
 
 
+def _row_length(config: Config, checked: Checked | None) -> str:
+    data = checked.data if checked is not None else None
+    if data is None:
+        return f"up to {config.context_length} tokens per row"
+    return (
+        f"{data.num_rows:,} rows of {data.tokens_per_row:.0f} tokens in the mean, at most {data.longest_row}"
+    )
+
+
 def _length(config: Config) -> str:
     """Return when the training ends."""
     if config.max_steps == -1:
@@ -212,7 +221,7 @@ def _plan_lines(
         ("machine", plan.machine.name),
         ("backend", f"{plan.backend.name} ({plan.engine} engine), {plan.world_size} x {device}"),
         ("model", config.model_name if plan_needs_base else f"of the recipe {config.recipe}"),
-        ("data", f"{config.dataset}{_demo_hint(config)}, up to {config.context_length} tokens per row"),
+        ("data", f"{config.dataset}{_demo_hint(config)}, {_row_length(config, checked)}"),
         ("method", f"{config.recipe} / {plan.method}{quantized}"),
         ("precision", plan.precision),
         ("attention", ": ".join(plan.attention)),

@@ -77,8 +77,9 @@ def _time_rows(prediction: Prediction) -> list[tuple[str, str]]:
         rows.append(
             (
                 "processes",
-                f"{cluster.num_nodes} x {cluster.num_local}, {cluster.sharding}: {100 * time.communication_share:.1f} % "
-                "of the time is communication (predicted, not checked on several devices)",
+                f"{cluster.num_nodes} x {cluster.num_local}, {cluster.sharding}: communication in "
+                f"{100 * time.communication_share:.1f} % of the time, {100 * time.communication_s / time.seconds:.1f} % "
+                "not beside computation (predicted, not checked on several devices)",
             )
         )
     if prediction.hours is not None:

@@ -9,6 +9,9 @@ from crosstune.core.machine import BackendReport
 FLASH_PACKAGE = "flash_attn"
 """The package, and the kernel of a BackendReport that stands for it."""
 
+_FUSED = frozenset({"efficient", "cudnn"})
+"""Kernels of torch besides flash that hold no scores."""
+
 Attention = Literal["flash_attn", "sdpa", "eager", "mlx"]
 
 
@@ -38,9 +41,10 @@ def choose_attention(
 def held_score_bits(report: BackendReport, *, flash: bool | None, compute_bits: int) -> int:
     """Return the bits of each attention score that training holds in memory; 0 for a kernel that never holds them.
 
-    `flash` is --use_flash_attention. Without a flash kernel, torch computes scores in fp32 whatever the precision. MLX
+    `flash` is --use_flash_attention. Without a fused kernel, torch computes scores in fp32 whatever the precision. MLX
     has no fused attention for training on Metal; its scores are in the precision of the model.
     """
     if report.engine == "mlx":
         return compute_bits
-    return 0 if report.has_flash_attention and flash is not False else 32
+    is_fused = report.has_flash_attention or not _FUSED.isdisjoint(report.attention)
+    return 0 if is_fused and flash is not False else 32

@@ -65,6 +65,8 @@ class StepTime:
     launches_s: float
     communication_s: float
     """The part of the communication that no computation hides."""
+    hidden_s: float
+    """The part of the communication that happens beside the computation."""
     tokens: int
     """Tokens of the step over all processes."""
 
@@ -82,7 +84,8 @@ class StepTime:
 
     @property
     def communication_share(self) -> float:
-        return self.communication_s / self.seconds
+        """The share of the time in which the links are busy; more than that of `communication_s` where it is hidden."""
+        return min(1.0, (self.communication_s + self.hidden_s) / self.seconds)
 
     @property
     def limit(self) -> str:
@@ -116,12 +119,14 @@ def step_time(
     launches = LAUNCHES + LAUNCHES_PER_ADAPTER * len(adapted_linears(shape, step))
     if step.quantizer != "none":
         launches += LAUNCHES_PER_QUANTIZED * len(shape.linears())
-    exposed = communication_s(shape, step, speed, cluster=cluster, compute_s=passes * (products + traffic))
+    after, beside = communication_s(shape, step, speed, cluster=cluster)
+    hidden = min(beside, passes * (products + traffic))
     return StepTime(
         products_s=passes * products,
         traffic_s=passes * traffic,
         launches_s=passes * shape.num_layers * launches * LAUNCH_S,
-        communication_s=exposed,
+        communication_s=after + beside - hidden,
+        hidden_s=hidden,
         tokens=int(tokens * passes * cluster.size),
     )
 
@@ -148,15 +153,15 @@ def _traffic_bytes(shape: ModelShape, step: Step, tokens: float) -> float:
 
 
 def communication_s(
-    shape: ModelShape, step: Step, speed: DeviceSpeed, *, cluster: Cluster, compute_s: float
-) -> float:
-    """Return the communication of a step that is not hidden.
+    shape: ModelShape, step: Step, speed: DeviceSpeed, *, cluster: Cluster
+) -> tuple[float, float]:
+    """Return the communication of a step after its passes, and beside them.
 
     Replicas sum their gradients once, in fp32, after the passes. Shards gather each weight for the forward and the
     backward pass of every micro-batch and scatter gradients, beside the computation of the layer before.
     """
     if cluster.size == 1:
-        return 0.0
+        return 0.0, 0.0
     trained = trained_parameters(shape, step)
     shards = cluster.num_shards
     replicas = cluster.size // shards
@@ -164,15 +169,15 @@ def communication_s(
     if replicas > 1:
         across = cluster.num_nodes > 1
         part = 4 * trained / shards
-        reduced = _ring_s(2 * part, replicas, _rate(speed, across=across))
+        reduced = _ring_s(2 * part, replicas, _rate(speed, cluster, across=across))
     if shards == 1:
-        return reduced
+        return reduced, 0.0
     across = cluster.num_nodes > 1 and shards > cluster.num_local
     stored = gathered_weights(shape, step)
     moved = 2 * stored + (4 * trained if step.method == "full" else 0)
-    gathered = step.num_micro_batches * _ring_s(moved, shards, _rate(speed, across=across))
+    gathered = step.num_micro_batches * _ring_s(moved, shards, _rate(speed, cluster, across=across))
     gathered += step.num_micro_batches * 3 * shape.num_layers * LATENCY_S * math.log2(shards)
-    return reduced + max(0.0, gathered - compute_s)
+    return reduced, gathered
 
 
 def gathered_weights(shape: ModelShape, step: Step) -> float:
@@ -181,11 +186,12 @@ def gathered_weights(shape: ModelShape, step: Step) -> float:
     return one_block * shape.num_layers + shape.embeddings * step.width
 
 
-def _rate(speed: DeviceSpeed, *, across: bool) -> float:
-    """Return the bytes per second of a ring that leaves the machine, or stays in it."""
-    return (
-        max(speed.network_gb_s if across else speed.link_gb_s or speed.network_gb_s, 1e-3) * 1e9 * LINK_SHARE
-    )
+def _rate(speed: DeviceSpeed, cluster: Cluster, *, across: bool) -> float:
+    """Return the bytes per second at which a collective brings data to every device. What comes from another machine
+    arrives over all its network cards together and is passed on over the links inside."""
+    link = speed.link_gb_s or speed.network_gb_s
+    rate = min(link, speed.network_gb_s * cluster.num_local) if across else link
+    return max(rate, 1e-3) * 1e9 * LINK_SHARE
 
 
 def _ring_s(num_bytes: float, size: int, rate: float) -> float:

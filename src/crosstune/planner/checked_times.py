@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from crosstune.core.devices import find_speed
@@ -22,15 +22,15 @@ class Measurement:
     row: float
     """Mean tokens of a row."""
     peak_gib: float | None = None
-    calibrates: bool = field(default=False)
+    calibrates: bool = False
     """True if a constant of the model was chosen so that this one is met."""
 
 
-_LLAMA = {"model": "llama-2-7b", "device": "NVIDIA H200", "row": 2048.0}
-_SMOL = {"model": "smollm2-135m", "device": "NVIDIA H200", "row": 66.0}
-_FULL_ROWS = {"batch": 4, "context": 2048}
-_SHORT = {"batch": 8, "context": 80}
-_NF4 = {"quantizer": "bnb", "n_bits": 4}
+_LLAMA: dict[str, Any] = {"model": "llama-2-7b", "device": "NVIDIA H200", "row": 2048.0}
+_SMOL: dict[str, Any] = {"model": "smollm2-135m", "device": "NVIDIA H200", "row": 66.0}
+_FULL_ROWS: dict[str, Any] = {"batch": 4, "context": 2048}
+_SHORT: dict[str, Any] = {"batch": 8, "context": 80}
+_NF4: dict[str, Any] = {"quantizer": "bnb", "n_bits": 4}
 MEASUREMENTS = (
     Measurement(step=_FULL_ROWS, tokens_per_s=13289, calibrates=True, **_LLAMA),
     Measurement(step={**_FULL_ROWS, **_NF4}, tokens_per_s=13014, **_LLAMA),

@@ -76,6 +76,7 @@ class Prediction:
             "step_s": time.seconds if time else None,
             "limited_by": time.limit if time else None,
             "communication_share": time.communication_share if time else None,
+            "exposed_communication_share": time.communication_s / time.seconds if time else None,
             "hours": self.hours,
             "cost": self.cost,
             "largest_error_of_speed": self.error,

@@ -190,8 +190,8 @@ def check_plan(
         with checked.collecting("dataset"):
             checked.data = measure_data(plan, checked.model)
     if checked.data is not None:
-        known = {"longest_row": checked.data.longest_row, "longest_target": checked.data.longest_target}
-        plan = resolve(config, replace(facts, **known))
+        row, target = checked.data.longest_row, checked.data.longest_target
+        plan = resolve(config, replace(facts, longest_row=row, longest_target=target))
     return plan, checked
 
 

@@ -1,0 +1,66 @@
+"""The commands of docs/planning.md, and what the page says they print."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from pages import Page
+
+from crosstune.cli.main import main
+from crosstune.core.json_files import read_json
+from crosstune.planner.checked_times import MEASUREMENTS, largest_error
+
+PAGE = Page("planning.md")
+PLANS = [command for command in PAGE.commands() if command.startswith("crosstune plan")]
+TRAIN = next(command for command in PAGE.commands() if command.startswith("crosstune train"))
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(shlex.split(command)[1:]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_plans_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    here, small, as_json, cluster, names = (run(command, capsys) for command in PLANS)
+    for title in ("parameters", "memory", "of which", "steps"):
+        assert f"\n{title}" in here
+    for line in PAGE.text.splitlines():
+        if line.startswith(("parameters  ", "memory  ")):
+            assert line in small
+    planned = json.loads(as_json)
+    assert (
+        not planned["prediction"]["fits"]
+        and "--train_type qlora" in planned["prediction"]["change_that_fits"]
+    )
+    assert sum(planned["memory_parts"].values()) == planned["estimated_bytes"]
+    assert "4 x 8, full_shard" in cluster and "at 30 an hour" in cluster
+    assert {"h200-x8", "rtx-4090"} <= set(names.split())
+
+
+def test_the_search_of_the_page(capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    assert main(shlex.split(TRAIN)[1:]) == 0
+    said = capsys.readouterr()
+    assert "batch_size:" in said.out + said.err
+    assert read_json(home / "runs" / "auto" / "plan.json")["options"]["batch_size"] > 1
+
+
+def test_the_error_that_the_page_names() -> None:
+    error, count = largest_error()
+    assert f"at most {100 * error:.0f} % off" in " ".join(PAGE.text.split()) and count == 4
+    assert len(MEASUREMENTS) - count == 3
+
+
+def test_a_cluster_needs_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--nnodes", "2", "--backend", "cpu"]) == 2
+    assert "--machine" in capsys.readouterr().err
+    assert main(["plan", "--nnodes", "2", "--machine", "h200-x8", "--world_size", "3"]) == 2
+    assert "16 processes" in capsys.readouterr().err

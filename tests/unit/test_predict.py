@@ -1,0 +1,206 @@
+"""Predictions of a plan: speed against measured runs, clusters, the change that makes a step fit, and what runs teach."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crosstune.config.load import make_config
+from crosstune.config.plan import Plan
+from crosstune.core.devices import find_speed
+from crosstune.core.errors import UserError
+from crosstune.core.memory import GIB, Step
+from crosstune.core.ranks import Ranks
+from crosstune.core.step_time import Cluster, flops_per_token, step_time
+from crosstune.machines.probe import load_machine, profile_names
+from crosstune.models.known_models import known_shape
+from crosstune.planner import remembered
+from crosstune.planner.checked_times import MEASUREMENTS, largest_error, predicted_tokens_per_s
+from crosstune.planner.gather import make_plan
+from crosstune.planner.learned import FILE, learn_peak, read_corrections
+from crosstune.planner.predict import DataFacts, predict
+
+LLAMA = "meta-llama/Llama-2-7b-hf"
+DATA = DataFacts(num_rows=8000, num_steps=1000, longest_row=2048, longest_target=2048, tokens_per_row=2048.0)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path))
+    return tmp_path / "measured"
+
+
+def plan_on(machine: str, *, num_nodes: int = 1, **asked: Any) -> Plan:
+    found = load_machine(machine)
+    local = len(found.backends["cuda"].devices) if "cuda" in found.available() else 1
+    ranks = Ranks(engine="torch", size=num_nodes * local, local_size=local, num_nodes=num_nodes)
+    return make_plan(make_config(**{"model_name": LLAMA} | asked), machine=found, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    "measured", MEASUREMENTS, ids=lambda found: f"{found.model} {found.tokens_per_s:.0f}"
+)
+def test_the_speed_is_near_what_was_measured(measured: Any) -> None:
+    assert predicted_tokens_per_s(measured) == pytest.approx(measured.tokens_per_s, rel=0.2)
+
+
+def test_the_error_counts_only_runs_that_calibrate_nothing() -> None:
+    error, count = largest_error()
+    assert 0 < error < 0.2 and count == sum(not found.calibrates for found in MEASUREMENTS) >= 3
+
+
+def test_operations_of_a_token() -> None:
+    shape = known_shape(LLAMA)
+    assert shape is not None
+    weights = shape.num_parameters - shape.vocab * shape.hidden
+    attention = 2 * 2048 * 4096 * 32
+    full, lora = Step(method="full"), Step(rank=16)
+    assert flops_per_token(shape, full, 2048) == 6 * weights + 3 * attention
+    assert flops_per_token(shape, lora, 2048) == pytest.approx(4 * weights + 3 * attention, rel=0.01)
+    again = flops_per_token(shape, replace(full, checkpointing=True), 2048)
+    assert again == 6 * weights + 2 * (weights - shape.vocab * shape.hidden) + 4 * attention
+
+
+def test_more_machines_are_faster_and_communicate_more() -> None:
+    shape, speed = known_shape("meta-llama/Llama-3.1-8B"), find_speed("NVIDIA H200")
+    assert shape is not None and speed is not None
+    step = Step(method="full", batch=1, context=2048)
+    times = [
+        step_time(shape, step, speed, cluster=Cluster(num_nodes=n, num_local=8, sharding="ddp"))
+        for n in (1, 2, 512)
+    ]
+    rates = [found.tokens_per_s / found.tokens for found in times]
+    assert [found.tokens for found in times] == [8 * 2048, 16 * 2048, 4096 * 2048]
+    assert rates[0] > rates[1] > rates[2], "a network is slower than the links of a machine"
+    assert times[0].communication_s < times[1].communication_s < times[2].communication_s
+    alone = step_time(shape, step, speed, cluster=Cluster())
+    assert alone.communication_s == 0 and alone.seconds < times[0].seconds
+    # Replicas send 4 bytes for each trained weight twice around the ring, at 0.8 of eight cards of 50 GB/s.
+    assert times[2].communication_s == pytest.approx(2 * 4 * shape.num_parameters / 320e9, rel=0.01)
+
+
+def test_shards_hide_communication_beside_the_computation() -> None:
+    shape, speed = known_shape("meta-llama/Llama-3.1-8B"), find_speed("NVIDIA H200")
+    assert shape is not None and speed is not None
+    cluster = Cluster(num_nodes=4, num_local=8, sharding="full_shard")
+    long, short = (
+        step_time(shape, Step(method="full", batch=1, context=n), speed, cluster=cluster) for n in (8192, 64)
+    )
+    assert long.communication_s == 0 and long.hidden_s > 0
+    assert short.communication_s > 0 and short.communication_share > long.communication_share
+    hybrid = replace(cluster, sharding="hybrid_shard")
+    assert (cluster.num_shards, hybrid.num_shards) == (32, 8)
+
+
+def test_memory_hours_and_cost_of_a_cluster() -> None:
+    asked: dict[str, Any] = {"train_type": "full", "sharding_strategy": "full_shard", "batch_size": 1}
+    one, four = (plan_on("h200-x8", num_nodes=n, **asked) for n in (1, 4))
+    found = predict(four, data=DATA, num_nodes=4, price_per_hour=30.0)
+    alone = predict(one, data=DATA)
+    assert found is not None and alone is not None and found.time is not None
+    assert found.cluster.size == 32 and found.estimated_bytes < alone.estimated_bytes
+    assert found.hours == pytest.approx(1000 * found.time.seconds / 3600)
+    assert found.cost == pytest.approx(found.hours * 4 * 30)
+    assert found.to_json()["num_ranks"] == 32 and alone.cost is None
+
+
+def test_the_smallest_change_that_fits_is_named_and_fits() -> None:
+    fits = predict(plan_on("h200", train_type="qlora"))
+    assert fits is not None and fits.change is None
+    larger = {"model_name": "meta-llama/Llama-2-13b-hf", "context_length": 512}
+    lora = predict(plan_on("rtx-4090", train_type="lora", **larger))
+    assert lora is not None and lora.change is not None and lora.change.startswith("--train_type qlora (")
+    changed = plan_on("rtx-4090", train_type="qlora", **larger)
+    assert changed.estimated_bytes is not None and changed.estimated_bytes <= changed.usable_bytes
+    huge = predict(
+        plan_on("h100", train_type="full", model_name="meta-llama/Llama-3.1-70B", context_length=256)
+    )
+    assert huge is not None and huge.change is not None and "--train_type qlora" in huge.change
+    impossible = predict(plan_on("t4", train_type="full", model_name="meta-llama/Llama-3.1-405B"))
+    assert impossible is not None and impossible.change is not None and "smaller model" in impossible.change
+
+
+def test_unknown_sizes_predict_nothing_and_unknown_devices_no_time() -> None:
+    assert predict(plan_on("h200", model_name="some/unknown-7b")) is None
+    on_cpu = predict(plan_on("cpu-laptop"))
+    assert on_cpu is not None and on_cpu.time is None and on_cpu.hours is None
+    assert find_speed("Radeon 9") is None and find_speed("NVIDIA GeForce RTX 4080") == find_speed("RTX 4080")
+
+
+def test_every_profile_can_be_read_and_several_gpus_be_asked_for() -> None:
+    names = profile_names()
+    wanted = {"t4", "l4", "a10", "rtx-3090", "rtx-4080", "l40s", "h100", "b200", "h200-x2", "h200-x8"}
+    assert wanted <= set(names)
+    for name in names:
+        machine = load_machine(name)
+        assert machine.name == name
+        devices = [report.devices[0].name for report in machine.backends.values() if report.devices]
+        assert name.startswith("cpu-") or find_speed(devices[0]) is not None, name
+    assert len(load_machine("b200-x72").backends["cuda"].devices) == 72
+    with pytest.raises(UserError, match="Unknown machine"):
+        load_machine("apple-m4-16gb-x2")
+
+
+def test_finished_runs_correct_the_next_plan(cache: Path) -> None:
+    asked: dict[str, Any] = {"train_type": "qlora", "context_length": 512}
+    plan = plan_on("h200", **asked)
+    assert plan.fitted is not None and plan.estimated_bytes is not None and plan.correction is None
+    own = plan.fitted.parts.total - plan.fitted.parts.overhead
+    for batch, ratio in ((1, 1.1), (2, 1.3), (4, 1.2)):
+        other = plan_on("h200", batch_size=batch, **asked)
+        assert other.fitted is not None
+        parts = other.fitted.parts
+        learn_peak(other, int((parts.total - parts.overhead) * ratio))
+    corrected = plan_on("h200", **asked)
+    assert corrected.correction is not None and corrected.correction.num_runs == 3
+    assert corrected.estimated_bytes == pytest.approx(own * 1.2 + plan.fitted.parts.overhead, rel=1e-6)
+    assert plan_on("h100", **asked).correction is None, "another machine has runs of its own"
+    learn_peak(plan_on("h200", batch_size=4, **asked), 10**15)
+    factor = read_corrections(load_machine("h200"))["cuda"].factor
+    assert 1.0 < factor < 2.0, "one run out of line changes little"
+
+
+def test_a_run_of_a_tiny_model_teaches_nothing() -> None:
+    plan = plan_on("cpu-laptop", model_name="EleutherAI/pythia-70m", batch_size=1, context_length=8)
+    learn_peak(plan, 10 * GIB)
+    assert read_corrections(plan.machine) == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"format": 1, "entries": 5}',
+        '{"format": 9, "entries": {}}',
+        '{"format": 1, "entries": {"a": 1, "b": {"key": {}, "value": {"measured": "x"}, "time": 1}}}',
+        json.dumps({"format": 1, "entries": {"a": {"key": {"machine": "h200"}, "value": {}, "time": 0}}}),
+    ],
+)
+def test_a_damaged_file_is_no_error_and_is_replaced(cache: Path, text: str) -> None:
+    cache.mkdir(parents=True)
+    (cache / f"{FILE}.json").write_text(text)
+    assert read_corrections(load_machine("h200")) == {}
+    plan = plan_on("h200")
+    assert plan.correction is None and plan.estimated_bytes is not None
+    learn_peak(plan, plan.estimated_bytes)
+    assert read_corrections(load_machine("h200"))["cuda"].num_runs == 1
+
+
+def test_the_file_stays_small_and_a_folder_that_cannot_be_written_is_no_error(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remembered, "MOST_ENTRIES", 3)
+    for number in range(5):
+        remembered.remember("x", {"n": number}, {"value": float(number)})
+    kept = remembered.recall_all("x").values()
+    assert sorted(entry["key"]["n"] for entry in kept) == [2, 3, 4]
+    assert remembered.recall("x", {"n": 4}) == {"value": 4.0} and remembered.recall("x", {"n": 0}) is None
+    monkeypatch.setenv("CROSSTUNE_CACHE", "/proc/nowhere")
+    remembered.remember("x", {"n": 1}, {"value": 1.0})
+    assert remembered.recall_all("x") == {}
