@@ -108,11 +108,14 @@ class Tracking:
 
     def summarize(self, summary: Mapping[str, Any]) -> None:
         """Send the summary of the run, which trackers take when they are closed."""
-        self._send({"kind": "summary", "summary": redact_values(finite(summary))})
+        message = {"kind": "summary", "summary": redact_values(finite(summary))}
+        for channel in self._channels:
+            channel.send(message)
 
     def close(self) -> None:
         """End the trackers, and wait a while for what they have not sent yet."""
-        self._send({"kind": "end"})
+        for channel in self._channels:
+            channel.send_end()
         try:
             self._wait()
         except KeyboardInterrupt:  # the run itself is complete
@@ -139,12 +142,10 @@ class Tracking:
         if self._channels:
             rows = {name: table_rows(found) for name, found in tables.items() if found}
             values = numbers(kind, metrics)
-            self._send({"kind": "values", "of": kind, "step": step, "values": values, **rows})
-
-    def _send(self, message: Mapping[str, Any]) -> None:
-        for channel in self._channels:
-            channel.send(message)
-        self._report_news()
+            message = {"kind": "values", "of": kind, "step": step, "values": values, "tables": rows}
+            for channel in self._channels:
+                channel.send_values(message)
+            self._report_news()
 
     def _report_news(self) -> None:
         for channel in self._channels:

@@ -8,13 +8,12 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from crosstune.tracking.logged import Logged, earlier_values
 from crosstune.tracking.tracker import TrackedRun, Tracker, Unavailable
-from crosstune.tracking.values import TRAIN
 
 LEAVE_S = 60.0
 """Time to finish after the training is gone, and to leave after a failure."""
@@ -51,11 +50,16 @@ class Following:
         logged.write()
         self.logged = logged
         self.reply("started", where=place.where, view=place.view)
+        self._folder = run.folder
         if (earlier := message["earlier"]) is not None:
-            for kind, step, values in earlier_values(Path(earlier), until=run.resumes_at):
-                self.log(kind, values, step=step)
+            self.log_earlier(Path(earlier), until=run.resumes_at)
 
-    def log(self, kind: str, values: dict[str, float], *, step: int, **tables: Any) -> None:
+    def log_earlier(self, folder: Path | None = None, *, until: int) -> None:
+        """Log what the files of a run have up to a step."""
+        for earlier in earlier_values(folder or self._folder, until=until):
+            self.log(earlier.kind, earlier.values, step=earlier.step, tables=earlier.tables)
+
+    def log(self, kind: str, values: dict[str, float], *, step: int, tables: Mapping[str, Any]) -> None:
         """Log values and tables of a step, unless the tracker has them from before a resume."""
         assert self.logged is not None
         if not self.logged.is_new(kind, step):
@@ -85,7 +89,9 @@ def follow(following: Following, messages: Iterator[bytes]) -> None:
         if kind == "start":
             following.start(message)
         elif kind == "values":
-            following.log(message.pop("of", TRAIN), message.pop("values"), **message)
+            following.log(message.pop("of"), message.pop("values"), **message)
+        elif kind == "earlier":
+            following.log_earlier(until=message["until"])
         elif kind == "summary":
             summary = message["summary"]
         elif kind == "end":

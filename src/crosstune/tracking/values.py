@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from crosstune.core.json_files import finite
-from crosstune.core.secrets import redact_values
+from crosstune.core.secrets import redact, redact_values
 
 TRAIN, EVAL, TEST = "train", "eval", "test"
-LONGEST_CELL = 20_000
+LONGEST_CELL = 4000
 """Characters of a text in a table."""
 MOST_ROWS = 200
 """Rows of a table."""
@@ -41,9 +41,7 @@ def numbers(kind: str, metrics: Mapping[str, Any]) -> dict[str, float]:
 def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return rows for a table: the same columns in each, texts that UTF-8 can encode, no secrets."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    return [
-        {name: _cell(redact_values(finite(row.get(name)))) for name in columns} for row in rows[:MOST_ROWS]
-    ]
+    return [{name: _cell(row.get(name)) for name in columns} for row in rows[:MOST_ROWS]]
 
 
 def tracked_config(described: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,9 +60,12 @@ def tracked_config(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cell(value: Any) -> Any:
+    value = finite(value)
     if value is None or isinstance(value, (bool, int, float)):
         return value
     text = value if isinstance(value, str) else str(value)
+    # Cut before the search for secrets, which takes time, but not through one.
+    text = redact(text[: LONGEST_CELL + 500])
     if len(text) > LONGEST_CELL:
         text = f"{text[:LONGEST_CELL]} ..."
     return text.encode("utf-8", "replace").decode("utf-8")
