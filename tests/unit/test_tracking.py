@@ -65,7 +65,7 @@ def config_for(*names: str, **options: Any) -> Config:
 
 
 def follow(
-    run: Path, *names: str, steps: int = 3, resumes_at: int = 0, first: int | None = None, **options: Any
+    run: Path, *names: str, steps: int = 3, resumes_at: int = 0, status: str = "finished", **options: Any
 ) -> Seen:
     """Track a run of a few steps without any training."""
     run.mkdir(exist_ok=True)
@@ -80,9 +80,9 @@ def follow(
             resumes_at=resumes_at,
             earlier=run if resumes_at else None,
         )
-        for step in range(first or resumes_at + 1, steps + 1):
+        for step in range(resumes_at + 1, steps + 1):
             tracking.on_step(step_row(step))
-        tracking.summarize({"status": "finished", "steps": steps})
+        tracking.summarize({"status": status, "steps": steps})
     return seen
 
 
@@ -139,6 +139,9 @@ def test_one_that_hangs_is_left_after_a_while(tmp_path: Path, monkeypatch: pytes
     seen = follow(tmp_path / "run", "hangs")
     [failed] = seen.of(TrackingFailed)
     assert failed.error == "it has not finished within 1 s"
+    monkeypatch.setattr(observe, "STOPPED_WAIT_S", 0.2)
+    stopped = follow(tmp_path / "stopped", "hangs", status="stopped")
+    assert [event.error for event in stopped.of(TrackingFailed)] == ["it has not finished within 0.2 s"]
     [waits] = seen.of(TrackingWaits)
     assert list(waits.trackers) == ["hangs"]
     assert not _is_running("hangs.py")
@@ -276,14 +279,14 @@ def test_a_missing_package_is_named_before_the_start() -> None:
 def test_the_configuration_that_is_sent() -> None:
     described = {
         "options": {"lr": 1e-4, "dataset": "https://me:pass@host/x"},
-        "machine": {"name": "my-host", "packages": {"torch": "2"}},
+        "machine": {"name": "my-host", "versions": {"torch": "2"}},
         "command": ["crosstune", "train"],
         "model": {"name": "m", "path": "/home/me/m"},
         "data": {"dataset": "d", "train": {"examples": 3}, "notes": ["private"]},
     }
     sent = tracked_config(described)
     text = json.dumps(sent)
-    assert sent["options"]["lr"] == 1e-4 and sent["packages"] == {"torch": "2"}
+    assert sent["options"]["lr"] == 1e-4 and sent["versions"] == {"torch": "2"}
     for hidden in ("my-host", "pass", "/home/me", "private", "command"):
         assert hidden not in text
 

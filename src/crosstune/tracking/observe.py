@@ -33,6 +33,8 @@ from crosstune.tracking.values import EVAL, TEST, TRAIN, numbers, table_rows, tr
 PACKAGE = "crosstune.tracking.trackers"
 WAIT_S = 60.0
 """Time at the end of a run for all trackers together."""
+STOPPED_WAIT_S = 10.0
+"""The same for a run that was stopped: a scheduler may end its process soon."""
 QUIET_S = 2.0
 """Wait this long without a word."""
 _NAMES_OF_SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.I)
@@ -45,6 +47,7 @@ class Tracking:
         self._channels: list[Channel] = []
         self._report: Observer = Observers()
         self._step = 0
+        self._wait_s = WAIT_S
         self._runs = Path()
         """The folder of all runs, as the user named it."""
 
@@ -108,6 +111,7 @@ class Tracking:
 
     def summarize(self, summary: Mapping[str, Any]) -> None:
         """Send the summary of the run, which trackers take when they are closed."""
+        self._wait_s = WAIT_S if summary.get("status") == "finished" else STOPPED_WAIT_S
         message = {"kind": "summary", "summary": redact_values(finite(summary))}
         for channel in self._channels:
             channel.send(message)
@@ -121,7 +125,7 @@ class Tracking:
         except KeyboardInterrupt:  # the run itself is complete
             why = "Ctrl-C ended the wait for it"
         else:
-            why = f"it has not finished within {WAIT_S:g} s"
+            why = f"it has not finished within {self._wait_s:g} s"
         for channel in self._channels:
             channel.give_up(why)
         self._report_news()
@@ -131,12 +135,12 @@ class Tracking:
         started = time.monotonic()
         said = False
         for channel in self._channels:
-            while not channel.wait(0.1) and (waited := time.monotonic() - started) < WAIT_S:
+            while not channel.wait(0.1) and (waited := time.monotonic() - started) < self._wait_s:
                 self._report_news()
                 if waited > QUIET_S and not said:
                     said = True
                     late = [each.name for each in self._channels if not each.ended.is_set()]
-                    self._report.on_event(TrackingWaits(trackers=late, seconds=WAIT_S))
+                    self._report.on_event(TrackingWaits(trackers=late, seconds=self._wait_s))
 
     def _log(self, kind: str, metrics: Mapping[str, Any], *, step: int, **tables: Any) -> None:
         if self._channels:
@@ -160,7 +164,9 @@ class Tracking:
             self._report.on_event(Warned(message=f"{tracker}: {_hidden(reply['text'])}"))
         elif reply["kind"] == "failed":
             self._report.on_event(
-                TrackingFailed(tracker=tracker, error=_hidden(reply["error"]), step=self._step)
+                TrackingFailed(
+                    tracker=tracker, error=self._as_named(_hidden(reply["error"])), step=self._step
+                )
             )
 
     def _as_named(self, text: str) -> str:

@@ -17,6 +17,7 @@ _PLAN_FIELDS = (
     "options",
     "backend",
     "engine",
+    "device",
     "method",
     "quantizer",
     "n_bits",
@@ -53,7 +54,7 @@ def tracked_config(described: Mapping[str, Any]) -> dict[str, Any]:
     chosen = {name: described.get(name) for name in _PLAN_FIELDS}
     chosen["model"] = {name: model.get(name) for name in ("name", "source") if name in model}
     chosen["data"] = {name: data[name] for name in _DATA_FIELDS if name in data}
-    chosen["packages"] = machine.get("packages")
+    chosen["versions"] = machine.get("versions")
     config = redact_values(finite(chosen))
     assert isinstance(config, dict)
     return config
