@@ -93,14 +93,14 @@ def test_a_tracker_gets_everything_in_order(tmp_path: Path) -> None:
     with Tracking() as tracking:
         tracking.start(config_for("notes", group="g"), {}, folder=run, report=seen)
         tracking.on_event(Evaluated(step=0, when="before", metrics={"loss": math.nan}, samples=[], seconds=1))
-        tracking.on_step(step_row(1, skipped=True, loss=None))
+        tracking.on_step(step_row(1, skipped=True, loss=None, big=10**25))
         metrics = {"loss": 0.1 + 0.2, "pearson": -math.inf}
         tracking.on_event(
             Evaluated(step=1, when="after", metrics=metrics, samples=[cast(Any, sample)], seconds=1)
         )
         tracking.on_event(Stopped(reason="x", step=1, num_steps=2))
         tracking.log_test({"pearson": 0.5, "note": "text"}, [{"id": "7", "score": 3}])
-        tracking.summarize({"status": "finished", "eval": math.nan})
+        tracking.summarize({"status": "finished", "eval": math.nan, "path": "\udc80"})
     rows = notes(run)
     assert [row["do"] for row in rows] == ["start", "log", "log", "log", "rows", "log", "rows", "finish"]
     assert (rows[0]["name"], rows[0]["project"], rows[0]["group"]) == ("läufe", "crosstune", "g")
@@ -110,6 +110,7 @@ def test_a_tracker_gets_everything_in_order(tmp_path: Path) -> None:
         "train/lr": 1e-4,
         "train/tokens_per_s": 3.5,
         "train/skipped": 1,
+        "train/big": 1e25,
     }
     assert rows[3]["values"] == {f"eval/{name}": value for name, value in metrics.items()}
     assert rows[4]["name"] == "eval/samples"
@@ -117,7 +118,11 @@ def test_a_tracker_gets_everything_in_order(tmp_path: Path) -> None:
     assert shown["prompt"] == "a|b\u2028" and "?" in shown["answer"] and shown["reference"] == "[secret]"
     assert rows[5] == {"do": "log", "step": 1, "values": {"test/pearson": 0.5}}
     assert rows[6]["rows"] == [{"id": "7", "score": 3}] and rows[6]["name"] == "test/worst"
-    assert rows[7] == {"do": "finish", "summary": {"status": "finished", "eval": None}, "succeeded": True}
+    assert rows[7] == {
+        "do": "finish",
+        "summary": {"status": "finished", "eval": None, "path": "?"},
+        "succeeded": True,
+    }
     [started] = seen.of(TrackingStarted)
     assert started.where == str(run / "notes.notes") and seen.of(TrackingFailed) == []
 

@@ -24,11 +24,10 @@ from crosstune.core.events import (
     TrackingWaits,
     Warned,
 )
-from crosstune.core.json_files import finite
 from crosstune.core.names import load_plugin
-from crosstune.core.secrets import HIDDEN, redact_values
+from crosstune.core.secrets import HIDDEN
 from crosstune.tracking.channel import Channel
-from crosstune.tracking.values import EVAL, TEST, TRAIN, numbers, table_rows, tracked_config
+from crosstune.tracking.values import EVAL, TEST, TRAIN, numbers, plain, table_rows, tracked_config
 
 PACKAGE = "crosstune.tracking.trackers"
 WAIT_S = 60.0
@@ -112,7 +111,7 @@ class Tracking:
     def summarize(self, summary: Mapping[str, Any]) -> None:
         """Send the summary of the run, which trackers take when they are closed."""
         self._wait_s = WAIT_S if summary.get("status") == "finished" else STOPPED_WAIT_S
-        message = {"kind": "summary", "summary": redact_values(finite(summary))}
+        message = {"kind": "summary", "summary": plain(summary)}
         for channel in self._channels:
             channel.send(message)
 

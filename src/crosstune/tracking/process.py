@@ -17,6 +17,7 @@ from crosstune.tracking.tracker import TrackedRun, Tracker, Unavailable
 
 LEAVE_S = 60.0
 """Time to finish after the training is gone, and to leave after a failure."""
+MOST_WARNINGS = 3
 
 
 class Following:
@@ -25,7 +26,7 @@ class Following:
     def __init__(self, tracker: Tracker, replies: IO[bytes]) -> None:
         self.tracker, self._replies = tracker, replies
         self.logged: Logged | None = None
-        self._warned = False
+        self._warned: set[str] = set()
 
     def reply(self, kind: str, **facts: Any) -> None:
         try:
@@ -34,10 +35,11 @@ class Following:
             return
 
     def warn(self, message: Warning | str, category: type[Warning], *rest: Any, **facts: Any) -> None:
-        """Pass on the first warning of a tracker; others are about the insides of libraries."""
-        if category is UserWarning and not self._warned:
-            self._warned = True
-            self.reply("warned", text=str(message))
+        """Pass on the first warnings of a tracker; those of other kinds are about the insides of libraries."""
+        text = str(message)
+        if category is UserWarning and text not in self._warned and len(self._warned) < MOST_WARNINGS:
+            self._warned.add(text)
+            self.reply("warned", text=text)
 
     def start(self, message: dict[str, Any]) -> None:
         facts = message["run"] | {"folder": Path(message["run"]["folder"])}

@@ -33,10 +33,17 @@ def numbers(kind: str, metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers among metrics, with names such as `train/loss`. What is unknown, such as the loss of a skipped
     step, is left out."""
     return {
-        f"{kind}/{name}": int(value) if isinstance(value, bool) else value
+        f"{kind}/{name}": _number(value)
         for name, value in metrics.items()
         if name != "step" and isinstance(value, (bool, int, float))
     }
+
+
+def _number(value: float) -> float:
+    """Return a number that fits into 64 bits."""
+    if isinstance(value, float):
+        return value
+    return int(value) if value.bit_length() < 64 else float(value)
 
 
 def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -55,9 +62,22 @@ def tracked_config(described: Mapping[str, Any]) -> dict[str, Any]:
     chosen["model"] = {name: model.get(name) for name in ("name", "source") if name in model}
     chosen["data"] = {name: data[name] for name in _DATA_FIELDS if name in data}
     chosen["versions"] = machine.get("versions")
-    config = redact_values(finite(chosen))
-    assert isinstance(config, dict)
-    return config
+    return plain(chosen)
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values in the types of JSON, in texts that UTF-8 can encode, without secrets."""
+    made = _encodable(redact_values(finite(values)))
+    assert isinstance(made, dict)
+    return made
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    return [_encodable(item) for item in value] if isinstance(value, list) else value
 
 
 def _cell(value: Any) -> Any:
@@ -69,4 +89,4 @@ def _cell(value: Any) -> Any:
     text = redact(text[: LONGEST_CELL + 500])
     if len(text) > LONGEST_CELL:
         text = f"{text[:LONGEST_CELL]} ..."
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return _encodable(text)
