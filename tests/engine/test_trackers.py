@@ -114,7 +114,7 @@ def compare(found: dict[str, dict[int, float]], run: Path, *, exact: bool, repla
 
 
 @needs("tensorboard")
-def test_tensorboard_has_the_run(run: Path) -> None:
+def test_tensorboard_has_the_run(run: Path, tiny_model: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
 
@@ -128,7 +128,8 @@ def test_tensorboard_has_the_run(run: Path) -> None:
     compare(found, run, exact=False, replaced=True)
     samples = make_ndarray(events.Tensors("eval/samples")[-1].tensor_proto)[0].decode()
     assert "| prompt | answer | reference |" in samples and "🙂" in samples
-    assert '"method": "lora"' in make_ndarray(events.Tensors("config")[0].tensor_proto)[0].decode()
+    config = make_ndarray(events.Tensors("config")[0].tensor_proto)[0].decode()
+    assert '"method": "lora"' in config and '"torch": "' in config and str(tiny_model) in config
     assert len(list((run / "tensorboard").iterdir())) == 2
 
 

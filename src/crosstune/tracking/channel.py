@@ -18,7 +18,7 @@ from typing import Any
 from crosstune.config.load import child_environment
 
 MOST_QUEUED_BYTES = 16 << 20
-"""Messages that wait for a tracker; about 50,000 steps."""
+"""Values that wait for a tracker; about 50,000 steps."""
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from crosstune.tracking.process import main; main()"
 
 
@@ -32,6 +32,8 @@ class Channel:
         """Set when the tracker takes no more messages, for whatever reason."""
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
+        self._left_out = 0
+        """The last step whose values found no room in the queue."""
         self._changed = threading.Condition()
         self._child: subprocess.Popen[bytes] | None = None
         try:
@@ -43,19 +45,40 @@ class Channel:
         threading.Thread(target=self._read, name=f"tracker {name} replies", daemon=True).start()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Queue a message. A tracker that leaves too many of them waiting is given up."""
+        """Queue a message."""
+        if not self.ended.is_set():
+            with self._changed:
+                self._append(message)
+
+    def send_values(self, message: Mapping[str, Any]) -> None:
+        """Queue the values of a step. They are left out while too much is waiting: once there is room again, the tracker
+        is told to read them from the files of the run."""
         if self.ended.is_set():
             return
-        line = json.dumps(message).encode() + b"\n"
         with self._changed:
-            full = self._waiting_bytes + len(line) > MOST_QUEUED_BYTES
-            if not full:
-                self._waiting.append(line)
-                self._waiting_bytes += len(line)
-                self._changed.notify()
-        if full:
-            self._fail(f"it has left {MOST_QUEUED_BYTES >> 20} MiB of values waiting")
-            self.kill()
+            if self._waiting_bytes > (MOST_QUEUED_BYTES // 2 if self._left_out else MOST_QUEUED_BYTES):
+                self._left_out = max(self._left_out, message["step"])
+                return
+            self._recall_left_out()
+            self._append(message)
+
+    def send_end(self) -> None:
+        """Queue the end, after whatever was left out."""
+        if not self.ended.is_set():
+            with self._changed:
+                self._recall_left_out()
+                self._append({"kind": "end"})
+
+    def _recall_left_out(self) -> None:
+        if self._left_out:
+            self._append({"kind": "earlier", "until": self._left_out})
+            self._left_out = 0
+
+    def _append(self, message: Mapping[str, Any]) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        self._waiting.append(line)
+        self._waiting_bytes += len(line)
+        self._changed.notify()
 
     def wait(self, seconds: float) -> bool:
         """Return whether the tracker has ended, after waiting for it."""

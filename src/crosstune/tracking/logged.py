@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.core.events import Evaluated
 from crosstune.core.json_files import read_json, read_jsonl, write_json
-from crosstune.tracking.values import EVAL, TRAIN, numbers
+from crosstune.tracking.values import EVAL, TRAIN, numbers, table_rows
 
 FOLDER = "tracking"
 """The folder in a run with a file for each tracker."""
@@ -60,21 +61,32 @@ class Logged:
         self._written = time.monotonic()
 
 
-def earlier_values(run: Path, *, until: int) -> Iterator[tuple[str, int, dict[str, float]]]:
-    """Yield the values of a run up to a step, as its files have them: kind, step, values. An evaluation comes after its
-    step."""
+@dataclass(frozen=True, kw_only=True)
+class Earlier:
+    """Values that the files of a run have."""
+
+    kind: str
+    step: int
+    values: dict[str, float]
+    tables: Mapping[str, Any]
+
+
+def earlier_values(run: Path, *, until: int) -> Iterator[Earlier]:
+    """Yield the values of a run up to a step, in order; an evaluation comes after its step."""
     evaluations: dict[int, Mapping[str, Any]] = {}
     for row in _rows(run / "events.jsonl"):
-        if row.get("kind") == "evaluation" and isinstance(row.get("step"), int):
-            evaluations[row["step"]] = row.get("metrics") or {}
+        if row.get("kind") == Evaluated.kind and isinstance(row.get("step"), int):
+            evaluations[row["step"]] = row
     steps = {row["step"]: row for row in _rows(run / "metrics.jsonl") if isinstance(row.get("step"), int)}
     for step in sorted({*steps, *evaluations}):
         if step > until:
             return
         if step in steps:
-            yield TRAIN, step, numbers(TRAIN, steps[step])
-        if step in evaluations:
-            yield EVAL, step, numbers(EVAL, evaluations[step])
+            yield Earlier(kind=TRAIN, step=step, values=numbers(TRAIN, steps[step]), tables={})
+        if (found := evaluations.get(step)) is not None:
+            tables = {"samples": table_rows(found.get("samples") or [])}
+            values = numbers(EVAL, found.get("metrics") or {})
+            yield Earlier(kind=EVAL, step=step, values=values, tables=tables)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -24,15 +24,16 @@ from crosstune.core.events import (
     TrackingWaits,
     Warned,
 )
-from crosstune.core.json_files import finite
 from crosstune.core.names import load_plugin
-from crosstune.core.secrets import HIDDEN, redact_values
+from crosstune.core.secrets import HIDDEN
 from crosstune.tracking.channel import Channel
-from crosstune.tracking.values import EVAL, TEST, TRAIN, numbers, table_rows, tracked_config
+from crosstune.tracking.values import EVAL, TEST, TRAIN, numbers, plain, table_rows, tracked_config
 
 PACKAGE = "crosstune.tracking.trackers"
 WAIT_S = 60.0
 """Time at the end of a run for all trackers together."""
+STOPPED_WAIT_S = 10.0
+"""The same for a run that was stopped: a scheduler may end its process soon."""
 QUIET_S = 2.0
 """Wait this long without a word."""
 _NAMES_OF_SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.I)
@@ -45,6 +46,7 @@ class Tracking:
         self._channels: list[Channel] = []
         self._report: Observer = Observers()
         self._step = 0
+        self._wait_s = WAIT_S
         self._runs = Path()
         """The folder of all runs, as the user named it."""
 
@@ -108,17 +110,21 @@ class Tracking:
 
     def summarize(self, summary: Mapping[str, Any]) -> None:
         """Send the summary of the run, which trackers take when they are closed."""
-        self._send({"kind": "summary", "summary": redact_values(finite(summary))})
+        self._wait_s = WAIT_S if summary.get("status") == "finished" else STOPPED_WAIT_S
+        message = {"kind": "summary", "summary": plain(summary)}
+        for channel in self._channels:
+            channel.send(message)
 
     def close(self) -> None:
         """End the trackers, and wait a while for what they have not sent yet."""
-        self._send({"kind": "end"})
+        for channel in self._channels:
+            channel.send_end()
         try:
             self._wait()
         except KeyboardInterrupt:  # the run itself is complete
             why = "Ctrl-C ended the wait for it"
         else:
-            why = f"it has not finished within {WAIT_S:g} s"
+            why = f"it has not finished within {self._wait_s:g} s"
         for channel in self._channels:
             channel.give_up(why)
         self._report_news()
@@ -128,23 +134,21 @@ class Tracking:
         started = time.monotonic()
         said = False
         for channel in self._channels:
-            while not channel.wait(0.1) and (waited := time.monotonic() - started) < WAIT_S:
+            while not channel.wait(0.1) and (waited := time.monotonic() - started) < self._wait_s:
                 self._report_news()
                 if waited > QUIET_S and not said:
                     said = True
                     late = [each.name for each in self._channels if not each.ended.is_set()]
-                    self._report.on_event(TrackingWaits(trackers=late, seconds=WAIT_S))
+                    self._report.on_event(TrackingWaits(trackers=late, seconds=self._wait_s))
 
     def _log(self, kind: str, metrics: Mapping[str, Any], *, step: int, **tables: Any) -> None:
         if self._channels:
             rows = {name: table_rows(found) for name, found in tables.items() if found}
             values = numbers(kind, metrics)
-            self._send({"kind": "values", "of": kind, "step": step, "values": values, **rows})
-
-    def _send(self, message: Mapping[str, Any]) -> None:
-        for channel in self._channels:
-            channel.send(message)
-        self._report_news()
+            message = {"kind": "values", "of": kind, "step": step, "values": values, "tables": rows}
+            for channel in self._channels:
+                channel.send_values(message)
+            self._report_news()
 
     def _report_news(self) -> None:
         for channel in self._channels:
@@ -159,7 +163,9 @@ class Tracking:
             self._report.on_event(Warned(message=f"{tracker}: {_hidden(reply['text'])}"))
         elif reply["kind"] == "failed":
             self._report.on_event(
-                TrackingFailed(tracker=tracker, error=_hidden(reply["error"]), step=self._step)
+                TrackingFailed(
+                    tracker=tracker, error=self._as_named(_hidden(reply["error"])), step=self._step
+                )
             )
 
     def _as_named(self, text: str) -> str:

@@ -8,16 +8,16 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from crosstune.tracking.logged import Logged, earlier_values
 from crosstune.tracking.tracker import TrackedRun, Tracker, Unavailable
-from crosstune.tracking.values import TRAIN
 
 LEAVE_S = 60.0
 """Time to finish after the training is gone, and to leave after a failure."""
+MOST_WARNINGS = 3
 
 
 class Following:
@@ -26,7 +26,7 @@ class Following:
     def __init__(self, tracker: Tracker, replies: IO[bytes]) -> None:
         self.tracker, self._replies = tracker, replies
         self.logged: Logged | None = None
-        self._warned = False
+        self._warned: set[str] = set()
 
     def reply(self, kind: str, **facts: Any) -> None:
         try:
@@ -35,10 +35,11 @@ class Following:
             return
 
     def warn(self, message: Warning | str, category: type[Warning], *rest: Any, **facts: Any) -> None:
-        """Pass on the first warning of a tracker; others are about the insides of libraries."""
-        if category is UserWarning and not self._warned:
-            self._warned = True
-            self.reply("warned", text=str(message))
+        """Pass on the first warnings of a tracker; those of other kinds are about the insides of libraries."""
+        text = str(message)
+        if category is UserWarning and text not in self._warned and len(self._warned) < MOST_WARNINGS:
+            self._warned.add(text)
+            self.reply("warned", text=text)
 
     def start(self, message: dict[str, Any]) -> None:
         facts = message["run"] | {"folder": Path(message["run"]["folder"])}
@@ -51,11 +52,16 @@ class Following:
         logged.write()
         self.logged = logged
         self.reply("started", where=place.where, view=place.view)
+        self._folder = run.folder
         if (earlier := message["earlier"]) is not None:
-            for kind, step, values in earlier_values(Path(earlier), until=run.resumes_at):
-                self.log(kind, values, step=step)
+            self.log_earlier(Path(earlier), until=run.resumes_at)
 
-    def log(self, kind: str, values: dict[str, float], *, step: int, **tables: Any) -> None:
+    def log_earlier(self, folder: Path | None = None, *, until: int) -> None:
+        """Log what the files of a run have up to a step."""
+        for earlier in earlier_values(folder or self._folder, until=until):
+            self.log(earlier.kind, earlier.values, step=earlier.step, tables=earlier.tables)
+
+    def log(self, kind: str, values: dict[str, float], *, step: int, tables: Mapping[str, Any]) -> None:
         """Log values and tables of a step, unless the tracker has them from before a resume."""
         assert self.logged is not None
         if not self.logged.is_new(kind, step):
@@ -85,7 +91,9 @@ def follow(following: Following, messages: Iterator[bytes]) -> None:
         if kind == "start":
             following.start(message)
         elif kind == "values":
-            following.log(message.pop("of", TRAIN), message.pop("values"), **message)
+            following.log(message.pop("of"), message.pop("values"), **message)
+        elif kind == "earlier":
+            following.log_earlier(until=message["until"])
         elif kind == "summary":
             summary = message["summary"]
         elif kind == "end":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from crosstune.config.load import add_variables, launch_variables
+from crosstune.core.disk import free_space
 from crosstune.tracking.tracker import Place, Rows, TrackedRun, Unavailable, Values
 
 PACKAGE = "wandb"
@@ -17,6 +19,8 @@ START_S = 30.0
 """Time for its server to answer."""
 FINISH_S = 45.0
 """Time for what is not uploaded yet; the rest stays in the run folder, for `wandb sync`."""
+NO_ROOM_BYTES = 1 << 16
+"""A disk with less is full."""
 
 
 class Tracker:
@@ -61,6 +65,9 @@ class Tracker:
     def finish(self, summary: Mapping[str, Any], *, succeeded: bool) -> None:
         self._run.summary.update({f"run/{name}": value for name, value in summary.items()})
         self._run.finish(exit_code=0 if succeeded else 1)
+        files = Path(self._run.settings.sync_dir)
+        if files.is_dir() and free_space(files) < NO_ROOM_BYTES:  # wandb itself says nothing about it
+            raise Unavailable(f"the disk of {files} is full, so the files there lack values")
 
 
 def _settings(run: TrackedRun) -> Any:
