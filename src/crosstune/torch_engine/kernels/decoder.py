@@ -39,11 +39,16 @@ class FastDecoder:
         dtype: torch.dtype,
         recompute: Sequence[Recompute] | Recompute = "lean",
         operations: Operations | None = None,
+        fp8: bool = False,
     ) -> None:
+        """Build the layers. With `fp8`, products with a quantized base are computed in fp8."""
         self.model, self.inner, self.dtype = model, model.model, dtype
+        self.notes: list[str] = []
+        """What the user should know about how the layers were built."""
         self.device = self.inner.embed_tokens.weight.device
         self.operations = operations if operations is not None else choose_operations(self.device)
         self.scratch = Scratch(dtype=dtype, device=self.device)
+        self.fp8_scratch = Scratch(dtype=torch.float8_e4m3fn, device=self.device) if fp8 else None
         self.layers = [self._build(layer, index) for index, layer in enumerate(self.inner.layers)]
         count = len(self.layers)
         self.recompute = [recompute] * count if isinstance(recompute, str) else list(recompute)
@@ -90,10 +95,22 @@ class FastDecoder:
         with torch.autocast(self.device.type, enabled=False):
             return hidden.to(self.dtype) @ weight.to(self.dtype).t()
 
+    def groups(self) -> dict[str, Stacked]:
+        """Return the stacked layers by name."""
+        return {
+            f"layers.{index}.{name}": stacked
+            for index, (attention, mlp) in enumerate(self.layers)
+            for name, stacked in (
+                ("qkv", attention.qkv),
+                ("out", attention.out),
+                ("gate_up", mlp.gate_up),
+                ("down", mlp.down),
+            )
+        }
+
     def publish(self) -> None:
-        for attention, mlp in self.layers:
-            for stacked in (attention.qkv, attention.out, mlp.gate_up, mlp.down):
-                stacked.publish()
+        for stacked in self.groups().values():
+            stacked.publish()
 
     def _run(self, layer: Layer, stream: Stream, given: Pass, recompute: Recompute) -> Stream:
         if recompute == "full" and torch.is_grad_enabled():
@@ -154,7 +171,9 @@ class FastDecoder:
 
     def _stack(self, layers: Sequence[Any], *, own_input: bool = True) -> Stacked:
         """Stack layers with the same input; `own_input` if one of our kernels makes it."""
-        return Stacked(layers, dtype=self.dtype, scratch=self.scratch, may_extend=own_input)
+        return Stacked(
+            layers, dtype=self.dtype, scratch=self.scratch, may_extend=own_input, fp8=self.fp8_scratch
+        )
 
 
 def _run_layer(stream: Stream, layer: Layer, given: Pass, keep: bool) -> Stream:

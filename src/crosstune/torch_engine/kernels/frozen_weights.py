@@ -114,16 +114,19 @@ class QuantizedWeights:
         return gradient.values @ self.matrix()
 
 
-def make_dense(base: QuantLinear, out: torch.Tensor) -> None:
-    """Write the dense weight of a quantized layer into `out`, whose rows may be strided."""
+def make_dense(base: QuantLinear, out: torch.Tensor, *, row_scales: torch.Tensor | None = None) -> None:
+    """Write the dense weight of a quantized layer into `out`, whose rows may be strided. NF4 weights on a GPU may be
+    divided by `row_scales`, for an `out` in e4m3."""
     stored = base.stored
     if out.device.type == "cuda" and stored.facts.get("quant_type") == "nf4" and has_triton():
         from crosstune.torch_engine.kernels.triton_operations import make_nf4_dense
         from crosstune.torch_engine.quant.bnb import block_scales
 
         tensors = stored.tensors()
-        make_nf4_dense(tensors, block_scales(tensors, stored.facts), stored.facts["blocksize"], out)
+        scales = block_scales(tensors, stored.facts)
+        make_nf4_dense(tensors, scales, stored.facts["blocksize"], out, row_scales=row_scales)
     else:
+        assert row_scales is None
         out.copy_(stored.dequantize(out.dtype))
 
 

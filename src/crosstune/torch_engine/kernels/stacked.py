@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from crosstune.torch_engine.adapters import AdaptedLinear
+from crosstune.torch_engine.kernels.fp8_weights import fp8_weights, takes_fp8
 from crosstune.torch_engine.kernels.frozen_weights import (
     DenseWeights,
-    FrozenWeights,
     QuantizedWeights,
     Scratch,
     is_dense,
@@ -21,6 +21,7 @@ from crosstune.torch_engine.kernels.frozen_weights import (
 from crosstune.torch_engine.kernels.operations import Quantize, Rows
 from crosstune.torch_engine.quantized import linear_shape, weight_device
 
+OnProduct = Callable[["Stacked", torch.Tensor, torch.Tensor], None]
 MOST_EXTRA = 256
 """With more adapter columns than this, those that belong to other layers of the group cost more than they save."""
 _ALIGNED = 16
@@ -53,18 +54,24 @@ class Stacked:
         dtype: torch.dtype,
         scratch: Scratch,
         may_extend: bool,
-        weights: FrozenWeights | None = None,
+        fp8: Scratch | None = None,
     ) -> None:
+        """Stack layers. With `fp8`, a buffer for e4m3 weights, quantized ones multiply in fp8."""
         bases: list[Any] = [layer.base if isinstance(layer, AdaptedLinear) else layer for layer in layers]
+        self._bases, self._scratch = bases, scratch
+        self.on_product: OnProduct | None = None
+        """Called with the inputs and outputs of each fp8 product, while they are measured."""
         self.dtype = dtype
         self.adapters = _place_adapters(layers)
         self.num_inputs = linear_shape(bases[0])[1]
         used = self.adapters[-1].columns.stop if self.adapters else 0
         self.extra = -(-used // _ALIGNED) * _ALIGNED
-        self.extended = weights is None and may_extend and 0 < self.extra <= MOST_EXTRA
+        in_fp8 = fp8 is not None and not any(is_dense(base) for base in bases) and takes_fp8(bases)
+        self.extended = not in_fp8 and may_extend and 0 < self.extra <= MOST_EXTRA
         room = self.extra if self.extended else 0
-        if weights is not None:
-            self.weights: Any = weights
+        self.weights: Any
+        if fp8 is not None and in_fp8:
+            self.weights = fp8_weights(bases, dtype=dtype, scratch=scratch, packed_scratch=fp8)
         elif all(is_dense(base) for base in bases):
             self.weights = DenseWeights(bases, dtype=dtype, extra=room)
         else:
@@ -77,6 +84,14 @@ class Stacked:
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for adapter in self.adapters for parameter in (adapter.a, adapter.b)]
+
+    @property
+    def in_fp8(self) -> bool:
+        return self.weights.row_scales is not None
+
+    def make_dense(self) -> None:
+        """Multiply densely from now on instead of in fp8."""
+        self.weights = QuantizedWeights(self._bases, scratch=self._scratch, extra=0)
 
     @property
     def quantize_inputs(self) -> Quantize | None:
@@ -116,6 +131,8 @@ class Stacked:
                 return buffer @ matrix.t(), low
             return torch.addmm(self.bias, buffer, matrix.t()), low
         out = self.weights.product(inputs)
+        if self.on_product is not None:
+            self.on_product(self, inputs.values, out)
         if self.bias is not None:
             out += self.bias
         low = inputs.values @ self._a.t()
