@@ -1,4 +1,4 @@
-"""Sum up the metrics of a task over batches and processes."""
+"""Sum a task's metrics over the batches of a step or an evaluation, on the device."""
 
 from __future__ import annotations
 
