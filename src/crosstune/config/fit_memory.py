@@ -34,10 +34,11 @@ def fit_memory(
         precision = draft["precision"]
         full_width = precision == "fp32" or precision.endswith("_autocast")
         compute_bits = 32 if precision == "fp32" else 16
+        stored = 16 if quantizer == "fp8" else n_bits  # fp8 is held in two layouts
         return step_bytes(
             shape,
             method=method,
-            bits=n_bits if quantizer != "none" else 32 if full_width else 16,
+            bits=stored if quantizer != "none" else 32 if full_width else 16,
             rank=draft["lora_rank"],
             batch=draft["batch_size"],
             context=min(draft["context_length"], facts.longest_row or draft["context_length"]),

@@ -23,7 +23,7 @@ from crosstune.torch_engine.kernels.halves import (
 from crosstune.torch_engine.kernels.head_loss import head_loss
 from crosstune.torch_engine.kernels.operations import Operations, choose_operations
 from crosstune.torch_engine.kernels.recomputation import Recompute
-from crosstune.torch_engine.kernels.stacked import Stacked
+from crosstune.torch_engine.kernels.stacked import Publishing, Stacked
 
 Layer = tuple[AttentionHalf, MLPHalf]
 
@@ -50,6 +50,7 @@ class FastDecoder:
         self.scratch = Scratch(dtype=dtype, device=self.device)
         self.fp8_scratch = Scratch(dtype=torch.float8_e4m3fn, device=self.device) if fp8 else None
         self.layers = [self._build(layer, index) for index, layer in enumerate(self.inner.layers)]
+        self._publishing = Publishing(list(self.groups().values()))
         count = len(self.layers)
         self.recompute = [recompute] * count if isinstance(recompute, str) else list(recompute)
         assert len(self.recompute) == count
@@ -109,8 +110,8 @@ class FastDecoder:
         }
 
     def publish(self) -> None:
-        for stacked in self.groups().values():
-            stacked.publish()
+        """Take over the adapters as they are now; every pass does it first."""
+        self._publishing.publish()
 
     def _run(self, layer: Layer, stream: Stream, given: Pass, recompute: Recompute) -> Stream:
         if recompute == "full" and torch.is_grad_enabled():

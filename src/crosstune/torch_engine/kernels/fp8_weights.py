@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from crosstune.torch_engine.kernels.frozen_weights import Scratch, make_dense
+from crosstune.torch_engine.kernels.frozen_weights import Scratch, make_dense, takes_row_scales
 from crosstune.torch_engine.kernels.operations import Rows
 from crosstune.torch_engine.quant.fp8 import row_scales
 from crosstune.torch_engine.quantized import QuantLinear
@@ -79,7 +79,7 @@ class ComputedInFp8:
         start = 0
         for base in self.bases:
             rows = slice(start, start + base.out_features)
-            if base.stored.facts.get("quant_type") == "nf4" and packed.device.type == "cuda":
+            if takes_row_scales(base, packed.device):
                 make_dense(base, packed[rows], row_scales=self.row_scales[rows])
             else:
                 dense = base.stored.dequantize(self.dtype)

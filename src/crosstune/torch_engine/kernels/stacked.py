@@ -79,7 +79,7 @@ class Stacked:
         self.bias = stack_biases(bases, dtype=dtype)
         self.device = weight_device(bases[0])
         self._a = torch.zeros(self.extra, self.num_inputs, dtype=dtype, device=self.device)
-        self._b: list[torch.Tensor] = []
+        self._b = [torch.zeros_like(adapter.b, dtype=dtype) for adapter in self.adapters]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -102,15 +102,6 @@ class Stacked:
     def quantize_gradients(self) -> Quantize | None:
         scales = self.weights.row_scales
         return Quantize(scales) if scales is not None else None
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Copy the adapters, which the optimizer moves in fp32, into the dtype of the products."""
-        for adapter in self.adapters:
-            self._a[adapter.columns].copy_(adapter.a)
-        self._b = [(adapter.b * adapter.scale).to(self.dtype) for adapter in self.adapters]
-        if self.extended and isinstance(self.weights, DenseWeights):
-            self._write_b(self.weights.matrix())
 
     def make_input(self, num_rows: int) -> torch.Tensor:
         """Return a buffer for the inputs, with room for x A if the group is extended."""
@@ -194,10 +185,37 @@ class Stacked:
         return matrix
 
     def _write_b(self, matrix: torch.Tensor) -> None:
-        for adapter, b in zip(self.adapters, self._b, strict=True):
-            start = self.num_inputs + adapter.columns.start
-            stop = self.num_inputs + adapter.columns.stop
-            matrix[adapter.rows, start:stop] = b
+        for slot, b in zip(self._b_slots(matrix), self._b, strict=True):
+            slot.copy_(b)
+
+    def _b_slots(self, matrix: torch.Tensor) -> list[torch.Tensor]:
+        """Return the places of each B in an extended matrix."""
+        low = matrix[:, self.num_inputs :]
+        return [low[adapter.rows, adapter.columns] for adapter in self.adapters]
+
+
+class Publishing:
+    """Copy the adapters, which the optimizer moves in fp32, into the dtype of the products: few launches for all."""
+
+    def __init__(self, groups: Sequence[Stacked]) -> None:
+        adapters = [(group, index) for group in groups for index in range(len(group.adapters))]
+        found = [group.adapters[index] for group, index in adapters]
+        self._a, self._scales = [adapter.a for adapter in found], [adapter.scale for adapter in found]
+        self._a_slots = [group._a[group.adapters[index].columns] for group, index in adapters]
+        self._b = [adapter.b for adapter in found]
+        self._b_copies = [group._b[index] for group, index in adapters]
+        dense = [group for group in groups if group.extended and isinstance(group.weights, DenseWeights)]
+        self._placed = [b for group in dense for b in group._b]
+        self._places = [slot for group in dense for slot in group._b_slots(group.weights.matrix())]
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        if not self._a:
+            return
+        torch._foreach_copy_(self._a_slots, self._a)
+        torch._foreach_copy_(self._b_copies, torch._foreach_mul(self._b, self._scales))
+        if self._places:
+            torch._foreach_copy_(self._places, self._placed)
 
 
 def _place_adapters(layers: Sequence[Any]) -> list[Adapter]:
