@@ -7,17 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 pytest.importorskip("triton", reason="Triton is not installed here: pip install triton")
 
 from crosstune.core.quantization import QuantSpec
+from crosstune.models.adapter_choice import AdapterSettings
+from crosstune.torch_engine.adapters import add_adapters
 from crosstune.torch_engine.kernels import torch_operations as plain
 from crosstune.torch_engine.kernels import triton_operations as fused
+from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.operations import Heads, Norm, Quantize, Rows
 from crosstune.torch_engine.quant.bnb import block_scales
-from crosstune.torch_engine.quantized import quantize_weight
+from crosstune.torch_engine.quantized import QuantLinear, quantize_weight
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS, WIDTH, INNER = 10, 96, 50
@@ -160,3 +164,34 @@ def test_4_bit_weights_are_bit_for_bit_those_of_bitsandbytes(double: bool) -> No
         fused.make_nf4_dense(tensors, scales, stored.facts["blocksize"], out[:, :256])
         assert torch.equal(out[:, :256], stored.dequantize(dtype))
         assert not out[:, 256:].any()
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["dense", "fp8"])
+def test_a_whole_model_with_fused_operations(fp8: bool) -> None:
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = hf.Qwen3Config(**shape, **heads, pad_token_id=0, eos_token_id=1, bos_token_id=2)
+    model: Any = hf.AutoModelForCausalLM.from_config(config).to(DEVICE)
+    settings = AdapterSettings(rank=4, alpha=8, dropout=0.0, rank_stabilized=False, magnitudes=False)
+    adapters = add_adapters(model, targets="all", settings=settings, seed=0)
+    for adapter in adapters.values():
+        adapter.lora_B.data.normal_(0, 0.1)
+        if fp8:
+            base: Any = adapter.base
+            spec = QuantSpec(quantizer="fp8", bits=8, group_size=0)
+            adapter.base = QuantLinear(quantize_weight(base.weight.detach(), spec, torch.float32), None)
+    ids, targets = torch.randint(0, 64, (2, 6), device=DEVICE), torch.randint(0, 64, (12,), device=DEVICE)
+    losses, gradients = [], []
+    for way in (fused, plain):
+        decoder = FastDecoder(model, dtype=torch.float32, operations=way, fp8=fp8 and DEVICE == "cpu")
+        loss = decoder.loss(decoder.hidden(ids), targets)
+        for adapter in adapters.values():
+            adapter.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(
+            [p.grad.clone() for a in adapters.values() for p in a.parameters() if p.grad is not None]
+        )
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2 if fp8 else 1e-5)
+    for found, expected in zip(*gradients, strict=True):
+        assert_close(found, expected, 0.2 if fp8 else 1e-4)

@@ -24,9 +24,14 @@ from crosstune.loop.step import prepare_window
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.adapters import Adapted, add_adapters
+from crosstune.torch_engine.kernels import torch_operations
 from crosstune.torch_engine.kernels.attention import Documents, attend
+from crosstune.torch_engine.kernels.calibrate import leave_out_of_fp8
+from crosstune.torch_engine.kernels.choose import describe_decoder
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.find_parts import why_general, why_other_adapters
+from crosstune.torch_engine.kernels.fp8_weights import Fp8Weights
+from crosstune.torch_engine.kernels.operations import Quantize
 from crosstune.torch_engine.kernels.recomputation import LayerBytes, plan_recomputation
 from crosstune.torch_engine.open import open_session
 from crosstune.torch_engine.quantized import QuantLinear, quantize_weight
@@ -173,13 +178,7 @@ def test_stacked_weights_are_not_held_twice() -> None:
 
 def test_quantized_weights_are_made_dense_in_one_buffer() -> None:
     model, adapters = make_model("llama, biases, tied head")
-    spec = QuantSpec(quantizer="bnb", bits=4, group_size=64)
-    for adapter in adapters.values():
-        base: Any = adapter.base
-        adapter.base = QuantLinear(
-            quantize_weight(base.weight.detach(), spec, torch.float32),
-            base.bias.detach() if base.bias is not None else None,
-        )
+    quantize_base(adapters, QuantSpec(quantizer="bnb", bits=4, group_size=64))
     loss = general_loss(model, None)
     expected = gradients(loss, adapters)
     decoder = FastDecoder(model, dtype=torch.float32)
@@ -316,3 +315,91 @@ def test_a_batch_without_supervised_tokens_trains_nothing(tiny_model: Path, wind
         session.backward(prepare_window(session, batches)) for batches in (window[1:], [empty, *window[1:]])
     )
     assert both.loss == pytest.approx(alone.loss)
+
+
+def quantize_base(adapters: dict[str, Adapted], spec: QuantSpec) -> None:
+    for adapter in adapters.values():
+        base: Any = adapter.base
+        bias = base.bias.detach() if base.bias is not None else None
+        adapter.base = QuantLinear(quantize_weight(base.weight.detach(), spec, torch.float32), bias)
+
+
+def cosines(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[float]:
+    return [
+        F.cosine_similarity(found[name].flatten(), expected[name].flatten(), dim=0).item()
+        for name in expected
+    ]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [QuantSpec(quantizer="fp8", bits=8, group_size=0), QuantSpec(quantizer="bnb", bits=4, group_size=64)],
+    ids=["stored in fp8", "stored in NF4"],
+)
+def test_products_in_fp8_are_near_those_of_the_same_weights(spec: QuantSpec) -> None:
+    model, adapters = make_model("llama, biases, tied head")
+    quantize_base(adapters, spec)
+    loss = general_loss(model, None)
+    expected = gradients(loss, adapters)
+    decoder = FastDecoder(model, dtype=torch.float32, fp8=True)
+    assert all(stacked.in_fp8 for stacked in decoder.groups().values())
+    found = fast_loss(decoder, None)
+    assert found.item() == pytest.approx(loss.item(), rel=2e-2) and found.item() != loss.item()
+    similar = cosines(gradients(found, adapters), expected)
+    assert min(similar) > 0.98 and sum(similar) / len(similar) > 0.995
+    # Text and merging read the modules, whose bits are views of the stacked ones.
+    assert torch.allclose(general_loss(model, None), loss)
+
+
+def test_an_fp8_product_is_the_product_of_what_was_rounded() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(32, 48), torch.randn(5, 48)
+    base = QuantLinear(
+        quantize_weight(weight, QuantSpec(quantizer="fp8", bits=8, group_size=0), torch.float32), None
+    )
+    weights = Fp8Weights([base], dtype=torch.float32)
+    rows = torch_operations.quantize_rows(x, Quantize())
+    assert rows.packed is not None and rows.scale is not None
+    rounded = rows.packed.double() * rows.scale.double()
+    dense = base.stored.dequantize(torch.float32).double()
+    assert torch.allclose(weights.product(rows).double(), rounded @ dense.T, rtol=1e-4, atol=1e-5)
+    gradient = torch.randn(5, 32)
+    rows = torch_operations.quantize_rows(gradient, Quantize(weights.row_scales))
+    assert rows.packed is not None and rows.scale is not None
+    folded = rows.packed.double() * rows.scale.double() / weights.row_scales.double()
+    assert torch.allclose(weights.input_gradient(rows).double(), folded @ dense, rtol=1e-4, atol=1e-5)
+    assert (weights.input_gradient(rows) - gradient @ weight).norm() / (gradient @ weight).norm() < 0.08
+
+
+def test_groups_whose_products_are_too_far_off_stay_out_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, adapters = make_model("llama")
+    quantize_base(adapters, QuantSpec(quantizer="fp8", bits=8, group_size=0))
+    decoder = FastDecoder(model, dtype=torch.float32, fp8=True)
+    assert leave_out_of_fp8(decoder, seed=0) == []
+    down = decoder.layers[1][1].down
+    measured = down.weights.product
+    monkeypatch.setattr(down.weights, "product", lambda rows: 1.5 * measured(rows))
+    [(name, error)] = leave_out_of_fp8(decoder, seed=0)
+    assert name == "layers.1.down" and error == pytest.approx(0.5, abs=0.05)
+    assert not down.in_fp8 and decoder.layers[1][1].gate_up.in_fp8
+    loss = fast_loss(decoder, None)
+    assert loss.item() == pytest.approx(general_loss(model, None).item(), rel=2e-2)
+    assert describe_decoder(decoder, refused=None, left_out=[(name, error)])[0].startswith(
+        "base_precision: 1 of 12"
+    )
+
+
+@pytest.mark.parametrize(("train_type", "quantizer"), [("lora", "fp8"), ("qlora", "bnb")])
+def test_base_precision_reaches_the_layers(tiny_model: Path, train_type: str, quantizer: str) -> None:
+    config = make_config(
+        backend="cpu",
+        precision="fp32",
+        model_name=str(tiny_model),
+        kernels="fast",
+        train_type=train_type,
+        base_precision="fp8",
+    )
+    plan = make_plan(config)
+    session: Any = open_session(plan, model_folder=tiny_model)
+    assert plan.quantizer == quantizer
+    assert all(stacked.in_fp8 for stacked in session.task.decoder.groups().values())

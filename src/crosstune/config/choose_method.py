@@ -23,6 +23,9 @@ def choose_method(draft: Draft) -> tuple[str, str, int]:
                 )
             )
         wanted = explicit
+    in_fp8 = draft["base_precision"] == "fp8" and draft.report.engine == "torch"
+    if wanted == "none" and in_fp8 and method == "lora":
+        return method, "fp8", 8
     if wanted == "none":
         return method, "none", 16
     if method == "full":

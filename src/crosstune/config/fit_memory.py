@@ -99,7 +99,7 @@ class _Fitting:
             rank=draft["lora_rank"],
             targets=draft["lora_target_modules"],
             quantizer=self.quantizer,
-            n_bits=self.n_bits,
+            n_bits=16 if self.quantizer == "fp8" else self.n_bits,  # fp8 is held in two layouts
             group_size=draft["group_size"],
             double_quant=draft["double_quant"],
             batch=draft["batch_size"],

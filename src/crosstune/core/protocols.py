@@ -251,6 +251,13 @@ class RecordsBase(Protocol):
         ...
 
 
+@runtime_checkable
+class HasNotes(Protocol):
+    """A session whose opening decided something that the user should know."""
+
+    notes: Sequence[str]
+
+
 class Recipe(Protocol):
     """One kind of training without engine code: its data, batching and evaluation."""
 

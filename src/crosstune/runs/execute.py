@@ -31,7 +31,7 @@ from crosstune.core.events import (
     Warned,
 )
 from crosstune.core.out_of_memory import LOADING, OutOfMemory, memory_errors
-from crosstune.core.protocols import Generates, Recipe, Session
+from crosstune.core.protocols import Generates, HasNotes, Recipe, Session
 from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import Record, RecordFailed
 from crosstune.core.scaling import LossScale, needs_loss_scale
@@ -106,6 +106,8 @@ class Execution:
         try:
             self.checkpoints = self._open_checkpoints()
             session = self._load(stop)
+            for note in session.notes if isinstance(session, HasNotes) else ():
+                observer.on_event(Warned(message=note))
             extra["trained_parameters"], extra["parameters"] = session.num_parameters()
             extra["generates"] = isinstance(session, Generates)
             observer.on_event(

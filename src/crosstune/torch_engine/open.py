@@ -92,6 +92,7 @@ def open_session(
         cache=CacheClearing(device, every=spec.cache_interval(low_memory=plan.config.low_memory)),
         pin_memory=spec.pinned_memory,
         parallel=parallel,
+        notes=task.decoder.notes if isinstance(task, CausalLM) and task.decoder is not None else (),
     )
     return TextSession(parts) if isinstance(task, CausalLM) else TorchSession(parts)
 

@@ -121,6 +121,8 @@ Groups = list[dict[str, Any]]
 
 
 def _adamw(groups: Groups, *, fused: bool | None = None) -> torch.optim.Optimizer:
+    if fused is None and all(master.is_cuda for group in groups for master in group["params"]):
+        fused = True  # one kernel for many weights
     return torch.optim.AdamW(groups, lr=0.0, betas=BETAS, eps=EPSILON, fused=fused)
 
 

@@ -83,6 +83,8 @@ class Parts:
     pin_memory: bool = False
     parallel: Parallel | None = None
     """None for a single process."""
+    notes: Sequence[str] = ()
+    """What opening the model decided that the user should know."""
 
 
 class TorchSession:
@@ -92,6 +94,7 @@ class TorchSession:
         self.precision = parts.opening.precision
         self.task, self.model, self.adapters = parts.task, parts.model, parts.adapters
         self.masters, self.optimizer, self.parallel = parts.masters, parts.optimizer, parts.parallel
+        self.notes = tuple(parts.notes)
         self._random_before: dict[str, Array] = {}
         self._is_averaged = False
         self.phase: Phase = no_phase

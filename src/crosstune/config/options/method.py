@@ -39,6 +39,13 @@ class MethodOptions:
         choices=tuple(TRAIN_TYPE_PARTS),
         unbuilt=LLAMA_PRO_ON_MLX,
     )
+    base_precision: str = option(
+        "auto",
+        "Number format of products with the frozen base: fp8 stores an unquantized base in 8-bit floats and multiplies in "
+        "them; with a 4-bit base it only multiplies in them; auto is --precision",
+        choices=("auto", "fp8"),
+        needs=(ADAPTERS, TORCH_ENGINE),
+    )
     lora_rank: int = option(
         16, "Rank of the adapters", low=1, high=2**16, needs=(ADAPTERS,), on_resume=OnResume.ADAPTER
     )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from crosstune.config.plan import Plan
 from crosstune.torch_engine.adapters import Adapted
+from crosstune.torch_engine.kernels.calibrate import leave_out_of_fp8
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.find_parts import why_general, why_other_adapters
+from crosstune.torch_engine.kernels.fp8_weights import why_no_fp8
 from crosstune.torch_engine.kernels.recomputation import (
     Recompute,
     free_memory,
@@ -38,7 +40,35 @@ def open_decoder(
     if plan.config.kernels != "fast" or why_general(model) or why_other_adapters(adapters):
         return None
     dtype = precision.autocast or precision.weights
-    return FastDecoder(model, dtype=dtype, recompute=choose_recomputation(model, plan, dtype, device))
+    asked = plan.config.base_precision == "fp8" or plan.quantizer == "fp8"
+    refused = why_no_fp8(device, dtype) if asked else None
+    decoder = FastDecoder(
+        model,
+        dtype=dtype,
+        recompute=choose_recomputation(model, plan, dtype, device),
+        fp8=asked and refused is None,
+    )
+    left_out = leave_out_of_fp8(decoder, seed=plan.config.seed)
+    decoder.notes = describe_decoder(decoder, refused=refused, left_out=left_out)
+    return decoder
+
+
+def describe_decoder(
+    decoder: FastDecoder, *, refused: str | None, left_out: Sequence[tuple[str, float]]
+) -> list[str]:
+    """Return sentences about what memory and a first pass decided."""
+    notes = []
+    if refused is not None:
+        notes.append(f"base_precision: products are computed in {decoder.dtype}, since {refused}")
+    if left_out:
+        name, error = left_out[0]
+        notes.append(
+            f"base_precision: {len(left_out)} of {len(decoder.groups())} groups of layers do not multiply in fp8, such as "
+            f"{name}, whose products were off by {error:.0%}"
+        )
+    if num_full := decoder.recompute.count("full"):
+        notes.append(f"kernels: {num_full} of {len(decoder.layers)} layers are recomputed to save memory")
+    return notes
 
 
 def choose_recomputation(

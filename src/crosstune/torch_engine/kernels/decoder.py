@@ -23,7 +23,7 @@ from crosstune.torch_engine.kernels.halves import (
 from crosstune.torch_engine.kernels.head_loss import head_loss
 from crosstune.torch_engine.kernels.operations import Operations, choose_operations
 from crosstune.torch_engine.kernels.recomputation import Recompute
-from crosstune.torch_engine.kernels.stacked import Stacked
+from crosstune.torch_engine.kernels.stacked import Publishing, Stacked
 
 Layer = tuple[AttentionHalf, MLPHalf]
 
@@ -39,12 +39,18 @@ class FastDecoder:
         dtype: torch.dtype,
         recompute: Sequence[Recompute] | Recompute = "lean",
         operations: Operations | None = None,
+        fp8: bool = False,
     ) -> None:
+        """Build the layers. With `fp8`, products with a quantized base are computed in fp8."""
         self.model, self.inner, self.dtype = model, model.model, dtype
+        self.notes: list[str] = []
+        """What the user should know about how the layers were built."""
         self.device = self.inner.embed_tokens.weight.device
         self.operations = operations if operations is not None else choose_operations(self.device)
         self.scratch = Scratch(dtype=dtype, device=self.device)
+        self.fp8_scratch = Scratch(dtype=torch.float8_e4m3fn, device=self.device) if fp8 else None
         self.layers = [self._build(layer, index) for index, layer in enumerate(self.inner.layers)]
+        self._publishing = Publishing(list(self.groups().values()))
         count = len(self.layers)
         self.recompute = [recompute] * count if isinstance(recompute, str) else list(recompute)
         assert len(self.recompute) == count
@@ -90,10 +96,22 @@ class FastDecoder:
         with torch.autocast(self.device.type, enabled=False):
             return hidden.to(self.dtype) @ weight.to(self.dtype).t()
 
+    def groups(self) -> dict[str, Stacked]:
+        """Return the stacked layers by name."""
+        return {
+            f"layers.{index}.{name}": stacked
+            for index, (attention, mlp) in enumerate(self.layers)
+            for name, stacked in (
+                ("qkv", attention.qkv),
+                ("out", attention.out),
+                ("gate_up", mlp.gate_up),
+                ("down", mlp.down),
+            )
+        }
+
     def publish(self) -> None:
-        for attention, mlp in self.layers:
-            for stacked in (attention.qkv, attention.out, mlp.gate_up, mlp.down):
-                stacked.publish()
+        """Take over the adapters as they are now; every pass does it first."""
+        self._publishing.publish()
 
     def _run(self, layer: Layer, stream: Stream, given: Pass, recompute: Recompute) -> Stream:
         if recompute == "full" and torch.is_grad_enabled():
@@ -154,7 +172,9 @@ class FastDecoder:
 
     def _stack(self, layers: Sequence[Any], *, own_input: bool = True) -> Stacked:
         """Stack layers with the same input; `own_input` if one of our kernels makes it."""
-        return Stacked(layers, dtype=self.dtype, scratch=self.scratch, may_extend=own_input)
+        return Stacked(
+            layers, dtype=self.dtype, scratch=self.scratch, may_extend=own_input, fp8=self.fp8_scratch
+        )
 
 
 def _run_layer(stream: Stream, layer: Layer, given: Pass, keep: bool) -> Stream:

@@ -82,7 +82,7 @@ class Scratch:
 
     def take(self, rows: int, columns: int) -> torch.Tensor:
         if self._buffer.numel() < rows * columns:
-            self._buffer = self._buffer.new_zeros(rows * columns)
+            self._buffer = self._buffer.new_empty(rows * columns)
         return self._buffer[: rows * columns].view(rows, columns)
 
 
@@ -114,17 +114,25 @@ class QuantizedWeights:
         return gradient.values @ self.matrix()
 
 
-def make_dense(base: QuantLinear, out: torch.Tensor) -> None:
-    """Write the dense weight of a quantized layer into `out`, whose rows may be strided."""
+def make_dense(base: QuantLinear, out: torch.Tensor, *, row_scales: torch.Tensor | None = None) -> None:
+    """Write the dense weight of a quantized layer into `out`, whose rows may be strided. NF4 weights on a GPU may be
+    divided by `row_scales`, for an `out` in e4m3."""
     stored = base.stored
-    if out.device.type == "cuda" and stored.facts.get("quant_type") == "nf4" and has_triton():
+    if takes_row_scales(base, out.device):
         from crosstune.torch_engine.kernels.triton_operations import make_nf4_dense
         from crosstune.torch_engine.quant.bnb import block_scales
 
         tensors = stored.tensors()
-        make_nf4_dense(tensors, block_scales(tensors, stored.facts), stored.facts["blocksize"], out)
+        scales = block_scales(tensors, stored.facts)
+        make_nf4_dense(tensors, scales, stored.facts["blocksize"], out, row_scales=row_scales)
     else:
+        assert row_scales is None
         out.copy_(stored.dequantize(out.dtype))
+
+
+def takes_row_scales(base: QuantLinear, device: torch.device) -> bool:
+    """Return whether our own kernel makes a layer dense."""
+    return device.type == "cuda" and base.stored.facts.get("quant_type") == "nf4" and has_triton()
 
 
 def stack_biases(bases: Sequence[Any], *, dtype: torch.dtype) -> torch.Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from crosstune.torch_engine.adapters import AdaptedLinear
+from crosstune.torch_engine.kernels.fp8_weights import fp8_weights, takes_fp8
 from crosstune.torch_engine.kernels.frozen_weights import (
     DenseWeights,
-    FrozenWeights,
     QuantizedWeights,
     Scratch,
     is_dense,
@@ -21,6 +21,7 @@ from crosstune.torch_engine.kernels.frozen_weights import (
 from crosstune.torch_engine.kernels.operations import Quantize, Rows
 from crosstune.torch_engine.quantized import linear_shape, weight_device
 
+OnProduct = Callable[["Stacked", torch.Tensor, torch.Tensor], None]
 MOST_EXTRA = 256
 """With more adapter columns than this, those that belong to other layers of the group cost more than they save."""
 _ALIGNED = 16
@@ -53,18 +54,24 @@ class Stacked:
         dtype: torch.dtype,
         scratch: Scratch,
         may_extend: bool,
-        weights: FrozenWeights | None = None,
+        fp8: Scratch | None = None,
     ) -> None:
+        """Stack layers. With `fp8`, a buffer for e4m3 weights, quantized ones multiply in fp8."""
         bases: list[Any] = [layer.base if isinstance(layer, AdaptedLinear) else layer for layer in layers]
+        self._bases, self._scratch = bases, scratch
+        self.on_product: OnProduct | None = None
+        """Called with the inputs and outputs of each fp8 product, while they are measured."""
         self.dtype = dtype
         self.adapters = _place_adapters(layers)
         self.num_inputs = linear_shape(bases[0])[1]
         used = self.adapters[-1].columns.stop if self.adapters else 0
         self.extra = -(-used // _ALIGNED) * _ALIGNED
-        self.extended = weights is None and may_extend and 0 < self.extra <= MOST_EXTRA
+        in_fp8 = fp8 is not None and not any(is_dense(base) for base in bases) and takes_fp8(bases)
+        self.extended = not in_fp8 and may_extend and 0 < self.extra <= MOST_EXTRA
         room = self.extra if self.extended else 0
-        if weights is not None:
-            self.weights: Any = weights
+        self.weights: Any
+        if fp8 is not None and in_fp8:
+            self.weights = fp8_weights(bases, dtype=dtype, scratch=scratch, packed_scratch=fp8)
         elif all(is_dense(base) for base in bases):
             self.weights = DenseWeights(bases, dtype=dtype, extra=room)
         else:
@@ -72,11 +79,19 @@ class Stacked:
         self.bias = stack_biases(bases, dtype=dtype)
         self.device = weight_device(bases[0])
         self._a = torch.zeros(self.extra, self.num_inputs, dtype=dtype, device=self.device)
-        self._b: list[torch.Tensor] = []
+        self._b = [torch.zeros_like(adapter.b, dtype=dtype) for adapter in self.adapters]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for adapter in self.adapters for parameter in (adapter.a, adapter.b)]
+
+    @property
+    def in_fp8(self) -> bool:
+        return self.weights.row_scales is not None
+
+    def make_dense(self) -> None:
+        """Multiply densely from now on instead of in fp8."""
+        self.weights = QuantizedWeights(self._bases, scratch=self._scratch, extra=0)
 
     @property
     def quantize_inputs(self) -> Quantize | None:
@@ -87,15 +102,6 @@ class Stacked:
     def quantize_gradients(self) -> Quantize | None:
         scales = self.weights.row_scales
         return Quantize(scales) if scales is not None else None
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Copy the adapters, which the optimizer moves in fp32, into the dtype of the products."""
-        for adapter in self.adapters:
-            self._a[adapter.columns].copy_(adapter.a)
-        self._b = [(adapter.b * adapter.scale).to(self.dtype) for adapter in self.adapters]
-        if self.extended and isinstance(self.weights, DenseWeights):
-            self._write_b(self.weights.matrix())
 
     def make_input(self, num_rows: int) -> torch.Tensor:
         """Return a buffer for the inputs, with room for x A if the group is extended."""
@@ -116,6 +122,8 @@ class Stacked:
                 return buffer @ matrix.t(), low
             return torch.addmm(self.bias, buffer, matrix.t()), low
         out = self.weights.product(inputs)
+        if self.on_product is not None:
+            self.on_product(self, inputs.values, out)
         if self.bias is not None:
             out += self.bias
         low = inputs.values @ self._a.t()
@@ -177,10 +185,37 @@ class Stacked:
         return matrix
 
     def _write_b(self, matrix: torch.Tensor) -> None:
-        for adapter, b in zip(self.adapters, self._b, strict=True):
-            start = self.num_inputs + adapter.columns.start
-            stop = self.num_inputs + adapter.columns.stop
-            matrix[adapter.rows, start:stop] = b
+        for slot, b in zip(self._b_slots(matrix), self._b, strict=True):
+            slot.copy_(b)
+
+    def _b_slots(self, matrix: torch.Tensor) -> list[torch.Tensor]:
+        """Return the places of each B in an extended matrix."""
+        low = matrix[:, self.num_inputs :]
+        return [low[adapter.rows, adapter.columns] for adapter in self.adapters]
+
+
+class Publishing:
+    """Copy the adapters, which the optimizer moves in fp32, into the dtype of the products: few launches for all."""
+
+    def __init__(self, groups: Sequence[Stacked]) -> None:
+        adapters = [(group, index) for group in groups for index in range(len(group.adapters))]
+        found = [group.adapters[index] for group, index in adapters]
+        self._a, self._scales = [adapter.a for adapter in found], [adapter.scale for adapter in found]
+        self._a_slots = [group._a[group.adapters[index].columns] for group, index in adapters]
+        self._b = [adapter.b for adapter in found]
+        self._b_copies = [group._b[index] for group, index in adapters]
+        dense = [group for group in groups if group.extended and isinstance(group.weights, DenseWeights)]
+        self._placed = [b for group in dense for b in group._b]
+        self._places = [slot for group in dense for slot in group._b_slots(group.weights.matrix())]
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        if not self._a:
+            return
+        torch._foreach_copy_(self._a_slots, self._a)
+        torch._foreach_copy_(self._b_copies, torch._foreach_mul(self._b, self._scales))
+        if self._places:
+            torch._foreach_copy_(self._places, self._placed)
 
 
 def _place_adapters(layers: Sequence[Any]) -> list[Adapter]:

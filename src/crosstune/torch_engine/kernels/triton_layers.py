@@ -188,7 +188,9 @@ def gate_backward(
 
 
 @triton.jit
-def nf4_rows(packed, absmax, table, out, out_stride, K, group, BLOCK: tl.constexpr):
+def nf4_rows(
+    packed, absmax, table, out, row_scales, out_stride, K, group, BLOCK: tl.constexpr, SCALED: tl.constexpr
+):
     """Make a part of a row of 4-bit weights dense: the high half of each byte comes first."""
     row = tl.program_id(0).to(tl.int64)
     byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -198,5 +200,7 @@ def nf4_rows(packed, absmax, table, out, out_stride, K, group, BLOCK: tl.constex
     high = tl.load(table + (both >> 4)) * size
     low = tl.load(table + (both & 15)) * size
     column = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
-    values = tl.interleave(high, low).to(out.dtype.element_ty)
-    tl.store(out + row * out_stride + column, values, mask=column < K)
+    values = tl.interleave(high, low)
+    if SCALED:
+        values = values / tl.load(row_scales + row)
+    tl.store(out + row * out_stride + column, values.to(out.dtype.element_ty), mask=column < K)

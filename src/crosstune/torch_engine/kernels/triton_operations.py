@@ -226,13 +226,28 @@ def cross_entropy(
 
 
 def make_nf4_dense(
-    tensors: Mapping[str, torch.Tensor], absmax: torch.Tensor, group: int, out: torch.Tensor
+    tensors: Mapping[str, torch.Tensor],
+    absmax: torch.Tensor,
+    group: int,
+    out: torch.Tensor,
+    *,
+    row_scales: torch.Tensor | None = None,
 ) -> None:
-    """Write 4-bit weights into `out`, whose rows may be strided: bit for bit what bitsandbytes makes of them."""
+    """Write 4-bit weights into `out`, whose rows may be strided: bit for bit what bitsandbytes makes of them. With
+    `row_scales` they are divided by these, for an `out` in e4m3."""
     rows, columns = out.shape
     block = min(1024, triton.next_power_of_2(columns // 2))
     triton_layers.nf4_rows[(rows, triton.cdiv(columns // 2, block))](
-        tensors["packed"], absmax, tensors["quant_map"], out, out.stride(0), columns, group, BLOCK=block
+        tensors["packed"],
+        absmax,
+        tensors["quant_map"],
+        out,
+        absmax if row_scales is None else row_scales,
+        out.stride(0),
+        columns,
+        group,
+        BLOCK=block,
+        SCALED=row_scales is not None,
     )
 
 

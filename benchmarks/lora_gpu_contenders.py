@@ -1,0 +1,244 @@
+"""The contenders of benchmarks/lora_gpu.py, each run in a process of its own: crosstune, transformers + PEFT, Unsloth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lora_gpu_work import SHAPES, Shape, draw_rows, draw_short, pack, pad
+
+GIB = 2**30
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+OURS: dict[str, dict[str, Any]] = {
+    "ours bf16": {},
+    "ours bf16 recompute": {"use_gradient_checkpointing": True},
+    "ours bf16 general": {"kernels": "general"},
+    "ours nf4": {"train_type": "qlora"},
+    "ours nf4 recompute": {"train_type": "qlora", "use_gradient_checkpointing": True},
+    "ours fp8": {"base_precision": "fp8"},
+    "ours nf4 in fp8": {"train_type": "qlora", "base_precision": "fp8"},
+}
+PEERS = (
+    "peft bf16",
+    "peft nf4",
+    "peft nf4 recompute",
+    "liger bf16",
+    "liger nf4",
+    "compile bf16",
+    "unsloth bf16",
+    "unsloth nf4",
+    "unsloth nf4 recompute",
+)
+Step = Callable[[], float]
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Time the steps of one contender."""
+    shape, device = SHAPES[job["shape"]], job["device"]
+    started = time.perf_counter()
+    steps, num_tokens, num_supervised = (open_ours if job["contender"] in OURS else open_peer)(job, shape)
+    load_s = time.perf_counter() - started
+    started = time.perf_counter()
+    first = steps[0]()
+    synchronize(device)
+    first_s = time.perf_counter() - started
+    for index in range(job["warmup"]):
+        steps[index % len(steps)]()
+    times, loss, until = [], first, time.perf_counter() + job["seconds"]
+    # A round is all batches once: short examples make batches of very different sizes.
+    while len(times) < 3 or time.perf_counter() < until:
+        synchronize(device)
+        started = time.perf_counter()
+        for step in steps:
+            loss = step()
+        synchronize(device)
+        times.append(time.perf_counter() - started)
+    times.sort()
+    median = times[len(times) // 2]
+    return {
+        "tok_s": num_tokens / median,
+        "supervised_tok_s": num_supervised / median,
+        "round_ms": 1e3 * median,
+        "spread": [1e3 * times[len(times) // 10], 1e3 * times[-1 - len(times) // 10]],
+        "rounds": len(times),
+        "batches": len(steps),
+        "peak_gib": peak_gib(device),
+        "load_s": load_s,
+        "first_step_s": first_s,
+        "first_loss": first,
+        "last_loss": loss,
+        "launches": count_launches(steps[0], device) if job.get("launches") else None,
+    }
+
+
+def open_ours(job: dict[str, Any], shape: Shape) -> tuple[list[Step], int, int]:
+    """Open crosstune's session as a run does, and step it on prepared batches."""
+    from crosstune.config.load import make_config
+    from crosstune.core.scaling import LossScale
+    from crosstune.loop.step import prepare_window, take_step
+    from crosstune.planner.gather import make_plan
+    from crosstune.torch_engine.open import open_session
+
+    asked = {
+        "backend": job["device"],
+        "precision": job["precision"],
+        "model_name": job["folder"],
+        "kernels": "fast",
+        "lora_rank": job["rank"],
+        "batch_size": shape.rows,
+        "context_length": shape.context,
+        "use_gradient_checkpointing": False,
+    }
+    plan = make_plan(make_config(**asked | OURS[job["contender"]]))
+    session: Any = open_session(plan, model_folder=Path(job["folder"]))
+    if job["part"] == "short":
+        batches = pack(draw_short(shape), rows=shape.rows, context=shape.context)
+    else:
+        batches = [pad(draw_rows(shape))]
+    scale = LossScale(enabled=False)
+    windows = [prepare_window(session, [batch]) for batch in batches]
+    steps: list[Step] = [
+        (lambda window=window: take_step(session, window, lr=1e-4, scale=scale).loss) for window in windows
+    ]
+    print({"notes": session.notes, "decoder": session.task.decoder is not None}, flush=True)
+    return steps, sum(b.num_tokens for b in batches), sum(b.weight for b in batches)
+
+
+def open_peer(job: dict[str, Any], shape: Shape) -> tuple[list[Step], int, int]:
+    """Open a model with transformers and PEFT, or Unsloth, and step it on the same tokens."""
+    name, device = job["contender"], torch.device(job["device"])
+    model = (_unsloth if name.startswith("unsloth") else _peft)(name, job, shape)
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=job["precision"] == "bf16")
+    if job["part"] == "short":
+        short = draw_short(shape)
+        batches = [pad(short[start : start + 8]) for start in range(0, len(short), 8)]
+    else:
+        batches = [pad(draw_rows(shape))]
+
+    def make(batch: Any) -> Step:
+        ids = torch.from_numpy(batch.input_ids).long().to(device)
+        real = torch.from_numpy(batch.segments > 0).to(device)
+        options = {"attention_mask": real.long()} if not bool(real.all()) else {}
+        labels = torch.where(real, ids, -100)
+
+        def step() -> float:
+            with autocast:
+                loss = model(input_ids=ids, labels=labels, use_cache=False, **options).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.item()
+
+        return step
+
+    return [make(b) for b in batches], sum(b.num_tokens for b in batches), sum(b.weight for b in batches)
+
+
+def _peft(name: str, job: dict[str, Any], shape: Shape) -> Any:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    if name.startswith("liger"):
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama()
+    dtype = torch.bfloat16 if job["precision"] == "bf16" else torch.float32
+    quantized = None
+    if " nf4" in name:
+        quantized = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    model = AutoModelForCausalLM.from_pretrained(
+        job["folder"], dtype=dtype, quantization_config=quantized, device_map=job["device"]
+    )
+    if name.endswith("recompute"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = get_peft_model(
+        model, LoraConfig(r=job["rank"], lora_alpha=32, target_modules=TARGETS, task_type="CAUSAL_LM")
+    )
+    return torch.compile(model) if name.startswith("compile") else model
+
+
+def _unsloth(name: str, job: dict[str, Any], shape: Shape) -> Any:
+    from unsloth import FastLanguageModel
+
+    model, _ = FastLanguageModel.from_pretrained(
+        model_name=job["folder"],
+        max_seq_length=shape.context,
+        dtype=torch.bfloat16,
+        load_in_4bit=" nf4" in name,
+    )
+    return FastLanguageModel.get_peft_model(
+        model,
+        r=job["rank"],
+        target_modules=TARGETS,
+        lora_alpha=32,
+        lora_dropout=0,
+        bias="none",
+        use_gradient_checkpointing="unsloth" if name.endswith("recompute") else False,
+    )
+
+
+def measure_limit(device: str, *, seconds: float) -> dict[str, Any]:
+    """Measure the sustained rate of matrix products, of Gaussian numbers, in FLOP/s."""
+    size = (8192, 4096, 11008) if device == "cuda" else (256, 256, 256)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    a = torch.randn(size[0], size[1], device=device).to(dtype)
+    b = torch.randn(size[2], size[1], device=device).to(dtype)
+    found = {"dense": _rate(lambda: a @ b.t(), size, device, seconds)}
+    if device == "cuda" and torch.cuda.get_device_capability() >= (9, 0):
+        a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+        ones = torch.ones(size[0], 1, device=device), torch.ones(1, size[2], device=device)
+        found["fp8"] = _rate(
+            lambda: torch._scaled_mm(
+                a8, b8.t(), scale_a=ones[0], scale_b=ones[1], out_dtype=dtype, use_fast_accum=True
+            ),
+            size,
+            device,
+            seconds,
+        )
+    return found
+
+
+def _rate(product: Callable[[], Any], size: tuple[int, int, int], device: str, seconds: float) -> float:
+    product()
+    synchronize(device)
+    count, started = 0, time.perf_counter()
+    while time.perf_counter() < started + seconds:
+        for _ in range(20):
+            product()
+        synchronize(device)
+        count += 20
+    return 2.0 * size[0] * size[1] * size[2] * count / (time.perf_counter() - started)
+
+
+def count_launches(step: Step, device: str) -> dict[str, Any] | None:
+    """Profile one step: the number of kernels, and where the device's time goes."""
+    if device != "cuda":
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    rows = [(row.self_device_time_total / 1e3, row.count, row.key[:90]) for row in profiler.key_averages()]
+    return {"kernels": sum(row[1] for row in rows), "busiest": sorted(rows, reverse=True)[:20]}
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak_gib(device: str) -> float | None:
+    return torch.cuda.max_memory_allocated() / GIB if device == "cuda" else None

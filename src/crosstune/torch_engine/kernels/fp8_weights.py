@@ -1,0 +1,146 @@
+"""Multiply in fp8 with frozen weights: stored in e4m3 in both layouts, or stored in another form and made e4m3 at each use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from crosstune.torch_engine.kernels.frozen_weights import Scratch, make_dense, takes_row_scales
+from crosstune.torch_engine.kernels.operations import Rows
+from crosstune.torch_engine.quant.fp8 import row_scales
+from crosstune.torch_engine.quantized import QuantLinear
+
+E4M3 = torch.float8_e4m3fn
+_ALIGNED = 16
+"""Tensor cores take matrices whose sides are multiples of this."""
+
+
+class Fp8Weights:
+    """Weights that the quantizer fp8 stored. The layers keep views of the stacked rows; the transposed copy is for input
+    gradients, since tensor cores read e4m3 in one layout only."""
+
+    def __init__(self, bases: Sequence[QuantLinear], *, dtype: torch.dtype) -> None:
+        self.num_outputs, self.num_inputs = _shape(bases)
+        self.dtype = dtype
+        packed = torch.cat([base.stored.tensors()["packed"] for base in bases])
+        start = 0
+        for base in bases:
+            rows = packed[start : start + base.out_features]
+            base.stored.packed = nn.Parameter(rows, requires_grad=False)
+            start += base.out_features
+        self._weights = packed.view(E4M3)
+        self._transposed = packed.t().contiguous().view(E4M3)
+        self.row_scales = torch.cat([base.stored.tensors()["scale"] for base in bases]).float()
+        self._ones = torch.ones(1, self.num_inputs, device=packed.device)
+
+    def product(self, inputs: Rows) -> torch.Tensor:
+        return scaled_product(inputs, self._weights, self.row_scales[None], self.dtype, fast=True)
+
+    def input_gradient(self, gradient: Rows) -> torch.Tensor:
+        return scaled_product(gradient, self._transposed, self._ones, self.dtype, fast=False)
+
+    def dense(self) -> torch.Tensor:
+        return (self._weights.float() * self.row_scales[:, None]).to(self.dtype)
+
+
+class ComputedInFp8:
+    """Weights of another quantizer, such as NF4, made e4m3 in a shared buffer at each use. Their row scales are fixed."""
+
+    def __init__(
+        self, bases: Sequence[QuantLinear], *, dtype: torch.dtype, scratch: Scratch, packed_scratch: Scratch
+    ) -> None:
+        self.bases, self.dtype = bases, dtype
+        self.num_outputs, self.num_inputs = _shape(bases)
+        self._scratch, self._packed_scratch = scratch, packed_scratch
+        self.row_scales = row_scales(self.dense())
+        self._ones = torch.ones(1, self.num_inputs, device=self.row_scales.device)
+        packed_scratch.take(self.num_outputs, self.num_inputs)  # made now, not in the middle of an evaluation
+
+    def product(self, inputs: Rows) -> torch.Tensor:
+        return scaled_product(inputs, self._packed(), self.row_scales[None], self.dtype, fast=True)
+
+    def input_gradient(self, gradient: Rows) -> torch.Tensor:
+        transposed = self._packed().view(torch.uint8).t().contiguous().view(E4M3)
+        return scaled_product(gradient, transposed, self._ones, self.dtype, fast=False)
+
+    def dense(self) -> torch.Tensor:
+        dense = self._scratch.take(self.num_outputs, self.num_inputs)
+        start = 0
+        for base in self.bases:
+            make_dense(base, dense[start : start + base.out_features])
+            start += base.out_features
+        return dense
+
+    def _packed(self) -> torch.Tensor:
+        packed = self._packed_scratch.take(self.num_outputs, self.num_inputs)
+        start = 0
+        for base in self.bases:
+            rows = slice(start, start + base.out_features)
+            if takes_row_scales(base, packed.device):
+                make_dense(base, packed[rows], row_scales=self.row_scales[rows])
+            else:
+                dense = base.stored.dequantize(self.dtype)
+                packed[rows] = (dense.float() / self.row_scales[rows, None]).to(E4M3)
+            start += base.out_features
+        return packed
+
+
+def fp8_weights(
+    bases: Sequence[QuantLinear], *, dtype: torch.dtype, scratch: Scratch, packed_scratch: Scratch
+) -> Fp8Weights | ComputedInFp8:
+    """Return the fp8 form of a group's quantized weights."""
+    if all(base.stored.quantizer == "fp8" for base in bases):
+        return Fp8Weights(bases, dtype=dtype)
+    return ComputedInFp8(bases, dtype=dtype, scratch=scratch, packed_scratch=packed_scratch)
+
+
+def scaled_product(
+    rows: Rows, weights: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, *, fast: bool
+) -> torch.Tensor:
+    """Return rows @ weights.T of e4m3 matrices with the scales of both. `fast` lets tensor cores add in fewer bits."""
+    assert rows.packed is not None and rows.scale is not None
+    if rows.packed.device.type == "cuda":
+        return torch._scaled_mm(
+            rows.packed,
+            weights.t(),
+            scale_a=rows.scale,
+            scale_b=scales,
+            out_dtype=dtype,
+            use_fast_accum=fast,
+        )
+    return ((rows.packed.float() @ weights.float().t()) * rows.scale * scales).to(dtype)
+
+
+def takes_fp8(bases: Sequence[Any]) -> bool:
+    """Return whether the shapes of a group suit tensor cores in fp8."""
+    outputs, inputs = _shape(bases)
+    return outputs % _ALIGNED == 0 and inputs % _ALIGNED == 0
+
+
+def why_no_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why fp8 products with row scales do not run on a device, tried once; None if they do."""
+    if device.type == "cpu":
+        return None  # computed in fp32
+    if device.type != "cuda":
+        return f"{device.type} has no fp8 products"
+    if dtype != torch.bfloat16:
+        return "fp8 products give bf16"
+    ones = torch.ones(16, 16, device=device)
+    try:
+        scaled_product(
+            Rows(ones, ones.to(E4M3), torch.ones(16, 1, device=device)),
+            ones.to(E4M3),
+            torch.ones(1, 16, device=device),
+            dtype,
+            fast=True,
+        )
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def _shape(bases: Sequence[Any]) -> tuple[int, int]:
+    return sum(base.out_features for base in bases), bases[0].in_features

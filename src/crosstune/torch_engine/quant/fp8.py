@@ -1,0 +1,62 @@
+"""8-bit floats (e4m3) with a scale per row, by torch itself: the base that the fast layers multiply with in fp8."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from crosstune.core.errors import UserError
+from crosstune.core.quantization import QuantSpec
+
+if TYPE_CHECKING:
+    import torch
+
+LIBRARY = "torch"
+BITS = (8,)
+EXTRA = "torch"
+PREFERENCE = 90
+BITS_BY_ROW = (8,)
+USUAL_KINDS = {8: "float8"}
+LARGEST = 448.0
+_SMALLEST_AMAX = 1e-12
+
+
+def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
+    if spec.kind not in ("auto", "float8"):
+        raise UserError(f"fp8 has no kind {spec.kind}.", do="leave --quant_type out")
+
+
+def quantize(
+    weight: torch.Tensor, spec: QuantSpec, dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    import torch
+
+    packed, scale = quantize_rows(weight)
+    return {"packed": packed.view(torch.uint8), "scale": scale}, {"shape": list(weight.shape)}
+
+
+def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a matrix in e4m3 and the scale of each row in fp32."""
+    import torch
+
+    scale = row_scales(weight)
+    return (weight.float() / scale[:, None]).to(torch.float8_e4m3fn), scale
+
+
+def row_scales(weight: torch.Tensor) -> torch.Tensor:
+    return weight.float().abs().amax(dim=1).clamp_min(_SMALLEST_AMAX) / LARGEST
+
+
+def dequantize(
+    tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any], dtype: torch.dtype
+) -> torch.Tensor:
+    import torch
+
+    values = tensors["packed"].view(torch.float8_e4m3fn).float()
+    return (values * tensors["scale"][:, None]).to(dtype)
+
+
+def restore(
+    tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    return dict(tensors), dict(facts)
