@@ -140,7 +140,8 @@ def test_a_file_name_gives_the_gguf_file_itself(
     out = tmp_path / "mine.gguf"
     command = ["export", str(trained[0]), "--to", "gguf", "--out", str(out), "--backend", "cpu"]
     assert main(command) == 0
-    assert capsys.readouterr().out.rstrip().endswith(str(out))
+    said = capsys.readouterr().out
+    assert f"written  {out}\n" in said and said.rstrip().endswith(f"llama-cli -m {out} -cnv")
     assert out.read_bytes()[:4] == b"GGUF"
     assert [path.name for path in tmp_path.iterdir()] == ["mine.gguf"]
     before = out.stat().st_mtime_ns

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from crosstune.cli.arguments import Parser, at_least, read_path_or_name
-from crosstune.cli.results import add_request_arguments, read_request, show_result
+from crosstune.cli.output import print_line
+from crosstune.cli.results import (
+    add_request_arguments,
+    print_report,
+    read_request,
+    show_result,
+    written_path,
+)
 
 EXAMPLES = """examples:
   crosstune export runs/demo --to hf
@@ -16,6 +25,12 @@ EXAMPLES = """examples:
   crosstune export smollm2-135m --to mlx --out smollm2-mlx
 
 Every result is loaded again and compared with the trained model: logits, chat template, bos and eos tokens."""
+_COMMANDS = {
+    "hf": "crosstune chat {}",
+    "mlx": "mlx_lm.chat --model {}",
+    "gguf": "llama-cli -m {} -cnv",
+}
+"""Format -> a command of the tool that reads it."""
 
 
 def make_parser() -> Parser:
@@ -53,7 +68,14 @@ def run(words: Sequence[str]) -> int:
         lambda observer: export(read_request(own), form, observer=observer),
         own,
         unused=lambda report: _without_effect(own),
+        show=lambda report: _show(report, own.to),
     )
+
+
+def _show(report: Mapping[str, Any], to: str) -> None:
+    """Print the report, and the command that tries the result in the tool it is for."""
+    print_report(report)
+    print_line(f"try it   {_COMMANDS[to].format(shlex.quote(str(written_path(report))))}")
 
 
 def _without_effect(own: argparse.Namespace) -> list[str]:

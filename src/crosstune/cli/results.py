@@ -88,8 +88,13 @@ def print_report(report: Mapping[str, Any]) -> None:
             print_line(f"{'  ' + name:<15} {numbers} (bound {report[name]['bound']:g})")
     for name, agreement in report.get("against_trained", {}).items():
         print_line(f"{'  ' + name:<15} against the trained model: {format_agreement(agreement)}")
+    print_line(f"written  {written_path(report)}")
+
+
+def written_path(report: Mapping[str, Any]) -> Path:
+    """Return the folder of a result, or the one file in it."""
     path = Path(report["path"])
-    print_line(f"written  {path / report['file'] if 'file' in report and path.is_dir() else path}")
+    return path / report["file"] if "file" in report and path.is_dir() else path
 
 
 def print_warnings(report: Mapping[str, Any]) -> None:
