@@ -124,8 +124,8 @@ def _unreachable(job: Job) -> list[UserError]:
                 UserError(
                     f"ssh cannot log in to {host}.",
                     why=why,
-                    do=f"make `ssh {_target(host)} true` work without a question: its name, its key, its address in "
-                    "~/.ssh/config",
+                    do=f"make `{shlex.join(['ssh', *_port_words(host), _target(host), 'true'])}` work without a "
+                    "question: its name, its key, its address in ~/.ssh/config",
                 )
             )
         elif process.returncode:
