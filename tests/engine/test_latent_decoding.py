@@ -22,7 +22,7 @@ from crosstune.recipes.latent_diffusion.torch_parts_encoder import SentenceEncod
 from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, PAD
 
-STEPS = 120
+STEPS = 100
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,7 @@ def learned(pairs: PairFolder, steps: int, **options: Any) -> LatentDiffusionRec
         dataset_samples=32,
         batch_size=32,
         hidden_size=64,
+        n_blocks=1,
         max_steps=steps,
         **options,
     )
@@ -78,7 +79,7 @@ def test_32_pairs_are_learned_to_the_last_token(overfit: LatentDiffusionRecipe) 
 
 
 def test_the_vectors_of_32_texts_are_learned(overfit: LatentDiffusionRecipe) -> None:
-    recipe = learned(overfit.pairs, 70, loss_type="t2l")
+    recipe = learned(overfit.pairs, 64, loss_type="t2l")
     train = recipe.train
     vectors = sampler_of(recipe).encode(train.tokens, train.lengths, steps=8)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, atol=1e-5)
@@ -99,7 +100,7 @@ def test_texts_and_vectors_from_noise_belong_together(overfit: LatentDiffusionRe
     texts = overfit.pairs.vocabulary.decode_batch(found.tokens)
     near = encoder.encode(texts) @ found.vectors.T
     assert len(set(texts)) > 6
-    assert np.diag(near).mean() > near.mean() + 0.3
+    assert np.diag(near).mean() > near.mean() + 0.25
     again = sampler.generate(24, options=DecodeOptions(steps=12, temperature=1.0))
     other = sampler.generate(24, options=DecodeOptions(steps=12, temperature=1.0, seed=1))
     np.testing.assert_array_equal(again.tokens, found.tokens)
