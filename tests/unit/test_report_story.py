@@ -114,6 +114,12 @@ def test_the_sentence_names_the_weights_of_the_result() -> None:
     assert "The result has the weights of step 20, the best evaluation." in lead_sentences(run, end_of(run))
 
 
+def test_a_change_below_three_digits_is_not_called_a_fall() -> None:
+    summary = {"status": "finished", "eval_before": {"loss": 6.2710}, "eval_after": {"loss": 6.2701}}
+    run = RunFiles(folder=Path("runs/a"), summary=summary)
+    assert "On held-out data the loss hardly changed from 6.27." in lead_sentences(run, end_of(run))
+
+
 def sampled(*answers: str) -> RunFiles:
     moments = [("before", 0), ("during", 10), ("after", 20)]
     events = [
