@@ -114,6 +114,12 @@ def test_the_sentence_names_the_weights_of_the_result() -> None:
     assert "The result has the weights of step 20, the best evaluation." in lead_sentences(run, end_of(run))
 
 
+def test_a_change_below_three_digits_is_not_called_a_fall() -> None:
+    summary = {"status": "finished", "eval_before": {"loss": 6.2710}, "eval_after": {"loss": 6.2701}}
+    run = RunFiles(folder=Path("runs/a"), summary=summary)
+    assert "On held-out data the loss hardly changed from 6.27." in lead_sentences(run, end_of(run))
+
+
 def sampled(*answers: str) -> RunFiles:
     moments = [("before", 0), ("during", 10), ("after", 20)]
     events = [
@@ -238,3 +244,16 @@ def test_control_characters_are_shown_and_not_obeyed(tmp_path: Path) -> None:
     assert "\\x1b[31m red \\x00\\u202e turned" in text
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
     assert visible("a\tb\r\nc") == "a\tb\nc"
+
+
+def test_values_of_the_wrong_kind_do_not_stop_the_page(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    summary = {"status": ["finished"], "best": 7, "seconds": "x", "peak_memory_bytes": 1e-320}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    rows = [{"step": n, "loss": 1e-320 * n, "memory_bytes": 10**30} for n in range(1, 4)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plan = {"data": {"lengths": [1], "example": "x"}, "estimated_bytes": -1, "options": [], "model": []}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    profile = {"kind": "profile", "result": {"step_s": 1, "phases": {"forward": 3}, "memory_timeline": [[1]]}}
+    (folder / "events.jsonl").write_text(json.dumps(profile) + "\n")
+    assert "['finished']" in render_page(folder).words()

@@ -92,7 +92,8 @@ def tick_label(value: float, *, gap: float) -> str:
     """Format a tick with only as many decimals as distinguish it from its neighbours."""
     if abs(value) < gap / 1000:
         return "0"
-    if gap >= 1e9 or abs(value) >= 1e15 or gap < 1e-3:
+    # Small steps between large values, as on an axis that zooms in, read better without exponents.
+    if gap >= 1e9 or abs(value) >= 1e15 or gap < 1e-6 or (gap < 1e-3 and abs(value) <= 50 * gap):
         digits = max(0, math.floor(math.log10(abs(value))) - math.floor(math.log10(gap)) + 1)
         mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
         mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa

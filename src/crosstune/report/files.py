@@ -20,6 +20,8 @@ IDENTIFYING_FILES = ("plan.json", "config.yaml")
 """A run folder has at least one of these."""
 LARGEST = 1e300
 """Larger numbers count as infinite, because their sums and differences overflow."""
+SMALLEST = 1e-290
+"""Smaller numbers count as zero, because their inverses overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +109,8 @@ def number(value: Any) -> float | None:
     """Return the value as a float when it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
+    if abs(value) < SMALLEST:
+        return 0.0
     return float(value) if abs(value) <= LARGEST else None
 
 

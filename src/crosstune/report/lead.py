@@ -95,6 +95,8 @@ def _moved(row: Measured, *, label: str = "") -> str:
     label = label or ("the loss" if row.label == "loss" else row.label)
     if row.change.verdict == "unchanged":
         return f"{label} stayed at {row.after.text}"
+    if row.before.text == row.after.text:
+        return f"{label} hardly changed from {row.after.text}"
     verb = "rose" if row.change.rising else "fell"
     worse = ", which is worse" if row.change.verdict == "worse" else ""
     return f"{label} {verb} from {row.before.text} to {row.after.text}{worse}"

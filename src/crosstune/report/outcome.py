@@ -58,7 +58,8 @@ def end_of(run: RunFiles) -> End:
     running = is_running(run.folder)
     if running:
         return End(status="running", detail="This page shows the steps so far.")
-    status = run.summary.get("status")
+    recorded = run.summary.get("status")
+    status = str(recorded) if recorded is not None else None
     if status is None:
         status = next((kind for kind, event in endings.items() if event), None)
     if status is None and running is False:
@@ -66,9 +67,9 @@ def end_of(run: RunFiles) -> End:
     if status is None:
         return _unrecorded_end(run)
     if status not in endings:
-        return End(status=str(status))
+        return End(status=status)
     detail = run.summary.get("error") or endings[status].get("error") or endings[status].get("reason")
-    return End(status=str(status), detail=str(detail or ""))
+    return End(status=status, detail=str(detail or ""))
 
 
 def _unrecorded_end(run: RunFiles) -> End:
