@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from crosstune.core.metric_names import check_known_metrics
 from crosstune.core.out_of_memory import EVALUATING
 from crosstune.core.protocols import (
     Array,
@@ -22,7 +21,6 @@ from crosstune.core.protocols import (
     Batch,
     EvalResult,
     Memory,
-    Metrics,
     PreparedBatch,
     RecordsBase,
     SessionState,
@@ -34,6 +32,7 @@ from crosstune.torch_engine import state as states
 from crosstune.torch_engine.adapters import Adapted, name_targets
 from crosstune.torch_engine.device import CacheClearing, evaluating, memory_errors, read_memory
 from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, watch_outputs
+from crosstune.torch_engine.metric_totals import MetricTotals
 from crosstune.torch_engine.offload_activations import offload_activations
 from crosstune.torch_engine.optimizer import Masters, averages_of, set_learning_rate
 from crosstune.torch_engine.quantized import count_weights
@@ -43,7 +42,6 @@ from crosstune.torch_engine.task import (
     ChecksBatches,
     HasOwnHead,
     MeasuresResult,
-    MetricSums,
     Opening,
     Tensors,
     TorchTask,
@@ -366,36 +364,3 @@ class TorchSession:
     def _trained_optimizer(self) -> torch.optim.Optimizer:
         assert self.optimizer is not None, "this session was opened without training"
         return self.optimizer
-
-
-class MetricTotals:
-    """Sums of a task's metrics and of their weights, kept on the device until read."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._sums: dict[str, tuple[torch.Tensor | float, torch.Tensor | float]] = dict.fromkeys(
-            names, (0.0, 0.0)
-        )
-
-    def add(self, sums: MetricSums) -> None:
-        check_known_metrics(sums, self._sums)
-        for name, (total, weight) in sums.items():
-            before = self._sums[name]
-            self._sums[name] = (before[0] + _detached(total), before[1] + _detached(weight))
-
-    def means(self, parallel: Parallel | None = None) -> Metrics:
-        """Return the means, over all processes, which all have the same metrics."""
-        numbers = [float(number) for pair in self._sums.values() for number in pair]
-        if parallel is not None:
-            numbers = parallel.sum_numbers(*numbers)
-        pairs = zip(numbers[::2], numbers[1::2], strict=True)
-        return {
-            name: total / weight if weight else math.nan
-            for name, (total, weight) in zip(self._sums, pairs, strict=True)
-        }
-
-
-def _detached(value: torch.Tensor | float) -> torch.Tensor | float:
-    """Return a number to sum up, in a dtype that counts exactly."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)
