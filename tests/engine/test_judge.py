@@ -288,10 +288,10 @@ def test_a_scalar_head_learns_and_is_transformers_sequence_classifier(
 
     learns = train_type == "full"
     flags = options(tiny_model, data, "cpu", batch_size=8, head="scalar", train_type=train_type, lr=3e-3)
-    flags |= {"output_dir": str(tmp_path), "name": "r", "max_steps": 40 if learns else 3}
+    flags |= {"output_dir": str(tmp_path), "name": "r", "max_steps": 40 if learns else 12}
     assert main(["judge", "train", *words_of(flags), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["test"]["metrics"]["pearson"]
-    assert found > 0.9 or not learns
+    assert not learns or found > 0.9
     beside = json.loads((tmp_path / "r" / "test_metrics.json").read_text())["baselines"]
     assert 0 < beside["untrained model"]["metrics"]["mae"] < 10, "the base model, by its score tokens"
     recipe = JudgeRecipe(make_config(**flags), model_folder=tiny_model)
@@ -303,6 +303,7 @@ def test_a_scalar_head_learns_and_is_transformers_sequence_classifier(
     with torch.no_grad():
         theirs = [float(model(input_ids=torch.tensor([prompt])).logits[0, 0]) for prompt in prompts]
     assert ours == pytest.approx([min(10.0, max(0.0, 10 * value)) for value in theirs], abs=1e-4)
+    assert any(0 < score < 10 for score in ours), "not all of them are cut to the scale"
 
 
 @pytest.mark.parametrize(
