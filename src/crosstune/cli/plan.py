@@ -19,14 +19,12 @@ if TYPE_CHECKING:
     from crosstune.planner.predict import Prediction
     from crosstune.runs.check_request import Checked
 
-EXAMPLES = r"""examples:
+EXAMPLES = """examples:
   crosstune plan --train_type qlora --model_name meta-llama/Llama-2-7b-hf
   crosstune plan --machine apple-m1-16gb --backend mps --precision bf16
   crosstune plan --machine their-doctor-report.json --json
   crosstune plan --machine rtx-3090-x2 --train_type qlora --model_name Qwen/Qwen2.5-14B
-  crosstune plan --machine h200-x8 --nnodes 4 --price_per_hour 30 --sharding_strategy full_shard --train_type full \
-      --model_name meta-llama/Llama-3.1-8B --max_steps 1000
-  crosstune plan --machine apple-m1-16gb --emulate mps       (also emulate a few steps of that Mac here)
+  crosstune plan --machine h200-x8 --nnodes 4 --price_per_hour 30 --sharding_strategy full_shard --train_type full --max_steps 1000
 
 --machine takes a report written by `crosstune doctor --json` on another computer, or one of the profiles that
 `crosstune plan --machine list` prints, with a number of GPUs such as -x8. The exit code is 2 when train would refuse the request. What cannot be checked
