@@ -24,11 +24,13 @@ EXAMPLES = """examples:
   crosstune plan --machine apple-m1-16gb --backend mps --precision bf16
   crosstune plan --machine their-doctor-report.json --json
   crosstune plan --machine rtx-3090-x2 --train_type qlora --model_name Qwen/Qwen2.5-14B
+  crosstune plan --machine apple-m1-16gb --emulate mps       (also emulate a few steps of that Mac here)
   crosstune plan --machine h200-x8 --nnodes 4 --price_per_hour 30 --sharding_strategy full_shard --train_type full --max_steps 1000
 
 --machine takes a report written by `crosstune doctor --json` on another computer, or one of the profiles that
-`crosstune plan --machine list` prints, with a number of GPUs such as -x8. The exit code is 2 when train would refuse the request. What cannot be checked
-without a download or from this machine is printed as not checked."""
+`crosstune plan --machine list` prints; -x2, -x8 or another number behind a GPU's name stands for that many of them. The
+exit code is 2 when train would refuse the request. What cannot be checked without a download or from this machine is
+printed as not checked."""
 
 
 def make_parser() -> Parser:
