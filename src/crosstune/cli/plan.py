@@ -49,7 +49,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument(
         "--price_per_hour",
-        type=_price,
+        type=at_least(0.0),
         metavar="PRICE",
         help="the price of one machine for an hour, to predict the cost of the run",
     )
@@ -99,13 +99,6 @@ def run(words: Sequence[str]) -> int:
         _print_plan(plan, checked, prediction)
     checked.raise_problems()
     return EXIT_DONE
-
-
-def _price(text: str) -> float:
-    price = float(text)
-    if not 0 <= price < 1e9:
-        raise ValueError(text)
-    return price
 
 
 def _cluster(config: Config, machine: Machine | None, num_nodes: int) -> Ranks | None:
