@@ -37,7 +37,10 @@ def test_the_plans_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
         if line.startswith(("parameters  ", "memory  ")):
             assert line in small
     planned = json.loads(as_json)
-    assert not planned["prediction"]["fits"] and "--train_type qlora" in planned["prediction"]["change_that_fits"]
+    assert (
+        not planned["prediction"]["fits"]
+        and "--train_type qlora" in planned["prediction"]["change_that_fits"]
+    )
     assert sum(planned["memory_parts"].values()) == planned["estimated_bytes"]
     assert "4 x 8, full_shard" in cluster and "at 30 an hour" in cluster
     assert {"h200-x8", "rtx-4090"} <= set(names.split())
