@@ -298,7 +298,7 @@ def test_the_configuration_that_is_sent() -> None:
 
 def test_tables_are_bounded() -> None:
     rows = table_rows([{"a": "x" * 50_000, "frames": ["1", "2"]}] * 300)
-    assert len(rows) == 200 and len(rows[0]["a"]) < 4010 and rows[0]["frames"] == "['1', '2']"
+    assert len(rows) == 200 and len(rows[0]["a"]) < 4010 and rows[0]["frames"] == "1\n2"
     [row] = table_rows([{"a": "x " * 1990 + "hf_" + "aB3dE" * 70}])
     assert "aB3dE" not in row["a"]
 
