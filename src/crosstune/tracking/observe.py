@@ -32,7 +32,7 @@ from crosstune.tracking.values import EVAL, TEST, TRAIN, numbers, plain, table_r
 PACKAGE = "crosstune.tracking.trackers"
 WAIT_S = 60.0
 """Time at the end of a run for all trackers together."""
-STOPPED_WAIT_S = 10.0
+STOPPED_WAIT_S = 20.0
 """The same for a run that was stopped: a scheduler may end its process soon."""
 QUIET_S = 2.0
 """Wait this long without a word."""
