@@ -138,7 +138,7 @@ def _execute(
     record = begin(ready, described, screen) if group.ranks.first else SilentRecord(folder)
     check_shared_folder(group, folder)
     if group.ranks.first:
-        _start_tracking(tracking, ready, described, report=Observers([record, screen]))
+        _start_tracking(tracking, ready, described, report=Observers([screen, record]))
     observer = Observers([record, screen, tracking])
     observer.on_event(
         Started(

@@ -24,6 +24,7 @@ from crosstune.config.load import make_config
 from crosstune.core.events import StepMetrics, TrackingFailed, TrackingStarted
 from crosstune.core.json_files import read_jsonl
 from crosstune.run import train
+from crosstune.tracking import observe
 from crosstune.tracking.observe import Tracking
 from crosstune.tracking.values import numbers
 
@@ -36,6 +37,15 @@ STEPS, BROKEN_AT = 7, 6
 def needs(name: str) -> pytest.MarkDecorator:
     missing = importlib.util.find_spec(name) is None
     return pytest.mark.skipif(missing, reason=f"{name} is not installed: pip install 'crosstune[track]'")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def patience() -> Iterator[None]:
+    """A busy machine may take longer to import a tracker than a user would wait for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(observe, "WAIT_S", 280.0)
+        patch.setattr(observe, "STOPPED_WAIT_S", 280.0)
+        yield
 
 
 class Breaks(Seen):

@@ -204,6 +204,19 @@ def test_a_slow_one_gets_every_value_from_the_files(tmp_path: Path, monkeypatch:
     assert rows[-1]["do"] == "finish" and seen.of(TrackingFailed) == []
 
 
+def test_a_record_that_fails_after_the_end_fails_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observe, "WAIT_S", 0.1)
+    (tmp_path / "run").mkdir()
+    record = RunRecord.create(tmp_path / "run", config_yaml="", plan={})
+    with Tracking() as tracking:
+        tracking.start(config_for("hangs"), {}, folder=tmp_path / "run", report=record)
+        tracking.summarize({"status": "finished"})
+        record.finish({"status": "finished"})
+        (tmp_path / "run").rename(tmp_path / "elsewhere")
+
+
 def test_a_key_in_an_error_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     [failed] = follow(tmp_path / "run", "tells").of(TrackingFailed)
@@ -298,7 +311,7 @@ def test_the_configuration_that_is_sent() -> None:
 
 def test_tables_are_bounded() -> None:
     rows = table_rows([{"a": "x" * 50_000, "frames": ["1", "2"]}] * 300)
-    assert len(rows) == 200 and len(rows[0]["a"]) < 4010 and rows[0]["frames"] == "['1', '2']"
+    assert len(rows) == 200 and len(rows[0]["a"]) < 4010 and rows[0]["frames"] == "1\n2"
     [row] = table_rows([{"a": "x " * 1990 + "hf_" + "aB3dE" * 70}])
     assert "aB3dE" not in row["a"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -25,6 +26,7 @@ from crosstune.core.events import (
     Warned,
 )
 from crosstune.core.names import load_plugin
+from crosstune.core.record import RecordFailed
 from crosstune.core.secrets import HIDDEN
 from crosstune.tracking.channel import Channel
 from crosstune.tracking.values import EVAL, TEST, TRAIN, numbers, plain, table_rows, tracked_config
@@ -32,7 +34,7 @@ from crosstune.tracking.values import EVAL, TEST, TRAIN, numbers, plain, table_r
 PACKAGE = "crosstune.tracking.trackers"
 WAIT_S = 60.0
 """Time at the end of a run for all trackers together."""
-STOPPED_WAIT_S = 10.0
+STOPPED_WAIT_S = 20.0
 """The same for a run that was stopped: a scheduler may end its process soon."""
 QUIET_S = 2.0
 """Wait this long without a word."""
@@ -47,6 +49,7 @@ class Tracking:
         self._report: Observer = Observers()
         self._step = 0
         self._wait_s = WAIT_S
+        self._closing = False
         self._runs = Path()
         """The folder of all runs, as the user named it."""
 
@@ -117,6 +120,7 @@ class Tracking:
 
     def close(self) -> None:
         """End the trackers, and wait a while for what they have not sent yet."""
+        self._closing = True
         for channel in self._channels:
             channel.send_end()
         try:
@@ -139,7 +143,7 @@ class Tracking:
                 if waited > QUIET_S and not said:
                     said = True
                     late = [each.name for each in self._channels if not each.ended.is_set()]
-                    self._report.on_event(TrackingWaits(trackers=late, seconds=self._wait_s))
+                    self._tell(TrackingWaits(trackers=late, seconds=self._wait_s))
 
     def _log(self, kind: str, metrics: Mapping[str, Any], *, step: int, **tables: Any) -> None:
         if self._channels:
@@ -158,15 +162,20 @@ class Tracking:
     def _report_reply(self, tracker: str, reply: Mapping[str, Any]) -> None:
         if reply["kind"] == "started":
             where, view = (self._as_named(_hidden(reply[name])) for name in ("where", "view"))
-            self._report.on_event(TrackingStarted(tracker=tracker, where=where, view=view))
+            self._tell(TrackingStarted(tracker=tracker, where=where, view=view))
         elif reply["kind"] == "warned":
-            self._report.on_event(Warned(message=f"{tracker}: {_hidden(reply['text'])}"))
+            self._tell(Warned(message=f"{tracker}: {_hidden(reply['text'])}"))
         elif reply["kind"] == "failed":
-            self._report.on_event(
+            self._tell(
                 TrackingFailed(
                     tracker=tracker, error=self._as_named(_hidden(reply["error"])), step=self._step
                 )
             )
+
+    def _tell(self, event: Event) -> None:
+        """Report an event. The record may fail during the run, but not a run that has ended."""
+        with contextlib.suppress(*(RecordFailed,) * self._closing):
+            self._report.on_event(event)
 
     def _as_named(self, text: str) -> str:
         """Return a text with paths as the user named them, which are shorter."""

@@ -84,7 +84,9 @@ def _cell(value: Any) -> Any:
     value = finite(value)
     if value is None or isinstance(value, (bool, int, float)):
         return value
-    text = value if isinstance(value, str) else str(value)
+    if isinstance(value, list):  # such as the states of an answer while it was made
+        value = "\n".join(map(str, value))
+    text = str(value)
     # Cut before the search for secrets, which takes time, but not through one.
     text = redact(text[: LONGEST_CELL + 500])
     if len(text) > LONGEST_CELL:
