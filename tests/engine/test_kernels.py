@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 import transformers as hf
-from support import find_nonfinite, train_step
 
-from crosstune.config.load import make_config
 from crosstune.core.quantization import QuantSpec
-from crosstune.data.batches import split_rows
-from crosstune.data.rendering import encode_conversation
-from crosstune.data.token_batch import IGNORED, TokenBatch
-from crosstune.data.tokenizer import Tokenizer
-from crosstune.loop.step import prepare_window
 from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.adapters import Adapted, add_adapters
 from crosstune.torch_engine.kernels import torch_operations
 from crosstune.torch_engine.kernels.attention import Documents, attend
@@ -33,7 +22,6 @@ from crosstune.torch_engine.kernels.find_parts import why_general, why_other_ada
 from crosstune.torch_engine.kernels.fp8_weights import Fp8Weights
 from crosstune.torch_engine.kernels.operations import Quantize
 from crosstune.torch_engine.kernels.recomputation import LayerBytes, plan_recomputation
-from crosstune.torch_engine.open import open_session
 from crosstune.torch_engine.quantized import QuantLinear, quantize_weight
 
 VOCABULARY = 97
@@ -262,61 +250,6 @@ def test_a_document_sees_itself_only() -> None:
     assert torch.allclose(both[:, 5:], alone, atol=1e-6)
 
 
-@pytest.fixture(scope="module")
-def window(tiny_model: Path) -> list[TokenBatch]:
-    tokenizer = Tokenizer.from_folder(tiny_model)
-    words = ["red", "green and blue", "a much longer colour", "none"]
-    examples = [
-        encode_conversation(
-            [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": f"{word} it is"}],
-            tokenizer,
-            index=index,
-            whole=False,
-        )
-        for index, word in enumerate(words)
-    ]
-    return list(split_rows(examples, batch_size=2, pad_id=0))
-
-
-def open_tiny(folder: Path, kernels: str) -> Any:
-    config = make_config(backend="cpu", precision="fp32", model_name=str(folder), kernels=kernels)
-    return open_session(make_plan(config), model_folder=folder)
-
-
-def test_a_run_moves_between_fast_and_general_layers(tiny_model: Path, window: list[TokenBatch]) -> None:
-    fast, general = open_tiny(tiny_model, "fast"), open_tiny(tiny_model, "general")
-    assert fast.task.decoder is not None and general.task.decoder is None
-    assert fast.trained_shapes() == general.trained_shapes()
-    for _ in range(2):
-        expected, found = (train_step(session, window, lr=1e-2) for session in (general, fast))
-        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
-        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
-    assert fast.evaluate(window).loss == pytest.approx(general.evaluate(window).loss, rel=1e-6)
-    resumed = open_tiny(tiny_model, "general")
-    resumed.import_state(fast.export_state())
-    for _ in range(2):
-        expected, found = (train_step(session, window, lr=1e-2) for session in (fast, resumed))
-        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
-    # Text comes from transformers' layers, over the same weights.
-    assert fast.generate([[5, 6, 7]], max_new_tokens=4) == resumed.generate([[5, 6, 7]], max_new_tokens=4)
-
-
-def test_a_layer_that_overflows_is_named(tiny_model: Path, window: list[TokenBatch]) -> None:
-    session = open_tiny(tiny_model, "fast")
-    session.model.model.layers[1].mlp.down_proj.base.weight.data[0, 0] = torch.inf
-    assert "layers.1.mlp.down_proj" in find_nonfinite(session, window)
-    assert session.task.decoder is not None
-
-
-def test_a_batch_without_supervised_tokens_trains_nothing(tiny_model: Path, window: list[TokenBatch]) -> None:
-    session = open_tiny(tiny_model, "fast")
-    empty = replace(window[0], targets=np.full_like(window[0].targets, IGNORED))
-    alone, both = (
-        session.backward(prepare_window(session, batches)) for batches in (window[1:], [empty, *window[1:]])
-    )
-    assert both.loss == pytest.approx(alone.loss)
-
-
 def quantize_base(adapters: dict[str, Adapted], spec: QuantSpec) -> None:
     for adapter in adapters.values():
         base: Any = adapter.base
@@ -387,19 +320,3 @@ def test_groups_whose_products_are_too_far_off_stay_out_of_fp8(monkeypatch: pyte
     assert describe_decoder(decoder, refused=None, left_out=[(name, error)])[0].startswith(
         "base_precision: 1 of 12"
     )
-
-
-@pytest.mark.parametrize(("train_type", "quantizer"), [("lora", "fp8"), ("qlora", "bnb")])
-def test_base_precision_reaches_the_layers(tiny_model: Path, train_type: str, quantizer: str) -> None:
-    config = make_config(
-        backend="cpu",
-        precision="fp32",
-        model_name=str(tiny_model),
-        kernels="fast",
-        train_type=train_type,
-        base_precision="fp8",
-    )
-    plan = make_plan(config)
-    session: Any = open_session(plan, model_folder=tiny_model)
-    assert plan.quantizer == quantizer
-    assert all(stacked.in_fp8 for stacked in session.task.decoder.groups().values())

@@ -358,3 +358,15 @@ def test_fast_layers_need_whole_weights() -> None:
         plan_on(machine, world_size=2, sharding_strategy=strategy) for strategy in ("full_shard", "ddp")
     )
     assert sharded.config.kernels == "general" and whole.config.kernels == "fast"
+
+
+def test_an_fp8_base_is_stored_in_8_bits_unless_it_has_4() -> None:
+    plain = plan_on("h200", base_precision="fp8")
+    assert (plain.quantizer, plain.n_bits, plain.config.kernels) == ("fp8", 8, "fast")
+    four = plan_on("h200", base_precision="fp8", train_type="qlora")
+    assert (four.quantizer, four.n_bits) == ("bnb", 4)
+    stored_only = plan_on("cpu-laptop", base_precision="fp8")
+    assert "--kernels fast" in adjustment(stored_only, "base_precision", "warning").reason
+    elsewhere = plan_on("apple-m1-16gb", base_precision="fp8")
+    assert elsewhere.quantizer == "none"
+    assert adjustment(elsewhere, "base_precision", "warning").reason == "has no effect on the MLX engine"

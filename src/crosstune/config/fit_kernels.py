@@ -21,6 +21,10 @@ def fit_kernels(draft: Draft, *, method: str, world_size: int) -> None:
             draft.set("kernels", "general", reason, kind="choice")
     elif asked == "fast" and reason is not None and draft.report.engine == "torch":
         draft.set("kernels", "general", reason)
+    if draft["base_precision"] == "fp8" and draft["kernels"] == "general" and draft.report.engine == "torch":
+        draft.warn(
+            "base_precision", "the general layers multiply in --precision; --kernels fast multiplies in fp8"
+        )
 
 
 def _why_general(draft: Draft, method: str, world_size: int) -> str | None:

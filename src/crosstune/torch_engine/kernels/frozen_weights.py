@@ -1,45 +1,21 @@
 """Hold the frozen weights of linear layers that share an input as one matrix: dense, or quantized and made dense at each
-use."""
+use.
+
+All forms of weights, those in fp8 too, have `num_outputs`, `num_inputs`, `product` (inputs @ W.T), `input_gradient`
+(gradient @ W) and `row_scales`, which is None unless gradients are quantized for them. `matrix` of the dense forms has `extra`
+columns on the right, which belong to the caller.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from crosstune.torch_engine.kernels.operations import Rows, has_triton
 from crosstune.torch_engine.quantized import QuantLinear, linear_shape
-
-
-class FrozenWeights(Protocol):
-    """Weights with a row per output, over all layers of a group; products add no bias and no adapter."""
-
-    num_outputs: int
-    num_inputs: int
-    row_scales: torch.Tensor | None
-    """Set for fp8 weights: gradients are multiplied by them before they are quantized."""
-
-    def product(self, inputs: Rows) -> torch.Tensor:
-        """Return inputs @ W.T."""
-        ...
-
-    def input_gradient(self, gradient: Rows) -> torch.Tensor:
-        """Return gradient @ W."""
-        ...
-
-
-class MatrixWeights(Protocol):
-    """Weights that can be used as a dense matrix with room for the adapters' B in `extra` columns on the right."""
-
-    num_outputs: int
-    num_inputs: int
-    extra: int
-
-    def matrix(self) -> torch.Tensor:
-        """Return the matrix. What is in the extra columns is the caller's."""
-        ...
 
 
 class DenseWeights:

@@ -24,7 +24,8 @@ from crosstune.torch_engine.quantized import linear_shape, weight_device
 OnProduct = Callable[["Stacked", torch.Tensor, torch.Tensor], None]
 MOST_EXTRA = 256
 """With more adapter columns than this, those that belong to other layers of the group cost more than they save."""
-_ALIGNED = 16
+_ALIGNED = 64
+"""Columns of x A come in multiples of this, so that rows begin at whole cache lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,7 @@ class Stacked:
         self.device = weight_device(bases[0])
         self._a = torch.zeros(self.extra, self.num_inputs, dtype=dtype, device=self.device)
         self._b = [torch.zeros_like(adapter.b, dtype=dtype) for adapter in self.adapters]
+        self._b_columns = self._place_b(room)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -172,26 +174,36 @@ class Stacked:
             return []
         found = []
         all_a = low_gradient.t() @ self.inputs_in(inputs)
+        # One product reads the gradient once; with many columns, those of other layers would cost too much.
+        all_b = gradient.t() @ low if self.extra <= MOST_EXTRA else None
         for adapter in self.adapters:
-            b = gradient[:, adapter.rows].t() @ low[:, adapter.columns]
+            if all_b is not None:
+                b = all_b[adapter.rows, adapter.columns]
+            else:
+                b = gradient[:, adapter.rows].t() @ low[:, adapter.columns]
             found += [all_a[adapter.columns].to(adapter.a.dtype), b.to(adapter.b.dtype) * adapter.scale]
         return found
+
+    def _place_b(self, room: int) -> torch.Tensor | None:
+        """Return where each B of an extended group stands, with zeros between: the extra columns of a dense matrix, or a
+        copy of these for a matrix that is made at each use."""
+        if not self.extended:
+            return None
+        if isinstance(self.weights, DenseWeights):
+            return self.weights.matrix()[:, self.num_inputs :]
+        return torch.zeros(self.weights.num_outputs, room, dtype=self.dtype, device=self.device)
 
     def _matrix(self) -> torch.Tensor:
         matrix: torch.Tensor = self.weights.matrix()
         if not isinstance(self.weights, DenseWeights):
-            matrix[:, self.num_inputs :] = 0  # the buffer held another weight
-            self._write_b(matrix)
+            matrix[:, self.num_inputs :] = self._b_columns
         return matrix
 
-    def _write_b(self, matrix: torch.Tensor) -> None:
-        for slot, b in zip(self._b_slots(matrix), self._b, strict=True):
-            slot.copy_(b)
-
-    def _b_slots(self, matrix: torch.Tensor) -> list[torch.Tensor]:
-        """Return the places of each B in an extended matrix."""
-        low = matrix[:, self.num_inputs :]
-        return [low[adapter.rows, adapter.columns] for adapter in self.adapters]
+    def b_slots(self) -> list[torch.Tensor]:
+        """Return the places of each B in the extra columns."""
+        if self._b_columns is None:
+            return []
+        return [self._b_columns[adapter.rows, adapter.columns] for adapter in self.adapters]
 
 
 class Publishing:
@@ -204,9 +216,8 @@ class Publishing:
         self._a_slots = [group._a[group.adapters[index].columns] for group, index in adapters]
         self._b = [adapter.b for adapter in found]
         self._b_copies = [group._b[index] for group, index in adapters]
-        dense = [group for group in groups if group.extended and isinstance(group.weights, DenseWeights)]
-        self._placed = [b for group in dense for b in group._b]
-        self._places = [slot for group in dense for slot in group._b_slots(group.weights.matrix())]
+        self._placed = [b for group in groups if group.extended for b in group._b]
+        self._places = [slot for group in groups for slot in group.b_slots()]
 
     @torch.no_grad()
     def publish(self) -> None:

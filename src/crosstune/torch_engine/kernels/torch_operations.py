@@ -54,7 +54,7 @@ def rms_norm_backward(
 def rotate(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: Heads, norms: QKNorms) -> Triple:
     parts = split_heads(qkv, heads)
     turned = [
-        _turn(_head_norm(part, norm)[0], cos, sin, heads.rotary)
+        _turn(_head_norm(part, norm), cos, sin, heads.rotary)
         for part, norm in zip(parts[:2], norms or (None, None), strict=True)
     ]
     if norms is None:
@@ -137,12 +137,12 @@ def _gain(norm: Norm, values: torch.Tensor) -> torch.Tensor:
     return weight + norm.offset if norm.offset else weight
 
 
-def _head_norm(part: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _head_norm(part: torch.Tensor, norm: Norm | None) -> torch.Tensor:
     values = _wide(part)
     if norm is None:
-        return values, None
+        return values
     rstd = torch.rsqrt(values.square().mean(-1, keepdim=True) + norm.eps)
-    return values * rstd * _gain(norm, values), rstd
+    return values * rstd * _gain(norm, values)
 
 
 def _turn(values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: int) -> torch.Tensor:

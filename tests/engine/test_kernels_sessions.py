@@ -1,0 +1,113 @@
+"""Sessions with the fast layers: the same training as with the general ones, before and after a resume."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import find_nonfinite, train_step
+
+from crosstune.config.load import make_config
+from crosstune.data.batches import split_rows
+from crosstune.data.rendering import encode_conversation
+from crosstune.data.token_batch import IGNORED, TokenBatch
+from crosstune.data.tokenizer import Tokenizer
+from crosstune.loop.step import prepare_window
+from crosstune.planner.gather import make_plan
+from crosstune.recipes.judge.examples import JudgeBatch
+from crosstune.recipes.judge.torch_parts import ScoreTokens
+from crosstune.torch_engine.open import open_session
+
+
+@pytest.fixture(scope="module")
+def window(tiny_model: Path) -> list[TokenBatch]:
+    tokenizer = Tokenizer.from_folder(tiny_model)
+    words = ["red", "green and blue", "a much longer colour", "none"]
+    examples = [
+        encode_conversation(
+            [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": f"{word} it is"}],
+            tokenizer,
+            index=index,
+            whole=False,
+        )
+        for index, word in enumerate(words)
+    ]
+    return list(split_rows(examples, batch_size=2, pad_id=0))
+
+
+def open_tiny(folder: Path, kernels: str) -> Any:
+    config = make_config(backend="cpu", precision="fp32", model_name=str(folder), kernels=kernels)
+    return open_session(make_plan(config), model_folder=folder)
+
+
+def test_a_run_moves_between_fast_and_general_layers(tiny_model: Path, window: list[TokenBatch]) -> None:
+    fast, general = open_tiny(tiny_model, "fast"), open_tiny(tiny_model, "general")
+    assert fast.task.decoder is not None and general.task.decoder is None
+    assert fast.trained_shapes() == general.trained_shapes()
+    for _ in range(2):
+        expected, found = (train_step(session, window, lr=1e-2) for session in (general, fast))
+        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+    assert fast.evaluate(window).loss == pytest.approx(general.evaluate(window).loss, rel=1e-6)
+    resumed = open_tiny(tiny_model, "general")
+    resumed.import_state(fast.export_state())
+    for _ in range(2):
+        expected, found = (train_step(session, window, lr=1e-2) for session in (fast, resumed))
+        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    # Text comes from transformers' layers, over the same weights.
+    assert fast.generate([[5, 6, 7]], max_new_tokens=4) == resumed.generate([[5, 6, 7]], max_new_tokens=4)
+
+
+def test_a_layer_that_overflows_is_named(tiny_model: Path, window: list[TokenBatch]) -> None:
+    session = open_tiny(tiny_model, "fast")
+    session.model.model.layers[1].mlp.down_proj.base.weight.data[0, 0] = torch.inf
+    assert "layers.1.mlp.down_proj" in find_nonfinite(session, window)
+    assert session.task.decoder is not None
+
+
+def test_a_batch_without_supervised_tokens_trains_nothing(tiny_model: Path, window: list[TokenBatch]) -> None:
+    session = open_tiny(tiny_model, "fast")
+    empty = replace(window[0], targets=np.full_like(window[0].targets, IGNORED))
+    alone, both = (
+        session.backward(prepare_window(session, batches)) for batches in (window[1:], [empty, *window[1:]])
+    )
+    assert both.loss == pytest.approx(alone.loss)
+
+
+@pytest.mark.parametrize(("train_type", "quantizer"), [("lora", "fp8"), ("qlora", "bnb")])
+def test_base_precision_reaches_the_layers(tiny_model: Path, train_type: str, quantizer: str) -> None:
+    config = make_config(
+        backend="cpu",
+        precision="fp32",
+        model_name=str(tiny_model),
+        kernels="fast",
+        train_type=train_type,
+        base_precision="fp8",
+    )
+    plan = make_plan(config)
+    session: Any = open_session(plan, model_folder=tiny_model)
+    assert plan.quantizer == quantizer
+    assert all(stacked.in_fp8 for stacked in session.task.decoder.groups().values())
+
+
+def test_divided_targets_of_a_judge(tiny_model: Path, window: list[TokenBatch]) -> None:
+    losses = []
+    for kernels in ("general", "fast"):
+        config = make_config(backend="cpu", precision="fp32", model_name=str(tiny_model), kernels=kernels)
+        session: Any = open_session(make_plan(config), model_folder=tiny_model, task=ScoreTokens())
+        batch = window[0]
+        shares = np.where(batch.targets != IGNORED, np.float32(0.25), np.float32(0.0))
+        judged = JudgeBatch(
+            **vars(batch),
+            others=np.full_like(batch.targets, 9),
+            shares=shares,
+            scores=np.zeros(2, np.float32),
+            ends=np.zeros(2, np.int32),
+        )
+        losses.append(session.backward(prepare_window(session, [judged])))
+    assert losses[1].loss == pytest.approx(losses[0].loss, rel=1e-6)
+    assert losses[1].grad_norm == pytest.approx(losses[0].grad_norm, rel=1e-5)
