@@ -21,8 +21,9 @@ from support import chat
 from tracked import Seen
 
 from crosstune.config.load import make_config
-from crosstune.core.events import StepMetrics, TrackingFailed, TrackingStarted
+from crosstune.core.events import StepMetrics
 from crosstune.core.json_files import read_jsonl
+from crosstune.core.tracking_events import TrackingFailed, TrackingStarted
 from crosstune.run import train
 from crosstune.tracking import observe
 from crosstune.tracking.observe import Tracking

@@ -13,7 +13,7 @@ import pytest
 from crosstune.cli.event_lines import event_lines
 from crosstune.cli.screen import NOT_SHOWN, Screen
 from crosstune.config.plan import Adjustment
-from crosstune.core import events
+from crosstune.core import events, tracking_events
 from crosstune.core.events import Event
 from crosstune.core.json_files import read_jsonl
 from crosstune.core.measured import Comparison, Measured
@@ -185,17 +185,17 @@ ROWS: list[tuple[Event, str, dict[str, Any]]] = [
         {"path": "model", "step": 8, "against_trained": {"original": {"relative": 0.1}}},
     ),
     (
-        events.TrackingStarted(tracker="wandb", where="https://x", view="open https://x"),
+        tracking_events.TrackingStarted(tracker="wandb", where="https://x", view="open https://x"),
         "tracking",
         {"tracker": "wandb", "where": "https://x", "view": "open https://x"},
     ),
     (
-        events.TrackingFailed(tracker="wandb", error="no key", step=3),
+        tracking_events.TrackingFailed(tracker="wandb", error="no key", step=3),
         "tracking_failed",
         {"tracker": "wandb", "error": "no key", "step": 3},
     ),
     (
-        events.TrackingWaits(trackers=["wandb"], seconds=60.0),
+        tracking_events.TrackingWaits(trackers=["wandb"], seconds=60.0),
         "tracking_waits",
         {"trackers": ["wandb"], "seconds": 60.0},
     ),

@@ -24,13 +24,11 @@ from crosstune.core.events import (
     Evaluated,
     StepMetrics,
     Stopped,
-    TrackingFailed,
-    TrackingStarted,
-    TrackingWaits,
     Warned,
 )
 from crosstune.core.json_files import read_jsonl
 from crosstune.core.record import RunRecord
+from crosstune.core.tracking_events import TrackingFailed, TrackingStarted, TrackingWaits
 from crosstune.tracking import channel, observe
 from crosstune.tracking.check import check_trackers
 from crosstune.tracking.observe import Tracking

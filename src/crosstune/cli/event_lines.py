@@ -26,11 +26,9 @@ from crosstune.core.events import (
     RunMovedAside,
     Started,
     Stopped,
-    TrackingFailed,
-    TrackingStarted,
-    TrackingWaits,
     Warned,
 )
+from crosstune.core.tracking_events import TrackingFailed, TrackingStarted, TrackingWaits
 
 Lines = Iterator[tuple[str, str | None]]
 """Pairs of a line and its style."""

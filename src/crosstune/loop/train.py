@@ -7,7 +7,6 @@ import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.config.schema import Config
@@ -18,8 +17,6 @@ from crosstune.core.events import (
     EvaluationStarted,
     NonFinite,
     Observer,
-    SampleRow,
-    StepMetrics,
     Stopped,
     TrainingEnded,
     TrainingStarted,
@@ -27,7 +24,7 @@ from crosstune.core.events import (
 )
 from crosstune.core.out_of_memory import EVALUATING, OutOfMemory, memory_errors
 from crosstune.core.profiling import CHECKPOINT, DATA, EVALUATION, no_phase
-from crosstune.core.protocols import Backward, Evaluation, PreparedBatch, Recipe, Sample, Session, is_divided
+from crosstune.core.protocols import Backward, Evaluation, PreparedBatch, Recipe, Session, is_divided
 from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import RecordFailed
 from crosstune.core.scaling import LossScale
@@ -38,6 +35,7 @@ from crosstune.loop.micro_batch import describe_recovery, halve
 from crosstune.loop.prefetch import Prefetch
 from crosstune.loop.profile import StepProfile
 from crosstune.loop.progress import Progress
+from crosstune.loop.rows import sample_row, step_row
 from crosstune.loop.save import Checkpoints
 from crosstune.loop.step import take_step
 from crosstune.loop.stop import StopRequested, StopSignal
@@ -278,7 +276,7 @@ class Training:
         memory = self.session.memory()
         self.progress.add(result, step_s=step_s, memory=memory)
         self.observer.on_step(
-            _metrics(
+            step_row(
                 step,
                 result,
                 weight_name=self.recipe.weight_name,
@@ -341,7 +339,7 @@ class Training:
                 step=step,
                 when=when,
                 metrics=dict(evaluation.metrics),
-                samples=[_sample_row(sample) for sample in evaluation.samples],
+                samples=[sample_row(sample) for sample in evaluation.samples],
                 seconds=self._clock.now() - started,
             )
         )
@@ -372,37 +370,3 @@ class Training:
         if word and word != self._warned_of:
             self.observer.on_event(Warned(message=message, step=step))
         self._warned_of = word
-
-
-def _sample_row(sample: Sample) -> SampleRow:
-    row = SampleRow(prompt=sample.prompt, answer=sample.answer, reference=sample.reference)
-    if sample.frames:
-        row["frames"] = list(sample.frames)
-    return row
-
-
-def _metrics(
-    step: int,
-    result: Backward | None,
-    *,
-    weight_name: str,
-    lr: float,
-    step_s: float,
-    used_bytes: int,
-) -> StepMetrics:
-    """Return the row of metrics.jsonl for a step; `result` is None for a skipped one."""
-    row: dict[str, Any] = {
-        "step": step + 1,
-        "loss": result.loss if result else None,
-        "tokens": result.num_tokens if result else 0,
-        weight_name: result.weight if result else 0,
-        "lr": lr,
-        "grad_norm": result.grad_norm if result else None,
-        "step_s": step_s,
-        "tokens_per_s": result.num_tokens / step_s if result else 0.0,
-        "memory_bytes": used_bytes,
-        **(result.metrics if result else {}),
-    }
-    if result is None:
-        row["skipped"] = True
-    return cast(StepMetrics, row)  # plus the recipe's weight and the task's metrics

@@ -16,9 +16,9 @@ from crosstune.core.events import (
     Profiled,
     Started,
     Stopped,
-    TrackingFailed,
     Warned,
 )
+from crosstune.core.tracking_events import TrackingFailed
 from crosstune.report.files import RunFiles, is_adjustment, mapping, number
 from crosstune.report.quantity import Shown, is_flat, label_of, read_time, show_named, show_seconds, show_time
 

@@ -24,8 +24,9 @@ from crosstune.torch_engine.device import CacheClearing, memory_errors, open_dev
 from crosstune.torch_engine.kernels.choose import open_decoder
 from crosstune.torch_engine.load import shrink_frozen
 from crosstune.torch_engine.optimizer import Masters, make_optimizer
+from crosstune.torch_engine.parts import Parts
 from crosstune.torch_engine.precision import PRECISIONS, Precision
-from crosstune.torch_engine.session import Parts, TorchSession
+from crosstune.torch_engine.session import TorchSession
 from crosstune.torch_engine.task import HasOwnHead, Opening, TorchTask
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
 from crosstune.torch_engine.text_session import TextSession

@@ -6,13 +6,11 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import nn
 
 from crosstune.core.out_of_memory import EVALUATING, UPDATING
 from crosstune.core.profiling import (
@@ -32,19 +30,16 @@ from crosstune.core.protocols import (
     EvalResult,
     Memory,
     PreparedBatch,
-    RecordsBase,
     SessionState,
 )
-from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.models.adapter_files import save_adapter
 from crosstune.torch_engine import export
 from crosstune.torch_engine import state as states
-from crosstune.torch_engine.adapters import Adapted, name_targets
-from crosstune.torch_engine.device import CacheClearing, evaluating, memory_errors, read_memory, reset_peak
+from crosstune.torch_engine.device import evaluating, memory_errors, read_memory, reset_peak
 from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, watch_outputs
 from crosstune.torch_engine.metric_totals import MetricTotals
 from crosstune.torch_engine.offload_activations import offload_activations
-from crosstune.torch_engine.optimizer import Masters, averages_of, set_learning_rate
+from crosstune.torch_engine.optimizer import averages_of, set_learning_rate
+from crosstune.torch_engine.parts import Parts
 from crosstune.torch_engine.profiler import TorchProfiler
 from crosstune.torch_engine.quantized import count_weights
 from crosstune.torch_engine.sharding.gathered import without_gradients
@@ -54,37 +49,16 @@ from crosstune.torch_engine.task import (
     HasGeneralLayers,
     HasOwnHead,
     MeasuresResult,
-    Opening,
     Tensors,
-    TorchTask,
-    WritesModel,
 )
+from crosstune.torch_engine.write_result import write_adapter, write_model
 
 if TYPE_CHECKING:
-    from crosstune.torch_engine.sharding.parallel import Parallel
+    pass
 
 
 LARGE_STATE_BYTES = 2**30
 """A sharded state of this size is written in parts, one by each process."""
-
-
-@dataclass(kw_only=True)
-class Parts:
-    """The parts of an opened model."""
-
-    opening: Opening
-    task: TorchTask
-    model: nn.Module
-    adapters: dict[str, Adapted]
-    masters: Masters
-    optimizer: torch.optim.Optimizer | None
-    """None if the model is only evaluated."""
-    cache: CacheClearing
-    pin_memory: bool = False
-    parallel: Parallel | None = None
-    """None for a single process."""
-    notes: Sequence[str] = ()
-    """What opening the model decided that the user should know."""
 
 
 class TorchSession:
@@ -266,50 +240,14 @@ class TorchSession:
         with self._gathering(doing), memory_errors(self.device, doing=doing), self.averaged():
             if self.adapters and not isinstance(self.task, HasOwnHead):
                 weights = export.host_weights(self.adapters)
-                return None if folder is None else self._save_adapter(folder / "adapter", weights)
+                return None if folder is None else write_adapter(self.parts, folder / "adapter", weights)
             if isinstance(self.task, MeasuresResult):
                 self.task.measure_result(self.model)
-            return self._write_model(folder / "model" if folder is not None else None)
+            return write_model(self.parts, folder / "model" if folder is not None else None)
 
     def _gathering(self, doing: str) -> contextlib.AbstractContextManager[None]:
         """Gather parts in the block; replicas, which have none, need no other process."""
         return self.connected(doing) if self.is_divided else contextlib.nullcontext()
-
-    def _write_model(self, folder: Path | None) -> Path | None:
-        """Write the whole model on the rank that has a folder; the others send it their parts."""
-        if not any(map(is_sharded, self.model.parameters())):
-            if folder is not None:
-                self._write_tensors(folder, trained=self.masters.masters)
-            return folder
-        from crosstune.torch_engine.sharding.read_whole import read_whole
-
-        assert self.parallel is not None
-        masters, parameters = self.masters.masters, self.masters.parameters
-        divided = {name: (master, parameters[name]) for name, master in masters.items()}
-        merged = self.adapters if isinstance(self.task, HasOwnHead) else {}
-        with read_whole(self.parallel.group, self.model, divided, merged=merged) as trained:
-            if folder is not None and trained is not None:
-                self._write_tensors(folder, trained=trained)
-        return folder
-
-    def _write_tensors(self, folder: Path, *, trained: Tensors) -> None:
-        if isinstance(self.task, WritesModel):
-            self.task.write_model(self.model, folder, trained=trained)
-        else:
-            export.save_tensors(folder, self.model.state_dict().items())
-
-    def _save_adapter(self, folder: Path, weights: Mapping[str, Array]) -> Path:
-        opening = self.parts.opening
-        save_adapter(
-            folder,
-            weights,
-            settings=AdapterSettings.from_config(self.plan.config, method=self.plan.method),
-            targets=name_targets(self.model, self.adapters),
-            base=opening.folder,
-            base_name=opening.base_name,
-            record=self.task.base_record() if isinstance(self.task, RecordsBase) else {},
-        )
-        return folder
 
     def _backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
         """Leave the gradients of the window in the masters, unscaled and clipped."""

@@ -20,14 +20,12 @@ from crosstune.core.events import (
     Observer,
     Observers,
     StepMetrics,
-    TrackingFailed,
-    TrackingStarted,
-    TrackingWaits,
     Warned,
 )
 from crosstune.core.names import load_plugin
 from crosstune.core.record import RecordFailed
 from crosstune.core.secrets import HIDDEN
+from crosstune.core.tracking_events import TrackingFailed, TrackingStarted, TrackingWaits
 from crosstune.tracking.channel import Channel
 from crosstune.tracking.values import EVAL, TEST, TRAIN, numbers, plain, table_rows, tracked_config
 

@@ -1,0 +1,40 @@
+"""Define the events of trackers, which receive a run besides its own files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from crosstune.core.events import Event
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingStarted(Event):
+    """A tracker receives the run."""
+
+    kind = "tracking"
+    tracker: str
+    where: str
+    """A folder or an address."""
+    view: str = ""
+    """The command that shows or uploads the values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingFailed(Event):
+    """A tracker receives nothing more; the run continues without it."""
+
+    kind = "tracking_failed"
+    tracker: str
+    error: str
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingWaits(Event):
+    """The run has ended, and trackers still have values to send."""
+
+    kind = "tracking_waits"
+    trackers: Sequence[str]
+    seconds: float
+    """The longest time to wait."""
