@@ -20,6 +20,7 @@ from crosstune.core.json_files import read_jsonl
 from crosstune.loop import save
 from crosstune.models.tiny import tiny_model
 from crosstune.run import RunResult, train
+from crosstune.runs.resume import folder_of
 
 NUM_STEPS = 5
 
@@ -285,3 +286,13 @@ def test_resuming_does_not_export_the_state_it_replaces(
     folder = bench.home / "exports"
     run(bench, "lora", folder, resume=str(at_step(whole, NUM_STEPS - 1)), save_steps=99)
     assert len(exported) == 1  # the checkpoint at the end
+
+
+def test_a_copied_run_goes_on_under_its_own_name(bench: Bench, straight: Any, tmp_path: Path) -> None:
+    """Not under the name that it had where it was copied from."""
+    copied = tmp_path / "copied"
+    shutil.copytree(straight("lora"), copied, symlinks=True)
+    assert folder_of(make_config(resume=str(copied))) == copied
+    for asked in (copied, at_step(copied, NUM_STEPS - 1)):
+        elsewhere = make_config(resume=str(asked), output_dir=str(tmp_path / "elsewhere"))
+        assert folder_of(elsewhere) == tmp_path / "elsewhere" / "copied"
