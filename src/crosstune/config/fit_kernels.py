@@ -5,20 +5,12 @@ from __future__ import annotations
 from crosstune.config.conditions import shards_weights
 from crosstune.config.draft import Draft
 
-FAST_ON = "cuda"
-"""The backend on which `auto` takes the fast layers."""
-
 
 def fit_kernels(draft: Draft, *, method: str, world_size: int) -> None:
     """Replace `auto`, and `fast` where no model can use it; what depends on the model is checked with it."""
     asked, reason = draft["kernels"], _why_general(draft, method, world_size)
     if asked == "auto":
-        if draft.report.name != FAST_ON:
-            draft.values["kernels"] = "general"
-        elif reason is None:
-            draft.set("kernels", "fast", "fused layers for adapters on a frozen base", kind="choice")
-        else:
-            draft.set("kernels", "general", reason, kind="choice")
+        draft.values["kernels"] = "general"  # until the fast layers have been measured on a GPU
     elif asked == "fast" and reason is not None and draft.report.engine == "torch":
         draft.set("kernels", "general", reason)
     if draft["base_precision"] == "fp8" and draft["kernels"] == "general" and draft.report.engine == "torch":

@@ -61,7 +61,7 @@ class HardwareOptions:
     kernels: str = option(
         "auto",
         "Decoder layers: general are those of transformers, fast are fused for adapters on a frozen base (Llama, Mistral, "
-        "Qwen, Gemma, Phi-3); auto takes the fast ones on CUDA wherever the model has them",
+        "Qwen, Gemma, Phi-3); auto takes the general ones",
         choices=("auto", "fast", "general"),
         needs=(TORCH_ENGINE,),
         on_resume=OnResume.OWN_MACHINE,

@@ -1,0 +1,16 @@
+"""Run decoder layers with adapters through fused operations."""
+
+from crosstune.ladder.rung import Change, NotHere, Rung, Situation, Within
+
+
+def propose(now: Situation) -> list[Change]:
+    if now.plan.engine != "torch" or now.plan.method != "lora" or now.config.recipe != "sft":
+        raise NotHere("the fast layers train LoRA adapters of language models with torch")
+    if now.config.kernels == "fast":
+        raise NotHere("the fast layers are used already")
+    if now.plan.world_size > 1:
+        raise NotHere("the fast layers do not work with several processes")
+    return [{"kernels": "fast"}]
+
+
+RUNG = Rung(title="fast layers", order=45, gain="speed", promise=Within(bound=1e-2), propose=propose)
