@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from injection.bench import Bench, differences, read_bits
 from crosstune.checkpoint.read import newest_valid
 from crosstune.cli.main import main
 from crosstune.core.json_files import read_json, read_jsonl
-from crosstune.models.tiny import tiny_model
 
 TOO_MUCH = 1 << 60
 
@@ -162,60 +160,3 @@ def test_python_itself_without_memory(
     )
     with pytest.raises(SystemError):
         main(["options"])
-
-
-def limit_memory(folder: Path, *, share: float | None) -> None:
-    """Measure how the address space grows over the first step, or limit it to a share of that growth."""
-    import resource
-
-    from crosstune.torch_engine.session import TorchSession
-
-    plain = TorchSession.backward
-
-    def backward(self: Any, window: Any, **options: Any) -> Any:
-        if not getattr(self, "is_limited", False):
-            self.is_limited = True
-            note, used = folder / "growth", _status("VmSize")
-            if share is not None:
-                limit = used + int(share * int(note.read_text()))
-                resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-                return plain(self, window, **options)
-            result = plain(self, window, **options)
-            note.write_text(str(_status("VmPeak") - used))
-            return result
-        return plain(self, window, **options)
-
-    TorchSession.backward = backward  # type: ignore[method-assign]
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux limits the address space of a process")
-def test_a_limit_of_the_system_is_survived_with_the_same_losses(bench: Bench) -> None:
-    options = {"batch_size": 64, "gradient_accumulation_steps": 1, "packing": False, "max_steps": 1}
-    options |= {"context_length": 512, "lora_dropout": 0.0, "dataset": "dummy", "save_model": False}
-    options |= {"model_name": str(_calm(bench))}
-    losses = []
-    for name, share in (("free", None), ("limited", 0.45)):
-        folder = bench.home / name
-        ended = bench.start(
-            "lora", folder, before=partial(limit_memory, bench.home, share=share), **options
-        ).wait()
-        assert ended.code == 0, ended
-        assert ("repeating it with batch_size" in ended.said) == (share is not None), ended.said
-        losses.append([row["loss"] for row in read_jsonl(folder / "metrics.jsonl")])
-    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
-    summary = read_json(bench.home / "limited" / "summary.json")
-    changed = summary["recoveries"][-1]["changed"]
-    assert changed["batch_size"] * changed["gradient_accumulation_steps"] == 64
-
-
-def _calm(bench: Bench) -> Path:
-    """Make a model without dropout, whose masks would depend on the micro-batches."""
-    return tiny_model(
-        bench.home / "calm", hidden=64, intermediate=128, num_layers=2, num_heads=2, num_kv_heads=1
-    )
