@@ -64,7 +64,10 @@ def _time_rows(prediction: Prediction) -> list[tuple[str, str]]:
         rows.append(("steps", f"{steps:,}"))
     if time is None:
         return [*rows, ("time", "not known for this device; the first steps of a run show it")]
-    error = f"at most {100 * prediction.error:.0f} % off on {prediction.num_checked} measured runs of an H200"
+    error = (
+        f"at most {100 * prediction.error:.0f} % off on {prediction.num_checked} measured runs of a 7B model on an H200; "
+        "not checked elsewhere"
+    )
     rows.append(
         (
             "speed",

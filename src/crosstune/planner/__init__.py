@@ -1,1 +1,1 @@
-"""Facts gathered for a plan: the machine and the model, as far as the request needs them."""
+"""Facts and predictions for a plan: the machine, the model, memory, time, and the largest batch that fits."""

@@ -59,7 +59,9 @@ class Tracker:
 
     def log_rows(self, name: str, rows: Rows, *, step: int) -> None:
         columns: list[str | int] = list(rows[0])
-        table = self._wandb.Table(columns=columns, data=[[row.get(str(key)) for key in columns] for row in rows])
+        table = self._wandb.Table(
+            columns=columns, data=[[row.get(str(key)) for key in columns] for row in rows]
+        )
         self._run.log({name: table}, step=step)
 
     def finish(self, summary: Mapping[str, Any], *, succeeded: bool) -> None:
