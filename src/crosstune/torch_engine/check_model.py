@@ -21,6 +21,7 @@ from crosstune.torch_engine.load import (
     read_pretrained,
 )
 from crosstune.torch_engine.prequantized import check_asked, check_plain, read_prequantized
+from crosstune.torch_engine.rope_lengths import warn_of_rope
 from crosstune.torch_engine.stream import find_tensors
 
 
@@ -51,5 +52,5 @@ def check_model(folder: Path, *, plan: Plan) -> list[str]:
         dora = plan.method == "dora"
         choose_targets(model, targets, dora=dora, last_layers=last_layers)
         left_out = warn_of_left_out(model, targets, dora=dora, last_layers=last_layers)
-        return [*left_out, *warn_of_general(model, plan=plan)]
-    return []
+        return [*left_out, *warn_of_general(model, plan=plan), *warn_of_rope(config, plan=plan)]
+    return warn_of_rope(config, plan=plan)
