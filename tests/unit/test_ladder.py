@@ -237,6 +237,7 @@ def test_a_trial_does_not_outlive_its_ladder() -> None:
 def test_rungs_get_the_batch_size_that_the_baseline_found(tmp_path: Path) -> None:
     from crosstune.core.json_files import write_json
 
+    (tmp_path / "baseline").mkdir()
     write_json(tmp_path / "baseline" / "plan.json", {"options": {"batch_size": 48}})
     trials = Trials(folder=tmp_path, steps=3, warmup=1, limit_s=1.0)
     ladder = Ladder(asked={"batch_size": "auto", "lr": 0.1}, rungs=(), trials=trials)
