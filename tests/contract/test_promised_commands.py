@@ -81,7 +81,7 @@ ACCEPTED: list[tuple[str, str, dict[str, Any]]] = [
     (
         "h200",
         "--profile true --profiling_output ./profile_results",
-        {"backend": "cuda", "cannot_train": ["Not built yet: profiling."]},
+        {"backend": "cuda"},
     ),
     ("apple-m1-16gb", "--backend mps --use_gradient_checkpointing --low_memory", {"backend": "mps"}),
     ("cpu-laptop", "--backend cpu --precision fp32 --world_size 1", {"world_size": 1}),
@@ -185,11 +185,11 @@ def test_every_promised_option_is_there() -> None:
     assert set(PROMISED_OPTIONS.split()) - set(options_by_name()) == set()
 
 
-def test_train_refuses_what_is_not_built_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--backend cpu --profile"
-    assert main(["train", *flags.split()]) == 2
+def test_what_is_not_built_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--machine apple-m1-16gb --backend mlx --train_type llama_pro --model_name tiny-random"
+    assert main(["plan", *flags.split()]) == 2
     answer = capsys.readouterr().err
-    assert "Not built yet: profiling" in answer
+    assert "Not built yet: llama_pro on MLX" in answer
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:

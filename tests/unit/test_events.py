@@ -210,10 +210,27 @@ ROWS: list[tuple[Event, str, dict[str, Any]]] = [
         {"error": "KeyboardInterrupt: ", "step": 4},
     ),
     (events.Failed(error="lost", step=4), "failed", {"error": "lost", "step": 4}),
+    (
+        events.Recovered(
+            step=3,
+            doing="a step",
+            cause="2 GiB",
+            changed={"batch_size": 2},
+            next_time="--batch_size 2",
+        ),
+        "recovery",
+        {
+            "step": 3,
+            "doing": "a step",
+            "cause": "2 GiB",
+            "changed": {"batch_size": 2},
+            "next_time": "--batch_size 2",
+        },
+    ),
 ]
 CLASSES = {
     found
-    for found in vars(events).values()
+    for found in [*vars(events).values(), *vars(tracking_events).values()]
     if isinstance(found, type) and issubclass(found, Event) and found is not Event
 }
 SHOWN = {*vars(Screen)["on_event"].dispatcher.registry, *event_lines.registry} - {object, Event}

@@ -11,6 +11,7 @@ from crosstune.cli.output import GOOD, STRONG, WARNING, Output
 from crosstune.cli.units import count, duration, figure, size
 from crosstune.core.user_paths import shown_path
 from crosstune.report.next_steps import use_result
+from crosstune.runs.next_commands import read_options
 
 
 def print_ending(summary: Mapping[str, Any], folder: Path, report: Path | None, output: Output) -> None:
@@ -41,7 +42,7 @@ def ending_lines(
     if not finished:
         yield _how_to_continue(summary, folder), STRONG
     elif summary["result"]:
-        for step in use_result(summary, folder):
+        for step in use_result(summary, folder, options=read_options(folder)):
             yield f"{step.label:<8} {step.command}", None
 
 

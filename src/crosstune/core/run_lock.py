@@ -7,10 +7,12 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-from filelock import FileLock, Timeout
+from typing import TYPE_CHECKING
 
 from crosstune.core.errors import UserError
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 LOCKS = ".locks"
 """Folder of the lock files, next to the run folders: a lock stays in place when its run is moved aside."""
@@ -68,6 +70,8 @@ def hold(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hold_one(run: Path, *, shown: Path) -> Iterator[None]:
+    from filelock import FileLock, Timeout
+
     locks = run.parent / LOCKS
     made = [path for path in (locks, *locks.parents) if not path.exists()]
     lock = FileLock(locks / f"{run.name}.lock")
@@ -108,6 +112,8 @@ def _remove(lock: Path, folders: Sequence[Path]) -> None:
 def is_held(folder: Path) -> bool | None:
     """Return whether a process holds the lock of a run folder; None where that cannot be known: the folder was copied
     without its lock, or the lock cannot be opened."""
+    from filelock import FileLock, Timeout
+
     run = folder.resolve()
     path = run.parent / LOCKS / f"{run.name}.lock"
     if not path.is_file():

@@ -25,10 +25,11 @@ class Next:
     why: str = ""
 
 
-def use_result(summary: Mapping[str, Any], folder: Path) -> Iterator[Next]:
-    """Yield the commands that use the result of a finished run: those of its recipe, or those of a language model."""
+def use_result(summary: Mapping[str, Any], folder: Path, *, options: Any) -> Iterator[Next]:
+    """Yield the commands that use the result of a finished run with these resolved options: those of its recipe, or those of
+    a language model."""
     run = shlex.quote(shown_path(folder))
-    if own := next_commands(folder, shown=shown_path(folder)):
+    if own := next_commands(shown_path(folder), options):
         yield from (Next(label=label, command=command) for label, command in own)
         return
     if not summary.get("generates"):
@@ -53,7 +54,7 @@ def next_steps(run: RunFiles, end: End) -> list[Next]:
         found.append(_continue(run, folder))
     found += _advice(run, folder)
     if summary.get("result"):
-        found += use_result(summary, run.folder)
+        found += use_result(summary, run.folder, options=run.plan.get("options"))
     compare = f"crosstune compare {folder} OTHER --out compare.html"
     return [*found, Next(label="compare", command=compare, why="what differs from another run")]
 

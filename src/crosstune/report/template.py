@@ -36,7 +36,7 @@ def fill(template: str, **contents: Any) -> str:
         version=__version__,
         **contents,
     )
-    return printable(html)
+    return printable(html.replace("\r\n", "\n"))
 
 
 def write_page(target: Path, html: str) -> None:

@@ -22,7 +22,7 @@ from crosstune.models.checksums import check_checksums
 from crosstune.models.folder_record import read_record
 from crosstune.models.identity import recorded_sha256
 from crosstune.models.quantized_folder import quantization_options
-from crosstune.runs.next_commands import next_commands
+from crosstune.runs.next_commands import next_commands, read_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +134,9 @@ def _check_exists(target: str, folder: Path) -> None:
 def _check_language_model(run: Path) -> None:
     """Raise for a run whose recipe trains another kind of model."""
     if read_json(run / "summary.json").get("generates") is False:
-        options = read_json(run / "plan.json").get("options")
+        options = read_options(run)
         recipe = options.get("recipe") if isinstance(options, dict) else None
-        commands = " or ".join(command for _, command in next_commands(run))
+        commands = " or ".join(command for _, command in next_commands(str(run), options))
         weights = (
             f"its weights are in {run / 'model'} or {run / 'adapter'}; use them with the code of the recipe"
         )
