@@ -199,6 +199,10 @@ def test_a_folder_is_continued_by_the_same_request_alone(tmp_path: Path) -> None
     with pytest.raises(UserError) as refused:
         check_same_ladder(tmp_path / "l", request(4, lr=0.2))
     assert refused.value.why == "these differ: --lr, --steps."
+    (tmp_path / "l" / "request.json").write_text("{")
+    with pytest.raises(UserError, match="damaged") as damaged:
+        check_same_ladder(tmp_path / "l", request(3))
+    assert "--overwrite" in damaged.value.do
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     with pytest.raises(UserError, match="no ladder"):
@@ -232,6 +236,29 @@ def test_a_trial_does_not_outlive_its_ladder() -> None:
     not_its_parent = str(os.getppid())
     words = [sys.executable, "-c", _FOLLOWING, not_its_parent, "train", "--model_name", "tiny-random"]
     assert subprocess.run(words, check=False).returncode == -signal.SIGTERM
+
+
+def test_a_finished_trial_is_read_and_a_damaged_one_is_not(tmp_path: Path) -> None:
+    import yaml
+
+    trials, folder = Trials(folder=tmp_path, steps=2, warmup=1, limit_s=1.0), tmp_path / "baseline"
+    folder.mkdir()
+    asked = {"lr": 0.1}
+    whole = {
+        "../baseline.yaml": yaml.safe_dump(asked),
+        "plan.json": "{}",
+        "summary.json": '{"status": "finished", "seconds": 3}',
+        "metrics.jsonl": '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n',
+    }
+    for name, text in whole.items():
+        (folder / name).write_text(text)
+    done = trials._read_done(folder, asked)
+    assert done is not None and done.values("loss") == [2.0, 1.0] and done.seconds == 3
+    assert trials._read_done(folder, {"lr": 0.2}) is None
+    for name, text in whole.items():
+        (folder / name).write_bytes(text.encode()[:-4] + b"\xff{")
+        assert trials._read_done(folder, asked) is None, name
+        (folder / name).write_text(text)
 
 
 def test_rungs_get_the_batch_size_that_the_baseline_found(tmp_path: Path) -> None:

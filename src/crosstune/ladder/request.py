@@ -46,7 +46,7 @@ def check_same_ladder(folder: Path, request: Mapping[str, Any]) -> None:
     """Raise unless the folder is new, holds the same request, which is then continued, or one that measured nothing."""
     path = folder / REQUEST
     if path.is_file():
-        before = read_object(path)
+        before = _read_request(path)
         if before == dict(request):
             return
         if any((folder / "trials").glob("*/summary.json")):
@@ -59,6 +59,17 @@ def check_same_ladder(folder: Path, request: Mapping[str, Any]) -> None:
         raise UserError(f"{folder} exists and is no ladder.", do="use another --name")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, dict(request))
+
+
+def _read_request(path: Path) -> Mapping[str, Any]:
+    try:
+        return read_object(path)
+    except UserError as error:
+        raise UserError(
+            f"The ladder in {path.parent} is damaged: {path.name} cannot be read.",
+            why=error.why,
+            do="use another --name, or --overwrite true to begin again",
+        ) from error
 
 
 def _differing(before: Mapping[str, Any], request: Mapping[str, Any]) -> list[str]:

@@ -19,7 +19,6 @@ import yaml
 from crosstune.core.atomic_files import remove_folder, write_text
 from crosstune.core.errors import EXIT_STOPPED, UserError
 from crosstune.core.events import NonFinite
-from crosstune.core.json_files import read_object
 from crosstune.core.run_lock import is_held
 from crosstune.report.files import RunFiles, load_run, number
 
@@ -162,16 +161,18 @@ class Trials:
                     child.wait()
 
     def _read_done(self, folder: Path, asked: Mapping[str, Any]) -> Trial | None:
-        """Return a trial that an earlier start of this ladder has finished with the same options."""
+        """Return a trial that an earlier start of this ladder has finished with the same options, and whose files are whole."""
         file = folder.parent / f"{folder.name}.yaml"
         try:
             before = yaml.safe_load(file.read_text(encoding="utf-8"))
-            summary = read_object(folder / "summary.json")
-        except (OSError, UserError, yaml.YAMLError):
+            run = load_run(folder)
+        except (OSError, UserError, UnicodeDecodeError, yaml.YAMLError):
             return None
-        if before != dict(asked) or summary.get("status") != "finished":
+        if before != dict(asked) or run.problems or run.summary.get("status") != "finished":
             return None
-        return self._read(folder.name, code=0, seconds=number(summary.get("seconds")) or 0.0, log=folder)
+        seconds = number(run.summary.get("seconds")) or 0.0
+        found = self._read(folder.name, code=0, seconds=seconds, log=folder)
+        return found if found.finished else None
 
     def _read(self, name: str, *, code: int | None, seconds: float, log: Path) -> Trial:
         folder, run = self.folder / name, RunFiles(folder=self.folder / name)
