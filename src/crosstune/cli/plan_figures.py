@@ -70,8 +70,8 @@ def _time_rows(prediction: Prediction) -> list[tuple[str, str]]:
     if steps is not None:
         rows.append(("steps", f"{steps:,}"))
     if time is None:
-        what = "time" if prediction.price_per_hour is None else "time and cost"
-        return [*rows, (what, "not known for this device; the first steps of a run show the time")]
+        rows.append(("time", "not known for this device; the first steps of a run show it"))
+        return [*rows, *_unknown_cost(prediction)]
     error = (
         f"at most {100 * prediction.error:.0f} % off on {prediction.num_checked} measured runs of a 7B model on an H200; "
         "not checked elsewhere"
@@ -94,8 +94,8 @@ def _time_rows(prediction: Prediction) -> list[tuple[str, str]]:
             )
         )
     if prediction.hours is None:
-        what = "time" if prediction.price_per_hour is None else "time and cost"
-        return [*rows, (what, "not known: the number of steps is not known here; --max_steps sets it")]
+        rows.append(("time", "not known: the number of steps is not known here; --max_steps sets it"))
+        return [*rows, *_unknown_cost(prediction)]
     rows.append(("time", f"about {duration(3600 * prediction.hours)} for all steps"))
     if prediction.cost is not None:
         machines = f"{cluster.num_nodes:,} machines" if cluster.num_nodes > 1 else "the machine"
@@ -103,6 +103,10 @@ def _time_rows(prediction: Prediction) -> list[tuple[str, str]]:
         price = f"{prediction.price_per_hour:g} an hour{each}"
         rows.append(("cost", f"about {prediction.cost:,.2f} for {machines} at {price}"))
     return rows
+
+
+def _unknown_cost(prediction: Prediction) -> list[tuple[str, str]]:
+    return [] if prediction.price_per_hour is None else [("cost", "not known, as the time is not")]
 
 
 def _step(seconds: float) -> str:
