@@ -79,6 +79,39 @@ def test_what_cannot_be_compared(runs: Path, targets: list[str], said: str) -> N
     assert "two" in caught.value.do
 
 
+def test_losses_of_different_things_have_no_best(runs: Path, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "other", num_steps=22)
+    plan = json.loads((other / "plan.json").read_text())
+    (other / "plan.json").write_text(json.dumps(plan | {"data": {"identity": "of other data"}}))
+    (other / "events.jsonl").write_text("")
+    found = {row.label: row for row in compare_runs(["one", str(other)], parent=runs).results}
+    assert found["training loss at the end"].best is None
+    alike = {row.label: row for row in compare_runs(["one", "two"], parent=runs).results}
+    assert alike["training loss at the end"].best is not None
+
+
+def test_the_status_is_that_of_the_list_of_runs(runs: Path, tmp_path: Path) -> None:
+    from crosstune.report.run_list import read_listed
+
+    for name, text in (("no end", None), ("unreadable", "["), ("odd", '{"status": ["?"]}')):
+        folder = make_run(tmp_path / name)
+        (folder / "events.jsonl").write_text("")
+        (folder / "summary.json").unlink() if text is None else (folder / "summary.json").write_text(text)
+        [status, *_] = compare_runs(["one", str(folder)], parent=runs).results
+        expected = "unknown" if text is None else "damaged"
+        assert status.cells[1].text == read_listed(folder, changed=0.0).status == expected
+
+
+def test_a_name_of_several_lines_and_a_ladder(runs: Path, tmp_path: Path) -> None:
+    make_run(tmp_path / "two\nlines")
+    found = compare_runs(["one", str(tmp_path / "two\nlines")], parent=runs)
+    assert all("\n" not in line for width in (40, None) for line, _ in comparison_lines(found, width=width))
+    (tmp_path / "ladder" / "trials").mkdir(parents=True)
+    with pytest.raises(UserError, match="is a ladder") as refused:
+        compare_runs(["one", str(tmp_path / "ladder")], parent=runs)
+    assert "ladder.html" in refused.value.do
+
+
 def test_a_run_named_twice_is_shown_once(runs: Path) -> None:
     found = compare_runs(["two", "one", str(runs / "two")], parent=runs)
     assert found.names == ["two", "one"] and "shown once" in found.notes[0]
@@ -117,7 +150,8 @@ def test_the_command_writes_the_page(runs: Path, tmp_path: Path, capsys: Capture
     assert report["options"]["lr"] == {"one": "0.001", "two": "0.002"} and report["page"] == str(out)
     assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert main(["compare", "one", "two", "--output_dir", str(runs), "--out", str(tmp_path)]) == 2
-    assert "Cannot write the page" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "Cannot write the page" in said and "Errno" not in said and "do:" in said
 
 
 def test_a_damaged_neighbour_does_not_stop_suggestions(tmp_path: Path) -> None:

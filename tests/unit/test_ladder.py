@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +17,12 @@ from crosstune.config.load import make_config
 from crosstune.config.resolve import resolve
 from crosstune.core.errors import UserError
 from crosstune.core.machine import Machine
-from crosstune.ladder.climb import check_same_ladder
+from crosstune.ladder.climb import Ladder
 from crosstune.ladder.compare import Comparison, broken_promise, judge
 from crosstune.ladder.criteria import check_criteria, met
+from crosstune.ladder.request import check_request, check_same_ladder, make_request
 from crosstune.ladder.rung import AsGood, NotHere, SameBits, Situation, Within, load_rung, rung_names
-from crosstune.ladder.trial import Trial
+from crosstune.ladder.trial import _FOLLOWING, Trial, Trials
 from crosstune.planner.gather import gather
 
 LOSSES = [3.0, 2.5, 2.2, 2.0, 1.8, 1.7, 1.6, 1.5, 1.4, 1.3]
@@ -179,15 +184,92 @@ def test_the_criteria_say_when_there_is_too_little_to_go_by(tmp_path: Path) -> N
     assert met(check_criteria(None, trial(LOSSES[::-1]), validated=tmp_path)) == 1
 
 
+def request(steps: int, **options: Any) -> dict[str, Any]:
+    return make_request(make_config(**options), rungs=["packing"], steps=steps, goal="speed")
+
+
 def test_a_folder_is_continued_by_the_same_request_alone(tmp_path: Path) -> None:
-    check_same_ladder(tmp_path / "l", {"steps": 3, "rungs": ["packing"]})
-    check_same_ladder(tmp_path / "l", {"steps": 3, "rungs": ["packing"]})
-    with pytest.raises(UserError, match="steps"):
-        check_same_ladder(tmp_path / "l", {"steps": 4, "rungs": ["packing"]})
+    check_same_ladder(tmp_path / "l", request(2))  # which measured nothing, and is replaced
+    check_same_ladder(tmp_path / "l", request(3, lr=0.1, name="l", overwrite=True))
+    (tmp_path / "l" / "trials" / "baseline").mkdir(parents=True)
+    (tmp_path / "l" / "trials" / "baseline" / "summary.json").write_text("{}")
+    check_same_ladder(
+        tmp_path / "l", request(3, lr=0.1, output_dir=str(tmp_path))
+    )  # where it is does not matter
+    with pytest.raises(UserError) as refused:
+        check_same_ladder(tmp_path / "l", request(4, lr=0.2))
+    assert refused.value.why == "these differ: --lr, --steps."
+    (tmp_path / "l" / "request.json").write_text("{")
+    with pytest.raises(UserError, match="damaged") as damaged:
+        check_same_ladder(tmp_path / "l", request(3))
+    assert "--overwrite" in damaged.value.do
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     with pytest.raises(UserError, match="no ladder"):
         check_same_ladder(tmp_path / "mine", {})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"resume": "runs/a"}, "cannot start from --resume runs/a"),
+        ({"emulate": "mps"}, "--emulate"),
+    ],
+)
+def test_a_request_that_no_trial_could_have_is_refused_before_the_first(
+    options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        check_request(make_config(**options))
+
+
+def test_one_ladder_at_a_time_works_in_a_folder(tmp_path: Path) -> None:
+    from crosstune.cli.ladder import run
+    from crosstune.core.run_lock import InUse, hold
+
+    words = ["--model_name", "tiny-random", "--backend", "cpu", "--name", "l", "--output_dir", str(tmp_path)]
+    with hold(tmp_path / "l"), pytest.raises(InUse):
+        run([*words, "--overwrite", "true"])
+
+
+def test_a_trial_does_not_outlive_its_ladder() -> None:
+    not_its_parent = str(os.getppid())
+    words = [sys.executable, "-c", _FOLLOWING, not_its_parent, "train", "--model_name", "tiny-random"]
+    assert subprocess.run(words, check=False).returncode == -signal.SIGTERM
+
+
+def test_a_finished_trial_is_read_and_a_damaged_one_is_not(tmp_path: Path) -> None:
+    import yaml
+
+    trials, folder = Trials(folder=tmp_path, steps=2, warmup=1, limit_s=1.0), tmp_path / "baseline"
+    folder.mkdir()
+    asked = {"lr": 0.1}
+    whole = {
+        "../baseline.yaml": yaml.safe_dump(asked),
+        "plan.json": "{}",
+        "summary.json": '{"status": "finished", "seconds": 3}',
+        "metrics.jsonl": '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n',
+    }
+    for name, text in whole.items():
+        (folder / name).write_text(text)
+    done = trials._read_done(folder, asked)
+    assert done is not None and done.values("loss") == [2.0, 1.0] and done.seconds == 3
+    assert trials._read_done(folder, {"lr": 0.2}) is None
+    for name, text in whole.items():
+        (folder / name).write_bytes(text.encode()[:-4] + b"\xff{")
+        assert trials._read_done(folder, asked) is None, name
+        (folder / name).write_text(text)
+
+
+def test_rungs_get_the_batch_size_that_the_baseline_found(tmp_path: Path) -> None:
+    from crosstune.core.json_files import write_json
+
+    (tmp_path / "baseline").mkdir()
+    write_json(tmp_path / "baseline" / "plan.json", {"options": {"batch_size": 48}})
+    trials = Trials(folder=tmp_path, steps=3, warmup=1, limit_s=1.0)
+    ladder = Ladder(asked={"batch_size": "auto", "lr": 0.1}, rungs=(), trials=trials)
+    ladder._take_batch_size(Trial(name="baseline", status="finished"))
+    assert ladder.asked == {"batch_size": 48, "lr": 0.1}
 
 
 def test_the_page_shows_what_each_rung_led_to_and_escapes_what_was_said() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from crosstune.cli.arguments import at_least
+from crosstune.cli.plan_figures import figure_rows
 from crosstune.config.load import make_config
 from crosstune.config.plan import Plan
 from crosstune.core.devices import find_speed
@@ -106,6 +109,41 @@ def test_memory_hours_and_cost_of_a_cluster() -> None:
     assert found.hours == pytest.approx(1000 * found.time.seconds / 3600)
     assert found.cost == pytest.approx(found.hours * 4 * 30)
     assert found.to_json()["num_ranks"] == 32 and alone.cost is None
+    rows = dict(figure_rows(four, found))
+    assert rows["cost"] == f"about {found.cost:,.2f} for 4 machines at 30 an hour each"
+    assert "adapters" not in rows["of which"] and "fp32 copies" in rows["of which"]
+
+
+def test_a_price_without_a_number_of_steps_or_a_known_device_says_what_is_missing() -> None:
+    for machine, said in (("h100", "--max_steps"), ("cpu-laptop", "for this device")):
+        plan = plan_on(machine)
+        rows = dict(figure_rows(plan, predict(plan, price_per_hour=3.0)))
+        assert said in rows["time"] and "not known" in rows["cost"]
+        assert "cost" not in dict(figure_rows(plan, predict(plan)))
+
+
+def test_several_machines_of_a_kind_that_trains_alone_are_refused() -> None:
+    from crosstune.cli.plan import run
+
+    with pytest.raises(UserError, match="apple-m3-8gb") as refused:
+        run(["--machine", "apple-m3-8gb", "--nnodes", "2", "--model_name", LLAMA])
+    assert "h200-x8" in refused.value.do
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("9" * 30, "is too large"),
+        ("1e308", "not an integer of at least 1"),
+        ("0", "at least 1"),
+        ("nan", "at least 1"),
+    ],
+)
+def test_a_number_that_a_command_refuses(text: str, said: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=said):
+        at_least(1)(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="is too large"):
+        at_least(0.0)("inf")
 
 
 def test_the_smallest_change_that_fits_is_named_and_fits() -> None:

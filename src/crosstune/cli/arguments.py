@@ -90,12 +90,15 @@ def at_least(low: int | float) -> Callable[[str], int | float]:
     """Return an argparse type: a number of the type of `low` that is at least `low` and fits into 63 bits."""
 
     def read(text: str) -> int | float:
+        kind = "an integer" if isinstance(low, int) else "a number"
         try:
             value = type(low)(text)
         except ValueError:
-            value = type(low)(-1)
-        if not low <= value < 2**63:
-            raise argparse.ArgumentTypeError(f"{shown(text)} is not a number of at least {low}")
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not {kind} of at least {low:g}") from None
+        if value >= 2**63:
+            raise argparse.ArgumentTypeError(f"{shown(text)} is too large")
+        if not low <= value:
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not {kind} of at least {low:g}")
         return value
 
     return read

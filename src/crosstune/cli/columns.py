@@ -58,12 +58,17 @@ def _total(columns: Sequence[Column], kept: Sequence[Column]) -> int:
 
 def _printable(column: Column) -> Column:
     return Column(
-        title=column.title,
-        cells=[printable(cell).replace("\n", " ") for cell in column.cells],
+        title=one_line(column.title),
+        cells=[one_line(cell) for cell in column.cells],
         right=column.right,
         rank=column.rank,
         cuts=column.cuts,
     )
+
+
+def one_line(text: str) -> str:
+    """Return a text as it can stand in a table: escaped, without line breaks."""
+    return printable(text).replace("\n", " ")
 
 
 def _line(row: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> str:

@@ -70,8 +70,9 @@ def comparison_lines(found: Comparison, *, width: int | None) -> Iterator[tuple[
 
 def _table(rows: Sequence[Row], names: Sequence[str], *, width: int | None) -> Iterator[tuple[str, str]]:
     """Yield a table with a column for each run; below one another where the columns do not fit."""
-    from crosstune.cli.columns import Column, table_lines
+    from crosstune.cli.columns import Column, one_line, table_lines
 
+    names = [one_line(name) for name in names]
     cells = [[_cell(row, place) for row in rows] for place in range(len(names))]
     columns = [Column(title="", cells=[row.label for row in rows])]
     columns += [Column(title=name, cells=column) for name, column in zip(names, cells, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import statistics
 import time
@@ -70,18 +71,26 @@ def run(words: Sequence[str]) -> int:
         _print_rungs()
         return EXIT_DONE
     names = _chosen(own.rungs, rung_names())
+    from crosstune.core.record import move_aside
+    from crosstune.core.run_lock import hold
+    from crosstune.ladder.request import check_request, check_same_ladder, make_request
+
+    folder = _folder(config)
+    with hold(folder):
+        check_request(config)
+        if config.overwrite and folder.exists():
+            move_aside(folder)
+        check_same_ladder(folder, make_request(config, rungs=names, steps=own.steps, goal=own.goal))
+        return _climb(own, config, names=names, folder=folder)
+
+
+def _climb(own: argparse.Namespace, config: Config, *, names: Sequence[str], folder: Path) -> int:
+    """Measure, print and write what was found; return the exit code. The caller holds the lock of the folder."""
     from crosstune.cli.output import Output
-    from crosstune.ladder.climb import STATE, Ladder, check_same_ladder
+    from crosstune.ladder.climb import STATE, Ladder
     from crosstune.ladder.trial import Trials
     from crosstune.loop.stop import StopSignal
 
-    folder, asked = _folder(config), config.options_asked()
-    request: dict[str, Any] = {"options": asked, "rungs": names, "steps": own.steps, "goal": own.goal}
-    if config.overwrite and folder.exists():
-        from crosstune.core.record import move_aside
-
-        move_aside(folder)
-    check_same_ladder(folder, request)
     output = Output()
     if own.steps < FEW_STEPS:
         output.line(f"note     {own.steps} steps are too few for a verdict on speed; 30 or more are better")
@@ -96,7 +105,7 @@ def run(words: Sequence[str]) -> int:
         )
         shown = _Progress(output)
         ladder = Ladder(
-            asked=asked,
+            asked=config.options_asked(),
             rungs=names,
             trials=trials,
             goal=own.goal,
@@ -106,7 +115,8 @@ def run(words: Sequence[str]) -> int:
         try:
             found = ladder.climb()
         except KeyboardInterrupt:
-            output.line(f"stopped  {stop.reason or 'Ctrl-C'}; run the same command again to continue")
+            again = "again, without --overwrite," if config.overwrite else "again"
+            output.line(f"stopped  {stop.reason or 'Ctrl-C'}; run the same command {again} to continue")
             return EXIT_STOPPED
     from crosstune.core.json_files import write_json
     from crosstune.report.ladder_page import write_ladder_page
@@ -201,8 +211,14 @@ def _print_result(output: Any, found: Climbed, folder: Path, page: Path) -> None
 
     kept = [step for step in found.steps if step.outcome == "kept"]
     output.line("")
-    if found.ends is None or found.ends.failed is not None:
-        output.line("result   no rung was kept: the options were as good as what was tried")
+    if found.ends is None:
+        tried = any(step.outcome == "rolled back" for step in found.steps)
+        why = "the options were as good as what was tried" if tried else "none of them applies here"
+        output.line(f"result   no rung was kept: {why}")
+    elif (failed := found.ends.failed) is not None:
+        output.line(
+            f"result   {len(kept)} kept, but the trial {failed.name} at the end failed: {failed.error}"
+        )
     else:
         ends = found.ends
         rates = [middle([trial.tokens_per_s for trial in side]) for side in (ends.base, ends.new)]

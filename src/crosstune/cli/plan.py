@@ -113,7 +113,14 @@ def _cluster(config: Config, machine: Machine | None, num_nodes: int) -> Ranks |
         )
     from crosstune.machines.probe import fastest_backend
 
-    local = max(1, len(machine.backends[fastest_backend(machine)].devices))
+    backend = fastest_backend(machine)
+    if backend_specs()[backend].engine != "torch":
+        raise UserError(
+            f"--nnodes is not predicted for {machine.name}.",
+            why=f"its backend is {backend}, and runs on several machines are predicted for torch alone.",
+            do="leave out --nnodes, or choose a machine with GPUs, such as h200-x8",
+        )
+    local = max(1, len(machine.backends[backend].devices))
     if config.world_size not in (-1, num_nodes * local):
         raise UserError(
             f"--world_size is {config.world_size}, but {num_nodes} machines with {local} devices make "

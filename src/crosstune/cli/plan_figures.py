@@ -32,11 +32,18 @@ def figure_rows(plan: Plan, prediction: Prediction | None) -> list[tuple[str, st
             f"sizes from {_SOURCES[prediction.source]}",
         ),
         ("memory", _memory(plan)),
-        ("of which", ", ".join(f"{part} {size(b)}" for part, b in describe_parts(prediction.memory).items())),
+        ("of which", ", ".join(f"{name} {size(b)}" for name, b in _parts(plan, prediction).items())),
     ]
     if prediction.change is not None:
         rows.append(("would fit", f"with {prediction.change}"))
     return [*rows, *_time_rows(prediction)]
+
+
+def _parts(plan: Plan, prediction: Prediction) -> dict[str, int]:
+    """Return the parts of the memory, largest first. Without adapters, what is in their place are copies of the weights."""
+    assert plan.fitted is not None
+    adapters = "adapters" if plan.fitted.step.method in ("lora", "dora") else "fp32 copies"
+    return {adapters if n == "adapters" else n: b for n, b in describe_parts(prediction.memory).items()}
 
 
 def _memory(plan: Plan) -> str:
@@ -63,7 +70,8 @@ def _time_rows(prediction: Prediction) -> list[tuple[str, str]]:
     if steps is not None:
         rows.append(("steps", f"{steps:,}"))
     if time is None:
-        return [*rows, ("time", "not known for this device; the first steps of a run show it")]
+        rows.append(("time", "not known for this device; the first steps of a run show it"))
+        return [*rows, *_unknown_cost(prediction)]
     error = (
         f"at most {100 * prediction.error:.0f} % off on {prediction.num_checked} measured runs of a 7B model on an H200; "
         "not checked elsewhere"
@@ -85,12 +93,20 @@ def _time_rows(prediction: Prediction) -> list[tuple[str, str]]:
                 "not beside computation (predicted, not checked on several devices)",
             )
         )
-    if prediction.hours is not None:
-        text = duration(3600 * prediction.hours)
-        if prediction.cost is not None:
-            text += f", {prediction.cost:,.2f} at {prediction.price_per_hour:g} an hour for each machine"
-        rows.append(("time", f"about {text} for all steps"))
+    if prediction.hours is None:
+        rows.append(("time", "not known: the number of steps is not known here; --max_steps sets it"))
+        return [*rows, *_unknown_cost(prediction)]
+    rows.append(("time", f"about {duration(3600 * prediction.hours)} for all steps"))
+    if prediction.cost is not None:
+        machines = f"{cluster.num_nodes:,} machines" if cluster.num_nodes > 1 else "the machine"
+        each = " each" if cluster.num_nodes > 1 else ""
+        price = f"{prediction.price_per_hour:g} an hour{each}"
+        rows.append(("cost", f"about {prediction.cost:,.2f} for {machines} at {price}"))
     return rows
+
+
+def _unknown_cost(prediction: Prediction) -> list[tuple[str, str]]:
+    return [] if prediction.price_per_hour is None else [("cost", "not known, as the time is not")]
 
 
 def _step(seconds: float) -> str:

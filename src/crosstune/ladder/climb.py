@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from crosstune.config.load import make_config
+from crosstune.config.options.training import AUTO
 from crosstune.config.plan import Plan
 from crosstune.config.resolve import resolve
 from crosstune.core.errors import UserError
-from crosstune.core.json_files import read_object, write_json
+from crosstune.core.json_files import read_object
 from crosstune.ladder.compare import TURNS, Comparison, Goal, Verdict, compare, judge
 from crosstune.ladder.criteria import Criterion, check_criteria
+from crosstune.ladder.request import NOT_CARRIED
 from crosstune.ladder.rung import Change, NotHere, Rung, Situation, load_rung
 from crosstune.ladder.trial import Trial, Trials
 from crosstune.planner.gather import gather
@@ -21,8 +22,6 @@ from crosstune.report.files import mapping, number
 
 STATE = "ladder.json"
 Outcome = Literal["kept", "rolled back", "does not apply"]
-NOT_CARRIED = ("name", "output_dir", "overwrite", "resume", "emulate", "num_epochs", "max_steps")
-"""Options of the request that no trial takes over; the last two return in the configuration to train with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +85,7 @@ class Ladder:
 
     def climb(self) -> Climbed:
         baseline = self._baseline()
+        self._take_batch_size(baseline)
         for place, name in enumerate(self.rungs):
             self._try_rung(name, load_rung(name), baseline, left=len(self.rungs) - place)
         changed = {k: v for k, v in self.kept.items() if self._base().get(k) != v or k not in self._base()}
@@ -116,6 +116,12 @@ class Ladder:
                 do=f"make it run with `crosstune train` first; its output is {self.trials.folder / 'baseline.log'}",
             )
         return trial
+
+    def _take_batch_size(self, baseline: Trial) -> None:
+        """Ask for the size that the baseline found for `--batch_size auto`: rungs multiply and divide it."""
+        found = mapping(self._recorded(baseline).get("options")).get("batch_size")
+        if "batch_size" in self.asked and make_config(**self._base()).batch_size == AUTO:
+            self.asked = {**self.asked, "batch_size": found}
 
     def _try_rung(self, name: str, rung: Rung, baseline: Trial, *, left: int) -> None:
         try:
@@ -199,22 +205,3 @@ class Ladder:
 def _plan(options: Mapping[str, Any]) -> Plan:
     config = make_config(**options)
     return resolve(config, gather(config))
-
-
-def check_same_ladder(folder: Path, request: Mapping[str, Any]) -> None:
-    """Raise unless the folder is new, or holds the same request, which is then continued."""
-    path = folder / "request.json"
-    if path.is_file():
-        before = read_object(path)
-        if before == dict(request):
-            return
-        differing = sorted(k for k in {*before, *request} if before.get(k) != request.get(k))
-        raise UserError(
-            f"{folder} holds a ladder of another request.",
-            why=f"these differ: {', '.join(differing)}.",
-            do="use another --name, or --overwrite true to begin again",
-        )
-    if folder.is_dir() and any(folder.iterdir()):
-        raise UserError(f"{folder} exists and is no ladder.", do="use another --name")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, dict(request))

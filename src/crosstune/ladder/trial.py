@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import yaml
 from crosstune.core.atomic_files import remove_folder, write_text
 from crosstune.core.errors import EXIT_STOPPED, UserError
 from crosstune.core.events import NonFinite
-from crosstune.core.json_files import read_object
+from crosstune.core.run_lock import is_held
 from crosstune.report.files import RunFiles, load_run, number
 
 SLOWEST_LEFT_OUT = 0.1
@@ -26,6 +27,13 @@ SLOWEST_LEFT_OUT = 0.1
 FEWEST_TO_CHOOSE_FROM = 5
 TAIL_LINES = 8
 Status = Literal["finished", "out_of_memory", "failed", "too_slow"]
+# `crosstune` with the words behind the process id of the ladder, whose end it does not outlive.
+_FOLLOWING = """
+import runpy, sys
+from crosstune.distributed.launch import follow
+follow(int(sys.argv.pop(1)))
+runpy.run_module("crosstune", run_name="__main__", alter_sys=True)
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +97,7 @@ class Trials:
         """Train `steps` steps with the options; `more` are options of this trial alone."""
         folder = self.folder / name
         asked = {**options, **self._fixed(name), **more}
+        self._wait_for_leftover(folder)
         if (done := self._read_done(folder, asked)) is not None:
             return done
         if folder.exists():
@@ -97,8 +106,17 @@ class Trials:
         file = self.folder / f"{name}.yaml"
         write_text(file, yaml.safe_dump(asked, sort_keys=False, allow_unicode=True))
         begun, log = time.monotonic(), self.folder / f"{name}.log"
-        code = self._wait([sys.executable, "-m", "crosstune", "train", "--config", str(file)], log)
+        words = [str(os.getpid()), "train", "--config", str(file)]
+        code = self._wait([sys.executable, "-c", _FOLLOWING, *words], log)
         return self._read(name, code=code, seconds=time.monotonic() - begun, log=log)
+
+    def _wait_for_leftover(self, folder: Path) -> None:
+        """Wait for a trial that outlived a killed ladder: it is ending, and writes into its folder until then."""
+        ends_at = time.monotonic() + self.limit_s
+        while is_held(folder) and time.monotonic() < ends_at:
+            if self.should_stop():
+                raise KeyboardInterrupt
+            time.sleep(0.1)
 
     def _fixed(self, name: str) -> dict[str, Any]:
         """Return the options that every trial has, so that trials differ in what is tried alone."""
@@ -143,16 +161,18 @@ class Trials:
                     child.wait()
 
     def _read_done(self, folder: Path, asked: Mapping[str, Any]) -> Trial | None:
-        """Return a trial that an earlier start of this ladder has finished with the same options."""
+        """Return a trial that an earlier start of this ladder has finished with the same options, and whose files are whole."""
         file = folder.parent / f"{folder.name}.yaml"
         try:
             before = yaml.safe_load(file.read_text(encoding="utf-8"))
-            summary = read_object(folder / "summary.json")
-        except (OSError, UserError, yaml.YAMLError):
+            run = load_run(folder)
+        except (OSError, UserError, UnicodeDecodeError, yaml.YAMLError):
             return None
-        if before != dict(asked) or summary.get("status") != "finished":
+        if before != dict(asked) or run.problems or run.summary.get("status") != "finished":
             return None
-        return self._read(folder.name, code=0, seconds=number(summary.get("seconds")) or 0.0, log=folder)
+        seconds = number(run.summary.get("seconds")) or 0.0
+        found = self._read(folder.name, code=0, seconds=seconds, log=folder)
+        return found if found.finished else None
 
     def _read(self, name: str, *, code: int | None, seconds: float, log: Path) -> Trial:
         folder, run = self.folder / name, RunFiles(folder=self.folder / name)

@@ -88,8 +88,8 @@ def load_machine(name_or_path: str) -> Machine:
     raise UserError(
         f"Unknown machine '{name_or_path}'.",
         why="it is neither a bundled profile nor a file.",
-        do=f"{hint}The profiles are: {', '.join(names)}. "
-        "Make a file with: crosstune doctor --json > machine.json",
+        do=f"{hint}`crosstune plan --machine list` prints the profiles, and -x4 behind that of a GPU stands for four of "
+        "them. Make a file with: crosstune doctor --json > machine.json",
     )
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from crosstune.core.errors import UserError
 from crosstune.core.missing_paths import missing_run, runs_beside
 from crosstune.report.files import RunFiles, load_run, mapping, number
+from crosstune.report.live import is_running
 from crosstune.report.metric import display_of, ordered
-from crosstune.report.outcome import end_of
 from crosstune.report.quantity import (
     Shown,
     show_bytes,
@@ -22,6 +22,7 @@ from crosstune.report.quantity import (
     show_rate,
     show_seconds,
 )
+from crosstune.report.run_list import status_of
 from crosstune.report.series import evaluation_points, finite_values, smooth, smoothing_window, step_points
 from crosstune.report.turning_points import best_evaluation
 
@@ -80,15 +81,17 @@ def compare_runs(targets: Sequence[str], *, parent: Path) -> Comparison:
     names = _names(runs)
     for name, run in zip(names, runs, strict=True):
         notes += [f"{name}: {problem}" for problem in run.problems]
+    same_losses = True
     recipes = dict.fromkeys(str(_options(run).get("recipe") or "sft") for run in runs)
     if len(recipes) > 1:
+        same_losses = False
         notes.append(f"the recipes differ ({', '.join(recipes)}): their losses are not of one kind")
     data = [mapping(run.plan.get("data")).get("identity") for run in runs]
     if len(set(map(str, data))) > 1 and len(recipes) == 1:
+        same_losses = False
         notes.append("the data differs, so losses are compared on different examples")
-    return Comparison(
-        runs=runs, names=names, options=_option_rows(runs), results=_result_rows(runs), notes=notes
-    )
+    results = _result_rows(runs, same_losses=same_losses)
+    return Comparison(runs=runs, names=names, options=_option_rows(runs), results=results, notes=notes)
 
 
 def _find(target: str, parent: Path) -> Path:
@@ -158,18 +161,34 @@ def _facts(run: RunFiles) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def _result_rows(runs: Sequence[RunFiles]) -> list[Row]:
-    """Return the results side by side. A figure that no run has is left out."""
-    rows = [Row(label="status", cells=[Shown(end_of(run).status) for run in runs])]
-    return rows + [_row(figure) for figure in _figures(runs) if any(v is not None for v in figure[1])]
+def _result_rows(runs: Sequence[RunFiles], *, same_losses: bool) -> list[Row]:
+    """Return the results side by side. A figure that no run has is left out. Losses and evaluations of different things
+    (without `same_losses`) have no best one."""
+    rows = [Row(label="status", cells=[Shown(_status(run)) for run in runs])]
+    figures = [
+        *_totals(runs),
+        *(figure if same_losses else (*figure[:3], 0) for figure in _qualities(runs)),
+        *_costs(runs),
+    ]
+    return rows + [_row(figure) for figure in figures if any(v is not None for v in figure[1])]
 
 
-def _figures(runs: Sequence[RunFiles]) -> list[Figure]:
-    best = [best_evaluation(run) for run in runs]
-    figures: list[Figure] = [
+def _status(run: RunFiles) -> str:
+    running = is_running(run.folder)
+    return status_of(run.summary, run.events, running=running, problems=run.problems)
+
+
+def _totals(runs: Sequence[RunFiles]) -> list[Figure]:
+    return [
         ("steps", [float(run.last_step) for run in runs], show_count, 0),
         ("tokens", [_total(run, "tokens") for run in runs], show_count, 0),
         ("time", [number(run.summary.get("seconds")) for run in runs], show_seconds, -1),
+    ]
+
+
+def _qualities(runs: Sequence[RunFiles]) -> list[Figure]:
+    best = [best_evaluation(run) for run in runs]
+    figures: list[Figure] = [
         ("training loss at the end", [_final_loss(run) for run in runs], show_number, -1),
         ("best evaluation loss", [each.loss if each else None for each in best], show_number, -1),
         ("at step", [float(each.step) if each else None for each in best], show_count, 0),
@@ -179,8 +198,11 @@ def _figures(runs: Sequence[RunFiles]) -> list[Figure]:
         values = [_last(points.get(name, [])) for points in evaluated]
         display = display_of(name, [value for value in values if value is not None])
         figures.append((f"last evaluation: {display.label}", values, display.show, display.better))
+    return figures
+
+
+def _costs(runs: Sequence[RunFiles]) -> list[Figure]:
     return [
-        *figures,
         ("speed", [number(run.summary.get("tokens_per_s")) for run in runs], show_rate, 1),
         ("peak memory", [number(run.summary.get("peak_memory_bytes")) for run in runs], show_bytes, -1),
         (

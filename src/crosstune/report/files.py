@@ -69,6 +69,11 @@ def load_run(run_dir: Path) -> RunFiles:
         raise missing_run(run_dir)
     present = [name for name in RUN_FILES if (folder / name).is_file()]
     if not any(name in present for name in IDENTIFYING_FILES):
+        if (folder / "trials").is_dir():
+            raise UserError(
+                f"{run_dir} is a ladder, not a run.",
+                do=f"open {run_dir / 'ladder.html'}, or name one of its runs, such as {run_dir / 'trials' / 'validation'}",
+            )
         raise UserError(
             f"{run_dir} is not a run folder.",
             why=f"it has neither {' nor '.join(IDENTIFYING_FILES)}.",

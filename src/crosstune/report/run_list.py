@@ -21,6 +21,8 @@ from crosstune.report.live import is_running, last_rows
 _STEPS_BYTES = 1 << 16
 _EVENTS_BYTES = 1 << 20
 """Bytes read from the ends of metrics.jsonl and events.jsonl, of runs without a summary."""
+RECORDED = ("finished", "stopped", "failed")
+"""What summary.json says of a run that has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +30,7 @@ class ListedRun:
     name: str
     folder: str
     status: str
-    """running, finished, stopped, failed, killed, or damaged."""
+    """As `status_of` says."""
     recipe: str
     model: str
     method: str
@@ -91,7 +93,7 @@ def read_listed(folder: Path, *, changed: float, now: float | None = None) -> Li
     return ListedRun(
         name=folder.name,
         folder=str(folder),
-        status=_status(summary, events, running=running, problems=problems),
+        status=status_of(summary, events, running=running, problems=problems),
         recipe=str(options.get("recipe") or "-"),
         model=str(mapping(plan.get("model")).get("name") or options.get("model_name") or "-"),
         method=_method(plan),
@@ -108,17 +110,21 @@ def read_listed(folder: Path, *, changed: float, now: float | None = None) -> Li
     )
 
 
-def _status(
+def status_of(
     summary: Mapping[str, Any],
     events: Sequence[Mapping[str, Any]],
     *,
     running: bool | None,
     problems: Sequence[str],
 ) -> str:
+    """Return the state of a run: running, finished, stopped, failed, killed, damaged or unknown."""
     if running:
         return "running"
-    if summary.get("status"):
-        return str(summary["status"])
+    recorded = summary.get("status")
+    if recorded in RECORDED:
+        return str(recorded)
+    if recorded is not None:
+        return "damaged"
     kinds = [str(row.get("kind")) for row in events]
     ended = [kind for kind in kinds if kind in (Failed.kind, Stopped.kind)]
     if ended:
@@ -143,7 +149,7 @@ def _best(
 
 def _method(plan: Mapping[str, Any]) -> str:
     words = [plan.get("method"), plan.get("quantizer")]
-    return " + ".join(str(word) for word in words if word and word != "none") or "-"
+    return " + ".join(word for word in words if isinstance(word, str) and word not in ("", "none")) or "-"
 
 
 def _rate(steps: Sequence[Mapping[str, Any]]) -> float | None:

@@ -45,7 +45,10 @@ def write_page(target: Path, html: str) -> None:
         # A model may generate a lone surrogate, which UTF-8 cannot encode.
         write_bytes(target, html.encode("utf-8", errors="replace"))
     except OSError as error:
-        raise UserError(f"Cannot write the page {target}.", why=str(error)) from error
+        why = f"{error.strerror or error}."
+        raise UserError(
+            f"Cannot write the page {target}.", why=why, do="name a file in a folder that you may write"
+        ) from error
 
 
 def _policy(style: str, script: str) -> str:

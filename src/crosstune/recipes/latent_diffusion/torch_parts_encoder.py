@@ -16,6 +16,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.json_files import read_json
 from crosstune.core.quiet import hide_output
 from crosstune.data.tokenizer import Tokenizer
+from crosstune.recipes.latent_diffusion.torch_parts_device import choose_device
 
 _BATCH, _GPU_BATCH = 256, 2048
 _LONGEST = 512
@@ -33,7 +34,7 @@ class SentenceEncoder:
         device: str | None = None,
         on_text: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = choose_device(device)
         self._record, self._on_text = record, on_text
         self._model = _load(folder).to(self.device)
         self._tokenizer = Tokenizer.from_folder(folder).rust

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from crosstune.core.check_shapes import check_fit
 from crosstune.core.errors import UserError
 from crosstune.recipes.latent_diffusion.settings import ModelSettings
+from crosstune.recipes.latent_diffusion.torch_parts_device import choose_device
 from crosstune.recipes.latent_diffusion.torch_parts_model import LatentDiffusionModel
 from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler
 from crosstune.torch_engine.stream import find_tensors, read_tensor
@@ -19,7 +20,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def load_sampler(folder: Path, settings: ModelSettings, *, device: str | None, dtype: str) -> Sampler:
     """Return a sampler over the weights of a folder, on the GPU if there is one."""
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = choose_device(device)
     with torch.device("meta"):
         model = LatentDiffusionModel(settings, compute_dtype=DTYPES[dtype])
     try:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
+from crosstune.core.missing_paths import missing_run
 from crosstune.recipes.latent_diffusion.encoders import UNRECORDED, Encoder, open_encoder_of
 from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, load_array, stack_rows
 from crosstune.recipes.latent_diffusion.sampling import Samples
@@ -99,6 +100,8 @@ def check_dim(vectors: NDArray[Any], dim: int, *, source: str) -> None:
 
 def open_trained(path: Path, *, device: str | None = None, dtype: str = "fp32") -> Trained:
     """Open a run of the recipe, or the model folder in it."""
+    if not path.exists():
+        raise missing_run(path)
     folder = path / "model" if (path / "model" / SETTINGS).is_file() else path
     if not (folder / SETTINGS).is_file():
         raise UserError(
