@@ -24,7 +24,7 @@ class Column:
     rank: int = 0
     """Columns of the highest rank are left out first; those of rank 0 never."""
     cuts: bool = False
-    """Whether its cells may be cut."""
+    """True if its cells may be cut."""
 
     def width(self) -> int:
         return max(map(cell_len, (self.title, *self.cells)))

@@ -77,7 +77,7 @@ def _end_connected(run: Callable[[], int]) -> int:
     """Return the exit code of this process; end it here if it failed as one of several, see `core.connected`."""
     try:
         code = run()
-    except Exception:
+    except Exception:  # printed as always; only the way in which the process ends differs
         if not is_connected():
             raise
         sys.excepthook(*sys.exc_info())

@@ -68,7 +68,7 @@ class Plan:
     fitted: Fitted | None = None
     """The step whose memory is estimated; None when the model's shape is not known."""
     correction: Correction | None = None
-    """What earlier runs on this machine changed in the estimate."""
+    """Corrections of the estimate by earlier runs on this machine."""
 
     @property
     def engine(self) -> str:

@@ -26,7 +26,7 @@ into integers, and these into numbers."""
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What decides the memory of a step besides the shape of the model."""
+    """The settings of a step that decide its memory, besides the shape of the model."""
 
     method: str = "lora"
     rank: int = 16
@@ -50,17 +50,17 @@ class Step:
     dropout: bool = False
     optimizer: str = "adamw"
     averages: bool = False
-    """Whether a moving average of the weights is kept."""
+    """True if a moving average of the weights is kept."""
     num_micro_batches: int = 1
     num_new_blocks: int = 0
     """Blocks of the shape that llama_pro added: trained in full and never quantized."""
     num_shards: int = 1
     """Processes that divide the weights and what belongs to them."""
     on_gpu: bool = True
-    """Whether the update of all weights is computed at once, and masks are bytes, as torch does on a GPU."""
+    """True if the update of all weights is computed at once, and masks are bytes, as torch does on a GPU."""
     offloads_activations: bool = False
     overhead_bytes: int = 0
-    """What the framework takes before the first tensor, where it counts as memory of the process."""
+    """Memory that the framework takes before the first tensor, where it counts as memory of the process."""
 
     @property
     def width(self) -> int:

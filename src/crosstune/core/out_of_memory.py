@@ -20,7 +20,7 @@ _MESSAGE = re.compile(
 
 
 _LOST_ERROR = re.compile(r"without (setting an exception|exception set)|without an exception set")
-"""What Python says when it has no memory to make a MemoryError."""
+"""The text of Python's error when it has no memory to make a MemoryError."""
 
 STEP, UPDATING = "a step", "an update of the optimizer"
 """The passes of a step, which can be repeated with fewer rows at a time; and what follows them, which cannot."""
