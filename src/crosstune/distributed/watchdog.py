@@ -152,26 +152,28 @@ class Watchdog:
                 self._judge_shared(now)
 
     def _judge_shared(self, now: float) -> None:
-        if now - self._answered > self._limit_s - 3 * self.poll_s:
+        silent_s = now - self._answered
+        if silent_s > self._limit_s - 3 * self.poll_s:
             last = self._states.get(0)
             was = f" It was in: {last.doing}, {last.at}" if last is not None else ""
             host = f" (host {last.host})" if last is not None else ""
-            silent_s = now - self._answered
             line = f"rank 0{host} is stopped or its machine is down: it has not answered for {silent_s:.0f} s.{was}"
             self._end([line], EXIT_HUNG)
+        elif silent_s > 3 * self.poll_s:
+            return  # the board does not answer: what it said last shows nobody's silence but its own
         elif lines := self._judge.verdict(self._states, now):
             self._end(lines, EXIT_HUNG)
 
     def _end(self, lines: Sequence[str], code: int) -> None:
         if self._done.is_set():
             return
+        if any(line.startswith(f"rank {self._ranks.rank} ") for line in lines):
+            faulthandler.dump_traceback(file=sys.stderr)  # first: the launcher shows the last lines
         first = min((rank for rank in self._states if rank != 0 or self._ranks.first), default=0)
         if self._ranks.rank in (0, first):
             print("\n".join(f"crosstune: {line}" for line in lines), file=sys.stderr, flush=True)
         else:
             time.sleep(1.0)  # one process tells it
-        if any(line.startswith(f"rank {self._ranks.rank} ") for line in lines):
-            faulthandler.dump_traceback(file=sys.stderr)
         os._exit(code)
 
 
