@@ -194,19 +194,19 @@ def measure(case: Case, model: Path, backend: str, answer: Connection) -> None:
     answer.send(found)
 
 
-def run_case(case: Case, model: Path, backend: str, *, limit_s: float) -> dict[str, Any] | None:
-    """Return what a child measured; None if it failed or took too long."""
+def run_case(case: Case, model: Path, backend: str, *, limit_s: float) -> dict[str, Any] | str:
+    """Return what a child measured, or why there is nothing."""
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
     child = context.Process(target=measure, args=(case, model, backend, sending))
     child.start()
     sending.close()
-    found = None
+    found: dict[str, Any] | str = f"ended after {limit_s:g} s; see --case_limit_s"
     if receiving.poll(limit_s):
         try:
             found = receiving.recv()
-        except EOFError:  # it failed, and has printed why
-            found = None
+        except EOFError:
+            found = "failed, as printed above"
     child.join(5)
     if child.is_alive():
         child.kill()
@@ -236,8 +236,8 @@ def rows(asked: argparse.Namespace, home: Path) -> Iterator[tuple[Case, dict[str
                 (old / "model.safetensors").unlink()
             models = {case.shape: write_model(home / case.shape, SHAPES[case.shape])}
         found = run_case(case, models[case.shape], asked.backend, limit_s=asked.case_limit_s)
-        if found is None:
-            print(f"failed or took too long: {case.title}", file=sys.stderr)
+        if isinstance(found, str):
+            print(f"{case.title}: {found}", file=sys.stderr)
             continue
         yield case, found
 
@@ -251,7 +251,12 @@ def main() -> None:
     parser.add_argument(
         "--limit_s", type=float, default=480.0, help="start no configuration after so many seconds"
     )
-    parser.add_argument("--case_limit_s", type=float, default=120.0)
+    parser.add_argument(
+        "--case_limit_s",
+        type=float,
+        default=600.0,
+        help="end a configuration after so many seconds; fitting HQQ's groups takes minutes on a busy CPU (default 600)",
+    )
     parser.add_argument(
         "--folder", type=Path, help="where the models are written; by default a temporary folder"
     )

@@ -19,6 +19,8 @@ _MESSAGE = re.compile(
 )
 
 
+_FAILED_CHECK = re.compile(r"^\[enforce fail at [^\]]*\]\s*[^.]*\.\s+")
+"""What torch's CPU allocator says first: the place in its source and the condition that does not hold."""
 _LOST_ERROR = re.compile(r"without (setting an exception|exception set)|without an exception set")
 """The text of Python's error when it has no memory to make a MemoryError."""
 
@@ -72,5 +74,5 @@ def memory_errors(*, doing: str, release: Callable[[], None] | None = None) -> I
         if release is not None:
             release()
         text = "" if isinstance(error, SystemError) else str(error)  # which says nothing about memory
-        first = text.strip().partition(". ")[0].splitlines()
-        raise OutOfMemory(first[0] if first else "an allocation failed", doing=doing) from error
+        first = _FAILED_CHECK.sub("", text.strip()).partition(". ")[0].splitlines()
+        raise OutOfMemory(first[0].rstrip(".") if first else "an allocation failed", doing=doing) from error
