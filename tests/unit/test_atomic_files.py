@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,19 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
         (folder / "half").write_text("half")
         raise Killed
     assert list(tmp_path.iterdir()) == [tmp_path / "a"]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda path: atomic_files.write_text(path, "x"), lambda path: atomic_files.replace_link(path, to="x")],
+)
+def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    for target in (tmp_path / "folder", tmp_path / "missing" / "a", tmp_path / "file" / "a"):
+        with pytest.raises(OSError, match="director") as raised:
+            write(target)
+        assert (raised.value.filename, raised.value.filename2) == (str(target), None)
 
 
 def test_a_removed_folder_is_gone_from_its_name_first(

@@ -53,6 +53,27 @@ def test_options_and_results_that_differ(compared: Comparison) -> None:
     assert compared.notes == []
 
 
+def test_nested_values_have_rows_of_their_own(tmp_path: Path) -> None:
+    shards = {"a.safetensors": 2**20, "b.safetensors": 2**20}
+    for name, files, depth in (("one", shards, 1), ("two", {"a.safetensors": 3 * 2**20}, 2)):
+        folder = make_run(tmp_path / name, num_steps=4)
+        plan = json.loads((folder / "plan.json").read_text())
+        plan["options"]["mine"] = {"depth": depth, "same": [1], "below": {"word": name}}
+        plan["model"] = {"identity": {"sha256": str(depth) * 64, "files": files}}
+        (folder / "plan.json").write_text(json.dumps(plan))
+    found = compare_runs(["one", "two"], parent=tmp_path)
+    rows = {
+        row.label: [cell.text.replace("\N{NO-BREAK SPACE}", " ") for cell in row.cells]
+        for row in found.options
+    }
+    assert rows == {
+        "mine.depth": ["1", "2"],
+        "mine.below.word": ["one", "two"],
+        "model size": ["2.00 MiB in 2 files", "3.00 MiB in 1 file"],
+        "model sha256": ["1" * 12, "2" * 12],
+    }
+
+
 def test_runs_of_different_recipes_and_without_metrics(runs: Path) -> None:
     found = compare_runs(["one", str(runs / "three")], parent=runs)
     assert any("the recipes differ (sft, judge)" in note for note in found.notes)

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from crosstune.cli.main import main
+from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.recipes.latent_diffusion import check_dataset, grammar, wordnet
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
 from crosstune.recipes.latent_diffusion.encoders import open_encoder_of, pooling_of
 from crosstune.recipes.latent_diffusion.layouts import read_layout, write_layout
 from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
+from crosstune.recipes.latent_diffusion.settings import make_settings
 from crosstune.recipes.latent_diffusion.splits import Divided, add_crops, divide, text_key
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, UNKNOWN
 from crosstune.recipes.latent_diffusion.write_pairs import WriteOptions, write_pairs
@@ -365,3 +367,38 @@ def test_pairs_are_not_replaced_unless_asked(pairs: Path, capsys: pytest.Capture
     assert (pairs / "manifest.json").read_bytes() == before
     assert main([*words, "--overwrite"]) == 0
     assert (pairs / "manifest.json").read_bytes() != before
+
+
+def test_a_plan_tells_what_the_shape_says_and_what_is_not_known(
+    pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["plan", "--machine", "h200", "--recipe", "latent_diffusion", "--price_per_hour", "2"]
+    asked += [
+        "--precision",
+        "fp32",
+        "--hidden_size",
+        "64",
+        "--n_blocks",
+        "2",
+        "--batch_size",
+        "10",
+        "--dataset",
+    ]
+    assert main([*asked, str(pairs)]) == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert main([*asked, str(pairs), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["own_model"]
+    settings = make_settings(
+        make_config(recipe="latent_diffusion", hidden_size=64, n_blocks=2),
+        vocabulary=open_pairs(pairs).vocabulary.size,
+        max_tokens=OPTIONS.max_tokens,
+        latent_dim=open_pairs(pairs).dim,
+    )
+    assert found["parameters"] == settings.num_parameters()
+    assert found["state_bytes"] == 16 * found["parameters"], "weights, gradients and two moments in fp32"
+    assert rows["steps"] == str(found["num_steps"]) == str(-(-len(open_pairs(pairs).splits["train"]) // 10))
+    assert "for weights, gradients and optimizer" in rows["memory"] and "not known" in rows["memory"]
+    assert "not known" in rows["time"] and "not known" in rows["cost"]
+    assert main([*asked, str(tmp_path / "elsewhere" / "pairs")]) == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert rows["memory"].startswith("not known") and "not known" in rows["cost"]

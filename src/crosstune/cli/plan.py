@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.arguments import Parser, at_least, parse_config, print_json, read_path_or_name
-from crosstune.cli.plan_figures import figure_rows
+from crosstune.cli.plan_figures import figure_rows, own_model_rows
 from crosstune.config.load import environment_of
 from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
@@ -96,7 +96,7 @@ def run(words: Sequence[str]) -> int:
     if own.json:
         print_json(plan_to_json(plan, checked, prediction))
     else:
-        _print_plan(plan, checked, prediction)
+        _print_plan(plan, checked, prediction, priced=own.price_per_hour is not None)
     checked.raise_problems()
     return EXIT_DONE
 
@@ -136,8 +136,10 @@ def plan_to_json(
     from crosstune.config.check_built import unbuilt_parts
 
     found = prediction.to_json() if prediction is not None else None
+    own = checked.own_model if checked is not None else None
     return plan.to_json() | {
         "prediction": found,
+        "own_model": own.to_json(plan) if own is not None else None,
         "settings": _settings(plan),
         "not_built": [problem.asked for problem in unbuilt_parts(plan)],
         "cannot_train": [problem.asked for problem in checked.problems] if checked else [],
@@ -175,6 +177,8 @@ def _demo_hint(config: Config) -> str:
 
 def _row_length(config: Config, checked: Checked | None) -> str:
     data = checked.data if checked is not None else None
+    if checked is not None and checked.own_model is not None:
+        data = checked.own_model.data
     if data is None:
         return f"up to {config.context_length} tokens per row"
     return (
@@ -192,10 +196,17 @@ def _length(config: Config) -> str:
     return f"{config.num_epochs:g} epoch{'s' * (config.num_epochs != 1)} of the data, at most {steps}"
 
 
-def _print_plan(plan: Plan, checked: Checked | None = None, prediction: Prediction | None = None) -> None:
+def _print_plan(
+    plan: Plan,
+    checked: Checked | None = None,
+    prediction: Prediction | None = None,
+    *,
+    priced: bool = False,
+) -> None:
+    """Print a plan; `priced` says that a cost was asked for."""
     from crosstune.cli.output import print_line
 
-    for text, style in _plan_lines(plan, checked, prediction):
+    for text, style in _plan_lines(plan, checked, prediction, priced=priced):
         print_line(text, style=style)
 
 
@@ -203,11 +214,11 @@ def describe_plan(
     plan: Plan, checked: Checked | None = None, prediction: Prediction | None = None
 ) -> list[str]:
     """Return the lines that show a plan."""
-    return [text for text, _ in _plan_lines(plan, checked, prediction)]
+    return [text for text, _ in _plan_lines(plan, checked, prediction, priced=False)]
 
 
 def _plan_lines(
-    plan: Plan, checked: Checked | None, prediction: Prediction | None
+    plan: Plan, checked: Checked | None, prediction: Prediction | None, *, priced: bool
 ) -> Iterator[tuple[str, str | None]]:
     """Yield the lines that show a plan, with their styles."""
     from crosstune.cli.output import ERROR, WARNING
@@ -242,6 +253,8 @@ def _plan_lines(
         rows.append(("settings", ", ".join(settings)))
     if plan_needs_base:
         rows += figure_rows(plan, prediction)
+    else:
+        rows += own_model_rows(plan, checked.own_model if checked is not None else None, priced=priced)
     for name, value in rows:
         yield f"{name:<12} {value}", None
     for adjustment in plan.adjustments:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from crosstune.cli.units import count, duration, size
 from crosstune.config.plan import Plan
 from crosstune.core.memory import describe_parts
+from crosstune.planner.own_model import OwnModel, state_bytes
 
 if TYPE_CHECKING:
     from crosstune.planner.predict import Prediction
@@ -16,6 +17,7 @@ _SOURCES = {
     "table": "the bundled table of models",
     "size": "a typical model of this size",
 }
+_COST_UNKNOWN = ("cost", "not known, as the time is not")
 
 
 def figure_rows(plan: Plan, prediction: Prediction | None) -> list[tuple[str, str]]:
@@ -37,6 +39,33 @@ def figure_rows(plan: Plan, prediction: Prediction | None) -> list[tuple[str, st
     if prediction.change is not None:
         rows.append(("would fit", f"with {prediction.change}"))
     return [*rows, *_time_rows(prediction)]
+
+
+def own_model_rows(plan: Plan, own: OwnModel | None, *, priced: bool) -> list[tuple[str, str]]:
+    """Return the rows of a run whose model the recipe builds: what its shape says, and what is not known."""
+    recipe = plan.config.recipe
+    rows: list[tuple[str, str]] = []
+    if own is None or own.parameters is None:
+        size_from = "is known once its data is read" if own is None else "is told by its first step alone"
+        rows.append(
+            ("memory", f"not known: the size of the model that the recipe {recipe} builds {size_from}")
+        )
+    else:
+        state = size(state_bytes(plan, own.parameters))
+        rows.append(("parameters", f"{count(own.parameters)}, as the recipe builds them for this data"))
+        rows.append(
+            (
+                "memory",
+                f"{state} for weights, gradients and optimizer, of {size(plan.usable_bytes)} to use; not known: the "
+                f"activations of {plan.config.batch_size} rows, which are predicted for language models alone",
+            )
+        )
+    if own is not None and own.data is not None:
+        rows.append(("steps", f"{own.data.num_steps:,}"))
+    rows.append(
+        ("time", "not known: speed is predicted for language models alone; the first steps of a run show it")
+    )
+    return [*rows, *([_COST_UNKNOWN] if priced else [])]
 
 
 def _parts(plan: Plan, prediction: Prediction) -> dict[str, int]:
@@ -106,7 +135,7 @@ def _time_rows(prediction: Prediction) -> list[tuple[str, str]]:
 
 
 def _unknown_cost(prediction: Prediction) -> list[tuple[str, str]]:
-    return [] if prediction.price_per_hour is None else [("cost", "not known, as the time is not")]
+    return [] if prediction.price_per_hour is None else [_COST_UNKNOWN]
 
 
 def _step(seconds: float) -> str:

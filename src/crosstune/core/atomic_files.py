@@ -14,7 +14,7 @@ import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _STAGED = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}")
@@ -40,25 +40,32 @@ def write_bytes(path: Path, data: bytes) -> None:
 def staged_file(path: Path) -> Iterator[Path]:
     """Yield a path to write to. It replaces `path` when the block ends, and is removed when the block raises."""
     staged = staging_path(path)
-    try:
+    with _staging(staged, target=path):
         yield staged
         _sync_file(staged)
         staged.replace(path)
-    except BaseException:
-        staged.unlink(missing_ok=True)
-        raise
     sync_folder(path.parent)
+
+
+@contextmanager
+def _staging(staged: Path, *, target: Path) -> Iterator[None]:
+    """Remove a staged file when the block raises, and name the target in an error of the system about it."""
+    try:
+        yield
+    except BaseException as error:
+        with suppress(OSError):
+            staged.unlink(missing_ok=True)
+        if isinstance(error, OSError) and str(staged) in (error.filename, error.filename2):
+            raise OSError(error.errno, error.strerror, str(target)) from error
+        raise
 
 
 def replace_link(link: Path, *, to: str) -> None:
     """Point a symbolic link at `to`, replacing an existing link atomically."""
     staged = staging_path(link)
-    try:
+    with _staging(staged, target=link):
         staged.symlink_to(to)
         staged.replace(link)
-    except BaseException:
-        staged.unlink(missing_ok=True)
-        raise
     sync_folder(link.parent)
 
 

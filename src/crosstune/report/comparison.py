@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ MOST_RUNS = 12
 _OF_THE_RECORD = frozenset({"name", "output_dir", "resume", "overwrite", "config", "profiling_output"})
 """Options that say where a run is kept, not what it does."""
 NOT_RECORDED = "–"
+_HASH = re.compile(r"[0-9a-f]{32,}")
 
 Figure = tuple[str, list[float | None], Callable[[float], Shown], int]
 """Label, a value for each run, its format, and the better direction: 1 higher, -1 lower, 0 none."""
@@ -131,7 +133,7 @@ def _options(run: RunFiles) -> Mapping[str, Any]:
 
 def _option_rows(runs: Sequence[RunFiles]) -> list[Row]:
     """Return the options, and the facts of model, data and machine, in which the runs differ."""
-    tables = [dict(_options(run)) | _facts(run) for run in runs]
+    tables = [dict(_flat(_options(run))) | _facts(run) for run in runs]
     names = dict.fromkeys(name for table in tables for name in table)
     rows = []
     for name in names:
@@ -144,21 +146,40 @@ def _option_rows(runs: Sequence[RunFiles]) -> list[Row]:
 
 
 def _facts(run: RunFiles) -> dict[str, Any]:
-    """Return what decides a training besides its options: identities are shortened, as only equality matters."""
+    """Return what decides a training besides its options: hashes are shortened, as only equality matters."""
     plan, machine = run.plan, mapping(run.plan.get("machine"))
     facts: dict[str, Any] = {
         "planned steps": plan.get("num_steps"),
         "used backend": plan.get("backend"),
         "used precision": plan.get("precision"),
         "processes": plan.get("world_size"),
-        "data identity": str(mapping(plan.get("data")).get("identity") or "")[:12] or None,
+        "data identity": mapping(plan.get("data")).get("identity") or None,
         "computer": machine.get("name"),
     }
-    weights = mapping(mapping(plan.get("model")).get("identity"))
-    facts |= {f"model {name}": str(value)[:12] for name, value in weights.items()}
+    model = dict(mapping(mapping(plan.get("model")).get("identity")))
+    facts |= {"model size": _size_of_files(mapping(model.pop("files", None)))}
+    facts |= {f"model {name}": value for name, value in model.items()}
     versions = mapping(machine.get("versions"))
     facts |= {f"version of {name}": value for name, value in versions.items()}
-    return {name: value for name, value in facts.items() if value is not None}
+    return {name: _short(value) for name, value in _flat(facts) if value is not None}
+
+
+def _flat(values: Mapping[str, Any], *, of: str = "", levels: int = 3) -> Iterator[tuple[str, Any]]:
+    """Yield names and values, those of a nested value with the name that it is below in front."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value and levels:
+            yield from _flat(value, of=f"{of}{name}.", levels=levels - 1)
+        else:
+            yield f"{of}{name}", value
+
+
+def _short(value: Any) -> Any:
+    return value[:12] if isinstance(value, str) and _HASH.fullmatch(value) else value
+
+
+def _size_of_files(files: Mapping[str, Any]) -> str | None:
+    sizes = [size for size in map(number, files.values()) if size is not None]
+    return f"{show_bytes(sum(sizes)).text} in {len(sizes)} file{'s' * (len(sizes) != 1)}" if sizes else None
 
 
 def _result_rows(runs: Sequence[RunFiles], *, same_losses: bool) -> list[Row]:

@@ -37,11 +37,12 @@ from crosstune.models.checksums import check_checksums
 from crosstune.models.identity import identity
 from crosstune.models.locate import ModelFolder, fetch_sizes, find_local
 from crosstune.planner.gather import gather, needs_base_model
+from crosstune.planner.own_model import OwnModel
 from crosstune.planner.predict import DataFacts
 from crosstune.recipes.sft import open_tokenizer
 from crosstune.runs import resume, same_training
 from crosstune.runs.folder import run_folder
-from crosstune.runs.measure_data import measure_data
+from crosstune.runs.measure_data import measure_data, measure_own_model
 from crosstune.tracking.check import check_trackers
 
 _READS_MODELS = {"torch": ("torch", "transformers", "accelerate"), "mlx": ("mlx", "mlx_lm")}
@@ -60,6 +61,8 @@ class Checked:
     """The lengths of the data, if it is small and was tokenized."""
     model: ModelFolder | None = None
     """The model, if it is on this machine and was checked."""
+    own_model: OwnModel | None = None
+    """What a recipe that brings its own model tells of it, if its data is here."""
 
     def raise_problems(self) -> None:
         """Raise all problems at once, or a single one directly."""
@@ -189,6 +192,9 @@ def check_plan(
     if checked.model is not None and not checked.problems and needs_base_model(config):
         with checked.collecting("dataset"):
             checked.data = measure_data(plan, checked.model)
+    if not checked.problems and _has_own_model_to_measure(plan.config, elsewhere=elsewhere):
+        with checked.collecting("dataset"):
+            checked.own_model = measure_own_model(plan)
     if checked.data is not None:
         row, target = checked.data.longest_row, checked.data.longest_target
         plan = resolve(config, replace(facts, longest_row=row, longest_target=target))
@@ -255,6 +261,16 @@ def _check_data(config: Config, checked: Checked, *, elsewhere: bool) -> None:
         checked.not_checked += recipe.check_data(config, model_folder=folder)
     else:
         checked.not_checked.append(f"the rows of {config.dataset}")
+
+
+def _has_own_model_to_measure(config: Config, *, elsewhere: bool) -> bool:
+    """Return whether the recipe brings its own model, and has data here, or data that it makes, which a plan may read."""
+    recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
+    return (
+        not needs_base_model(config)
+        and hasattr(recipe, "check_data")
+        and not _is_only_elsewhere(config.dataset, elsewhere=elsewhere)
+    )
 
 
 def _check_base_adapter(plan: Plan, checked: Checked, *, elsewhere: bool) -> None:

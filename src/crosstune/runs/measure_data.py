@@ -1,4 +1,5 @@
-"""Measure small data for a plan: its rows, their lengths and the number of steps, with the tokenizer of the model."""
+"""Measure small data for a plan: its rows, their lengths and the number of steps, with the tokenizer of the model; and the
+size of a model that its recipe builds."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ from pathlib import Path
 
 from crosstune.config.plan import Plan
 from crosstune.core.events import Observers
-from crosstune.core.protocols import HasLongestRows
+from crosstune.core.protocols import HasLongestRows, Recipe
 from crosstune.data.dataset_list import parse_dataset
 from crosstune.data.named_datasets import BUNDLED
 from crosstune.models.locate import ModelFolder
+from crosstune.planner.own_model import OwnModel
 from crosstune.planner.predict import DataFacts
 from crosstune.runs.open_parts import open_recipe
 
@@ -23,7 +25,16 @@ def measure_data(plan: Plan, model: ModelFolder) -> DataFacts | None:
     names = [plan.config.dataset, plan.config.eval_dataset]
     if not all(_is_small(name) for name in names if name):
         return None
-    recipe = open_recipe(plan.config, model, Observers())
+    return _facts(open_recipe(plan.config, model, Observers()))
+
+
+def measure_own_model(plan: Plan) -> OwnModel:
+    """Return what a recipe that brings its own model tells of it and of its data. Raise what `train` raises."""
+    recipe = open_recipe(plan.config, None, Observers())
+    return OwnModel(parameters=recipe.describe().get("model_parameters"), data=_facts(recipe))
+
+
+def _facts(recipe: Recipe) -> DataFacts | None:
     if not isinstance(recipe, HasLongestRows):
         return None
     described, rows = recipe.describe().get("train", {}), recipe.num_rows()

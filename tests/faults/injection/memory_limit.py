@@ -57,8 +57,8 @@ def options(home: Path, *, batch_size: int) -> dict[str, Any]:
     from crosstune.models.tiny import tiny_model
 
     tiny_model(home / "model", vocab=VOCAB)
-    drawn = random.Random(0)
-    texts = (" ".join(drawn.choices("turn on the light and count ten".split(), k=LENGTH)) for _ in range(48))
+    drawn, words = random.Random(0), ["turn", "on", "the", "light", "and", "count", "ten"]
+    texts = (" ".join(drawn.choices(words, k=LENGTH)) for _ in range(48))
     (home / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return {
         "model_name": str(home / "model"),
