@@ -221,10 +221,11 @@ def _print_result(output: Any, found: Climbed, folder: Path, page: Path) -> None
         )
     else:
         ends = found.ends
-        rates = [middle([trial.tokens_per_s for trial in side]) for side in (ends.base, ends.new)]
+        rates = [middle([ends.rate(trial) for trial in side]) for side in (ends.base, ends.new)]
+        unit = "tokens per second of processor time" if ends.by_cpu_time else "tok/s"
         peaks = [middle([float(trial.peak_bytes) for trial in side]) for side in (ends.base, ends.new)]
         output.line(
-            f"result   {len(kept)} kept: {rates[1]:,.0f} tok/s instead of {rates[0]:,.0f} (x {ends.speed:.2f}), "
+            f"result   {len(kept)} kept: {rates[1]:,.0f} {unit} instead of {rates[0]:,.0f} (x {ends.speed:.2f}), "
             f"peak memory {size(peaks[1])} instead of {size(peaks[0])} (x {ends.memory:.2f})"
         )
     for criterion in found.criteria:

@@ -349,6 +349,8 @@ class StepMetrics(_StepRow, total=False):
     """One row of metrics.jsonl. Loss and gradient norm are None for a skipped step."""
 
     skipped: bool
+    cpu_s: float
+    """Processor time of the step in this process, in all of its threads."""
 
 
 class Observer(Protocol):

@@ -48,7 +48,10 @@ def _speed(ends: Comparison | None) -> Criterion:
     else:
         met = "yes" if ends.speed >= 1 + SPEED_WANTED else "no"
     return Criterion(
-        what=what, measured=f"{ends.speed - 1:+.0%} (trials differ by {ends.spread:.0%})", met=met
+        what=what,
+        measured=f"{ends.speed - 1:+.0%}{' by processor time' if ends.by_cpu_time else ''} (trials differ by "
+        f"{ends.spread:.0%})",
+        met=met,
     )
 
 

@@ -50,6 +50,8 @@ class Trial:
     """The rows of metrics.jsonl."""
     peak_bytes: int = 0
     num_nonfinite: int = 0
+    on_one_cpu: bool = False
+    """True if one process computed everything on the CPU."""
 
     @property
     def finished(self) -> bool:
@@ -58,10 +60,18 @@ class Trial:
     @property
     def tokens_per_s(self) -> float:
         """Tokens over time in the steps after the warm-up, without the slowest ones."""
-        measured = sorted(self.rows[self.warmup :], key=lambda row: number(row.get("step_s")) or 0.0)
+        return self._rate("step_s")
+
+    @property
+    def tokens_per_cpu_s(self) -> float:
+        """The same over processor time, which other processes hardly change; 0 where it does not tell the speed."""
+        return self._rate("cpu_s") if self.on_one_cpu else 0.0
+
+    def _rate(self, spent: str) -> float:
+        measured = sorted(self.rows[self.warmup :], key=lambda row: number(row.get(spent)) or 0.0)
         dropped = math.ceil(len(measured) * SLOWEST_LEFT_OUT) if len(measured) >= FEWEST_TO_CHOOSE_FROM else 0
         kept = measured[: len(measured) - dropped]
-        seconds = sum(number(row.get("step_s")) or 0.0 for row in kept)
+        seconds = sum(number(row.get(spent)) or 0.0 for row in kept)
         return sum(number(row.get("tokens")) or 0.0 for row in kept) / seconds if seconds else 0.0
 
     def values(self, metric: str) -> list[float]:
@@ -76,6 +86,7 @@ class Trial:
             "error": self.error,
             "seconds": self.seconds,
             "tokens_per_s": self.tokens_per_s,
+            "tokens_per_cpu_s": self.tokens_per_cpu_s,
             "peak_bytes": self.peak_bytes,
             "num_nonfinite": self.num_nonfinite,
             "losses": self.values("loss"),
@@ -190,6 +201,7 @@ class Trials:
             rows=run.metrics,
             peak_bytes=int(number(run.summary.get("peak_memory_bytes")) or 0),
             num_nonfinite=len(run.events_of(NonFinite)),
+            on_one_cpu=run.plan.get("backend") == "cpu" and run.plan.get("world_size") == 1,
         )
 
     def _why(self, code: int | None, log: Path, run: RunFiles) -> str:

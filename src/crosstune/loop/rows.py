@@ -23,6 +23,7 @@ def step_row(
     weight_name: str,
     lr: float,
     step_s: float,
+    cpu_s: float,
     used_bytes: int,
 ) -> StepMetrics:
     """Return the row of metrics.jsonl for a step; `result` is None for a skipped one."""
@@ -34,6 +35,7 @@ def step_row(
         "lr": lr,
         "grad_norm": result.grad_norm if result else None,
         "step_s": step_s,
+        "cpu_s": cpu_s,
         "tokens_per_s": result.num_tokens / step_s if result else 0.0,
         "memory_bytes": used_bytes,
         **(result.metrics if result else {}),

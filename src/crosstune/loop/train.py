@@ -255,7 +255,7 @@ class Training:
     def _take_step(self, step: int, window: Sequence[PreparedBatch]) -> bool:
         """Take a step; return whether it was taken, or is to be repeated with smaller micro-batches."""
         lr = self.rate(step)
-        started = self._clock.now()
+        started, cpu_started = self._clock.now(), time.process_time()
         try:
             result: Backward | None = take_step(
                 self.session,
@@ -270,7 +270,7 @@ class Training:
         except OutOfMemory as error:
             self._choose_smaller(error, step=step + 1)
             return False
-        step_s = self._clock.now() - started
+        step_s, cpu_s = self._clock.now() - started, time.process_time() - cpu_started
         if self.profile is not None:
             self.profile.took(step_s)
         memory = self.session.memory()
@@ -282,6 +282,7 @@ class Training:
                 weight_name=self.recipe.weight_name,
                 lr=lr,
                 step_s=step_s,
+                cpu_s=cpu_s,
                 used_bytes=memory.used_bytes,
             )
         )

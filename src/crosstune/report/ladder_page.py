@@ -125,9 +125,12 @@ def _figures(ends: Mapping[str, Any]) -> list[tuple[str, Shown]]:
     if not base or not new:
         return []
     speed, memory = number(ends.get("speed")) or 1.0, number(ends.get("memory")) or 1.0
+    rate, over = "tokens_per_s", "speed"
+    if ends.get("by_cpu_time"):
+        rate, over = "tokens_per_cpu_s", "speed by processor time"
     return [
-        ("original speed", show_rate(_middle(base, "tokens_per_s"))),
-        ("final speed", show_rate(_middle(new, "tokens_per_s"))),
+        (f"original {over}", show_rate(_middle(base, rate))),
+        (f"final {over}", show_rate(_middle(new, rate))),
         ("ratio", Shown(f"x {speed:.2f}")),
         ("original peak memory", show_bytes(_middle(base, "peak_bytes"))),
         ("final peak memory", show_bytes(_middle(new, "peak_bytes"))),
