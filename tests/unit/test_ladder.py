@@ -9,10 +9,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from crosstune.cli.ladder import _Progress
 from crosstune.config.load import make_config
 from crosstune.config.resolve import resolve
 from crosstune.core.errors import UserError
@@ -313,3 +315,13 @@ def test_the_page_shows_what_each_rung_led_to_and_escapes_what_was_said() -> Non
     )
     assert "&lt;b&gt;" in page and "<x>" not in page and "141 tok/s" in page
     assert "No change was kept" in render_ladder({"rungs": "damaged"}, name="x", command="y")
+
+
+def test_trials_that_were_read_do_not_shorten_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, lines = [0.0], list[str]()
+    monkeypatch.setattr("crosstune.cli.ladder.time.monotonic", lambda: now[0])
+    shown = _Progress(SimpleNamespace(line=lines.append))
+    for took in (0.0, 0.0, 60.0, 120.0):
+        now[0] += took
+        shown.trial("one", 10)
+    assert lines[:3] == ["trial    one"] * 3 and lines[3] == "trial    one, at most 15m00s left"

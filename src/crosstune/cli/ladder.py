@@ -29,6 +29,8 @@ Each rung is a change of the options. It is measured against what was kept befor
 (A B B A), and kept if the loss keeps the rung's promise and speed or memory gain more than the trials differ among
 themselves. Run the same command again to continue a ladder that was stopped. `crosstune ladder --rungs list` lists the
 rungs."""
+READ_S = 1.0
+"""A trial that took less was read from an earlier start, and says nothing about those that are left."""
 FEW_STEPS = 15
 """Fewer measured steps than this give no verdict that would hold."""
 
@@ -140,7 +142,7 @@ class _Progress:
 
     def trial(self, name: str, left: int) -> None:
         now = time.monotonic()
-        if self.begun is not None:
+        if self.begun is not None and now - self.begun > READ_S:
             self.times.append(now - self.begun)
         self.begun = now
         rest = (
