@@ -49,7 +49,7 @@ def _speed(ends: Comparison | None) -> Criterion:
         met = "yes" if ends.speed >= 1 + SPEED_WANTED else "no"
     return Criterion(
         what=what,
-        measured=f"{ends.speed - 1:+.0%}{' by processor time' if ends.by_cpu_time else ''} (trials differ by "
+        measured=f"{_change(ends.speed)}{' by processor time' if ends.by_cpu_time else ''} (trials differ by "
         f"{ends.spread:.0%})",
         met=met,
     )
@@ -60,7 +60,11 @@ def _memory(ends: Comparison | None) -> Criterion:
     if ends is None or ends.failed is not None or math.isnan(ends.memory):
         return Criterion(what=what, measured="nothing was kept" if ends is None else "failed", met="no")
     met: Answer = "yes" if ends.memory <= 1 - MEMORY_WANTED else "no"
-    return Criterion(what=what, measured=f"{ends.memory - 1:+.0%}", met=met)
+    return Criterion(what=what, measured=_change(ends.memory), met=met)
+
+
+def _change(ratio: float) -> str:
+    return f"{ratio - 1:+.0%}" if round(100 * (ratio - 1)) else "no change"
 
 
 def _finite(ends: Comparison | None, validation: Trial) -> Criterion:
