@@ -108,7 +108,7 @@ def expected(run: Path) -> dict[str, dict[int, float]]:
     return rows
 
 
-TIMED = ("train/step_s", "train/tokens_per_s", "train/memory_bytes")
+TIMED = ("train/step_s", "train/cpu_s", "train/tokens_per_s", "train/memory_bytes")
 """Values that differ when a step is trained again; those of the first time stay."""
 
 
