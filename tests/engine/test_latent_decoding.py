@@ -14,9 +14,11 @@ from torch.nn import functional
 
 from crosstune.recipes.latent_diffusion.correct import CorrectOptions, decode_and_correct
 from crosstune.recipes.latent_diffusion.grammar import GrammarEncoder
+from crosstune.recipes.latent_diffusion.noise import T_MIN
 from crosstune.recipes.latent_diffusion.pair_folder import PairFolder
 from crosstune.recipes.latent_diffusion.recipe import LatentDiffusionRecipe
 from crosstune.recipes.latent_diffusion.sampling import DecodeOptions
+from crosstune.recipes.latent_diffusion.torch_parts_bound import sum_of_nats
 from crosstune.recipes.latent_diffusion.torch_parts_denoise import to_clean
 from crosstune.recipes.latent_diffusion.torch_parts_encoder import SentenceEncoder
 from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler
@@ -127,6 +129,46 @@ def test_an_untrained_model_has_the_bound_of_a_uniform_one(overfit: LatentDiffus
     ]
     found = recipe._task.sampler().nats_per_token(*rows)
     assert found == pytest.approx(np.log(recipe.settings.vocabulary), rel=0.05)
+
+
+def test_the_bound_is_that_of_all_masks_and_times(overfit: LatentDiffusionRecipe) -> None:
+    """Of four tokens, every mask can be tried, and the times be integrated."""
+    task, train = overfit._task, overfit.train
+    model = task.sampler().model
+    tokens = torch.tensor(train.tokens[:1, :4].tolist())
+    # The vector of another text: the model is unsure, so that each mask costs something else.
+    vector = torch.tensor(train.latents[1:2].tolist()) * train.latents.shape[1] ** 0.5
+    nodes, weights = np.polynomial.legendre.leggauss(24)
+    masks = torch.tensor(list(itertools.product((False, True), repeat=4))[1:])
+    exact = 0.0
+    with torch.no_grad():
+        for node, weight in zip(0.5 + (0.5 - T_MIN) * nodes, weights / 2, strict=True):
+            rows, time = len(masks), torch.full((len(masks),), float(node))
+            logits = model(
+                torch.where(masks, MASK, tokens),
+                torch.full((rows,), 4),
+                vector.expand(rows, -1),
+                time,
+                torch.zeros(rows),
+            ).logits
+            each = -torch.log_softmax(logits, -1).gather(2, tokens.long().expand(rows, 4)[..., None])[..., 0]
+            count = masks.sum(1)
+            chance = node**count * (1 - node) ** (4 - count)
+            exact += weight * float((chance * (each * masks).sum(1)).sum() / node)
+        drawn = [
+            sum_of_nats(
+                model,
+                tokens.expand(2048, -1),
+                torch.full((2048,), 4),
+                vector.expand(2048, -1),
+                key=(7, number),
+            )
+            / 2048
+            for number in range(12)
+        ]
+    assert exact > 1.0
+    assert np.mean(drawn) == pytest.approx(exact, abs=5 * np.std(drawn, ddof=1) / 12**0.5)
+    assert np.std(drawn, ddof=1) < 0.2 * exact
 
 
 def test_decoding_unmasks_step_by_step(overfit: LatentDiffusionRecipe) -> None:
