@@ -82,8 +82,8 @@ class Workshop:
     def run(self, words: str, *, code: int = 0) -> str:
         return self._end(self.start(words), words, code=code)
 
-    def python(self, code: str) -> str:
-        return self._end(self._warm.python(code), code)
+    def python(self, program: str, *, code: int = 0) -> str:
+        return self._end(self._warm.python(program), program, code=code)
 
     def tool(self, name: str, *words: str) -> str:
         """Run one of the tools of `make check`, which lie beside Python."""

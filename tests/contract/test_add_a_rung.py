@@ -8,7 +8,7 @@ import pytest
 import yaml
 from pages import Followed, Page, Workshop, check_house_style, open_workshop
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # about twenty short trainings
+pytestmark = pytest.mark.slow  # about twenty short trainings
 
 PAGE = Page("add-a-rung.md")
 

@@ -74,7 +74,7 @@ def show(command: list[str], *, width: int, folder: Path) -> Cells:
         if not written and process.poll() is not None:
             break
     os.close(controller)
-    assert process.wait(timeout=300) == 0
+    assert process.wait(timeout=900) == 0
     cells = Cells(width)
     cells.feed(written.decode())
     return cells

@@ -21,7 +21,7 @@ from crosstune.core.ranks import Limits
 from crosstune.distributed.environment import read_ranks
 from crosstune.torch_engine.group import connect
 from crosstune.torch_engine.lost_peers import peer_errors
-limits = Limits(connect_s=float(os.environ.get("LIMIT", "60")), collective_s=60.0, debug="DEBUG" in os.environ)
+limits = Limits(connect_s=float(os.environ.get("LIMIT", "600")), collective_s=600.0, debug="DEBUG" in os.environ)
 rank = int(os.environ["RANK"])
 try:
     exec(sys.argv[1])

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-PATIENCE_S = 300.0
+PATIENCE_S = 900.0
 """Against a hang; a busy machine takes a minute to start the processes."""
 
 

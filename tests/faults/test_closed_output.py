@@ -53,7 +53,7 @@ def test_a_closed_pipe_does_not_end_the_training(log_to: str, tmp_path: Path) ->
         if line.startswith("step 3/"):
             break
     process.stdout.close()
-    assert process.wait(timeout=300) == 0
+    assert process.wait(timeout=900) == 0
     check_finished(tmp_path / "run")
 
 
@@ -75,7 +75,7 @@ def test_a_closed_terminal_does_not_end_the_training(tmp_path: Path) -> None:
     while b"step 3/" not in shown:
         shown += os.read(controller, 4096)
     os.close(controller)
-    assert process.wait(timeout=300) == 0
+    assert process.wait(timeout=900) == 0
     check_finished(tmp_path / "run")
 
 
@@ -86,7 +86,7 @@ def test_a_terminal_that_takes_no_text_does_not_stop_the_training(tmp_path: Path
     termios.tcflow(slave, termios.TCOOFF)
     process = subprocess.Popen(training(tmp_path), stdout=slave, stderr=slave)
     try:
-        assert process.wait(timeout=300) == 0
+        assert process.wait(timeout=900) == 0
     finally:
         process.kill()
         os.close(slave)

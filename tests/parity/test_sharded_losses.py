@@ -158,7 +158,6 @@ def test_a_scalar_head_beside_adapters(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("packed", [False, True])
 def test_every_method_at_every_world(packed: bool, folder: Path) -> None:
     kind = "packed" if packed else "rows"

@@ -24,7 +24,7 @@ from injection.kills import Trial
 
 NUM_STEPS = 16
 SAVE_STEPS = 3
-LIMIT_S = 600.0
+LIMIT_S = 1200.0
 # Neither packed nor with dropout in the attention, which a process draws for its own rows.
 OPTIONS: dict[str, Any] = {
     "max_steps": NUM_STEPS,

@@ -7,12 +7,22 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from crosstune.checkpoint.read import newest_valid
 from crosstune.core.json_files import read_json, read_jsonl
-from injection.bench import Bench, acknowledged, differences, lost_or_torn, make_model, read_bits, write_chats
+from injection.bench import (
+    Bench,
+    acknowledged,
+    differences,
+    lost_or_torn,
+    make_model,
+    read_bits,
+    stop_after,
+    write_chats,
+)
 from injection.children import Child, Ended
 from injection.kills import Trial
 
@@ -131,9 +141,8 @@ def bad_example(bench: Bench, method: str, *, allowed: int) -> Trial:
 def second_process(bench: Bench, method: str, **options: Any) -> Trial:
     """The same folder twice at once: the second is refused, the first goes on as if nothing had been."""
     folder = bench.home / f"two-{method}"
-    child = bench.start(method, folder, **LONG)
-    _wait_for_steps(child, folder, num=12)
-    child.send(signal.SIGSTOP)
+    child = bench.start(method, folder, before=partial(stop_after, 12), **LONG)
+    child.wait_until_stopped()
     try:
         second = bench.start(method, folder, **LONG, **options).wait()
     finally:
@@ -192,7 +201,7 @@ def _wait_for_steps(child: Child, folder: Path, *, num: int) -> None:
     _wait(lambda: not child.alive() or len(read_jsonl(folder / "metrics.jsonl")) >= num)
 
 
-def _wait(condition: Callable[[], bool], *, seconds: float = 60) -> None:
+def _wait(condition: Callable[[], bool], *, seconds: float = 900) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come to pass in time"
