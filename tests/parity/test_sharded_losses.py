@@ -162,7 +162,7 @@ def test_a_scalar_head_beside_adapters(folder: Path) -> None:
 def test_every_method_at_every_world(packed: bool, folder: Path) -> None:
     kind = "packed" if packed else "rows"
     runs = {f"{kind}-{name}": more | (PACKED if packed else {}) for name, more in METHODS.items()}
-    check_runs(folder, runs, worlds={1: 1, 2: 2, 3: 3, 4: 4}, steps=20)
+    check_runs(folder, runs, worlds={1: 1, 2: 2, 3: 3, 4: 4}, steps=6)
 
 
 @pytest.mark.slow
