@@ -83,15 +83,15 @@ def show(command: list[str], *, width: int, folder: Path) -> Cells:
 @pytest.mark.parametrize("width", [40, 100])
 def test_a_training_fits_the_terminal_and_leaves_no_stale_rows(width: int, tmp_path: Path) -> None:
     flags = (
-        "--model_name tiny-random --dataset commands --dataset_samples 64 --eval_samples 16 --max_new_tokens 4 "
-        "--num_samples 1 --max_steps 20 --eval_steps 10 --backend cpu --precision fp32 --output_dir . --name run"
+        "--model_name tiny-random --dataset commands --dataset_samples 64 --eval_samples 6 --max_new_tokens 2 "
+        "--num_samples 1 --max_steps 10 --eval_steps 5 --backend cpu --precision fp32 --output_dir . --name run"
     )
     command = [sys.executable, "-m", "crosstune", "train", *flags.split()]
     cells = show(command, width=width, folder=tmp_path)
     assert cells.num_wrapped == 0
     assert max(map(len, cells.rows)) <= width
     bars = [row for row in cells.seen if "━" in row or "─" in row]
-    assert any(re.match(r"(step )?\d+/20 [━─]{6,}  loss \d", row) for row in bars), bars
+    assert any(re.match(r"(step )?\d+/10 [━─]{6,}  loss \d", row) for row in bars), bars
     assert any(row.startswith("evaluating step") for row in bars), bars
     left = "\n".join(cells.rows)
     assert "━" not in left and "evaluating" not in left

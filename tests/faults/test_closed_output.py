@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-STEPS = 40
+STEPS = 12
 
 
 def training(folder: Path, *more: str) -> list[str]:
@@ -22,10 +22,10 @@ def training(folder: Path, *more: str) -> list[str]:
         "model_name": "tiny-random",
         "dataset": "commands",
         "dataset_samples": 64,
-        "eval_samples": 8,
-        "max_new_tokens": 4,
+        "eval_samples": 2,
+        "max_new_tokens": 2,
         "max_steps": STEPS,
-        "save_steps": 15,
+        "save_steps": 5,
         "backend": "cpu",
         "precision": "fp32",
         "log_every_n_steps": 1,
@@ -102,8 +102,8 @@ def test_a_full_disk_under_the_result_is_an_error() -> None:
                 "-m",
                 "crosstune",
                 "plan",
-                "--backend",
-                "cpu",
+                "--machine",
+                "cpu-laptop",
                 "--model_name",
                 "tiny-random",
                 "--json",

@@ -48,6 +48,13 @@ MISSING = RECORDING.replace('PACKAGE = "json"', 'PACKAGE = "no_such_package_xyz"
 CODES = {"notes": RECORDING, "raises": RAISES, "hangs": HANGS, "dies": DIES, "asks": ASKS, "tells": TELLS}
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take longer to start a tracker than a user would wait for it."""
+    monkeypatch.setattr(observe, "WAIT_S", 900.0)
+    monkeypatch.setattr(observe, "STOPPED_WAIT_S", 900.0)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def trackers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with planted(tmp_path_factory.mktemp("planted"), **CODES, warns=WARNS, missing=MISSING):

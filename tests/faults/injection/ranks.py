@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from ranks import run_ranks
 
 from crosstune.core.json_files import read_jsonl
 from crosstune.distributed.environment import ATTEMPT
@@ -102,8 +103,8 @@ def straight(bench: Bench, size: int, method: str) -> Bits:
     """The bits of the run of `size` processes that nothing interrupts."""
     folder = bench.home / f"straight-{method}-{size}"
     if not folder.exists():
-        run = launch(bench, folder, size=size, method=method)
-        assert run.wait() == 0, run.said.read_text()
+        options = bench.options(method, folder, **OPTIONS | {"world_size": size})
+        run_ranks([{"world": size, "runs": [options]}])
     return read_bits(folder)
 
 
