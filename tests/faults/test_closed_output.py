@@ -105,7 +105,7 @@ def test_a_full_disk_under_the_result_is_an_error() -> None:
                 "--machine",
                 "cpu-laptop",
                 "--model_name",
-                "tiny-random",
+                "meta-llama/Llama-2-7b-hf",
                 "--json",
             ],
             stdout=full,
