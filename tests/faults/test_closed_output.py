@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import signal
 import struct
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import termios
 from pathlib import Path
 
 import pytest
+import warm
 
 STEPS = 12
 
@@ -43,10 +43,28 @@ def check_finished(run: Path) -> None:
     assert (run / "adapter").is_dir() and (run / "report.html").is_file()
 
 
-@pytest.mark.parametrize("log_to", ["tqdm", "stdout"])
-def test_a_closed_pipe_does_not_end_the_training(log_to: str, tmp_path: Path) -> None:
+IN_A_FORK = """
+import os, signal, sys
+from crosstune.cli.main import main
+os.setsid()
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+os.environ["TERM"] = "xterm"
+place = os.open(sys.argv[1], os.O_WRONLY | os.O_NOCTTY)
+for number in (1, 2):
+    os.dup2(place, number)
+sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", buffering=1, closefd=False) for number in (1, 2))
+os._exit(main(sys.argv[2:]))
+"""
+"""A training that prints to the named pipe or terminal, in a fork of a process that has torch imported."""
+
+
+def in_a_fork(place: str, folder: Path) -> warm.Program:
+    return warm.start(IN_A_FORK, place, *training(folder)[3:])
+
+
+def test_a_closed_pipe_does_not_end_the_training(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        training(tmp_path, "--log_to", log_to), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        training(tmp_path, "--log_to", "stdout"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert process.stdout is not None
     for line in process.stdout:
@@ -57,43 +75,44 @@ def test_a_closed_pipe_does_not_end_the_training(log_to: str, tmp_path: Path) ->
     check_finished(tmp_path / "run")
 
 
+def test_a_closed_pipe_does_not_end_the_training_with_a_bar(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    process = in_a_fork(str(tmp_path / "pipe"), tmp_path)
+    with (tmp_path / "pipe").open() as lines:
+        assert any(line.startswith("step 3/") for line in lines)
+    assert process.end()[0] == 0
+    check_finished(tmp_path / "run")
+
+
 def test_a_closed_terminal_does_not_end_the_training(tmp_path: Path) -> None:
     """With SIGHUP ignored, as under nohup, every write to the terminal fails with EIO."""
     controller, terminal = os.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    process = subprocess.Popen(
-        training(tmp_path),
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        env={**os.environ, "TERM": "xterm"},
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
-    )
-    os.close(terminal)
+    process = in_a_fork(os.ttyname(terminal), tmp_path)
     shown = b""
     while b"step 3/" not in shown:
         shown += os.read(controller, 4096)
+    os.close(terminal)
     os.close(controller)
-    assert process.wait(timeout=900) == 0
+    assert process.end()[0] == 0
+    check_finished(tmp_path / "run")
+
+
+def test_a_terminal_that_takes_no_text_does_not_stop_the_training(tmp_path: Path) -> None:
+    """As after Ctrl-S, or with a connection that has stalled: a write to it would wait for ever."""
+    controller, terminal = os.openpty()
+    termios.tcflow(terminal, termios.TCOOFF)
+    process = in_a_fork(os.ttyname(terminal), tmp_path)
+    try:
+        assert process.end()[0] == 0
+    finally:
+        process.kill()
+        os.close(terminal)
+        os.close(controller)
     check_finished(tmp_path / "run")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
-def test_a_terminal_that_takes_no_text_does_not_stop_the_training(tmp_path: Path) -> None:
-    """As after Ctrl-S, or with a connection that has stalled: a write to it would wait for ever."""
-    master, slave = os.openpty()
-    termios.tcflow(slave, termios.TCOOFF)
-    process = subprocess.Popen(training(tmp_path), stdout=slave, stderr=slave)
-    try:
-        assert process.wait(timeout=900) == 0
-    finally:
-        process.kill()
-        os.close(slave)
-        os.close(master)
-    check_finished(tmp_path / "run")
-
-
 def test_a_full_disk_under_the_result_is_an_error() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
