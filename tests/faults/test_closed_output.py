@@ -33,7 +33,7 @@ def training(folder: Path, *more: str) -> list[str]:
         "name": "run",
     }
     words = [f"--{name}={value}" for name, value in flags.items()]
-    return [sys.executable, "-m", "crosstune", "train", *words, *more]
+    return ["train", *words, *more]
 
 
 def check_finished(run: Path) -> None:
@@ -43,29 +43,13 @@ def check_finished(run: Path) -> None:
     assert (run / "adapter").is_dir() and (run / "report.html").is_file()
 
 
-IN_A_FORK = """
-import os, signal, sys
-from crosstune.cli.main import main
-os.setsid()
-signal.signal(signal.SIGHUP, signal.SIG_IGN)
-os.environ["TERM"] = "xterm"
-place = os.open(sys.argv[1], os.O_WRONLY | os.O_NOCTTY)
-for number in (1, 2):
-    os.dup2(place, number)
-sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", buffering=1, closefd=False) for number in (1, 2))
-os._exit(main(sys.argv[2:]))
-"""
-"""A training that prints to the named pipe or terminal, in a fork of a process that has torch imported."""
-
-
 def in_a_fork(place: str, folder: Path) -> warm.Program:
-    return warm.start(IN_A_FORK, place, *training(folder)[3:])
+    return warm.start_command(training(folder), place=place, variables={"TERM": "xterm"})
 
 
 def test_a_closed_pipe_does_not_end_the_training(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        training(tmp_path, "--log_to", "stdout"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    command = [sys.executable, "-m", "crosstune", *training(tmp_path, "--log_to", "stdout")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step 3/"):
