@@ -74,7 +74,9 @@ def test_a_closed_terminal_does_not_end_the_training(tmp_path: Path) -> None:
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     process = in_a_fork(os.ttyname(terminal), tmp_path)
     shown = b""
-    while b"step 0:" not in shown:  # of the evaluation before the training; the bar is not drawn at every step
+    while (
+        b"step 0:" not in shown
+    ):  # of the evaluation before the training; the bar is not drawn at every step
         shown += os.read(controller, 4096)
     os.close(terminal)
     os.close(controller)
