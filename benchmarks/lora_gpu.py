@@ -17,14 +17,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from lora_gpu_work import SHAPES, write_model
+from lora_runs import Results, describe, in_turn, print_result, start_worker
+from lora_work import SHAPES, write_model
 
 HERE = Path(__file__).resolve()
 NEEDS = {"peft": "peft", "liger": "liger_kernel", "compile": "peft", "unsloth": "unsloth"}
@@ -73,25 +73,6 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class Results:
-    """Results by part, in a file that is complete after each of them."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        self.data["versions"] = versions()
-        self.data["date"] = time.strftime("%Y-%m-%d")
-        self.data.setdefault("commands", []).append(" ".join(sys.argv))
-
-    def add(self, part: str, row: dict[str, Any]) -> None:
-        self.data.setdefault(part, []).append(row)
-        self.path.write_text(json.dumps(self.data, indent=1))
-
-    def limit(self) -> dict[str, float]:
-        found: dict[str, float] = self.data["limit"][-1] if self.data.get("limit") else {}
-        return found
-
-
 def compare(part: str, results: Results, asked: argparse.Namespace, started: float) -> None:
     """Run the contenders of a part in turn and print their table."""
     shape = "smoke" if asked.smoke else asked.shape
@@ -99,9 +80,8 @@ def compare(part: str, results: Results, asked: argparse.Namespace, started: flo
         Path(asked.models) / shape, SHAPES[shape], dtype="float32" if asked.smoke else "bfloat16"
     )
     names = choose_contenders(asked.contenders, smoke=asked.smoke)
-    order = [name for turn in range(asked.rounds) for name in (names if turn % 2 == 0 else names[::-1])]
     rows: list[dict[str, Any]] = []
-    for name in order if part != "profile" else names:
+    for name in in_turn(names, asked.rounds) if part != "profile" else names:
         if time.monotonic() - started > asked.budget:
             print(f"{name}: not started, the budget of {asked.budget:.0f} s is used up")
             continue
@@ -117,7 +97,7 @@ def compare(part: str, results: Results, asked: argparse.Namespace, started: flo
             "precision": "fp32" if asked.smoke else "bf16",
             "launches": part == "profile",
         }
-        row = job | start_worker(job, timeout=asked.timeout)
+        row = job | start_worker(HERE, job, timeout=asked.timeout)
         results.add(part, row)
         rows.append(row)
         print(describe(row), flush=True)
@@ -125,7 +105,7 @@ def compare(part: str, results: Results, asked: argparse.Namespace, started: flo
 
 
 def choose_contenders(asked: str, *, smoke: bool) -> list[str]:
-    from lora_gpu_contenders import OURS, PEERS
+    from lora_contenders import OURS, PEERS
 
     wanted = [word.strip() for word in asked.split(",")]
     found = [
@@ -138,38 +118,25 @@ def choose_contenders(asked: str, *, smoke: bool) -> list[str]:
     return [name for name in found if not (smoke and name.startswith(without_gpu))]
 
 
-def start_worker(job: dict[str, Any], *, timeout: float) -> dict[str, Any]:
-    command = [sys.executable, str(HERE), "--worker", json.dumps(job)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"no result after {timeout:.0f} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not lines:
-        return {"error": (done.stderr or done.stdout).strip()[-1500:]}
-    found: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
-    return found
-
-
 def work(job: dict[str, Any]) -> int:
     if job["part"] == "parity":
-        import lora_gpu_parity
+        import lora_parity
 
-        print("RESULT " + json.dumps({"rows": lora_gpu_parity.run(job["device"], smoke=job["smoke"])}))
+        print_result({"rows": lora_parity.run(job["device"], smoke=job["smoke"])})
         return 0
-    import lora_gpu_contenders
+    import lora_contenders
 
     if job["part"] == "limit":
-        found = lora_gpu_contenders.measure_limit(job["device"], seconds=job["seconds"])
+        found = lora_contenders.measure_limit(job["device"], seconds=job["seconds"])
     else:
-        found = lora_gpu_contenders.run(job)
-    print("RESULT " + json.dumps(found))
+        found = lora_contenders.run(job)
+    print_result(found)
     return 0
 
 
 def show_parity(results: Results, asked: argparse.Namespace) -> bool:
     job = {"part": "parity", "device": "cpu" if asked.smoke else "cuda", "smoke": asked.smoke}
-    found = start_worker(job, timeout=2 * asked.timeout)
+    found = start_worker(HERE, job, timeout=2 * asked.timeout)
     if "error" in found:
         print(f"parity: {found['error']}")
         return False
@@ -189,23 +156,10 @@ def show_parity(results: Results, asked: argparse.Namespace) -> bool:
 def show_limit(results: Results, asked: argparse.Namespace) -> None:
     seconds = 0.2 if asked.smoke else 4.0
     job = {"part": "limit", "device": "cpu" if asked.smoke else "cuda", "seconds": seconds}
-    found = start_worker(job, timeout=asked.timeout)
+    found = start_worker(HERE, job, timeout=asked.timeout)
     results.add("limit", found)
     rates = {name: f"{rate / 1e12:.3g} TFLOP/s" for name, rate in found.items() if name != "error"}
     print(f"sustained: {rates or found}")
-
-
-def describe(row: dict[str, Any]) -> str:
-    if "error" in row:
-        return f"{row['contender']}: {row['error'].splitlines()[-1] if row['error'] else 'failed'}"
-    text = (
-        f"{row['contender']}: {row['tok_s']:,.0f} tok/s, {row['round_ms']:.1f} ms "
-        f"({row['spread'][0]:.1f} to {row['spread'][1]:.1f}), first step {row['first_step_s']:.1f} s, "
-        f"loaded in {row['load_s']:.1f} s, loss {row['first_loss']:.4f} -> {row['last_loss']:.4f}"
-    )
-    for busiest in (row["launches"] or {}).get("busiest", ()):
-        text += f"\n    {busiest[0]:8.2f} ms {busiest[1]:6d}  {busiest[2]}"
-    return text
 
 
 def print_table(part: str, rows: list[dict[str, Any]], limit: dict[str, float], rank: int) -> None:
@@ -231,18 +185,6 @@ def print_table(part: str, rows: list[dict[str, Any]], limit: dict[str, float], 
         print(
             f"{'':{len(part) + 8 + len(str(rank))}} {name:22} {speed:9,.0f} {peak:>9} {share:>9} {ratio:>11} {kernels}"
         )
-
-
-def versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for name in ("torch", "triton", "transformers", "peft", "bitsandbytes", "liger_kernel", "unsloth"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import torch
 
 from crosstune.torch_engine.kernels.operations import Operations
 
-LOGITS_AT_A_TIME = 2**26
+LOGITS_AT_A_TIME = {"cpu": 2**24}
+LOGITS_AT_A_TIME_ON_GPU = 2**26
 FEWEST_ROWS, MOST_ROWS = 256, 4096
 
 
@@ -31,7 +32,8 @@ class _HeadLoss(torch.autograd.Function):
         targets: torch.Tensor,
         operations: Operations,
     ) -> torch.Tensor:
-        rows = min(max(LOGITS_AT_A_TIME // weight.shape[0], FEWEST_ROWS), MOST_ROWS)
+        at_a_time = LOGITS_AT_A_TIME.get(hidden.device.type, LOGITS_AT_A_TIME_ON_GPU)
+        rows = min(max(at_a_time // weight.shape[0], FEWEST_ROWS), MOST_ROWS)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         needed = ctx.needs_input_grad[0]

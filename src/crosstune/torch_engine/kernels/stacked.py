@@ -24,8 +24,9 @@ from crosstune.torch_engine.quantized import linear_shape, weight_device
 OnProduct = Callable[["Stacked", torch.Tensor, torch.Tensor], None]
 MOST_EXTRA = 256
 """With more adapter columns than this, those that belong to other layers of the group cost more than they save."""
-_ALIGNED = 64
-"""Columns of x A come in multiples of this, so that rows begin at whole cache lines."""
+_ALIGNED = {"cpu": 16}
+_ALIGNED_ON_GPU = 64
+"""Columns of x A come in multiples of this, so that rows begin at whole cache lines and fill the tiles of a product."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,9 @@ class Stacked:
         self.adapters = _place_adapters(layers)
         self.num_inputs = linear_shape(bases[0])[1]
         used = self.adapters[-1].columns.stop if self.adapters else 0
-        self.extra = -(-used // _ALIGNED) * _ALIGNED
+        self.device = weight_device(bases[0])
+        aligned = _ALIGNED.get(self.device.type, _ALIGNED_ON_GPU)
+        self.extra = -(-used // aligned) * aligned
         in_fp8 = fp8 is not None and not any(is_dense(base) for base in bases) and takes_fp8(bases)
         self.extended = not in_fp8 and may_extend and 0 < self.extra <= MOST_EXTRA
         room = self.extra if self.extended else 0
@@ -78,7 +81,6 @@ class Stacked:
         else:
             self.weights = QuantizedWeights(bases, scratch=scratch, extra=room)
         self.bias = stack_biases(bases, dtype=dtype)
-        self.device = weight_device(bases[0])
         self._a = torch.zeros(self.extra, self.num_inputs, dtype=dtype, device=self.device)
         self._b = [torch.zeros_like(adapter.b, dtype=dtype) for adapter in self.adapters]
         self._b_columns = self._place_b(room)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -86,7 +87,10 @@ def rotate_backward(
 
 def gate(gate_up: torch.Tensor, kind: str, out: torch.Tensor, quantize: Quantize | None = None) -> Rows:
     gates, ups = _wide(gate_up).chunk(2, dim=-1)
-    return _emit(_activation(gates, kind)[0] * ups, out, quantize)
+    active = _ACTIVATIONS[kind][0](gates)
+    if quantize is None and out.dtype == active.dtype:
+        return Rows(torch.mul(active, ups, out=out))
+    return _emit(active * ups, out, quantize)
 
 
 def gate_backward(
@@ -97,11 +101,17 @@ def gate_backward(
     quantize: Quantize | None = None,
 ) -> Rows:
     gates, ups = _wide(gate_up).chunk(2, dim=-1)
-    active, slope = _activation(gates, kind)
+    activate, activate_backward = _ACTIVATIONS[kind]
+    active = activate(gates)
     if product is not None:
         product.copy_(active * ups)
     wide = _wide(gradient)
-    found = torch.cat([wide * ups * slope, wide * active], dim=-1)
+    found = torch.empty_like(gate_up, dtype=gates.dtype)
+    gate_part, up_part = found.chunk(2, dim=-1)
+    gate_part.copy_(activate_backward(wide * ups, gates))
+    torch.mul(wide, active, out=up_part)
+    if quantize is None and found.dtype == gate_up.dtype:
+        return Rows(found)
     return _emit(found, torch.empty_like(gate_up), quantize)
 
 
@@ -155,20 +165,16 @@ def _turn(values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: in
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
-def _activation(gates: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the activation of the gates and its slope."""
-    if kind == "silu":
-        sigmoid = torch.sigmoid(gates)
-        active = gates * sigmoid
-        return active, sigmoid + active * (1 - sigmoid)
-    if kind == "gelu_tanh":
-        factor = math.sqrt(2 / math.pi)
-        tanh = torch.tanh(factor * (gates + 0.044715 * gates**3))
-        inner = factor * (1 + 3 * 0.044715 * gates**2)
-        return 0.5 * gates * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * gates * (1 - tanh**2) * inner
-    assert kind == "gelu", kind
-    below = 0.5 * (1 + torch.erf(gates / math.sqrt(2)))
-    return gates * below, below + gates * torch.exp(-0.5 * gates**2) / math.sqrt(2 * math.pi)
+_aten = torch.ops.aten
+_ACTIVATIONS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
+    "silu": (F.silu, _aten.silu_backward),
+    "gelu": (F.gelu, _aten.gelu_backward),
+    "gelu_tanh": (
+        partial(F.gelu, approximate="tanh"),
+        partial(_aten.gelu_backward, approximate="tanh"),
+    ),
+}
+"""Each activation, and the gradient of its input from that of its output and the input."""
 
 
 def _emit(values: torch.Tensor, out: torch.Tensor, quantize: Quantize | None) -> Rows:

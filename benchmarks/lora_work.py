@@ -1,4 +1,4 @@
-"""The work of benchmarks/lora_gpu.py: model folders, batches, and the number of operations that a step needs."""
+"""The work of lora_gpu.py and lora_cpu.py: model folders, batches, and the number of operations that a step needs."""
 
 from __future__ import annotations
 
@@ -56,6 +56,15 @@ SHAPES = {
     "7b": Shape(hidden=4096, intermediate=11008, num_layers=32, num_heads=32, num_kv_heads=32, vocab=32000),
     "8b": Shape(hidden=4096, intermediate=14336, num_layers=32, num_heads=32, num_kv_heads=8, vocab=128256),
     "0.5b": Shape(hidden=896, intermediate=4864, num_layers=24, num_heads=14, num_kv_heads=2, vocab=151936),
+    "135m": Shape(
+        hidden=576,
+        intermediate=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        vocab=49152,
+        context=256,
+    ),
     "smoke": Shape(
         hidden=64, intermediate=128, num_layers=2, num_heads=4, num_kv_heads=2, vocab=512, rows=2, context=32
     ),

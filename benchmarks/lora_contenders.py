@@ -1,14 +1,15 @@
-"""The contenders of benchmarks/lora_gpu.py, each run in a process of its own: crosstune, transformers + PEFT, Unsloth."""
+"""The contenders of lora_gpu.py and lora_cpu.py, each run in a process of its own: crosstune, transformers + PEFT, Unsloth."""
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from lora_gpu_work import SHAPES, Shape, draw_rows, draw_short, pack, pad
+from lora_work import SHAPES, Shape, draw_rows, draw_short, pack, pad
 
 GIB = 2**30
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -32,6 +33,14 @@ PEERS = (
     "unsloth nf4",
     "unsloth nf4 recompute",
 )
+OURS_ON_CPU: dict[str, dict[str, Any]] = {
+    "ours fp32": {"precision": "fp32"},
+    "ours fp32 general": {"precision": "fp32", "kernels": "general"},
+    "ours autocast": {"precision": "bf16_autocast"},
+    "ours autocast general": {"precision": "bf16_autocast", "kernels": "general"},
+    "ours bf16": {"precision": "bf16"},
+}
+PEERS_ON_CPU = ("peft fp32", "peft autocast", "peft bf16", "compile fp32", "compile autocast", "compile bf16")
 Step = Callable[[], float]
 
 
@@ -39,7 +48,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """Time the steps of one contender."""
     shape, device = SHAPES[job["shape"]], job["device"]
     started = time.perf_counter()
-    steps, num_tokens, num_supervised = (open_ours if job["contender"] in OURS else open_peer)(job, shape)
+    ours = job["contender"] in OURS | OURS_ON_CPU
+    steps, num_tokens, num_supervised = (open_ours if ours else open_peer)(job, shape)
     load_s = time.perf_counter() - started
     started = time.perf_counter()
     first = steps[0]()
@@ -92,7 +102,7 @@ def open_ours(job: dict[str, Any], shape: Shape) -> tuple[list[Step], int, int]:
         "context_length": shape.context,
         "use_gradient_checkpointing": False,
     }
-    plan = make_plan(make_config(**asked | OURS[job["contender"]]))
+    plan = make_plan(make_config(**asked | (OURS | OURS_ON_CPU)[job["contender"]]))
     session: Any = open_session(plan, model_folder=Path(job["folder"]))
     if job["part"] == "short":
         batches = pack(draw_short(shape), rows=shape.rows, context=shape.context)
@@ -114,7 +124,7 @@ def open_peer(job: dict[str, Any], shape: Shape) -> tuple[list[Step], int, int]:
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=job["precision"] == "bf16")
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=job["precision"] != "fp32")
     if job["part"] == "short":
         short = draw_short(shape)
         batches = [pad(short[start : start + 8]) for start in range(0, len(short), 8)]
@@ -210,15 +220,54 @@ def measure_limit(device: str, *, seconds: float) -> dict[str, Any]:
     return found
 
 
-def _rate(product: Callable[[], Any], size: tuple[int, int, int], device: str, seconds: float) -> float:
+def measure_cpu_limit(shape: Shape, *, seconds: float) -> dict[str, float]:
+    """Measure the rate of the forward products of a layer and the head, weighted as a step needs them, in FLOP/s."""
+    width, inner, tokens = shape.hidden, shape.intermediate, shape.rows * shape.context
+    qkv = shape.head_dim * (shape.num_heads + 2 * shape.num_kv_heads)
+    layer = [(width, qkv), (width, width), (width, 2 * inner), (inner, width)]
+    products = [(size, shape.num_layers) for size in layer] + [((width, shape.vocab), 1)]
+    found = {}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        if dtype is not torch.float32 and not _is_quick(dtype):
+            continue
+        flops = needed_s = 0.0
+        for (inputs, outputs), count in products:
+            x, w = torch.randn(tokens, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
+            work = 2.0 * tokens * inputs * outputs
+            rate = _rate(lambda x=x, w=w: x @ w.t(), (tokens, inputs, outputs), "cpu", seconds, at_once=1)
+            flops, needed_s = flops + count * work, needed_s + count * work / rate
+        found[name] = flops / needed_s
+    return found
+
+
+def _is_quick(dtype: torch.dtype) -> bool:
+    """Return whether a small product in `dtype` takes less than ten times that in fp32: some CPUs emulate it."""
+    times = []
+    for one in (torch.float32, dtype):
+        a = torch.randn(128, 128).to(one)
+        started = time.perf_counter()
+        for _ in range(4):
+            a @ a
+        times.append(time.perf_counter() - started)
+    return times[1] < 10 * times[0]
+
+
+def _rate(
+    product: Callable[[], Any],
+    size: tuple[int, int, int],
+    device: str,
+    seconds: float,
+    *,
+    at_once: int = 20,
+) -> float:
     product()
     synchronize(device)
     count, started = 0, time.perf_counter()
     while time.perf_counter() < started + seconds:
-        for _ in range(20):
+        for _ in range(at_once):
             product()
         synchronize(device)
-        count += 20
+        count += at_once
     return 2.0 * size[0] * size[1] * size[2] * count / (time.perf_counter() - started)
 
 
@@ -240,5 +289,8 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def peak_gib(device: str) -> float | None:
-    return torch.cuda.max_memory_allocated() / GIB if device == "cuda" else None
+def peak_gib(device: str) -> float:
+    """Return the peak memory of the device; on a CPU that of this process, with the code it has loaded."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
