@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-LIMIT_S = 600.0
+LIMIT_S = 900.0
 
 
 @dataclass

@@ -70,7 +70,7 @@ def _train_all(rank: int, job: Mapping[str, Any], port: int, hook: str) -> None:
         master_port=port,
         serves_store=rank == 0,
     )
-    group = connect(ranks, Limits(connect_s=60, collective_s=120))
+    group = connect(ranks, Limits(connect_s=600, collective_s=600))
     names: dict[str, Any] = {"group": group}
     exec(hook, names)
     runs = job["runs"]

@@ -68,6 +68,26 @@ def start(code: str, *words: str, variables: Mapping[str, str | None] | None = N
     return Program(pid=_ask(server, asked), output=Path(name), _server=server)
 
 
+_COMMAND = """
+import os, signal, sys
+from crosstune.cli.main import main
+os.setsid()
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+place = os.open(sys.argv[1], os.O_RDWR if os.path.realpath(sys.argv[1]).startswith("/dev/") else os.O_WRONLY)
+for number in (0, 1, 2) if os.isatty(place) else (1, 2):
+    os.dup2(place, number)
+sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", buffering=1, closefd=False) for number in (1, 2))
+os._exit(main(sys.argv[2:]))
+"""
+
+
+def start_command(
+    words: Sequence[str], *, place: str, variables: Mapping[str, str | None] | None = None
+) -> Program:
+    """Start `crosstune` with these words, as under nohup, on the terminal or named pipe at `place`."""
+    return start(_COMMAND, place, *words, variables=variables)
+
+
 def start_ranks(
     code: str, *words: str, size: int, port: int, variables: Mapping[str, str | None] | None = None
 ) -> list[Program]:

@@ -20,6 +20,7 @@ from warm_process import Running, WarmProcess
 
 ROOT = Path(__file__).parents[2]
 _FILE = re.compile(r"Save it as\s+`(?P<path>[^`]+)`:\n\n```python\n(?P<code>.*?)```", re.S)
+_NEEDS_SHELL = re.compile(r"[|<>&;$`*?~#]")
 _COMMANDS = re.compile(r"```sh\n(.*?)```", re.S)
 
 
@@ -75,6 +76,11 @@ class Workshop:
         """Run a line of a page as it stands."""
         return self._finish(["sh", "-c", line])
 
+    def follow(self, line: str) -> str:
+        """Run a line of a page: in a fork of a process that has torch imported, if it needs no shell."""
+        plain = line.startswith("crosstune ") and not _NEEDS_SHELL.search(line)
+        return self.run(line.removeprefix("crosstune ")) if plain else self.shell(line)
+
     def start(self, words: str) -> Running:
         """Start a subcommand, as a process that can be killed."""
         return self._warm.command(shlex.split(words))
@@ -82,8 +88,8 @@ class Workshop:
     def run(self, words: str, *, code: int = 0) -> str:
         return self._end(self.start(words), words, code=code)
 
-    def python(self, code: str) -> str:
-        return self._end(self._warm.python(code), code)
+    def python(self, program: str, *, code: int = 0) -> str:
+        return self._end(self._warm.python(program), program, code=code)
 
     def tool(self, name: str, *words: str) -> str:
         """Run one of the tools of `make check`, which lie beside Python."""
@@ -128,7 +134,7 @@ class Followed:
 
     def __getitem__(self, number: int) -> str:
         for command in self.page.commands()[len(self.outputs) : number + 1]:
-            self.outputs.append(self.workshop.shell(command))
+            self.outputs.append(self.workshop.follow(command))
         return self.outputs[number]
 
 

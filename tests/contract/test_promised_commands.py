@@ -194,7 +194,7 @@ def test_what_is_not_built_is_refused_by_name(capsys: pytest.CaptureFixture[str]
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600
     )
 
 

@@ -23,14 +23,14 @@ OPTIONS = (
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new virtual environment with crosstune and its mlx extra, and nothing of this one."""
     home = tmp_path_factory.mktemp("clean") / "venv"
-    subprocess.run([sys.executable, "-m", "venv", str(home)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", str(home)], check=True, timeout=600)
     source = home.parent / "source"  # a build leaves files beside what it builds
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     install = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     install += ["-c", str(ROOT / "constraints.txt"), f"{source}[mlx]"]
-    done = subprocess.run(install, capture_output=True, text=True, check=False, timeout=500)
+    done = subprocess.run(install, capture_output=True, text=True, check=False, timeout=1200)
     unreachable = "No matching distribution" in done.stderr or "ConnectionError" in done.stderr
     if done.returncode and unreachable:
         pytest.skip("no package index can be reached from here")
@@ -43,7 +43,7 @@ def call(environment: Path, folder: Path, words: str) -> subprocess.CompletedPro
     clean["CROSSTUNE_CACHE"] = str(folder / "cache")
     command = [str(environment / "bin" / "crosstune"), *words.split()]
     return subprocess.run(
-        command, cwd=folder, env=clean, capture_output=True, text=True, check=False, timeout=300
+        command, cwd=folder, env=clean, capture_output=True, text=True, check=False, timeout=900
     )
 
 

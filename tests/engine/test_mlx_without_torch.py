@@ -49,7 +49,7 @@ def run_without_torch(*commands: list[str]) -> list[Done]:
         [sys.executable, "-c", WITHOUT_TORCH, json.dumps(commands)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
         env=os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
     )

@@ -201,6 +201,6 @@ print(said[0])
 """
     environment = {key: value for key, value in os.environ.items() if "MPS" not in key} | {high: "0.4"}
     run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=environment
     )
     assert ast.literal_eval(run.stdout) == {"PYTORCH_ENABLE_MPS_FALLBACK": "1", high: "0.4", low: "0.4"}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import select
 import struct
-import subprocess
-import sys
 import termios
 from pathlib import Path
 
 import pytest
+import warm
 
 _PIECES = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])|\x1b.|.", re.DOTALL)
 
@@ -52,29 +52,18 @@ class Cells:
         self.rows += [""] * (self.row + 1 - len(self.rows))
 
 
-def show(command: list[str], *, width: int, folder: Path) -> Cells:
+def show(words: list[str], *, width: int) -> Cells:
     controller, terminal = os.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
-    process = subprocess.Popen(
-        command,
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        env=environment | {"TERM": "xterm-256color"},
-        cwd=folder,
-    )
-    os.close(terminal)
+    variables = {"COLUMNS": None, "NO_COLOR": None, "TERM": "xterm-256color"}
+    process = warm.start_command(words, place=os.ttyname(terminal), variables=variables)
     written = b""
-    while True:
-        try:
+    while process.poll() is None or select.select([controller], [], [], 0)[0]:
+        if select.select([controller], [], [], 0.05)[0]:
             written += os.read(controller, 65536)
-        except OSError:  # Linux reports the end of a terminal as EIO
-            break
-        if not written and process.poll() is not None:
-            break
+    os.close(terminal)
     os.close(controller)
-    assert process.wait(timeout=300) == 0
+    assert process.end()[0] == 0, written.decode()
     cells = Cells(width)
     cells.feed(written.decode())
     return cells
@@ -84,10 +73,9 @@ def show(command: list[str], *, width: int, folder: Path) -> Cells:
 def test_a_training_fits_the_terminal_and_leaves_no_stale_rows(width: int, tmp_path: Path) -> None:
     flags = (
         "--model_name tiny-random --dataset commands --dataset_samples 64 --eval_samples 16 --max_new_tokens 4 "
-        "--num_samples 1 --max_steps 20 --eval_steps 10 --backend cpu --precision fp32 --output_dir . --name run"
+        "--num_samples 1 --max_steps 20 --eval_steps 10 --backend cpu --precision fp32 --name run --output_dir"
     )
-    command = [sys.executable, "-m", "crosstune", "train", *flags.split()]
-    cells = show(command, width=width, folder=tmp_path)
+    cells = show(["train", *flags.split(), str(tmp_path)], width=width)
     assert cells.num_wrapped == 0
     assert max(map(len, cells.rows)) <= width
     bars = [row for row in cells.seen if "━" in row or "─" in row]

@@ -21,7 +21,7 @@ from crosstune.core.ranks import Limits
 from crosstune.distributed.environment import read_ranks
 from crosstune.torch_engine.group import connect
 from crosstune.torch_engine.lost_peers import peer_errors
-limits = Limits(connect_s=float(os.environ.get("LIMIT", "60")), collective_s=60.0, debug="DEBUG" in os.environ)
+limits = Limits(connect_s=float(os.environ.get("LIMIT", "600")), collective_s=600.0, debug="DEBUG" in os.environ)
 rank = int(os.environ["RANK"])
 try:
     exec(sys.argv[1])
@@ -127,10 +127,10 @@ def test_a_port_that_another_program_has_is_said_by_every_rank() -> None:
 def test_two_processes_with_the_same_rank_and_other_sizes_are_refused() -> None:
     [port] = free_ports(1)
     code = "connect(read_ranks(), limits)"
-    ends = [p.end() for p in [start(rank, code, size=3, port=port, LIMIT="8") for rank in (0, 1, 1)]]
+    ends = [p.end() for p in [start(rank, code, size=3, port=port, LIMIT="20") for rank in (0, 1, 1)]]
     assert any("Two processes say that they are rank 1 of 3" in said for _, said in ends)
     [port] = free_ports(1)
-    ends = [p.end() for p in [start(rank, code, size=rank + 2, port=port, LIMIT="8") for rank in (0, 1)]]
+    ends = [p.end() for p in [start(rank, code, size=rank + 2, port=port, LIMIT="20") for rank in (0, 1)]]
     assert any("start all processes of the run with the same WORLD_SIZE" in said for _, said in ends)
 
 

@@ -44,8 +44,8 @@ def needs(name: str) -> pytest.MarkDecorator:
 def patience() -> Iterator[None]:
     """A busy machine may take longer to import a tracker than a user would wait for it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(observe, "WAIT_S", 280.0)
-        patch.setattr(observe, "STOPPED_WAIT_S", 280.0)
+        patch.setattr(observe, "WAIT_S", 900.0)
+        patch.setattr(observe, "STOPPED_WAIT_S", 900.0)
         yield
 
 

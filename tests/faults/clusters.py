@@ -8,33 +8,49 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
+from ranks import run_ranks
 
-PATIENCE_S = 300.0
+PATIENCE_S = 900.0
 """Against a hang; a busy machine takes a minute to start the processes."""
+NUM_STEPS = 40
+PAUSE_S = 0.3
+"""The pause after each step of a run that a test interrupts: ten seconds of a busy machine pass before it has ended."""
 
 
-def flags(model: Path, data: Path, **more: Any) -> list[str]:
-    options = {
+def training(model: Path, data: Path, **more: Any) -> dict[str, Any]:
+    """Return the options of a small training."""
+    return {
         "backend": "cpu",
         "model_name": model,
         "dataset": data,
         "precision": "fp32",
         "train_type": "lora",
-        "max_steps": 60,
-        "save_steps": 10,
+        "max_steps": NUM_STEPS,
+        "save_steps": 5,
         "keep_last_n": 20,
-        "skip_eval": "true",
+        "skip_eval": True,
         "batch_size": 4,
         "context_length": 64,
         "lr": 1e-3,
     } | more
+
+
+def flags(options: Mapping[str, Any]) -> list[str]:
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def straight(options: Mapping[str, Any], folder: Path) -> list[tuple[int, float, float]]:
+    """Train with two processes of this machine that nothing interrupts; return its numbers."""
+    asked = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    asked |= {"world_size": 2, "output_dir": str(folder), "name": "straight"}
+    run_ranks([{"world": 2, "host": 1, "runs": [asked]}])
+    return numbers(folder / "straight")
 
 
 def write_sums(path: Path) -> Path:

@@ -169,7 +169,7 @@ def test_a_cache_without_room_says_how_much_is_missing(tmp_path: Path) -> None:
             env=os.environ | {"CROSSTUNE_CACHE": str(disk)},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
         )
         assert done.returncode == 2
         assert "CROSSTUNE_CACHE" in done.stderr
@@ -213,7 +213,7 @@ def test_a_signal_keeps_what_was_logged_and_says_how_to_go_on(
     assert read_jsonl(tmp_path / "runs" / "again" / "metrics.jsonl")[0]["loss"] < steps[0]["loss"]
 
 
-def wait_for(condition: Any, *, seconds: float = 300) -> None:
+def wait_for(condition: Any, *, seconds: float = 900) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come to pass in time"

@@ -53,7 +53,8 @@ def launch(tmp_path: Path) -> Iterator[object]:
     """Start `crosstune launch` on two machines that run a program; those left at the end are killed."""
     started: list[Forked] = []
 
-    def start(code: str, *words: str) -> Forked:
+    def start(code: str, *words: str, patience_s: float = 900.0) -> Forked:
+        """`patience_s` is the time that the others have to end by themselves after one failed."""
         tools = tmp_path / "tools"
         tools.mkdir()
         (tmp_path / "program.py").write_text(START + code)
@@ -67,7 +68,7 @@ def launch(tmp_path: Path) -> Iterator[object]:
         def run() -> int:
             os.chdir(tmp_path)
             os.environ["PATH"] = f"{tools}:{os.environ['PATH']}"
-            nodes.PATIENCE_S, nodes.SETTLE_S = 0.5, 0.2
+            nodes.PATIENCE_S, nodes.SETTLE_S = patience_s, 0.2
             return main(command)
 
         started.append(fork(run, said=tmp_path / "said"))
@@ -102,7 +103,7 @@ if node == 0: until_signalled(); sys.exit(4)
 while not pathlib.Path("ready-0").exists(): time.sleep(0.01)
 tried.touch(); print("no more memory", flush=True); sys.exit(7)
 """
-    ended, out = launch(code).end()
+    ended, out = launch(code, patience_s=0.5).end()
     assert ended == 0, out
     assert "machine 1 of 2 (counted from 0), beta, ended with code 7" in out
     assert "  beta | no more memory" in out and "(1 of 3 times)" in out
@@ -110,7 +111,12 @@ tried.touch(); print("no more memory", flush=True); sys.exit(7)
 
 
 def test_a_lost_machine_is_named_also_when_the_others_end_with_an_error(launch) -> None:  # type: ignore[no-untyped-def]
-    code, out = launch("if node == 0: until_signalled(); sys.exit(1)\nsys.exit(255)", "--restarts", "0").end()
+    program = """
+if node == 0: until_signalled(); sys.exit(1)
+while not pathlib.Path("ready-0").exists(): time.sleep(0.01)
+sys.exit(255)
+"""
+    code, out = launch(program, "--restarts", "0", patience_s=0.5).end()
     assert code == 4
     assert "machine 1 of 2 (counted from 0), beta, was lost" in out
 

@@ -33,9 +33,10 @@ assert problems == [], problems
 # A process that has computed already has threads, which its forks lack: gloo crashes in some of them.
 
 
+@pytest.mark.slow
 def test_a_run_recovers_from_a_killed_rank_bit_for_bit(bench: Bench, tmp_path: Path) -> None:
     wanted = ranks.straight(bench, 2, "lora")
-    run = ranks.launch(bench, tmp_path / "killed", size=2, max_restarts=1)
+    run = ranks.launch(bench, tmp_path / "killed", size=2, max_restarts=1, pause_s=0.5)
     started = run.await_ranks(0)
     run.wait_until(lambda: run.steps() >= ranks.SAVE_STEPS + 1)
     started[1].kill()
@@ -56,9 +57,10 @@ def test_a_save_in_parts_survives_a_kill(bench: Bench, rank: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_runs_recover_from_kills_at_random_moments(bench: Bench, size: int) -> None:
-    assert ranks.kill_ranks(bench, seed=size, size=size, num_kills=4).problems == []
+    assert ranks.kill_ranks(bench, seed=size, size=size, num_kills=2).problems == []
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_ends_the_job_within_the_limit(bench: Bench, rank: int) -> None:
-    assert ranks.stop_rank(bench, size=2, rank=rank, limit_s=10.0).problems == []
+    assert ranks.stop_rank(bench, size=2, rank=rank, limit_s=15.0).problems == []

@@ -12,7 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from clusters import flags, kill_tree, killed_at_the_end, launch, numbers, wait_until, write_sums
+from clusters import (
+    NUM_STEPS,
+    PAUSE_S,
+    flags,
+    kill_tree,
+    killed_at_the_end,
+    launch,
+    numbers,
+    straight,
+    training,
+    wait_until,
+    write_sums,
+)
+from injection.pacing import paced
 
 pytestmark = [
     pytest.mark.slow,
@@ -47,7 +60,7 @@ class RayCluster:
             words += ["--address", self.address]
         log = (self.folder / f"node-{number}.log").open("wb")
         command = [sys.executable, "-m", "ray.scripts.scripts", *words]
-        environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+        environment = {**os.environ, **paced(PAUSE_S), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
         self.nodes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
         log.close()
         wait_until(lambda: self.size() == len(self.nodes), what=f"node {number}")
@@ -86,24 +99,22 @@ def test_a_killed_node_is_replaced_and_the_run_is_the_same(
 ) -> None:
     cluster.add(num_cpus=1)
     asked = ["--on", "ray", "--address", cluster.address, "--nnodes", str(NUM_NODES)]
-    asked += flags(tiny_model, write_sums(tmp_path / "sums.jsonl"))
+    options = training(tiny_model, write_sums(tmp_path / "sums.jsonl"))
+    asked += flags(options)
     log = tmp_path / "launch.log"
-
-    whole = launch([*asked, "--name", "whole"], folder=tmp_path, log=log)
-    assert whole.wait() == 0, log.read_text()
 
     broken = launch([*asked, "--name", "broken"], folder=tmp_path, log=log)
     with killed_at_the_end([broken]):
         run = tmp_path / "runs" / "broken"
-        wait_until(lambda: len(numbers(run)) >= 25 or broken.poll() is not None, what="step 25", log=log)
+        wait_until(lambda: len(numbers(run)) >= 12 or broken.poll() is not None, what="step 12", log=log)
         assert broken.poll() is None, log.read_text()
         cluster.kill(1)
         cluster.add(num_cpus=1)
         assert broken.wait() == 0, log.read_text()
     said = log.read_text()
     assert "was lost" in said and "of 3 times)" in said and "resumed" in said
-    assert numbers(run) == numbers(tmp_path / "runs" / "whole")
-    assert len(numbers(run)) == 60
+    assert numbers(run) == straight(options, tmp_path)
+    assert len(numbers(run)) == NUM_STEPS
 
 
 def test_waiting_for_room_is_said_and_can_be_stopped(cluster: RayCluster, tmp_path: Path) -> None:

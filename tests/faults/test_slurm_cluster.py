@@ -13,9 +13,21 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from clusters import flags, killed_at_the_end, numbers, wait_until, write_sums
+from clusters import (
+    NUM_STEPS,
+    PAUSE_S,
+    flags,
+    killed_at_the_end,
+    numbers,
+    straight,
+    training,
+    wait_until,
+    write_sums,
+)
+from injection.pacing import paced
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 NUM_NODES = 2
@@ -38,7 +50,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={folder}/munge/socket,cred_expire=5
+AuthInfo=socket={folder}/munge/socket,cred_expire=10
 SlurmUser={user}
 SlurmdUser={user}
 StateSaveLocation={folder}/state
@@ -69,12 +81,11 @@ class Slurm:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
+        return {**os.environ, "OMP_NUM_THREADS": "1", "SLURM_CONF": str(self.folder / "slurm.conf")}
 
-    def run(self, *words: str, cwd: Path | None = None) -> str:
-        done = subprocess.run(
-            words, env=self.environment, cwd=cwd, capture_output=True, text=True, check=False
-        )
+    def run(self, *words: str, cwd: Path | None = None, **variables: str) -> str:
+        environment = {**self.environment, **variables}
+        done = subprocess.run(words, env=environment, cwd=cwd, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -83,7 +94,7 @@ class Slurm:
         assert found is not None
         return found[1]
 
-    def submit(self, words: list[str], folder: Path) -> str:
+    def submit(self, words: list[str], folder: Path, **variables: str) -> str:
         out = self.run(
             sys.executable,
             "-m",
@@ -95,6 +106,7 @@ class Slurm:
             str(NUM_NODES),
             *words,
             cwd=folder,
+            **variables,
         )
         found = re.search(r"submitted job (\d+)", out)
         assert found is not None, out
@@ -185,47 +197,42 @@ def _ports(count: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def asked(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return flags(tiny_model, write_sums(tmp_path_factory.mktemp("data") / "sums.jsonl"), save_steps=1000)
+def asked(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return training(tiny_model, write_sums(tmp_path_factory.mktemp("data") / "sums.jsonl"))
 
 
 def test_signalled_preempted_and_requeued_it_is_the_same_run(
-    slurm: Slurm, asked: list[str], tmp_path: Path
+    slurm: Slurm, asked: dict[str, Any], tmp_path: Path
 ) -> None:
-    whole = slurm.submit([*asked, "--name", "whole"], tmp_path)
-    wait_until(lambda: slurm.ended(whole), what="the end of the whole run")
-    logs = "\n".join(path.read_text() for path in sorted(tmp_path.glob("whole-*")))
-    assert slurm.field(whole, "JobState") == "COMPLETED", logs
-
-    job = slurm.submit([*asked, "--name", "broken", "--save_steps", "5"], tmp_path)
+    job = slurm.submit([*flags(asked), "--name", "broken"], tmp_path, **paced(PAUSE_S))
     run = tmp_path / "runs" / "broken"
     out = tmp_path / f"broken-{job}.out"
 
     def at(step: int) -> None:
         wait_until(lambda: len(numbers(run)) >= step, what=f"step {step}", log=out)
 
-    at(12)
+    at(6)
     slurm.run("scancel", "--batch", "--signal=USR1", job)  # as `--signal` does before the time limit
     wait_until(lambda: slurm.field(job, "Restarts") == "1", what="the requeue after USR1", log=out)
     assert "stopped with code 3; requeued" in out.read_text()
-    at(24)
+    at(14)
     slurm.run(
         "srun", "--partition=urgent", f"--nodes={NUM_NODES}", "--ntasks-per-node=1", "true"
     )  # takes its nodes
     wait_until(lambda: slurm.field(job, "Restarts") == "2", what="the requeue after the preemption", log=out)
     assert out.read_text().count("stopped with code 3; requeued") == 2
-    at(36)
+    at(22)
     slurm.run("scontrol", "requeue", job)  # without a warning: the run goes back to its last checkpoint
     wait_until(lambda: slurm.ended(job), what="the end of the run", log=out)
     assert slurm.field(job, "JobState") == "COMPLETED", out.read_text()
     assert slurm.field(job, "Restarts") == "3"
-    assert numbers(run) == numbers(tmp_path / "runs" / "whole")
-    assert len(numbers(run)) == 60
+    assert numbers(run) == straight(asked, tmp_path)
+    assert len(numbers(run)) == NUM_STEPS
     assert (tmp_path / f"broken-{job}-node{NUM_NODES - 1}.log").exists()
 
 
-def test_a_cancelled_job_does_not_come_back(slurm: Slurm, asked: list[str], tmp_path: Path) -> None:
-    job = slurm.submit([*asked, "--name", "cancelled", "--max_steps", "5000"], tmp_path)
+def test_a_cancelled_job_does_not_come_back(slurm: Slurm, asked: dict[str, Any], tmp_path: Path) -> None:
+    job = slurm.submit([*flags(asked), "--name", "cancelled", "--max_steps", "5000"], tmp_path)
     run = tmp_path / "runs" / "cancelled"
     wait_until(lambda: len(numbers(run)) >= 3, what="step 3", log=tmp_path / f"cancelled-{job}.out")
     slurm.run("scancel", job)
@@ -233,12 +240,12 @@ def test_a_cancelled_job_does_not_come_back(slurm: Slurm, asked: list[str], tmp_
     assert slurm.field(job, "JobState") == "CANCELLED" and slurm.field(job, "Restarts") == "0"
 
 
-def test_sbatch_reads_every_option(slurm: Slurm, asked: list[str], tmp_path: Path) -> None:
+def test_sbatch_reads_every_option(slurm: Slurm, asked: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "a folder, with spaces"
     folder.mkdir()
     words = ["--partition", "urgent", "--time", "0:05:00", "--cpus", "1", "--gpus", "0", "--logs", "l o g s"]
     words += ["--sbatch", "comment=hello", "--name", "it's $(one)", "--before", "echo before"]
-    job = slurm.submit([*asked, *words, "--max_steps", "2"], folder)
+    job = slurm.submit([*flags(asked), *words, "--max_steps", "2"], folder)
     wait_until(lambda: slurm.ended(job), what="the end")
     log = folder / "l o g s" / f"it-s-one-{job}.out"
     assert slurm.field(job, "JobState") == "COMPLETED", log.read_text()

@@ -16,7 +16,20 @@ from pathlib import Path
 
 import psutil
 import pytest
-from clusters import flags, kill_tree, killed_at_the_end, launch, numbers, wait_until, write_sums
+from clusters import (
+    NUM_STEPS,
+    PAUSE_S,
+    flags,
+    kill_tree,
+    killed_at_the_end,
+    launch,
+    numbers,
+    straight,
+    training,
+    wait_until,
+    write_sums,
+)
+from injection.pacing import paced
 
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 pytestmark = [
@@ -92,7 +105,7 @@ def machines() -> Iterator[Machines]:
             )
         (folder / "sshd_config").write_text(CONFIG.format(port=port, folder=folder))
         (folder / "config").write_text(CLIENT.format(folder=folder))
-        kept = {key: value for key, value in os.environ.items() if key in ("PYTHONPATH", "OMP_NUM_THREADS")}
+        kept = {"OMP_NUM_THREADS": "1", **paced(PAUSE_S)}
         exports = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in kept.items())
         _program(folder / "python", f'{exports}exec {shlex.quote(sys.executable)} "$@"')
         (folder / "bin").mkdir()
@@ -120,21 +133,19 @@ def _listens(port: int) -> bool:
 def test_a_machine_that_dies_is_started_again_and_the_run_is_the_same(
     machines: Machines, tiny_model: Path, tmp_path: Path
 ) -> None:
-    asked = [*machines.words, *flags(tiny_model, write_sums(tmp_path / "sums.jsonl"))]
+    options = training(tiny_model, write_sums(tmp_path / "sums.jsonl"))
+    asked = [*machines.words, *flags(options)]
     path = f"{machines.folder}/bin:{os.environ['PATH']}"
     log = tmp_path / "launch.log"
-    whole = launch([*asked, "--name", "whole"], folder=tmp_path, log=log, PATH=path)
-    assert whole.wait() == 0, log.read_text()
-
     broken = launch([*asked, "--name", "broken"], folder=tmp_path, log=log, PATH=path)
     with killed_at_the_end([broken]):
         run = tmp_path / "runs" / "broken"
-        wait_until(lambda: len(numbers(run)) >= 25 or broken.poll() is not None, what="step 25", log=log)
+        wait_until(lambda: len(numbers(run)) >= 12 or broken.poll() is not None, what="step 12", log=log)
         assert broken.poll() is None, log.read_text()
         [session] = machines.sessions(1)
         kill_tree(session.pid)
         assert broken.wait() == 0, log.read_text()
     said = log.read_text()
     assert "machine 1 of 2" in said and "was lost" in said and "of 3 times)" in said and "resumed" in said
-    assert numbers(run) == numbers(tmp_path / "runs" / "whole")
-    assert len(numbers(run)) == 60
+    assert numbers(run) == straight(options, tmp_path)
+    assert len(numbers(run)) == NUM_STEPS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from crosstune.data import render_process
 from crosstune.data.render_types import ChatTokens, Rendered, RenderRow
 from crosstune.data.rendering import Renderer
 from crosstune.data.template_limits import Limits
+from crosstune.distributed import channel
 from crosstune.distributed.boards import State
 from crosstune.distributed.watchdog import LauncherWatch
 
@@ -154,6 +156,20 @@ def test_a_child_with_limits_has_its_time_when_we_are_suspended(monkeypatch: pyt
         with pytest.raises(subprocess.TimeoutExpired):
             limited_child._communicate(child, b"", limit_s=5.0)
         child.kill()
+
+
+def test_machines_that_were_suspended_together_have_not_lost_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = Times()
+    monkeypatch.setattr(channel, "ActiveClock", times.clock)
+    with socket.create_server(("127.0.0.1", 0)) as server, closing(socket.socket()) as silent:
+        silent.connect(server.getsockname())
+        with closing(channel.Channel(server.accept()[0])) as launcher:
+            times.wall_s += 3600.0
+            assert launcher.silent_s() == 0.0
+            times.wall_s, times.cpu_s = times.wall_s + 40.0, times.cpu_s + 40.0
+            assert launcher.silent_s() == 40.0
 
 
 def test_a_job_that_was_suspended_as_a_whole_has_no_rank_that_hangs() -> None:

@@ -170,13 +170,13 @@ def test_of_several_starts_of_one_archive_one_unpacks_it(
     def unpack(path: Path, folder: Path) -> None:
         unpacked.append(folder)
         unpacking.set()
-        assert others_done.wait(60)
+        assert others_done.wait(600)
         unpack_archive(path, folder)
 
     monkeypatch.setattr("crosstune.runs.resume.unpack_archive", unpack)
     winner = threading.Thread(target=_unpacked, args=(config,))
     winner.start()
-    assert unpacking.wait(60)
+    assert unpacking.wait(600)
     for _ in range(2):
         with pytest.raises(InUse, match="r is in use"):
             _unpacked(config)

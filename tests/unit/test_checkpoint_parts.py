@@ -35,9 +35,9 @@ class Threads:
 
     def _gather(self, value: Any) -> list[Any]:
         self._said[self.ranks.rank] = value
-        self._barrier.wait(10)
+        self._barrier.wait(600)
         found = [self._said[rank] for rank in range(self.ranks.size)]
-        self._barrier.wait(10)
+        self._barrier.wait(600)
         return found
 
     def any(self, flag: bool) -> bool:

@@ -81,9 +81,9 @@ while attempt == "0":
 
 
 def test_a_machine_that_is_gone_ends_the_run(tmp_path: Path) -> None:
-    code = "(folder / str(rank)).touch(); time.sleep(900)"
+    code = "(folder / str(rank)).touch(); time.sleep(3600)"
     [port] = free_ports(1)
-    first, second = (start(node, code, tmp_path, port, collective_s=3.0) for node in (0, 1))
+    first, second = (start(node, code, tmp_path, port, collective_s=10.0) for node in (0, 1))
     while len(list(tmp_path.iterdir())) < 2:
         time.sleep(0.02)
         assert first.process.is_alive() and second.process.is_alive()
@@ -137,14 +137,14 @@ def test_a_name_that_does_not_resolve_yet_is_waited_for(
     monkeypatch.setattr("socket.getaddrinfo", resolve_later)
     monkeypatch.setattr(hub, "RESOLVE_S", 0.01)
     nodes = Nodes(num_nodes=2, master_addr="run-0.run", master_port=port)
-    listening = hub.Hub(nodes=nodes, max_restarts=0, connect_s=0.2, lost_s=1.0)
-    if num_failures == 2:
+    comes = num_failures == 2
+    listening = hub.Hub(nodes=nodes, max_restarts=0, connect_s=LIMIT_S if comes else 0.2, lost_s=1.0)
+    if comes:
         listening.start()
         assert len(tried) == 3
     else:
         with pytest.raises(UserError, match="cannot listen on run-0"):
             listening.start()
-        assert len(tried) > 3
 
 
 class Machine:

@@ -21,7 +21,7 @@ from crosstune.distributed.free_ports import free_ports
 from crosstune.distributed.launch import launch, ring_environments
 from crosstune.distributed.reports import Outcome
 
-FOREVER = "time.sleep(900)"
+FOREVER = "time.sleep(3600)"
 """Longer than a test may take: whoever does so must be ended by the launcher for the test to end."""
 START = "import os, signal, sys, time, pathlib; rank = int(os.environ['MLX_RANK'])\n"
 
@@ -61,6 +61,7 @@ def test_who_does_not_listen_to_sigterm_is_killed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_who_lost_the_others_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "PATIENCE_S", 900.0)
     outcome = run("time.sleep(0 if rank == 0 else 0.5); sys.exit(1 if rank == 2 else 4)", size=3)
     assert outcome.code == 1
     assert "process 2 of 3" in outcome.lines[0]
@@ -84,7 +85,10 @@ if rank == 1 and len(list(tries.parent.glob("try-1-*"))) <= int(sys.argv[2]): os
 """
 
 
-def test_a_killed_rank_is_started_again_with_all_others(tmp_path: Path) -> None:
+def test_a_killed_rank_is_started_again_with_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "PATIENCE_S", 900.0)  # the other one ends by itself, however late it starts
     said: list[str] = []
     outcome = run(KILLED_ONCE, str(tmp_path), "2", max_restarts=2, say=said.extend)
     assert outcome == Outcome(code=0)
@@ -120,6 +124,7 @@ def test_the_launcher_sees_ranks_that_are_all_stopped() -> None:
     code = f"""
 import json
 folder = pathlib.Path(os.environ["CROSSTUNE_LAUNCH_FOLDER"])
+while rank and not (folder / "rank-0.state").exists(): time.sleep(0.01)
 (folder / f"rank-{{rank}}.state").write_text(json.dumps({state}))
 os.kill(os.getpid(), signal.SIGSTOP)
 """
@@ -154,7 +159,7 @@ sys.exit(3)
 
 def test_a_second_signal_does_not_wait_for_who_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(running, "GRACE_S", 900.0)  # after one signal alone it would wait for them
+    monkeypatch.setattr(running, "GRACE_S", 3600.0)  # after one signal alone it would wait for them
     code = f"""
 folder = pathlib.Path(sys.argv[1])
 for n in (signal.SIGINT, signal.SIGTERM): signal.signal(n, lambda n, f: (folder / f"heard-{{rank}}").touch())
@@ -179,11 +184,11 @@ import os, pathlib, time
 from crosstune.distributed.launch import follow
 follow(os.getppid())
 pathlib.Path({str(pidfile)!r}).write_text(str(os.getpid()))
-time.sleep(60)
+time.sleep(3600)
 """
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     launcher = subprocess.Popen([sys.executable, "-c", parent])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not (pidfile.exists() and pidfile.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
     launcher.kill()

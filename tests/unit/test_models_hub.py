@@ -123,7 +123,7 @@ class LocalHub:
         threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
 
     def ask(self, name: str, **settings: str) -> dict[str, Any]:
-        output, _ = self.start(name, **settings).communicate(timeout=60)
+        output, _ = self.start(name, **settings).communicate(timeout=600)
         answer: dict[str, Any] = json.loads(output)
         return answer
 

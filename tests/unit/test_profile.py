@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,18 +85,18 @@ def test_the_steps_of_a_schedule(values: dict[str, int], expected: str) -> None:
     assert [schedule(**values).what(place) for place in range(14)] == expected.split()
 
 
-def test_nested_phases_exclude_each_other() -> None:
-    clock = PhaseClock()
+def test_nested_phases_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, now = PhaseClock(), [100.0]
+    monkeypatch.setattr("crosstune.loop.phase_clock.time.perf_counter", lambda: now[0])
     with clock.step(7):
+        now[0] += 1.0
         with clock.phase(DATA):
-            time.sleep(0.02)
+            now[0] += 2.0
             with clock.phase(FORWARD):
-                time.sleep(0.04)
+                now[0] += 4.0
         with clock.phase(FORWARD):
-            time.sleep(0.02)
-    assert list(clock.steps) == [7]
-    assert clock.seconds[FORWARD] > 0.055 > clock.seconds[DATA] > 0.015
-    assert sum(clock.seconds.values()) <= clock.steps[7] < sum(clock.seconds.values()) + 0.02
+            now[0] += 8.0
+    assert (clock.steps, clock.seconds) == ({7: 15.0}, {FORWARD: 12.0, DATA: 2.0})
     assert [span.name for span in clock.spans] == [FORWARD, DATA, FORWARD, "step 7"]
 
 

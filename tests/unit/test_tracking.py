@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -45,6 +46,13 @@ WARNS = RECORDING.replace(
 )
 MISSING = RECORDING.replace('PACKAGE = "json"', 'PACKAGE = "no_such_package_xyz"')
 CODES = {"notes": RECORDING, "raises": RAISES, "hangs": HANGS, "dies": DIES, "asks": ASKS, "tells": TELLS}
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take longer to start a tracker than a user would wait for it."""
+    monkeypatch.setattr(observe, "WAIT_S", 900.0)
+    monkeypatch.setattr(observe, "STOPPED_WAIT_S", 900.0)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -153,8 +161,11 @@ def test_one_that_hangs_is_left_after_a_while(tmp_path: Path, monkeypatch: pytes
 def _is_running(word: str) -> bool:
     import psutil
 
-    children = psutil.Process().children(recursive=True)
-    return any(word in " ".join(child.cmdline()) for child in children if child.status() != "zombie")
+    found = list[str]()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += child.cmdline()  # of a zombie it is empty
+    return word in " ".join(found)
 
 
 def test_the_queue_of_one_that_hangs_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +181,7 @@ def test_the_queue_of_one_that_hangs_is_bounded(tmp_path: Path, monkeypatch: pyt
         for step in range(1, 20_001):
             tracking.on_step(step_row(step))
             assert line._waiting_bytes < (1 << 20) + 1000
-        assert time.monotonic() - started < 60
+        assert time.monotonic() - started < 600
     [failed] = seen.of(TrackingFailed)
     assert failed.error == "it has not finished within 0.1 s"
     assert not line._waiting
@@ -273,13 +284,15 @@ with planted(Path({str(tmp_path / "more")!r}), notes=RECORDING):
     tracking.start(make_config(log_to="notes"), {{}}, folder=run, report=Seen())
     for step in (1, 2, 3):
         tracking.on_step({{"step": step, "loss": 1.0}})
-    while not (run / "notes.notes").exists() or "3" not in (run / "notes.notes").read_text().splitlines()[-1]:
+    while not (run / "notes.notes").exists() or '"step": 3' not in (run / "notes.notes").read_text():
         time.sleep(0.01)
     os.kill(os.getpid(), {int(signal.SIGKILL)})
 """
     done = subprocess.run([sys.executable, "-c", code], env=dict(os.environ), check=False)
     assert done.returncode == -signal.SIGKILL
-    while notes(tmp_path / "run")[-1]["do"] != "finish":
+    while (
+        '"do": "finish"' not in (text := (tmp_path / "run" / "notes.notes").read_text()) or text[-1] != "\n"
+    ):
         time.sleep(0.01)
     assert notes(tmp_path / "run", do="finish") == [{"do": "finish", "summary": {}, "succeeded": False}]
     assert [row["step"] for row in notes(tmp_path / "run", do="log")] == [1, 2, 3]

@@ -10,6 +10,7 @@ import threading
 import time
 from typing import Any
 
+from crosstune.core.active_time import ActiveClock
 from crosstune.core.json_files import parse_json
 
 BEAT_S = 1.0
@@ -30,7 +31,8 @@ class Channel:
         self._sending = threading.Lock()
         self.inbox: queue.Queue[Message] = queue.Queue()
         self.closed = False
-        self._heard = time.monotonic()
+        self._clock = ActiveClock()  # machines that were suspended together have not lost each other
+        self._heard = self._clock.now()
         for act in (self._receive, self._beat):
             threading.Thread(target=act, daemon=True).start()
 
@@ -48,7 +50,7 @@ class Channel:
         """Return the seconds since the other side was heard; infinity once it has closed the connection."""
         if self.closed and self.inbox.empty():
             return float("inf")
-        return time.monotonic() - self._heard
+        return self._clock.now() - self._heard
 
     def close(self) -> None:
         self.closed = True
@@ -61,7 +63,7 @@ class Channel:
         try:
             with contextlib.suppress(OSError, ValueError), self._socket.makefile("rb") as lines:
                 while (line := lines.readline(LONGEST_LINE)).endswith(b"\n"):
-                    self._heard = time.monotonic()
+                    self._heard = self._clock.now()
                     message = parse_json(line)
                     if isinstance(message, dict) and message:
                         self.inbox.put(message)
@@ -71,4 +73,5 @@ class Channel:
     def _beat(self) -> None:
         while not self.closed:
             self.send({})
+            self._clock.now()
             time.sleep(BEAT_S)

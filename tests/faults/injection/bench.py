@@ -18,7 +18,7 @@ from crosstune.checkpoint.manifest import WEIGHTS
 from crosstune.checkpoint.read import open_checkpoint
 from crosstune.checkpoint.rotate import Keep, superfluous
 from crosstune.core.errors import UserError
-from crosstune.core.events import CheckpointSaved, Event
+from crosstune.core.events import CheckpointSaved, Event, StepMetrics
 from crosstune.core.json_files import read_jsonl
 from crosstune.core.record import RunRecord
 from crosstune.models.tiny import tiny_model
@@ -204,6 +204,18 @@ def _command(words: list[str], before: Any) -> int:
     if before is not None:
         before()
     return main(words)
+
+
+def stop_after(step: int) -> None:
+    """Stop this process, as Ctrl-Z does, once a step is recorded."""
+    plain = RunRecord.on_step
+
+    def on_step(self: RunRecord, metrics: StepMetrics) -> None:
+        plain(self, metrics)
+        if metrics["step"] == step:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    RunRecord.on_step = on_step  # type: ignore[method-assign]
 
 
 def die_after(step: int) -> None:

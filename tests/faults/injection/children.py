@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-LIMIT_S = 120.0
+LIMIT_S = 900.0
+"""Against a hang; a trial takes seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,11 @@ class Child:
         if os.WIFSIGNALED(status):
             return Ended(code=None, signal=os.WTERMSIG(status), said=said)
         return Ended(code=os.WEXITSTATUS(status), signal=None, said=said)
+
+    def wait_until_stopped(self) -> None:
+        """Wait until the child has stopped itself with SIGSTOP."""
+        found = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        assert found is not None and found.si_code == os.CLD_STOPPED, self.said()
 
     def alive(self) -> bool:
         """Return whether it still runs; leave its end to `wait`."""

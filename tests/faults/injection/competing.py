@@ -106,7 +106,7 @@ def _wait_at(moment: str, gate: Path) -> None:
 
 
 def _wait_for(gate: Path) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 900
     while not gate.exists():
         assert time.monotonic() < end, f"{gate} was not made in time"
         time.sleep(0.01)

@@ -269,7 +269,7 @@ def try_payload(bench: Bench, name: str, *, whole: bool = True) -> Trial:
     before = _listing(target.outside)
     whole = whole or own_words is not None or "resume" in name
     call = partial(_limited, partial(_command, words) if whole else partial(_find, target.run))
-    ended = Child(call, said=home).wait(limit_s=60)
+    ended = Child(call, said=home).wait()
     problems = []
     expected: tuple[int, ...] = (2,)
     if words[0] == "report":  # a report shows what can be read, and names what cannot
