@@ -359,6 +359,22 @@ def test_fast_layers_need_whole_weights() -> None:
     assert sharded.config.kernels == "general" and whole.config.kernels == "fast"
 
 
+@pytest.mark.parametrize(
+    ("asked", "used"),
+    [
+        ({}, True),
+        ({"kernels": "general", "train_type": "qlora"}, True),
+        ({"kernels": "fast"}, False),
+    ],
+)
+def test_general_layers_are_compiled_where_they_are_asked_to_be(asked: dict[str, Any], used: bool) -> None:
+    plan = plan_on("h200", torch_compile=True, **asked)
+    assert plan.config.torch_compile is used
+    assert len([a for a in plan.adjustments if a.option == "torch_compile"]) == (not used)
+    elsewhere = plan_on("apple-m1-16gb", torch_compile=True)
+    assert adjustment(elsewhere, "torch_compile", "warning").reason == "has no effect on the MLX engine"
+
+
 def test_an_fp8_base_is_stored_in_8_bits_unless_it_has_4() -> None:
     plain = plan_on("h200", base_precision="fp8", kernels="fast")
     assert (plain.quantizer, plain.n_bits, plain.config.kernels) == ("fp8", 8, "fast")

@@ -1,4 +1,4 @@
-"""Choose --kernels: the fast layers for adapters where they can run, transformers' own otherwise."""
+"""Choose --kernels, the fast layers for adapters where they can run, and whether the general ones are compiled."""
 
 from __future__ import annotations
 
@@ -16,6 +16,20 @@ def fit_kernels(draft: Draft, *, method: str, world_size: int) -> None:
     if draft["base_precision"] == "fp8" and draft["kernels"] == "general" and draft.report.engine == "torch":
         draft.warn(
             "base_precision", "the general layers multiply in --precision; --kernels fast multiplies in fp8"
+        )
+
+
+def fit_compile(draft: Draft, *, world_size: int) -> None:
+    """Turn --torch_compile off where it would do nothing or has not been tried."""
+    if not draft["torch_compile"] or draft.report.engine != "torch":
+        return
+    if draft["kernels"] == "fast":
+        draft.set("torch_compile", False, "the fast layers have kernels of their own")
+    elif world_size > 1 and shards_weights(draft["sharding_strategy"]):
+        draft.set(
+            "torch_compile",
+            False,
+            "sharded weights are not compiled; --sharding_strategy ddp keeps them whole",
         )
 
 

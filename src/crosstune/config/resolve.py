@@ -10,7 +10,7 @@ from crosstune.config.conditions import Decided, shards_weights
 from crosstune.config.draft import Draft
 from crosstune.config.facts import Facts
 from crosstune.config.fit_attention import fit_attention
-from crosstune.config.fit_kernels import fit_kernels
+from crosstune.config.fit_kernels import fit_compile, fit_kernels
 from crosstune.config.fit_memory import fit_memory
 from crosstune.config.fit_precision import fit_precision
 from crosstune.config.idle_options import warn_without_effect
@@ -43,6 +43,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     world_size, collective = _fit_world(draft)
     fit_attention(draft)
     fit_kernels(draft, method=method, world_size=world_size)
+    fit_compile(draft, world_size=world_size)
     _fit_optimizer(draft)
     if draft["low_memory"] and not draft.is_asked("use_gradient_checkpointing"):
         draft.set("use_gradient_checkpointing", True, "low_memory recomputes activations")

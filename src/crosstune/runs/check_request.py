@@ -11,6 +11,7 @@ from pathlib import Path
 
 from crosstune.checkpoint.read import Checkpoint
 from crosstune.config.check_built import unbuilt_parts
+from crosstune.config.check_compiler import check_compiler
 from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.load import cache_override
 from crosstune.config.plan import Plan
@@ -114,6 +115,9 @@ def check_request(
     with checked.collecting():
         if not elsewhere:
             check_trackers(config)
+    with checked.collecting("torch_compile"):
+        if not elsewhere:
+            check_compiler(plan)
     if elsewhere:
         checked.not_checked.append("whether the run's name is taken there")
     elif folder is not None and not config.overwrite and not _continues(folder, checkpoint):

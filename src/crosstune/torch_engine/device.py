@@ -18,6 +18,7 @@ from torch import nn
 from crosstune.core import out_of_memory
 from crosstune.core.machine import BackendReport
 from crosstune.core.protocols import Memory
+from crosstune.torch_engine.compile_blocks import without_compiled
 
 
 def open_device(report: BackendReport) -> torch.device:
@@ -58,11 +59,12 @@ def memory_errors(
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode and restore its mode on exit."""
+    """Put a model in eval mode, without compiled blocks, and restore its mode on exit."""
     training = model.training
     model.eval()
     try:
-        yield
+        with without_compiled(model):
+            yield
     finally:
         model.train(training)
 

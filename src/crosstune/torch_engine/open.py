@@ -20,6 +20,7 @@ from crosstune.core.ranks import Alone, Group
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.torch_engine import export
 from crosstune.torch_engine.adapters import Adapted, adapt_layers, choose_targets
+from crosstune.torch_engine.compile_blocks import compile_blocks
 from crosstune.torch_engine.device import CacheClearing, memory_errors, open_device
 from crosstune.torch_engine.kernels.choose import open_decoder
 from crosstune.torch_engine.load import shrink_frozen
@@ -73,7 +74,9 @@ def open_session(
         recompute_activations(model, plan)
         if trained and finishing is None and isinstance(task, CausalLM):
             task.decoder = open_decoder(model, adapters, plan=plan, precision=precision, device=device)
+        notes = list(task.decoder.notes) if isinstance(task, CausalLM) and task.decoder is not None else []
         if trained:
+            notes += compile_blocks(model, plan)
             check_no_running_statistics(model)
         else:
             model.requires_grad_(False)
@@ -93,7 +96,7 @@ def open_session(
         cache=CacheClearing(device, every=spec.cache_interval(low_memory=plan.config.low_memory)),
         pin_memory=spec.pinned_memory,
         parallel=parallel,
-        notes=task.decoder.notes if isinstance(task, CausalLM) and task.decoder is not None else (),
+        notes=notes,
     )
     return TextSession(parts) if isinstance(task, CausalLM) else TorchSession(parts)
 

@@ -34,6 +34,7 @@ from crosstune.core.protocols import (
 )
 from crosstune.torch_engine import export
 from crosstune.torch_engine import state as states
+from crosstune.torch_engine.compile_blocks import compile_errors, without_compiled
 from crosstune.torch_engine.device import evaluating, memory_errors, read_memory, reset_peak
 from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, watch_outputs
 from crosstune.torch_engine.metric_totals import MetricTotals
@@ -85,7 +86,7 @@ class TorchSession:
 
     def backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
         self._random_before = states.export_random(self.device)
-        with self.connected("a step"), memory_errors(self.device):
+        with self.connected("a step"), memory_errors(self.device), compile_errors(self.model):
             return self._backward(window, loss_scale=loss_scale)
 
     def connected(self, doing: str) -> contextlib.AbstractContextManager[None]:
@@ -147,7 +148,13 @@ class TorchSession:
             if isinstance(self.task, HasGeneralLayers)
             else contextlib.nullcontext()
         )
-        with self.connected("a step"), watch_outputs(self.model) as layers, memory_errors(self.device), own:
+        with (
+            self.connected("a step"),
+            without_compiled(self.model),
+            watch_outputs(self.model) as layers,
+            memory_errors(self.device),
+            own,
+        ):
             self._backward(window)
         layer = self._first(layers, of=[name for name, _ in self.model.named_modules()])
         gradient = self._first(bad_gradients(masters), of=list(reversed(masters)))

@@ -66,6 +66,13 @@ class HardwareOptions:
         needs=(TORCH_ENGINE,),
         on_resume=OnResume.OWN_MACHINE,
     )
+    torch_compile: bool = option(
+        False,
+        "Compile the blocks of the model with torch.compile: the first steps take longer, by up to minutes, and the others "
+        "less. Needs a C++ compiler on a CPU, and Triton on a GPU",
+        needs=(TORCH_ENGINE,),
+        on_resume=OnResume.OWN_MACHINE,
+    )
     low_memory: bool = option(
         False, "Prefer less memory to more speed wherever there is a choice", on_resume=OnResume.FREE
     )

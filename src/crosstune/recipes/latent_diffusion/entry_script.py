@@ -43,7 +43,7 @@ if [ -n "${{LATENT_LOSS_WEIGHT:-}}" ]; then FLAGS+=(--latent_loss_weight "$LATEN
 if [ -n "${{LATENT_DIM:-}}" ]; then FLAGS+=(--latent_dim "$LATENT_DIM"); fi
 if [ -n "${{DTYPE:-}}" ]; then FLAGS+=(--precision "$DTYPE"); fi
 if [ -n "${{DATA_WORKERS:-}}" ]; then echo "DATA_WORKERS=$DATA_WORKERS: a thread prepares batches ahead; no workers are needed"; fi
-if [ "${{L2T_COMPILE:-0}}" != 0 ]; then echo "L2T_COMPILE: the recipe does not compile its model"; fi
+if [ "${{L2T_COMPILE:-0}}" != 0 ]; then FLAGS+=(--torch_compile true); fi
 if [ "$WORLD" -gt 1 ]; then FLAGS+=(--world_size "$WORLD"); fi
 
 # The original's token and latent files are imported once; without them, L2T_PAIRS or generated sentences are used.

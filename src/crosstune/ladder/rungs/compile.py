@@ -1,0 +1,22 @@
+"""Compile the blocks of the model."""
+
+from crosstune.config.check_compiler import missing_compiler
+from crosstune.config.conditions import shards_weights
+from crosstune.ladder.rung import Change, NotHere, Rung, Situation, Within
+
+
+def propose(now: Situation) -> list[Change]:
+    if now.plan.engine != "torch":
+        raise NotHere("torch.compile is torch's; MLX compiles its steps by itself on a GPU")
+    if now.config.torch_compile:
+        raise NotHere("the blocks are compiled already")
+    if now.config.kernels == "fast":
+        raise NotHere("the fast layers have kernels of their own")
+    if now.plan.world_size > 1 and shards_weights(now.config.sharding_strategy):
+        raise NotHere("sharded weights are not compiled")
+    if missing := missing_compiler(now.plan.backend.name):
+        raise NotHere(f"torch.compile needs {missing} on {now.plan.backend.name}")
+    return [{"torch_compile": True}]
+
+
+RUNG = Rung(title="compiled blocks", order=47, gain="speed", promise=Within(bound=1e-2), propose=propose)

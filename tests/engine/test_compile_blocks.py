@@ -1,0 +1,113 @@
+"""Compiled blocks: the same training, an evaluation and answers without them, and errors of the compiler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import find_nonfinite, train_step
+from torch import nn
+
+from crosstune.config.check_compiler import check_compiler, missing_compiler
+from crosstune.config.load import make_config
+from crosstune.core.errors import UserError
+from crosstune.data.batches import split_rows
+from crosstune.data.rendering import encode_conversation
+from crosstune.data.token_batch import TokenBatch
+from crosstune.data.tokenizer import Tokenizer
+from crosstune.planner.gather import make_plan
+from crosstune.torch_engine.compile_blocks import is_compiled, repeated_blocks
+from crosstune.torch_engine.open import open_session
+
+needs_compiler = pytest.mark.skipif(missing_compiler("cpu") is not None, reason="no C++ compiler here")
+
+
+@pytest.fixture(scope="module")
+def windows(tiny_model: Path) -> list[list[TokenBatch]]:
+    """Windows of micro-batches of different lengths."""
+    tokenizer = Tokenizer.from_folder(tiny_model)
+    words = ["red", "green and blue", "a much longer colour", "none"]
+    examples = [
+        encode_conversation(
+            [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": f"{word} it is"}],
+            tokenizer,
+            index=index,
+            whole=False,
+        )
+        for index, word in enumerate(words)
+    ]
+    return [[batch] for batch in split_rows(examples, batch_size=2, pad_id=0)]
+
+
+def open_tiny(folder: Path, **asked: Any) -> Any:
+    config = make_config(backend="cpu", precision="fp32", model_name=str(folder), **asked)
+    return open_session(make_plan(config), model_folder=folder)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_compiled_blocks_train_alike(
+    tiny_model: Path, windows: list[list[TokenBatch]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, compiled = open_tiny(tiny_model), open_tiny(tiny_model, torch_compile=True)
+    assert is_compiled(compiled.model) and not is_compiled(plain.model)
+    assert any("2 blocks are compiled" in note for note in compiled.notes)
+    assert compiled.trained_shapes() == plain.trained_shapes()
+    torch._dynamo.utils.counters.clear()
+    for window in [*windows, *windows]:
+        expected, found = (train_step(session, window, lr=1e-2) for session in (plain, compiled))
+        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+    counters = torch._dynamo.utils.counters
+    made = counters["stats"]["unique_graphs"]
+    assert 0 < made <= 2 and not counters["graph_break"]
+    # Other passes use the blocks as they are, and make no further program.
+    assert compiled.evaluate(windows[0]).loss == pytest.approx(plain.evaluate(windows[0]).loss, rel=1e-5)
+    assert compiled.generate([[5, 6, 7]], max_new_tokens=4) == plain.generate([[5, 6, 7]], max_new_tokens=4)
+    assert "every value was finite" in find_nonfinite(compiled, windows[0])
+    assert counters["stats"]["unique_graphs"] == made
+    # A resumed run takes the same steps, bit for bit.
+    resumed = open_tiny(tiny_model, torch_compile=True)
+    resumed.import_state(compiled.export_state())
+    pair = [train_step(session, windows[1], lr=1e-2) for session in (compiled, resumed)]
+    assert pair[0].loss == pair[1].loss and pair[0].grad_norm == pair[1].grad_norm
+
+
+def test_an_error_of_the_compiler_is_told(
+    tiny_model: Path, windows: list[list[TokenBatch]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.exc import TorchDynamoException
+
+    session = open_tiny(tiny_model, torch_compile=True)
+
+    def fail(*args: Any, **more: Any) -> Any:
+        raise TorchDynamoException("no such operator\nand a long story")
+
+    for block in session.model.model.layers:
+        block._compiled_call_impl = fail
+    with pytest.raises(UserError, match="--torch_compile does not work with LlamaForCausalLM") as caught:
+        train_step(session, windows[0], lr=1e-2)
+    assert "no such operator" in str(caught.value) and "long story" not in str(caught.value)
+
+
+def test_blocks_are_those_of_the_outermost_lists() -> None:
+    experts = [nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for _ in range(2)]
+    layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), one) for one in experts])
+    model = nn.ModuleDict(
+        {
+            "layers": layers,
+            "heads": nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]),
+            "one": nn.ModuleList([nn.ReLU()]),
+        }
+    )
+    assert repeated_blocks(model) == list(layers)
+
+
+def test_a_machine_without_compiler_is_told(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
+    plan = make_plan(make_config(backend="cpu", model_name=str(tiny_model), torch_compile=True))
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(UserError, match=r"--torch_compile needs a C\+\+ compiler"):
+        check_compiler(plan)
+    assert missing_compiler("mps") is None
