@@ -108,6 +108,6 @@ def test_blocks_are_those_of_the_outermost_lists() -> None:
 def test_a_machine_without_compiler_is_told(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
     plan = make_plan(make_config(backend="cpu", model_name=str(tiny_model), torch_compile=True))
     monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(UserError, match=r"--torch_compile needs a C\+\+ compiler"):
+    with pytest.raises(UserError, match=r"--torch_compile on cpu needs a C\+\+ compiler"):
         check_compiler(plan)
     assert missing_compiler("mps") is None

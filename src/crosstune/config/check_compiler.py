@@ -18,7 +18,7 @@ def check_compiler(plan: Plan) -> None:
     missing = missing_compiler(plan.backend.name) if plan.config.torch_compile else None
     if missing is not None:
         raise UserError(
-            f"--torch_compile needs {missing} on {plan.backend.name}, and there is none here.",
+            f"--torch_compile on {plan.backend.name} needs {missing}, which is not here.",
             do=f"install {missing}, or leave --torch_compile out",
         )
 
@@ -26,7 +26,7 @@ def check_compiler(plan: Plan) -> None:
 def missing_compiler(backend: str) -> str | None:
     """Return what torch.compile lacks on this machine for a backend."""
     if backend == "cpu" and not any(map(shutil.which, (os.environ.get("CXX") or "", *_CPP_COMPILERS))):
-        return "a C++ compiler, such as g++"
+        return "a C++ compiler such as g++"
     if backend in _WITH_TRITON and importlib.util.find_spec("triton") is None:
         return "Triton"
     return None

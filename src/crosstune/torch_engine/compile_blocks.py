@@ -25,7 +25,7 @@ def compile_blocks(model: nn.Module, plan: Plan) -> list[str]:
     for block in blocks:
         block.compile(dynamic=True)
     return [
-        f"torch_compile: {len(blocks)} blocks are compiled; the first steps make the program, which can take a minute"
+        f"torch_compile: the first step takes up to minutes longer, while {len(blocks)} blocks are compiled"
     ]
 
 
