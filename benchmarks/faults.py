@@ -174,7 +174,7 @@ def killed_ranks(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
         yield trial
     for size in (2, 4):
         for rank in (0, size - 1):
-            yield ranks.stop_rank(bench, size=size, rank=rank, limit_s=15.0)
+            yield ranks.stop_rank(bench, size=size, rank=rank, limit_s=15.0, late_s=5.0)
 
 
 def killed_in_parts(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:

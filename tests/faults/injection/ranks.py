@@ -140,8 +140,8 @@ def kill_ranks(bench: Bench, seed: int, *, size: int, num_kills: int, method: st
     return Trial(kind=f"kill ranks of {size}", method=method, seed=seed, problems=problems, kills=kills)
 
 
-def stop_rank(bench: Bench, *, size: int, rank: int, limit_s: float) -> Trial:
-    """Stop a rank with SIGSTOP; the job has to end soon after the limit, and name the rank."""
+def stop_rank(bench: Bench, *, size: int, rank: int, limit_s: float, late_s: float = LATE_S) -> Trial:
+    """Stop a rank with SIGSTOP; the job has to end at most `late_s` after the limit, and name the rank."""
     folder = bench.home / f"stopped-{size}-{rank}"
     shutil.rmtree(folder, ignore_errors=True)
     run = launch(bench, folder, size=size, max_steps=100_000, collective_timeout=f"{limit_s:g}s")
@@ -155,7 +155,7 @@ def stop_rank(bench: Bench, *, size: int, rank: int, limit_s: float) -> Trial:
     problems = []
     if code != 1 or f"rank {rank} (host" not in said or "It was in: " not in said:
         problems.append(f"it ended with {code}: {said[-3000:]}")
-    if took_s > limit_s + LATE_S:
+    if took_s > limit_s + late_s:
         problems.append(f"it ended after {took_s:.1f} s, with a limit of {limit_s:g} s")
     problems += [f"rank {one} was left behind" for one, process in ranks.items() if _is_running(process)]
     return Trial(kind=f"stopped rank {rank} of {size}", method="lora", seed=rank, problems=problems)
