@@ -63,11 +63,16 @@ class CausalLM:
         columns = (batch.targets != IGNORED).any(axis=0).nonzero()[0]
         if not len(columns):
             columns = np.zeros(1, dtype=np.int64)
+        targets = batch.targets[:, columns].astype("int64")
         arrays = {
             "input_ids": batch.input_ids.astype("int64"),
             "columns": columns.astype("int64"),
-            "targets": batch.targets[:, columns].astype("int64"),
+            "targets": targets,
         }
+        if (
+            targets == IGNORED
+        ).any():  # found on the host, so that no step waits for the device to count them
+            arrays["places"] = (targets.reshape(-1) != IGNORED).nonzero()[0].astype("int64")
         if batch.is_packed:
             arrays["positions"] = batch.positions.astype("int64")
         return arrays | (fast_arrays(batch) if self.decoder is not None else {})
@@ -100,7 +105,10 @@ class CausalLM:
             logits = model(**options, logits_to_keep=tensors["columns"]).logits
         else:
             logits = model(**options).logits[:, tensors["columns"]]
-        return logits.reshape(-1, logits.shape[-1])[kept], flat[kept], kept
+        logits = logits.reshape(-1, logits.shape[-1])
+        if "places" in tensors:
+            logits, flat = (of.index_select(0, tensors["places"]) for of in (logits, flat))
+        return logits, flat, kept
 
     def check_batch(self, model: nn.Module, tensors: Tensors) -> None:
         """Check that the model can train on packed rows. The fast layers separate documents by themselves."""
