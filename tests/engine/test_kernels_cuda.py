@@ -5,19 +5,22 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 import transformers as hf
 
 from crosstune.core.quantization import QuantSpec
+from crosstune.data.token_batch import IGNORED, TokenBatch
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.torch_engine.adapters import Adapted, add_adapters
 from crosstune.torch_engine.kernels import torch_operations
-from crosstune.torch_engine.kernels.attention import Documents, attend, prefer_cudnn
+from crosstune.torch_engine.kernels.attention import Documents, attend, attends_by_document, prefer_cudnn
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.fp8_weights import why_no_fp8
 from crosstune.torch_engine.quantized import QuantLinear, quantize_weight
+from crosstune.torch_engine.tasks.causal_lm import CausalLM
 
 pytestmark = pytest.mark.cuda
 
@@ -180,3 +183,25 @@ def test_a_step_does_not_wait_for_the_device() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert adapters
+
+
+def test_rows_of_different_lengths_are_computed_without_padding() -> None:
+    model, _ = make("llama", torch.bfloat16)
+    decoder = FastDecoder(model, dtype=torch.bfloat16)
+    assert decoder.drops_padding == attends_by_document(torch.device("cuda"), torch.bfloat16, None)
+    task = CausalLM()
+    task.decoder = decoder
+    draw = np.random.default_rng(0)
+    real = np.arange(LENGTH) < np.array([[LENGTH], [FIRST]])
+    batch = TokenBatch(
+        input_ids=np.where(real, draw.integers(3, 512, real.shape), 0).astype(np.int32),
+        targets=np.where(real, draw.integers(3, 512, real.shape), IGNORED).astype(np.int32),
+        segments=real.astype(np.int32),
+        positions=np.tile(np.arange(LENGTH, dtype=np.int32), (2, 1)),
+    )
+    losses = []
+    for drops_padding in (False, decoder.drops_padding):
+        decoder.drops_padding = drops_padding
+        arrays = {name: torch.from_numpy(array).cuda() for name, array in task.arrays(batch).items()}
+        losses.append(float(task.loss(model, arrays)[0]))
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)

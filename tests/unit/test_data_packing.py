@@ -12,7 +12,7 @@ from crosstune.config.load import make_config
 from crosstune.data.batches import pack_rows
 from crosstune.data.packing import PackedOrder, Packer, pack
 from crosstune.data.row_order import RowOrder
-from crosstune.data.token_batch import IGNORED, Example
+from crosstune.data.token_batch import IGNORED, Example, TokenBatch, without_padding
 from crosstune.recipes.sft import SftRecipe
 
 LENGTHS = np.random.default_rng(3).integers(1, 100, size=1000)
@@ -113,3 +113,20 @@ def test_a_short_last_step_counts_the_rows_it_had() -> None:
     assert order.position(2) == {"rows_done": 7, "epoch": 1, "row_in_epoch": 0}
     longer = replace(order, num_epochs=2)
     assert longer.position(2) == {"rows_done": 8, "epoch": 1, "row_in_epoch": 1}
+
+
+def test_documents_stand_in_one_row_without_padding() -> None:
+    rows = [
+        [(1, 5), (1, 6), (0, 0), (0, 0)],
+        [(1, 7), (2, 8), (2, 9), (0, 0)],
+        [(1, 3), (1, 4), (1, 5), (1, 6)],
+    ]
+    segments, tokens = (np.array([[one[part] for one in row] for row in rows], np.int32) for part in (0, 1))
+    positions = np.array([[0, 1, 0, 0], [0, 0, 1, 0], [0, 1, 2, 3]], np.int32)
+    batch = TokenBatch(input_ids=tokens, targets=10 * tokens, segments=segments, positions=positions)
+    found = without_padding(batch)
+    assert batch.has_padding and not found.has_padding
+    assert found.input_ids.tolist() == [[5, 6, 7, 8, 9, 3, 4, 5, 6]]
+    assert found.targets.tolist() == [[50, 60, 70, 80, 90, 30, 40, 50, 60]]
+    assert found.segments.tolist() == [[1, 1, 2, 3, 3, 4, 4, 4, 4]]
+    assert found.positions.tolist() == [[0, 1, 0, 0, 1, 0, 1, 2, 3]]

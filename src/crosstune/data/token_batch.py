@@ -46,3 +46,20 @@ class TokenBatch:
     def is_packed(self) -> bool:
         """True if a row holds more than one document."""
         return bool(self.segments.max() > 1)
+
+    @property
+    def has_padding(self) -> bool:
+        return bool((self.segments == 0).any())
+
+
+def without_padding(batch: TokenBatch) -> TokenBatch:
+    """Return all documents of a batch in one row, in the same order. The targets stay those within each document."""
+    real = batch.segments > 0
+    starts = np.ones_like(real)
+    starts[:, 1:] = batch.segments[:, 1:] != batch.segments[:, :-1]
+    return TokenBatch(
+        input_ids=batch.input_ids[real][None],
+        targets=batch.targets[real][None],
+        segments=starts[real].cumsum(dtype=np.int32)[None],
+        positions=batch.positions[real][None],
+    )

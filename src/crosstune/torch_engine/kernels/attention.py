@@ -55,9 +55,14 @@ def attend(
     """Return rows x length x heads x size of attention over queries, keys and values of that layout."""
     if not documents.needs_mask(window):
         return _rows(q, k, v, None, scale)
-    if q.device.type == "cuda" and q.element_size() == 2 and _varlen_takes(window):
+    if attends_by_document(q.device, q.dtype, window):
         return _varlen(q, k, v, documents, scale, window)
     return _rows(q, k, v, documents.mask(window, q.device), scale)
+
+
+def attends_by_document(device: torch.device, dtype: torch.dtype, window: int | None) -> bool:
+    """Return whether the device has a kernel that computes each document of a row by itself, without a mask."""
+    return device.type == "cuda" and dtype.itemsize == 2 and _varlen_takes(window)
 
 
 def prefer_cudnn(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from crosstune.torch_engine.kernels import find_parts
-from crosstune.torch_engine.kernels.attention import Documents, prefer_cudnn
+from crosstune.torch_engine.kernels.attention import Documents, attends_by_document, prefer_cudnn
 from crosstune.torch_engine.kernels.frozen_weights import Scratch
 from crosstune.torch_engine.kernels.halves import (
     AttentionHalf,
@@ -55,6 +55,9 @@ class FastDecoder:
         self.recompute = [recompute] * count if isinstance(recompute, str) else list(recompute)
         assert len(self.recompute) == count
         self.norm = find_parts.read_norm(self.inner.norm)
+        windows = {attention.window for attention, _ in self.layers}
+        self.drops_padding = all(attends_by_document(self.device, dtype, window) for window in windows)
+        """Whether rows of different lengths are computed as one row of documents, without padding."""
 
     def hidden(
         self,

@@ -16,7 +16,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.protocols import Array
-from crosstune.data.token_batch import IGNORED, TokenBatch
+from crosstune.data.token_batch import IGNORED, TokenBatch, without_padding
 from crosstune.models.folder_record import RECORD
 from crosstune.models.identity import identity
 from crosstune.torch_engine import export
@@ -75,7 +75,9 @@ class CausalLM:
             arrays["places"] = (targets.reshape(-1) != IGNORED).nonzero()[0].astype("int64")
         if batch.is_packed:
             arrays["positions"] = batch.positions.astype("int64")
-        return arrays | (fast_arrays(batch) if self.decoder is not None else {})
+        if self.decoder is None:
+            return arrays
+        return arrays | fast_arrays(batch, drop_padding=self.decoder.drops_padding)
 
     def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
         """Return the cross entropy in fp32, summed over the supervised tokens of a batch."""
@@ -188,14 +190,22 @@ class CausalLM:
         return self.opening
 
 
-def fast_arrays(batch: TokenBatch) -> dict[str, Array]:
+def fast_arrays(batch: TokenBatch, *, drop_padding: bool) -> dict[str, Array]:
     """Return what the fast layers read besides: indices and targets of the supervised tokens, and the bounds of packed
-    documents. Computed on the host, so that no step waits for the device to count them."""
+    documents. Computed on the host, so that no step waits for the device to count them. With `drop_padding`, documents
+    stand in one row if the batch has padding; supervised tokens keep their order."""
+    if batch.weight == 0:
+        return {}
+    arrays: dict[str, Array] = {}
+    if drop_padding and batch.has_padding:
+        batch = without_padding(batch)
+        arrays |= {
+            "input_ids": batch.input_ids.astype("int64"),
+            "positions": batch.positions.astype("int64"),
+        }
     flat = batch.targets.reshape(-1)
     [rows] = (flat != IGNORED).nonzero()
-    if not len(rows):
-        return {}
-    arrays: dict[str, Array] = {"rows": rows.astype("int64"), "wanted": flat[rows].astype("int64")}
+    arrays |= {"rows": rows.astype("int64"), "wanted": flat[rows].astype("int64")}
     if batch.is_packed:
         starts = np.diff(batch.positions, axis=1, prepend=batch.positions[:, :1] - 1) != 1
         starts[:, 0] = True
