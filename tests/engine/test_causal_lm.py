@@ -84,11 +84,18 @@ def tensors_of(batch: TokenBatch) -> dict[str, torch.Tensor]:
 def test_only_columns_with_supervision_are_kept() -> None:
     batch = make_batch()
     arrays = CausalLM().arrays(batch)
-    assert set(arrays) == {"input_ids", "columns", "targets"}
+    assert set(arrays) == {"input_ids", "columns", "targets", "places"}
     assert arrays["columns"].tolist() == [1, 3, 4]
     assert arrays["targets"].tolist() == [[7, IGNORED, 8], [IGNORED, 0, 9]]
+    assert arrays["places"].tolist() == [0, 2, 4, 5]
     assert arrays["input_ids"].tolist() == batch.input_ids.tolist()
     assert {array.dtype for array in arrays.values()} == {np.dtype(np.int64)}
+
+
+def test_nothing_is_chosen_where_all_is_supervised() -> None:
+    batch = make_batch()
+    batch.targets[:] = 1
+    assert set(CausalLM().arrays(batch)) == {"input_ids", "columns", "targets"}
 
 
 def test_a_packed_batch_has_positions() -> None:
