@@ -232,7 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas")
+    parser.add_argument("--only", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}; with commas")
     parser.add_argument(
         "--part",
         type=_read_part,
@@ -248,6 +248,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--replay", help="one trial, as a failing one was printed")
     own = parser.parse_args()
+    if unknown := [name for name in own.only.split(",") if name not in SECTIONS]:
+        parser.error(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
     with tempfile.TemporaryDirectory(prefix="crosstune-faults-") as home:
         bench = Bench(Path(home))
         if own.replay:
