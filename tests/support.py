@@ -8,6 +8,10 @@ from typing import Any
 
 from crosstune.core.protocols import Backward, Batch, Session
 from crosstune.core.scaling import LossScale, needs_loss_scale
+from crosstune.data.batches import split_rows
+from crosstune.data.rendering import encode_conversation
+from crosstune.data.token_batch import TokenBatch
+from crosstune.data.tokenizer import Tokenizer
 from crosstune.loop.step import prepare_window, take_step
 
 FRAMEWORKS = frozenset({"torch", "transformers", "peft", "accelerate", "bitsandbytes", "mlx", "mlx_lm"})
@@ -39,6 +43,22 @@ def train_step(
 
 def find_nonfinite(session: Session, window: Sequence[Batch]) -> str:
     return session.find_nonfinite(prepare_window(session, window))
+
+
+def short_batches(folder: Path) -> list[TokenBatch]:
+    """Return two batches of two short conversations of different lengths, in the tokens of a model folder."""
+    tokenizer = Tokenizer.from_folder(folder)
+    words = ["red", "green and blue", "a much longer colour", "none"]
+    examples = [
+        encode_conversation(
+            [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": f"{word} it is"}],
+            tokenizer,
+            index=index,
+            whole=False,
+        )
+        for index, word in enumerate(words)
+    ]
+    return list(split_rows(examples, batch_size=2, pad_id=0))
 
 
 def tiny_of(family: str, folder: Path, vocab: int) -> Path:

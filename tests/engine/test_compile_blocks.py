@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from support import find_nonfinite, train_step
+from support import find_nonfinite, short_batches, train_step
 from torch import nn
 
 from crosstune.config.check_compiler import check_compiler, missing_compiler
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.data.batches import split_rows
-from crosstune.data.rendering import encode_conversation
 from crosstune.data.token_batch import TokenBatch
-from crosstune.data.tokenizer import Tokenizer
 from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.compile_blocks import is_compiled, repeated_blocks
 from crosstune.torch_engine.open import open_session
@@ -27,18 +24,7 @@ needs_compiler = pytest.mark.skipif(missing_compiler("cpu") is not None, reason=
 @pytest.fixture(scope="module")
 def windows(tiny_model: Path) -> list[list[TokenBatch]]:
     """Windows of micro-batches of different lengths."""
-    tokenizer = Tokenizer.from_folder(tiny_model)
-    words = ["red", "green and blue", "a much longer colour", "none"]
-    examples = [
-        encode_conversation(
-            [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": f"{word} it is"}],
-            tokenizer,
-            index=index,
-            whole=False,
-        )
-        for index, word in enumerate(words)
-    ]
-    return [[batch] for batch in split_rows(examples, batch_size=2, pad_id=0)]
+    return [[batch] for batch in short_batches(tiny_model)]
 
 
 def open_tiny(folder: Path, **asked: Any) -> Any:

@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import find_nonfinite, train_step
+from support import find_nonfinite, short_batches, train_step
 
 from crosstune.config.load import make_config
-from crosstune.data.batches import split_rows
-from crosstune.data.rendering import encode_conversation
 from crosstune.data.token_batch import IGNORED, TokenBatch
-from crosstune.data.tokenizer import Tokenizer
 from crosstune.loop.step import prepare_window
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.judge.examples import JudgeBatch
@@ -25,18 +22,7 @@ from crosstune.torch_engine.open import open_session
 
 @pytest.fixture(scope="module")
 def window(tiny_model: Path) -> list[TokenBatch]:
-    tokenizer = Tokenizer.from_folder(tiny_model)
-    words = ["red", "green and blue", "a much longer colour", "none"]
-    examples = [
-        encode_conversation(
-            [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": f"{word} it is"}],
-            tokenizer,
-            index=index,
-            whole=False,
-        )
-        for index, word in enumerate(words)
-    ]
-    return list(split_rows(examples, batch_size=2, pad_id=0))
+    return short_batches(tiny_model)
 
 
 def open_tiny(folder: Path, kernels: str) -> Any:

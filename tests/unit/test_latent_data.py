@@ -372,18 +372,8 @@ def test_pairs_are_not_replaced_unless_asked(pairs: Path, capsys: pytest.Capture
 def test_a_plan_tells_what_the_shape_says_and_what_is_not_known(
     pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["plan", "--machine", "h200", "--recipe", "latent_diffusion", "--price_per_hour", "2"]
-    asked += [
-        "--precision",
-        "fp32",
-        "--hidden_size",
-        "64",
-        "--n_blocks",
-        "2",
-        "--batch_size",
-        "10",
-        "--dataset",
-    ]
+    asked = ["plan", "--machine=h200", "--recipe=latent_diffusion", "--price_per_hour=2", "--precision=fp32"]
+    asked += ["--hidden_size=64", "--n_blocks=2", "--batch_size=10", "--dataset"]
     assert main([*asked, str(pairs)]) == 0
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert main([*asked, str(pairs), "--json"]) == 0
