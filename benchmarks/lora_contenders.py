@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import time
 from collections.abc import Callable
@@ -277,11 +278,28 @@ def count_launches(step: Step, device: str) -> dict[str, Any] | None:
         return None
     from torch.profiler import ProfilerActivity, profile
 
+    torch.cuda.synchronize()
+    started = time.perf_counter()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize()
+        wall_ms = 1e3 * (time.perf_counter() - started)
     rows = [(row.self_device_time_total / 1e3, row.count, row.key[:90]) for row in profiler.key_averages()]
-    return {"kernels": sum(row[1] for row in rows), "busiest": sorted(rows, reverse=True)[:20]}
+    rows = [row for row in rows if row[0] > 0]  # without the calls that start the kernels
+    ran = sorted(
+        (event.time_range.start, event.time_range.end, event.name[:60])
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    idle = [(b[0] - a[1], a[2], b[2]) for a, b in itertools.pairwise(ran) if b[0] > a[1]]
+    return {
+        "kernels": sum(row[1] for row in rows),
+        "busy_ms": sum(row[0] for row in rows),
+        "wall_ms": wall_ms,
+        "busiest": sorted(rows, reverse=True)[:40],
+        "idle_us": sum(row[0] for row in idle),
+        "longest_idle": sorted(idle, reverse=True)[:12],
+    }
 
 
 def synchronize(device: str) -> None:

@@ -60,6 +60,10 @@ def describe(row: dict[str, Any]) -> str:
         f"({row['spread'][0]:.1f} to {row['spread'][1]:.1f}), first step {row['first_step_s']:.1f} s, "
         f"loaded in {row['load_s']:.1f} s, loss {row['first_loss']:.4f} -> {row['last_loss']:.4f}"
     )
+    if row["launches"]:
+        text += "\n    {kernels} kernels, {busy_ms:.1f} of {wall_ms:.1f} ms busy".format(**row["launches"])
+        for gap, before, after in row["launches"]["longest_idle"]:
+            text += f"\n    idle for {gap:.0f} us between {before} and {after}"
     for busiest in (row["launches"] or {}).get("busiest", ()):
         text += f"\n    {busiest[0]:8.2f} ms {busiest[1]:6d}  {busiest[2]}"
     return text

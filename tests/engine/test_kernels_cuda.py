@@ -51,9 +51,13 @@ CONFIGS: dict[str, Any] = {
 ROWS, LENGTH, FIRST = 2, 128, 50
 
 
-def make(name: str, dtype: torch.dtype, spec: QuantSpec | None = None) -> tuple[Any, dict[str, Adapted]]:
+def make(
+    name: str, dtype: torch.dtype, spec: QuantSpec | None = None, **changed: Any
+) -> tuple[Any, dict[str, Adapted]]:
     torch.manual_seed(0)
-    model: Any = hf.AutoModelForCausalLM.from_config(CONFIGS[name]()).to("cuda", dtype)
+    config = CONFIGS[name]()
+    config.update(changed)
+    model: Any = hf.AutoModelForCausalLM.from_config(config).to("cuda", dtype)
     settings = AdapterSettings(rank=8, alpha=16, dropout=0.0, rank_stabilized=False, magnitudes=False)
     adapters = add_adapters(model, targets="all", settings=settings, seed=0)
     for adapter in adapters.values():
@@ -144,7 +148,8 @@ def test_fp8_products_on_tensor_cores_are_those_computed_in_fp32(quantizer: str)
     if reason is not None:
         pytest.skip(f"no fp8 products on this GPU: {reason}")
     spec = QuantSpec(quantizer=quantizer, bits=8 if quantizer == "fp8" else 4, group_size=64)
-    model, adapters = make("llama", torch.bfloat16, spec)
+    # Weights as models start with: larger ones make the gradients of queries and keys chaotic, and rounding matters more.
+    model, adapters = make("llama", torch.bfloat16, spec, initializer_range=0.02)
     exact_loss, exact = step(FastDecoder(model, dtype=torch.bfloat16), adapters, make_batch(packed=False))
     decoder = FastDecoder(model, dtype=torch.bfloat16, fp8=True)
     assert all(stacked.in_fp8 for stacked in decoder.groups().values())

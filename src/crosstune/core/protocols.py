@@ -175,6 +175,18 @@ class Session(Protocol):
 
 
 @runtime_checkable
+class UpdatesAtOnce(Protocol):
+    """A session that may update the weights before the host knows the loss."""
+
+    def backward_and_update(
+        self, window: Sequence[PreparedBatch], *, lr: float, loss_scale: float = 1.0
+    ) -> Backward | None:
+        """Do `backward` and, if its numbers are finite, `update`, without waiting for the device in between. Return None,
+        having done nothing, where that is not possible or gains nothing."""
+        ...
+
+
+@runtime_checkable
 class DividesState(Protocol):
     """A session that may hold only a part of the state."""
 

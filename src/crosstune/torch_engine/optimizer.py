@@ -27,6 +27,11 @@ class Masters:
         self.parameters = dict(parameters)
         self.masters: dict[str, torch.Tensor] = {name: _master(p) for name, p in self.parameters.items()}
 
+    @property
+    def are_parameters(self) -> bool:
+        """Whether there are no copies to keep in step."""
+        return all(self.masters[name] is parameter for name, parameter in self.parameters.items())
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the whole parameters."""
         return {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
@@ -115,6 +120,23 @@ def averages_of(optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, t
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_ratio"]
+
+
+def updates_if_finite(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `update_if_finite` takes an optimizer: one of torch's fused ones, after its first step, which makes
+    its state, and without an average, which is moved from the host."""
+    fused = type(optimizer) in (torch.optim.AdamW, torch.optim.Adam) and optimizer.defaults["fused"]
+    return bool(fused and optimizer.state and not optimizer._optimizer_step_post_hooks)
+
+
+def update_if_finite(optimizer: Any, *numbers: torch.Tensor | float) -> None:
+    """Take a step that the device leaves out, counting it back, if one of the numbers is not finite."""
+    bad = ~torch.stack([torch.as_tensor(number).isfinite() for number in numbers]).all()
+    optimizer.found_inf = bad.float()
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf
 
 
 Groups = list[dict[str, Any]]

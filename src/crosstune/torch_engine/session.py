@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -39,7 +38,12 @@ from crosstune.torch_engine.device import evaluating, memory_errors, read_memory
 from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, watch_outputs
 from crosstune.torch_engine.metric_totals import MetricTotals
 from crosstune.torch_engine.offload_activations import offload_activations
-from crosstune.torch_engine.optimizer import averages_of, set_learning_rate
+from crosstune.torch_engine.optimizer import (
+    averages_of,
+    set_learning_rate,
+    update_if_finite,
+    updates_if_finite,
+)
 from crosstune.torch_engine.parts import Parts
 from crosstune.torch_engine.profiler import TorchProfiler
 from crosstune.torch_engine.quantized import count_weights
@@ -54,12 +58,10 @@ from crosstune.torch_engine.task import (
 )
 from crosstune.torch_engine.write_result import write_adapter, write_model
 
-if TYPE_CHECKING:
-    pass
-
-
 LARGE_STATE_BYTES = 2**30
 """A sharded state of this size is written in parts, one by each process."""
+_QUEUED = frozenset({"cuda"})
+"""Devices that work through a queue, which should not be empty while the host prepares an update."""
 
 
 class TorchSession:
@@ -88,6 +90,21 @@ class TorchSession:
         self._random_before = states.export_random(self.device)
         with self.connected("a step"), memory_errors(self.device), compile_errors(self.model):
             return self._backward(window, loss_scale=loss_scale)
+
+    def backward_and_update(
+        self, window: Sequence[PreparedBatch], *, lr: float, loss_scale: float = 1.0
+    ) -> Backward | None:
+        optimizer = self._trained_optimizer()
+        alone = self.parallel is None and self.masters.are_parameters
+        if not (self.device.type in _QUEUED and alone and updates_if_finite(optimizer)):
+            return None
+        self._random_before = states.export_random(self.device)
+        with memory_errors(self.device), compile_errors(self.model):
+            done = self._backward(window, loss_scale=loss_scale, lr=lr)
+        if done.is_finite:
+            self.masters.clear_gradients()
+            self.parts.cache.after_step()
+        return done
 
     def connected(self, doing: str) -> contextlib.AbstractContextManager[None]:
         """Make collectives in the block, if there are several processes."""
@@ -256,8 +273,11 @@ class TorchSession:
         """Gather parts in the block; replicas, which have none, need no other process."""
         return self.connected(doing) if self.is_divided else contextlib.nullcontext()
 
-    def _backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
-        """Leave the gradients of the window in the masters, unscaled and clipped."""
+    def _backward(
+        self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0, lr: float | None = None
+    ) -> Backward:
+        """Leave the gradients of the window in the masters, unscaled and clipped. With `lr`, let the device update the
+        weights if the numbers are finite, before the host knows them."""
         weight = sum(batch.weight for batch in window)
         total, metrics = torch.zeros((), device=self.device), MetricTotals(self.task.metric_names)
         with self._passes(window) as turns:
@@ -283,6 +303,9 @@ class TorchSession:
                     tensor.grad.div_(loss_scale)
         with self.phase(OPTIMIZER):
             clipped = self._clip(trained)
+            if lr is not None:
+                set_learning_rate(self._trained_optimizer(), lr)
+                update_if_finite(self._trained_optimizer(), total, clipped)
         loss, norm = self._read(total, clipped)
         return Backward(
             loss=loss,

@@ -71,7 +71,7 @@ class FastDecoder:
         self.publish()
         count, length = input_ids.shape
         documents = Documents(count, length, positions, bounds)
-        with torch.autocast(self.device.type, enabled=False), prefer_cudnn(self.device):
+        with torch.autocast(self.device.type, enabled=False):
             stream: Stream = (self.inner.embed_tokens(input_ids).flatten(0, 1), None)
             given = Pass(
                 operations=self.operations,
@@ -182,4 +182,8 @@ class FastDecoder:
 
 def _run_layer(stream: Stream, layer: Layer, given: Pass, keep: bool) -> Stream:
     attention, mlp = layer
-    return run_mlp(run_attention(stream, attention, given, keep=keep), mlp, given, keep=keep)
+    with prefer_cudnn(
+        stream[0].device
+    ):  # in here, so that a layer that is computed again takes the same kernel
+        stream = run_attention(stream, attention, given, keep=keep)
+    return run_mlp(stream, mlp, given, keep=keep)

@@ -179,29 +179,26 @@ class _MLP(torch.autograd.Function):
             inner, down, half.post_norm, operations, rows=_whole(rows, inner)
         )
         ctx.half, ctx.operations, ctx.added = half, operations, added.dtype
-        lows = (low, low_down) if keep else (_kept(low), _kept(low_down))
-        kept = (buffer, inner) if keep else (None, None)
-        ctx.save_for_backward(total, rstd, both, *lows, *kept, product, post_rstd)
+        lows = (low if keep else _kept(low), _kept(low_down))
+        ctx.save_for_backward(total, rstd, both, *lows, buffer if keep else None, product, post_rstd)
         return total, out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         half, operations = ctx.half, ctx.operations
-        total, rstd, both, low, low_down, buffer, inner, product, post_rstd = ctx.saved_tensors
+        total, rstd, both, low, low_down, buffer, product, post_rstd = ctx.saved_tensors
         residual, gradient = gradients
         rows = _before_post_norm(gradient, product, post_rstd, half.post_norm, half.down, operations)
-        rebuilt = half.down.make_input(len(total)) if inner is None else None
+        inner = half.down.make_input(len(total))  # rebuilt by the kernel that reads both its factors anyway
         active, low_gradient = half.down.input_gradient(rows)
         found = operations.gate_backward(
             active,
             both,
             half.activation,
-            half.down.inputs_in(rebuilt) if rebuilt is not None else None,
+            half.down.inputs_in(inner),
             half.gate_up.quantize_gradients,
         )
-        down_adapters = half.down.adapter_gradients(
-            rows.values, rebuilt if inner is None else inner, low_down, low_gradient
-        )
+        down_adapters = half.down.adapter_gradients(rows.values, inner, low_down, low_gradient)
         buffer = _rebuild_norm(operations, total, rstd, half.norm, half.gate_up, buffer)
         need_input = any(ctx.needs_input_grad[:2])
         stream, adapters = half.gate_up.backward(found, buffer, low, need_input=need_input)

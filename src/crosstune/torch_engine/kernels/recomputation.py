@@ -8,7 +8,8 @@ from typing import Any, Literal
 import torch
 
 Recompute = Literal["none", "lean", "full"]
-"""What a layer's backward pass computes again: nothing, norms and activations, or the whole layer."""
+"""What a layer's backward pass computes again: the gated activation only, in the kernel that reads its factors anyway; the norms
+too; or the whole layer."""
 
 USED_SHARE = 0.85
 """The share of the free memory that kept activations may fill; the rest is for products, gradients and fragments."""
@@ -30,7 +31,7 @@ def layer_bytes(config: Any, *, head_size: int, compute_bytes: int, stream_bytes
     packed = queries + 2 * config.num_key_value_heads * head_size
     lean = 2 * width * stream_bytes + (packed + queries + 2 * inner) * compute_bytes
     return LayerBytes(
-        none=lean + (2 * width + inner) * compute_bytes,
+        none=lean + 2 * width * compute_bytes,
         lean=lean,
         full=width * (stream_bytes + compute_bytes),
     )

@@ -36,6 +36,8 @@ class Adapter:
     a: nn.Parameter
     b: nn.Parameter
     scale: float
+    wide_scale: torch.Tensor
+    """The scale in the dtype of B, as a row of one: a product with it is in that dtype, without another pass."""
     rows: slice
     """The outputs of its layer."""
     columns: slice
@@ -83,7 +85,7 @@ class Stacked:
         self.bias = stack_biases(bases, dtype=dtype)
         self._a = torch.zeros(self.extra, self.num_inputs, dtype=dtype, device=self.device)
         self._b = [torch.zeros_like(adapter.b, dtype=dtype) for adapter in self.adapters]
-        self._b_columns = self._place_b(room)
+        self._b_columns = self._place_b()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -131,8 +133,11 @@ class Stacked:
         if self.bias is not None:
             out += self.bias
         low = inputs.values @ self._a.t()
-        for adapter, b in zip(self.adapters, self._b, strict=True):
-            out[:, adapter.rows].addmm_(low[:, adapter.columns], b.t())
+        if self._b_columns is not None:
+            out.addmm_(low, self._b_columns.t())
+        else:
+            for adapter, b in zip(self.adapters, self._b, strict=True):
+                out[:, adapter.rows].addmm_(low[:, adapter.columns], b.t())
         return out, low
 
     def backward(
@@ -156,9 +161,12 @@ class Stacked:
             else:
                 low_gradient = values @ matrix[:, self.num_inputs :]
         else:
-            low_gradient = values.new_zeros(len(values), self.extra)
-            for adapter, b in zip(self.adapters, self._b, strict=True):
-                torch.mm(values[:, adapter.rows], b, out=low_gradient[:, adapter.columns])
+            if self._b_columns is not None:
+                low_gradient = values @ self._b_columns
+            else:
+                low_gradient = values.new_zeros(len(values), self.extra)
+                for adapter, b in zip(self.adapters, self._b, strict=True):
+                    torch.mm(values[:, adapter.rows], b, out=low_gradient[:, adapter.columns])
             found = self.weights.input_gradient(gradient) if need_input else None
         if found is not None and self.extra:
             found.addmm_(low_gradient, self._a)
@@ -175,7 +183,7 @@ class Stacked:
         if not self.adapters:
             return []
         found = []
-        all_a = low_gradient.t() @ self.inputs_in(inputs)
+        all_a = (low_gradient.t() @ self.inputs_in(inputs)).to(self.adapters[0].a.dtype)
         # One product reads the gradient once; with many columns, those of other layers would cost too much.
         all_b = gradient.t() @ low if self.extra <= MOST_EXTRA else None
         for adapter in self.adapters:
@@ -183,17 +191,17 @@ class Stacked:
                 b = all_b[adapter.rows, adapter.columns]
             else:
                 b = gradient[:, adapter.rows].t() @ low[:, adapter.columns]
-            found += [all_a[adapter.columns].to(adapter.a.dtype), b.to(adapter.b.dtype) * adapter.scale]
+            found += [all_a[adapter.columns], (b * adapter.wide_scale).to(adapter.b.dtype)]
         return found
 
-    def _place_b(self, room: int) -> torch.Tensor | None:
-        """Return where each B of an extended group stands, with zeros between: the extra columns of a dense matrix, or a
-        copy of these for a matrix that is made at each use."""
-        if not self.extended:
+    def _place_b(self) -> torch.Tensor | None:
+        """Return where each B stands, with zeros between: the extra columns of a dense matrix, or a matrix of its own.
+        None if there are so many columns that each B is better multiplied by itself."""
+        if not 0 < self.extra <= MOST_EXTRA:
             return None
-        if isinstance(self.weights, DenseWeights):
+        if self.extended and isinstance(self.weights, DenseWeights):
             return self.weights.matrix()[:, self.num_inputs :]
-        return torch.zeros(self.weights.num_outputs, room, dtype=self.dtype, device=self.device)
+        return torch.zeros(self.weights.num_outputs, self.extra, dtype=self.dtype, device=self.device)
 
     def _matrix(self) -> torch.Tensor:
         matrix: torch.Tensor = self.weights.matrix()
@@ -218,7 +226,7 @@ class Publishing:
         self._a_slots = [group._a[group.adapters[index].columns] for group, index in adapters]
         self._b = [adapter.b for adapter in found]
         self._b_copies = [group._b[index] for group, index in adapters]
-        self._placed = [b for group in groups if group.extended for b in group._b]
+        self._placed = [b for group in groups if group._b_columns is not None for b in group._b]
         self._places = [slot for group in groups for slot in group.b_slots()]
 
     @torch.no_grad()
@@ -244,6 +252,7 @@ def _place_adapters(layers: Sequence[Any]) -> list[Adapter]:
                     a=layer.lora_A,
                     b=layer.lora_B,
                     scale=layer.scale,
+                    wide_scale=layer.lora_B.new_full((1,), layer.scale, requires_grad=False),
                     rows=slice(row, row + outputs),
                     columns=slice(column, column + rank),
                 )
