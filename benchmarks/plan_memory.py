@@ -4,10 +4,10 @@
     python benchmarks/plan_memory.py --backend cuda                24 configurations: 135M, 1.2B and 7B Llama shapes
     python benchmarks/plan_memory.py --backend cuda --limit_s 480  stop starting new ones after eight minutes
 
-Weights are random. Each configuration trains two steps on full rows in a process of its own, forked from one that has
-imported everything; the second step counts, as it has the optimizer's state. On a GPU the peak is that of torch's
-allocator (the reserved memory is printed too); on a CPU it is the resident memory, and what the libraries take is measured
-before the model is opened instead of predicted. The table can be pasted into docs/results.md.
+Weights are random. Each configuration trains two steps on full rows in a process of its own; the second step counts, as
+it has the optimizer's state. On a GPU the peak is that of torch's allocator (the reserved memory is printed too); on a CPU
+it is the resident memory, and what the libraries take is measured before the model is opened instead of predicted. The
+table can be pasted into docs/results.md.
 """
 
 from __future__ import annotations
@@ -196,7 +196,8 @@ def measure(case: Case, model: Path, backend: str, answer: Connection) -> None:
 
 def run_case(case: Case, model: Path, backend: str, *, limit_s: float) -> dict[str, Any] | str:
     """Return what a child measured, or why there is nothing."""
-    context = multiprocessing.get_context("fork")
+    # On a GPU from nothing: a fork of a process in which a library has touched the GPU cannot use it.
+    context: Any = multiprocessing.get_context("fork" if backend == "cpu" else "spawn")
     receiving, sending = context.Pipe(duplex=False)
     child = context.Process(target=measure, args=(case, model, backend, sending))
     child.start()
@@ -262,7 +263,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="also write everything that was measured here")
     asked = parser.parse_args()
-    warm_up()
+    if asked.backend == "cpu":
+        warm_up()
     errors, kept = [], list[dict[str, Any]]()
     print(
         "| configuration | predicted MiB | measured MiB | error | reserved MiB |\n|---|---|---|---|---|",
