@@ -40,7 +40,7 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, default=280, help="training rows; -1 for all")
     parser.add_argument("--verdict", default="auto")
-    parser.add_argument("--head", default="tokens", choices=("tokens", "scalar"))
+    parser.add_argument("--head", default="scalar", choices=("tokens", "scalar"))
     parser.add_argument(
         "--chat_template", default="chatml", help="chatml has no system message, which saves tokens"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,6 +97,8 @@ class Lines:
 def train_judge(options: dict[str, Any]) -> tuple[Path, float]:
     """Train; return the run and the seconds of its steps and evaluations."""
     run = crosstune.train(progress=False, callbacks=[Lines(str(options["name"]))], **options)
+    if run.summary["status"] != "finished":  # stopped by a signal: what there is was not trained as asked
+        sys.exit(f"{options['name']} is {run.summary['status']} after {run.summary['steps']} steps")
     return run.folder, float(run.summary["seconds"])
 
 

@@ -168,6 +168,7 @@ def compare_demos(results: Results, asked: argparse.Namespace) -> int:
         print("demo: name the checkout to compare with: --before FOLDER", file=sys.stderr)
         return 2
     sources = {"now": HERE.parents[1] / "src", "before": Path(asked.before).resolve() / "src"}
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     times: dict[str, list[float]] = {name: [] for name in sources}
     for name in in_turn(list(sources), asked.rounds):
         with tempfile.TemporaryDirectory() as folder:
@@ -177,7 +178,7 @@ def compare_demos(results: Results, asked: argparse.Namespace) -> int:
             done = subprocess.run(
                 words,
                 cwd=folder,
-                env=os.environ | {"PYTHONPATH": str(sources[name])},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join([str(sources[name]), *paths])},
                 capture_output=True,
                 text=True,
                 check=False,
