@@ -21,7 +21,6 @@ from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.find_parts import why_general, why_other_adapters
 from crosstune.torch_engine.kernels.fp8_weights import Fp8Weights
 from crosstune.torch_engine.kernels.operations import Quantize
-from crosstune.torch_engine.kernels.recomputation import LayerBytes, plan_recomputation
 from crosstune.torch_engine.quantized import QuantLinear, quantize_weight
 
 VOCABULARY = 97
@@ -227,18 +226,6 @@ def test_models_and_adapters_without_fast_layers_are_named() -> None:
         why_other_adapters(add_adapters(plain, targets="all", settings=settings(dora=True), seed=0)) or ""
     )
     assert "no adapters" in (why_other_adapters({}) or "")
-
-
-def test_recomputation_fills_the_memory_and_no_more() -> None:
-    cost = LayerBytes(none=10, lean=6, full=1)
-
-    def plan(free: int) -> list[str]:
-        return list(plan_recomputation(cost, num_layers=4, num_tokens=100, free_bytes=free))
-
-    assert plan(5000) == ["none"] * 4
-    assert plan(4000) == ["lean"] * 4
-    assert plan(2800) == ["full"] * 2 + ["lean"] * 2
-    assert plan(100) == ["full"] * 4
 
 
 def test_a_document_sees_itself_only() -> None:

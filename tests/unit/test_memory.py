@@ -14,18 +14,17 @@ from crosstune.core.backend import backend_specs
 from crosstune.core.memory import (
     GIB,
     Correction,
-    Step,
     copy_bytes,
     layer_bytes,
     loss_bytes,
     moment_bytes,
     step_bytes,
     step_parts,
-    trained_parameters,
     weight_bytes,
 )
 from crosstune.core.model_shape import ModelShape, block_parameters, expand_shape
 from crosstune.core.quantizers import read_quantizers
+from crosstune.core.training_step import Step, trained_parameters
 from crosstune.machines.probe import load_machine
 from crosstune.models.known_models import known_shape, table
 

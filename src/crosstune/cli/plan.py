@@ -158,6 +158,14 @@ def _settings(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _layer_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Return the row that names the decoder layers, which the memory is predicted for; none where there is no choice."""
+    if plan.engine != "torch" or plan.config.recipe == "latent_diffusion":
+        return []
+    fast = plan.config.kernels == "fast"
+    return [("layers", "fast: fused, for adapters on a frozen base" if fast else "general: those of transformers")]
+
+
 def _describe_settings(plan: Plan) -> list[str]:
     """Return a description of each setting that is in effect."""
     settings = _settings(plan)
@@ -236,6 +244,7 @@ def _plan_lines(
         ("method", f"{config.recipe} / {plan.method}{quantized}"),
         ("precision", plan.precision),
         ("attention", ": ".join(plan.attention)),
+        *_layer_rows(plan),
         (
             "step",
             f"{config.rows_per_step} rows, {config.batch_size} at a time on each of {plan.world_size}"

@@ -17,7 +17,8 @@ from crosstune.config.load import backend_variables
 from crosstune.core.attention import held_score_bits
 from crosstune.core.backend import backend_specs
 from crosstune.core.machine import BackendReport, Machine
-from crosstune.core.memory import GIB, Step, largest_batch
+from crosstune.core.memory import GIB, largest_batch
+from crosstune.core.training_step import Step
 from crosstune.core.model_shape import shape_for_size
 from crosstune.core.quantizers import quantizer_names
 from crosstune.core.usable_memory import usable_bytes

@@ -15,14 +15,9 @@ import math
 from dataclasses import dataclass, replace
 
 from crosstune.core.devices import DeviceSpeed
-from crosstune.core.memory import (
-    Step,
-    adapted_linears,
-    gathered_bytes,
-    layer_bytes,
-    trained_parameters,
-)
+from crosstune.core.memory import gathered_bytes, layer_bytes
 from crosstune.core.model_shape import ModelShape
+from crosstune.core.training_step import Step, adapted_linears, trained_parameters
 
 SUSTAINED = 0.67
 PASSES = 29

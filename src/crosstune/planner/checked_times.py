@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from crosstune.core.devices import find_speed
-from crosstune.core.memory import GIB, Step, step_bytes
+from crosstune.core.memory import GIB, step_bytes
 from crosstune.core.step_time import Cluster, step_time
+from crosstune.core.training_step import Step
 from crosstune.models.known_models import known_shape
 
 

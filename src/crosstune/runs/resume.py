@@ -13,6 +13,7 @@ from crosstune.checkpoint.eight_bit import holds_eight_bit, plain_moments
 from crosstune.checkpoint.folders import FOLDER, checkpoint_folders, step_of
 from crosstune.checkpoint.manifest import DamagedCheckpoint
 from crosstune.checkpoint.read import Checkpoint, find_run, newest_valid, open_checkpoint
+from crosstune.config.fit_kernels import FAST_BY_DEFAULT
 from crosstune.config.load import make_config
 from crosstune.config.option import OnResume
 from crosstune.config.schema import Config, options_on_resume
@@ -121,15 +122,19 @@ def _made(values: Mapping[str, Any], request: Config, *, other: str) -> Config:
 
 def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: str) -> dict[str, Any]:
     """Return options to keep from the earlier part of a run: what its recipe chose for the backend it began on, the
-    precision it chose on this backend, the optimizer its moments belong to, and the run's copies of missing files."""
+    precision and the layers it chose on this backend, whose rounding its numbers have, the optimizer its moments belong to,
+    and the run's copies of missing files."""
     manifest = checkpoint.manifest
     kept = {
         name: value
         for name, value in (manifest.get("options") or {}).items()
         if name in _preset_options(manifest) and name not in asked
     }
-    if backend in ("auto", manifest["backend"]) and asked.get("precision", "auto") == "auto":
+    here = backend in ("auto", manifest["backend"])
+    if here and asked.get("precision", "auto") == "auto":
         kept["precision"] = manifest["precision"]
+    if manifest["backend"] in FAST_BY_DEFAULT and here and asked.get("kernels", "auto") == "auto":
+        kept["kernels"] = (manifest.get("options") or {}).get("kernels", "general")  # the only ones before the option
     used = manifest["identity"].get("optimizer")
     if used and asked.get("optimizer", used) != used:
         kept["optimizer"] = used

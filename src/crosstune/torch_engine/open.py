@@ -72,9 +72,11 @@ def open_session(
         )
         load_base_adapter(adapters, plan)
         recompute_activations(model, plan)
+        notes: list[str] = []
         if trained and finishing is None and isinstance(task, CausalLM):
-            task.decoder = open_decoder(model, adapters, plan=plan, precision=precision, device=device)
-        notes = list(task.decoder.notes) if isinstance(task, CausalLM) and task.decoder is not None else []
+            task.decoder, notes = open_decoder(
+                model, adapters, plan=plan, precision=precision, device=device
+            )
         if trained:
             notes += compile_blocks(model, plan)
             check_no_running_statistics(model)
