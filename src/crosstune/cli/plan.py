@@ -13,6 +13,7 @@ from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import EXIT_DONE, UserError
 from crosstune.core.machine import Machine
+from crosstune.core.memory import num_recomputed
 from crosstune.core.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -162,8 +163,12 @@ def _layer_rows(plan: Plan) -> list[tuple[str, str]]:
     """Return the row that names the decoder layers, which the memory is predicted for; none where there is no choice."""
     if plan.engine != "torch" or plan.config.recipe == "latent_diffusion":
         return []
-    fast = plan.config.kernels == "fast"
-    return [("layers", "fast: fused, for adapters on a frozen base" if fast else "general: those of transformers")]
+    if plan.config.kernels != "fast":
+        return [("layers", "general: those of transformers")]
+    fitted = plan.fitted
+    again = num_recomputed(fitted.shape, fitted.step) if fitted is not None else 0
+    saving = f"; {again} of {fitted.shape.num_layers} are recomputed to save memory" if fitted and again else ""
+    return [("layers", f"fast: fused, for adapters on a frozen base{saving}")]
 
 
 def _describe_settings(plan: Plan) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from crosstune.core import fast_memory
+from crosstune.core.fast_layers import Recompute
 from crosstune.core.model_shape import ModelShape, block_parameters
 from crosstune.core.training_step import ATTENTION_LINEARS, Step, adapted_linears, trained_parameters
 
@@ -76,7 +77,7 @@ def step_parts(shape: ModelShape, step: Step) -> MemoryParts:
     """Return the memory of a step in each process, at the moment when it is largest."""
     trained = trained_parameters(shape, step)
     shards = step.num_shards
-    passes = _fast_passes(shape, step, trained) if step.fast else _general_passes(shape, step)
+    passes = _fast_passes(shape, step) if step.fast else _general_passes(shape, step)
     before = 4 * trained // shards if step.num_micro_batches > 1 else 0
     own = (
         2 if _is_trained_in_16_bits(step) else 0
@@ -129,13 +130,30 @@ def _general_passes(shape: ModelShape, step: Step) -> _Passes:
     )
 
 
-def _fast_passes(shape: ModelShape, step: Step, trained: int) -> _Passes:
-    held = fast_memory.adapter_copy_bytes(shape, step) + fast_memory.weight_buffer_bytes(shape, step)
-    before = weight_bytes(shape, step) + copy_bytes(step, trained) + held + step.overhead_bytes
-    modes = fast_memory.recomputation(
-        shape, step, held_bytes=before, working_bytes=fast_working_bytes(shape, step)
+def num_recomputed(shape: ModelShape, step: Step) -> int:
+    """Return how many layers are computed again in the backward pass."""
+    if step.fast:
+        return fast_modes(shape, step).count("full")
+    return shape.num_layers if step.checkpointing else 0
+
+
+def fast_modes(shape: ModelShape, step: Step) -> list[Recompute]:
+    """Return what each of the fast layers computes again."""
+    held = weight_bytes(shape, step) + copy_bytes(step, trained_parameters(shape, step)) + step.overhead_bytes
+    return fast_memory.recomputation(
+        shape,
+        step,
+        held_bytes=held + _fast_held(shape, step),
+        working_bytes=fast_working_bytes(shape, step),
     )
-    at_loss, in_backward = fast_memory.activation_bytes(shape, step, modes)
+
+
+def _fast_held(shape: ModelShape, step: Step) -> int:
+    return fast_memory.adapter_copy_bytes(shape, step) + fast_memory.weight_buffer_bytes(shape, step)
+
+
+def _fast_passes(shape: ModelShape, step: Step) -> _Passes:
+    at_loss, in_backward = fast_memory.activation_bytes(shape, step, fast_modes(shape, step))
     has_own_kernel = step.quantizer == "bnb" and step.on_gpu
     return _Passes(
         at_loss=at_loss,
@@ -143,7 +161,7 @@ def _fast_passes(shape: ModelShape, step: Step, trained: int) -> _Passes:
         loss=fast_memory.loss_bytes(shape, step),
         backward=fast_memory.backward_bytes(shape, step),
         dense=0 if has_own_kernel or step.fp8_products else dense_copies(shape, step),
-        held=held,
+        held=_fast_held(shape, step),
     )
 
 

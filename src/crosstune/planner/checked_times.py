@@ -32,6 +32,8 @@ _SMOL: dict[str, Any] = {"model": "smollm2-135m", "device": "NVIDIA H200", "row"
 _FULL_ROWS: dict[str, Any] = {"batch": 4, "context": 2048}
 _SHORT: dict[str, Any] = {"batch": 8, "context": 80}
 _NF4: dict[str, Any] = {"quantizer": "bnb", "n_bits": 4}
+_FP8: dict[str, Any] = {"quantizer": "fp8", "n_bits": 16, "fp8_products": True}
+_FAST: dict[str, Any] = {**_FULL_ROWS, "fast": True}
 MEASUREMENTS = (
     Measurement(step=_FULL_ROWS, tokens_per_s=13289, calibrates=True, **_LLAMA),
     Measurement(step={**_FULL_ROWS, **_NF4}, tokens_per_s=13014, **_LLAMA),
@@ -39,6 +41,9 @@ MEASUREMENTS = (
     Measurement(
         step={**_FULL_ROWS, **_NF4, "checkpointing": True}, tokens_per_s=9164, peak_gib=7.8, **_LLAMA
     ),
+    Measurement(step=_FAST, tokens_per_s=19800, peak_gib=41.2, calibrates=True, **_LLAMA),
+    Measurement(step={**_FAST, **_NF4}, tokens_per_s=18900, **_LLAMA),
+    Measurement(step={**_FAST, **_FP8}, tokens_per_s=26600, peak_gib=41.4, **_LLAMA),
     Measurement(
         step={**_SHORT, "method": "full"}, tokens_per_s=4787, peak_gib=2.89, calibrates=True, **_SMOL
     ),
