@@ -127,7 +127,9 @@ CUDA_CASES = (
     Case("1.2B", 4, 2048, QLORA),
     Case("1.2B", 4, 2048, {**QLORA, **GENERAL}),
     Case("1.2B", 4, 2048, {**HQQ, **CHECKPOINTING}),
-    Case("1.2B", 4, 2048, {"train_type": "qlora", "quantization_backend": "quanto", **GENERAL, **CHECKPOINTING}),
+    Case(
+        "1.2B", 4, 2048, {"train_type": "qlora", "quantization_backend": "quanto", **GENERAL, **CHECKPOINTING}
+    ),
     Case("7B", 4, 2048, LORA),
     Case("7B", 4, 2048, {**LORA, **GENERAL}),
     Case("7B", 4, 2048, {**LORA, "base_precision": "fp8"}),

@@ -12,12 +12,16 @@ import torch
 from support import find_nonfinite, short_batches, train_step
 
 from crosstune.config.load import make_config
+from crosstune.config.plan import Adjustment
 from crosstune.data.token_batch import IGNORED, TokenBatch
 from crosstune.loop.step import prepare_window
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.judge.examples import JudgeBatch
 from crosstune.recipes.judge.torch_parts import ScoreTokens
+from crosstune.torch_engine.kernels.choose import open_decoder, warn_of_general
+from crosstune.torch_engine.load import read_pretrained
 from crosstune.torch_engine.open import open_session
+from crosstune.torch_engine.precision import PRECISIONS
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +98,22 @@ def test_base_precision_reaches_the_layers(tiny_model: Path, train_type: str, qu
     session: Any = open_session(plan, model_folder=tiny_model)
     assert plan.quantizer == quantizer
     assert all(stacked.in_fp8 for stacked in session.task.decoder.groups().values())
+
+
+def test_a_fallback_is_a_warning_if_the_fast_layers_were_asked_for_and_a_note_if_not(
+    tiny_model: Path,
+) -> None:
+    config = make_config(backend="cpu", precision="fp32", model_name=str(tiny_model), kernels="fast")
+    asked = make_plan(config)
+    choice = Adjustment(option="kernels", asked="auto", used="fast", reason="as on a GPU", kind="choice")
+    chosen = replace(asked, adjustments=(*asked.adjustments, choice))
+    model: Any = read_pretrained(tiny_model, plan=asked, device="cpu")
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
+    said = "kernels: the general layers are used, since its output head is not a plain matrix"
+    opening: Any = {"precision": PRECISIONS["fp32"], "device": torch.device("cpu")}
+    for plan, warnings, notes in ((asked, [said], []), (chosen, [], [said])):
+        assert warn_of_general(model, plan=plan) == warnings
+        assert open_decoder(model, {}, plan=plan, **opening) == (None, notes)
 
 
 def test_divided_targets_of_a_judge(tiny_model: Path, window: list[TokenBatch]) -> None:

@@ -228,6 +228,28 @@ def test_parts_add_up_and_more_rows_take_more() -> None:
     assert sharded.weights == one.weights // 8 and sharded.optimizer < one.optimizer
 
 
+@pytest.mark.parametrize(
+    ("name", "family", "has_fast_layers"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2", True),
+        ("Qwen/Qwen3-8B", "qwen3", True),
+        ("Qwen/Qwen3-30B-A3B", "qwen3_moe", False),
+        ("google/gemma-2b", "gemma", True),
+        ("google/gemma-2-2b", "gemma2", False),
+        ("google/gemma-3-1b-it", "gemma3_text", True),
+        ("google/gemma-3-4b-it", "gemma3", False),
+        ("microsoft/phi-2", "phi", False),
+        ("microsoft/phi-4", "phi3", True),
+        ("HuggingFaceTB/SmolLM2-135M", "llama", True),
+        ("HuggingFaceTB/SmolLM3-3B", "smollm3", False),
+    ],
+)
+def test_the_table_knows_which_models_have_fast_layers(name: str, family: str, has_fast_layers: bool) -> None:
+    shape = known_shape(name)
+    assert shape is not None and shape.family == family
+    assert (shape.why_general == "") is has_fast_layers
+
+
 def test_every_model_of_the_table_has_the_parameters_that_its_authors_give() -> None:
     assert len(table()) >= 100
     for name, sizes in table().items():

@@ -22,6 +22,8 @@ from crosstune.core.quantizers import read_quantizers
 from crosstune.core.ranks import Ranks
 from crosstune.machines.probe import load_machine
 from crosstune.models.folder import config_shape
+from crosstune.planner.gather import make_plan
+from crosstune.runs import resume
 from crosstune.runs.resume import kept_options
 
 
@@ -432,6 +434,15 @@ def test_a_run_goes_on_with_the_layers_it_began_with(
     manifest = {"backend": began, "precision": "bf16", "identity": {}, "recipe": "sft", "options": options}
     checkpoint = Checkpoint(folder=Path("runs/old/checkpoints/step-00000001"), manifest=manifest)
     assert kept_options(checkpoint, asked, backend=backend).get("kernels") == kept
+    again = make_config(
+        name="old", resume="auto", backend=backend, **asked
+    )  # the command of the run, once more
+    assert resume._continue_named(again, checkpoint).kernels == (kept or asked.get("kernels", "auto"))
+
+
+def test_a_judge_on_a_gpu_keeps_the_general_layers_for_its_dropout() -> None:
+    plan = make_plan(make_config(recipe="judge"), machine=load_machine("h200"))
+    assert plan.config.lora_dropout > 0 and plan.config.kernels == "general"
 
 
 def test_old_attention_keeps_the_general_layers() -> None:

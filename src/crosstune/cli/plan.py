@@ -167,7 +167,9 @@ def _layer_rows(plan: Plan) -> list[tuple[str, str]]:
         return [("layers", "general: those of transformers")]
     fitted = plan.fitted
     again = num_recomputed(fitted.shape, fitted.step) if fitted is not None else 0
-    saving = f"; {again} of {fitted.shape.num_layers} are recomputed to save memory" if fitted and again else ""
+    saving = (
+        f"; {again} of {fitted.shape.num_layers} are recomputed to save memory" if fitted and again else ""
+    )
     return [("layers", f"fast: fused, for adapters on a frozen base{saving}")]
 
 

@@ -14,8 +14,8 @@ def fit_kernels(draft: Draft, *, method: str, world_size: int) -> None:
     asked, reason = draft["kernels"], _why_general(draft, method, world_size)
     if asked == "auto":
         _choose(draft, reason)
-    elif asked == "fast" and draft.report.engine == "torch" and (reason or _model_reason(draft)):
-        draft.set("kernels", "general", reason or _model_reason(draft))
+    elif asked == "fast" and draft.report.engine == "torch" and (why := reason or _model_reason(draft)):
+        draft.set("kernels", "general", why)
     if draft["base_precision"] == "fp8" and draft["kernels"] == "general" and draft.report.engine == "torch":
         draft.warn(
             "base_precision", "the general layers multiply in --precision; --kernels fast multiplies in fp8"

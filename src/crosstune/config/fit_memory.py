@@ -42,7 +42,9 @@ def fit_memory(
     if not limit:
         return fitted.result()
     why = f"the step is estimated at {need / GIB:.1f} GiB and {report.name} has {limit / GIB:.1f} GiB to use"
-    recomputes = draft["kernels"] == "fast" and not report.is_torch_cpu  # as many layers as it takes, by themselves
+    recomputes = (
+        draft["kernels"] == "fast" and not report.is_torch_cpu
+    )  # as many layers as it takes, by themselves
     if need > limit and not recomputes and not draft.is_asked("use_gradient_checkpointing"):
         draft.set("use_gradient_checkpointing", True, why)
         need = fitted.estimate()
@@ -106,7 +108,9 @@ class _Fitting:
             rank=draft["lora_rank"],
             targets=draft["lora_target_modules"],
             quantizer=self.quantizer,
-            n_bits=16 if fast and self.quantizer == "fp8" else self.n_bits,  # the fast layers hold fp8 in two layouts
+            n_bits=16
+            if fast and self.quantizer == "fp8"
+            else self.n_bits,  # the fast layers hold fp8 in two layouts
             group_size=draft["group_size"],
             double_quant=draft["double_quant"],
             batch=draft["batch_size"],
@@ -154,7 +158,9 @@ def _choose_batch(draft: Draft, fitting: _Fitting, *, limit: int) -> None:
     chosen = usual
     if fitting.shape is not None and limit:
         draft.values["batch_size"] = 1
-        step = replace(fitting.step(), limit_bytes=0)  # more rows do not pay for layers that are computed again
+        step = replace(
+            fitting.step(), limit_bytes=0
+        )  # more rows do not pay for layers that are computed again
         chosen = max(1, largest_batch(fitting.shape, step, limit_bytes=limit, at_most=MOST_ESTIMATED))
     how = "estimated" if fitting.shape is not None else "a first guess, as the model's sizes are not known"
     draft.set("batch_size", chosen, f"{how}; train finds it with real passes", kind="choice")

@@ -47,7 +47,9 @@ def groups(shape: ModelShape, step: Step) -> dict[str, Group]:
             outputs=sum(linears[layer][0] for layer in layers),
             inputs=linears[layers[0]][1],
             adapted_outputs=sum(adapted[layer][0] for layer in layers if layer in adapted),
-            columns=adapter_columns(step.rank * sum(layer in adapted for layer in layers), on_gpu=step.on_gpu),
+            columns=adapter_columns(
+                step.rank * sum(layer in adapted for layer in layers), on_gpu=step.on_gpu
+            ),
         )
         for name, layers in _GROUPS.items()
     }
@@ -94,7 +96,10 @@ def recomputation(shape: ModelShape, step: Step, *, held_bytes: int, working_byt
 def activation_bytes(shape: ModelShape, step: Step, modes: list[Recompute]) -> tuple[int, int]:
     """Return what is kept at the loss, which is all that the layers keep and the input of the last norm, and the most that is
     held at a moment of the backward pass."""
-    cost, last = fast_layer(shape, step).kept(), supervised_rows(step) * (shape.hidden * stream_bytes(step) + 4)
+    cost, last = (
+        fast_layer(shape, step).kept(),
+        supervised_rows(step) * (shape.hidden * stream_bytes(step) + 4),
+    )
     return step.tokens * kept_by(cost, modes) + last, step.tokens * most_held(cost, modes) + last
 
 
@@ -135,7 +140,5 @@ def weight_buffer_bytes(shape: ModelShape, step: Step) -> int:
     if step.fp8_products:
         return max(group.outputs * group.inputs for group in found) * (step.width + 2)
     extended = [group.columns if group.columns <= MOST_COLUMNS else 0 for group in found]
-    wide = (
-        group.outputs * (group.inputs + columns) for group, columns in zip(found, extended, strict=True)
-    )
+    wide = (group.outputs * (group.inputs + columns) for group, columns in zip(found, extended, strict=True))
     return max(wide) * step.width

@@ -121,7 +121,9 @@ def step_time(
         flops -= share * tokens * _base_flops_per_token(shape, step)
     products = flops / (speed.tflops * 1e12 * SUSTAINED)
     traffic = _traffic_bytes(shape, step, tokens) / (speed.memory_gb_s * 1e9)
-    launches = FAST_LAUNCHES if step.fast else LAUNCHES + LAUNCHES_PER_ADAPTER * len(adapted_linears(shape, step))
+    launches = (
+        FAST_LAUNCHES if step.fast else LAUNCHES + LAUNCHES_PER_ADAPTER * len(adapted_linears(shape, step))
+    )
     if _makes_dense(step):
         launches += LAUNCHES_PER_QUANTIZED * len(shape.linears())
     after, beside = communication_s(shape, step, speed, cluster=cluster)
@@ -165,11 +167,10 @@ def _traffic_bytes(shape: ModelShape, step: Step, tokens: float) -> float:
     """Return the bytes that move through memory in a micro-batch besides the products."""
     again = _recomputed_share(shape, step)
     if step.fast:
-        per_token, passes = float(fast_layer(shape, step).kept().none), FAST_PASSES
+        kept = FAST_PASSES * fast_layer(shape, step).kept().none
     else:
-        per_token, passes = layer_bytes(shape, replace(step, batch=1)) / step.context, PASSES
-    passes = passes * (1 + again / 3)  # a third of it is the forward pass
-    moved = passes * tokens * per_token * shape.num_layers
+        kept = PASSES * layer_bytes(shape, replace(step, batch=1)) // step.context
+    moved = tokens * kept * (1 + again / 3) * shape.num_layers  # a third of it is the forward pass
     if _makes_dense(step):  # bits are read and dense weights written for each product
         linear = max(0, shape.num_parameters - shape.embeddings)
         moved += (2 + again) * linear * (step.n_bits / 8 + step.width)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.core.fast_layers import why_no_fast_layers_of
 from crosstune.core.json_fields import TEXT, check_fields, map_of
 from crosstune.core.json_files import read_json, read_object
-from crosstune.core.fast_layers import why_no_fast_layers_of
 from crosstune.core.model_shape import ModelShape
 from crosstune.core.plain_files import UnreadableFile, check_regular_files
 from crosstune.core.safetensors_header import read_header

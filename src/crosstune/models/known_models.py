@@ -184,18 +184,29 @@ gpt-oss-20b: 2880 24 2880 201088 64 8 64 own 20.9 32 4
 gpt-oss-120b: 2880 36 2880 201088 64 8 64 own 116.8 128 4
 internlm2_5-7b: 4096 32 14336 92544 32 8 128 own 7.74
 """
-_FAMILIES = {
-    **dict.fromkeys(("llama", "codellama", "vicuna", "tinyllama", "solar", "smollm-", "smollm2", "yi-"), "llama"),
-    **dict.fromkeys(("deepseek-llm", "deepseek-coder", "deepseek-r1-distill-llama"), "llama"),
-    **dict.fromkeys(("mistral", "zephyr", "ministral"), "mistral"),
-    **dict.fromkeys(("qwen1.5", "qwen2", "qwq", "deepseek-r1-distill-qwen"), "qwen2"),
-    **dict.fromkeys(("qwen3-30b", "qwen3-235b"), "qwen3_moe"),
-    **{"qwen3": "qwen3", "mixtral": "mixtral", "smollm3": "smollm3"},
-    **{"gemma": "gemma", "gemma-2-": "gemma2", "gemma-3-": "gemma3", "gemma-3-1b": "gemma3_text"},
-    **{"phi-2": "phi", "phi-3": "phi3", "phi-4": "phi3", "gpt2": "gpt2", "gpt-oss": "gpt_oss", "opt": "opt"},
-    **{"pythia": "gpt_neox", "olmo-2": "olmo2", "stablelm": "stablelm", "internlm2": "internlm2"},
-}
-"""The beginning of a name in the table -> the `model_type` of such models."""
+# model_type: the beginnings of the names of such models in the table; the longest counts
+_FAMILIES = """
+llama: llama codellama vicuna tinyllama solar smollm- smollm2 yi- deepseek-llm deepseek-coder deepseek-r1-distill-llama
+mistral: mistral zephyr ministral
+mixtral: mixtral
+qwen2: qwen1.5 qwen2 qwq deepseek-r1-distill-qwen
+qwen3: qwen3
+qwen3_moe: qwen3-30b qwen3-235b
+gemma: gemma
+gemma2: gemma-2-
+gemma3: gemma-3-
+gemma3_text: gemma-3-1b
+phi: phi-2
+phi3: phi-3 phi-4
+smollm3: smollm3
+gpt2: gpt2
+gpt_oss: gpt-oss
+gpt_neox: pythia
+opt: opt
+olmo2: olmo-2
+stablelm: stablelm
+internlm2: internlm2
+"""
 _VARIANT = re.compile(
     r"(?<=.)[-_](instruct|chat|hf|it|pt|base|beta|alpha|gguf|awq|gptq|mlx|bnb|nf4|unsloth|text|dpo|sft|rlhf|intermediate|step"
     r"|deduped|4k|8k|16k|32k|128k|bf16|fp16|fp8|int8|4bit|8bit|4-bit|8-bit|v\d[\w.]*|\d{4}|\d+k|reasoning|python|math"
@@ -216,9 +227,10 @@ def table() -> Mapping[str, Sizes]:
 
 
 def _family(name: str) -> str:
-    """Return the `model_type` of a model of the table: that of the longest beginning of its name."""
-    found = max((start for start in _FAMILIES if name.startswith(start)), key=len)
-    return _FAMILIES[found]
+    """Return the `model_type` of a model of the table."""
+    rows = (line.split(":") for line in _FAMILIES.strip().splitlines())
+    found = {start: family for family, starts in rows for start in starts.split() if name.startswith(start)}
+    return found[max(found, key=len)]
 
 
 def _read(fields: list[str], *, family: str) -> Sizes:

@@ -105,7 +105,8 @@ def _continue_named(request: Config, checkpoint: Checkpoint) -> Config:
     """With --resume auto, return the options of this request and those to keep from the checkpoint."""
     values = request.options_asked()
     values.pop("base_adapter", None)  # its weights are in the checkpoint
-    values = kept_options(checkpoint, values, backend=request.backend) | values
+    kept = kept_options(checkpoint, values, backend=request.backend)
+    values = kept | {name: value for name, value in values.items() if name not in kept or value != "auto"}
     before = (checkpoint.manifest.get("options") or {}).get("world_size")
     if before is not None and max(1, before) != max(1, request.world_size):
         # The command is that of the run, apart from the processes there are now.
@@ -134,7 +135,9 @@ def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: s
     if here and asked.get("precision", "auto") == "auto":
         kept["precision"] = manifest["precision"]
     if manifest["backend"] in FAST_BY_DEFAULT and here and asked.get("kernels", "auto") == "auto":
-        kept["kernels"] = (manifest.get("options") or {}).get("kernels", "general")  # the only ones before the option
+        kept["kernels"] = (manifest.get("options") or {}).get(
+            "kernels", "general"
+        )  # the only ones before the option
     used = manifest["identity"].get("optimizer")
     if used and asked.get("optimizer", used) != used:
         kept["optimizer"] = used

@@ -74,9 +74,7 @@ def open_session(
         recompute_activations(model, plan)
         notes: list[str] = []
         if trained and finishing is None and isinstance(task, CausalLM):
-            task.decoder, notes = open_decoder(
-                model, adapters, plan=plan, precision=precision, device=device
-            )
+            task.decoder, notes = open_decoder(model, adapters, plan=plan, precision=precision, device=device)
         if trained:
             notes += compile_blocks(model, plan)
             check_no_running_statistics(model)

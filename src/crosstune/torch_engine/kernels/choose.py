@@ -55,7 +55,9 @@ def open_decoder(
 
 def why_slow(device: torch.device) -> str | None:
     """Return why the fast layers are not worth choosing on a device that has them."""
-    return None if device.type == "cpu" or has_triton() else "their kernels need Triton, which is not installed"
+    return (
+        None if device.type == "cpu" or has_triton() else "their kernels need Triton, which is not installed"
+    )
 
 
 def _sentence(reason: str | None) -> list[str]:
