@@ -6,15 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from crosstune.config.plan import Plan
+from crosstune.core.fast_layers import kept_by
 from crosstune.torch_engine.adapters import Adapted
 from crosstune.torch_engine.kernels.calibrate import leave_out_of_fp8
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.find_parts import why_general, why_other_adapters
 from crosstune.torch_engine.kernels.fp8_weights import why_no_fp8
 from crosstune.torch_engine.kernels.operations import has_triton
-from crosstune.torch_engine.kernels.recomputation import choose_recomputation
+from crosstune.torch_engine.kernels.pass_graphs import PassGraphs
+from crosstune.torch_engine.kernels.recomputation import choose_recomputation, describe_layer
 from crosstune.torch_engine.precision import Precision
 
 
@@ -80,3 +83,14 @@ def describe_decoder(
     if num_full := decoder.recompute.count("full"):
         notes.append(f"kernels: {num_full} of {len(decoder.layers)} layers are recomputed to save memory")
     return notes
+
+
+def open_graphs(
+    decoder: FastDecoder | None, parameters: Sequence[nn.Parameter], *, plan: Plan
+) -> PassGraphs | None:
+    """Return the graphs of captured passes, if the plan asks for them and the layers can be captured."""
+    if not plan.config.cuda_graphs or decoder is None or decoder.device.type != "cuda":
+        return None
+    if "full" in decoder.recompute or plan.config.use_activation_cpu_offload:
+        return None
+    return PassGraphs(parameters, bytes_per_token=kept_by(describe_layer(decoder).kept(), decoder.recompute))
