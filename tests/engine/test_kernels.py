@@ -355,6 +355,7 @@ def test_a_layer_keeps_what_is_predicted(name: str, rank: int, targets: str) -> 
         weight_bits=32,
         on_gpu=False,
         fast=True,
+        recomputes_by_memory=False,
     )
     torch.manual_seed(0)
     ids, wanted = torch.randint(3, VOCABULARY, (2, 7)), torch.randint(0, VOCABULARY, (14,))

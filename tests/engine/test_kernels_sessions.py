@@ -94,6 +94,34 @@ def test_captured_passes_are_the_same_training(
     assert train_step(captured, some, lr=1e-2).is_finite
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "bf16", "kernels": "auto"},
+        {"precision": "bf16", "kernels": "auto", "use_activation_cpu_offload": True},
+        {"precision": "bf16", "kernels": "auto", "use_gradient_checkpointing": True},
+        {"precision": "bf16_autocast", "kernels": "fast"},
+        {"precision": "fp16_autocast", "kernels": "fast"},
+        {"precision": "fp32", "kernels": "fast"},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_a_gpu_trains_with_the_fast_layers_as_with_the_general_ones(
+    tiny_model: Path, window: list[TokenBatch], options: dict[str, Any]
+) -> None:
+    """`auto` takes them in bf16; the other precisions are those in which nobody has measured them."""
+    kernels = options["kernels"]
+    others = {name: value for name, value in options.items() if name != "kernels"}
+    fast = open_tiny(tiny_model, kernels, backend="cuda", **others)
+    general = open_tiny(tiny_model, "general", backend="cuda", **others)
+    assert fast.task.decoder is not None and general.task.decoder is None
+    for _ in range(2):
+        expected, found = (train_step(session, window, lr=1e-3) for session in (general, fast))
+        assert found.loss == pytest.approx(expected.loss, rel=1e-2)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=5e-2)
+
+
 def test_a_layer_that_overflows_is_named(tiny_model: Path, window: list[TokenBatch]) -> None:
     session = open_tiny(tiny_model, "fast")
     session.model.model.layers[1].mlp.down_proj.base.weight.data[0, 0] = torch.inf

@@ -350,6 +350,9 @@ def test_what_a_quantizer_has_no_use_for_is_said(asked: dict[str, Any], option: 
         ("h200", {"profile": True}, "fast", "choice"),
         ("h200", {"base_precision": "fp8"}, "fast", "choice"),
         ("h200", {"recipe": "latent_diffusion"}, "general", None),
+        ("h200", {"recipe": "judge", "head": "scalar"}, "general", None),
+        ("h200", {"recipe": "judge", "head": "tokens"}, "fast", "choice"),
+        ("h200", {"recipe": "judge", "head": "scalar", "kernels": "fast"}, "general", "change"),
         ("apple-m1-16gb", {"backend": "mps"}, "general", None),
         ("apple-m1-16gb", {}, "general", None),
         ("h200", {"kernels": "fast"}, "fast", None),
@@ -396,6 +399,21 @@ def test_a_model_without_fast_layers_is_a_note_unless_they_were_asked_for(
     if used == "general":
         with pytest.raises(UserError):
             plan_on("h200", shape=shape, kernels="fast", strict=True)
+
+
+def test_fast_layers_recompute_by_themselves_only_where_they_know_the_free_memory() -> None:
+    asked: dict[str, Any] = {
+        "batch_size": 64,
+        "context_length": 2048,
+        "kernels": "fast",
+        "train_type": "lora",
+    }
+    used = {
+        backend: plan_on(machine, backend=backend, shape=shape_for_size(1), **asked)
+        for machine, backend in (("rtx-4090", "cuda"), ("apple-m2-max-64gb", "mps"), ("cpu-laptop", "cpu"))
+    }
+    recomputed = {backend: plan.config.use_gradient_checkpointing for backend, plan in used.items()}
+    assert recomputed == {"cuda": False, "mps": True, "cpu": True}
 
 
 def test_fast_layers_need_whole_weights() -> None:

@@ -57,6 +57,8 @@ def fit_compile(draft: Draft, *, world_size: int) -> None:
 def _why_general(draft: Draft, method: str, world_size: int) -> str | None:
     if draft["recipe"] == "latent_diffusion":
         return "the fast layers are those of language models"
+    if draft["recipe"] == "judge" and draft["head"] == "scalar":
+        return "the fast layers have no scalar head"
     if method != "lora":
         return f"the fast layers are for LoRA, not for {method}"
     if draft["lora_dropout"]:

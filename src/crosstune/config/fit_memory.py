@@ -17,6 +17,8 @@ from crosstune.core.training_step import Step
 
 MOST_ESTIMATED = 64
 """The largest batch that is estimated for `--batch_size auto`."""
+RECOMPUTES_BY_MEMORY = "cuda"
+"""The device of torch, which is ROCm's too, on which the fast layers know how much memory is free."""
 
 
 def fit_memory(
@@ -42,9 +44,8 @@ def fit_memory(
     if not limit:
         return fitted.result()
     why = f"the step is estimated at {need / GIB:.1f} GiB and {report.name} has {limit / GIB:.1f} GiB to use"
-    recomputes = (
-        draft["kernels"] == "fast" and not report.is_torch_cpu
-    )  # as many layers as it takes, by themselves
+    # The fast layers recompute as many of them as it takes, by themselves.
+    recomputes = draft["kernels"] == "fast" and report.device == RECOMPUTES_BY_MEMORY
     if need > limit and not recomputes and not draft.is_asked("use_gradient_checkpointing"):
         draft.set("use_gradient_checkpointing", True, why)
         need = fitted.estimate()
@@ -131,6 +132,7 @@ class _Fitting:
             fast=fast,
             fp8_products=fast and (draft["base_precision"] == "fp8" or self.quantizer == "fp8"),
             limit_bytes=self.limit,
+            recomputes_by_memory=report.device == RECOMPUTES_BY_MEMORY,
             overhead_bytes=draft.facts.backends[report.name].overhead_bytes,
         )
 

@@ -80,7 +80,7 @@ def recomputation(shape: ModelShape, step: Step, *, held_bytes: int, working_byt
     """Return what each layer computes again beside `held_bytes` of weights and their like, as the engine will choose it."""
     if step.checkpointing:
         return ["full"] * shape.num_layers
-    if not step.on_gpu:
+    if not step.recomputes_by_memory:
         return ["lean"] * shape.num_layers
     if not step.limit_bytes:
         return ["none"] * shape.num_layers

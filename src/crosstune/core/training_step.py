@@ -49,7 +49,9 @@ class Step:
     fp8_products: bool = False
     """True if the fast layers multiply with a quantized base in fp8."""
     limit_bytes: int = 0
-    """The memory that a step may use, by which the fast layers decide what they compute again; 0 if they keep all."""
+    """The memory that a step may use; 0 if it is not limited."""
+    recomputes_by_memory: bool = True
+    """True if the fast layers decide by the free memory what they compute again, as they do on CUDA's and ROCm's devices."""
     overhead_bytes: int = 0
     """Memory that the framework takes before the first tensor, where it counts as memory of the process."""
 

@@ -149,7 +149,9 @@ def _changes(step: Step, plan: Plan) -> list[tuple[str, Step]]:
     if step.batch > 1:
         accumulation = step.batch * step.num_micro_batches
         step = add(f"--batch_size 1 --gradient_accumulation_steps {accumulation}", replace(step, batch=1))
-    if not step.checkpointing and not (step.fast and step.on_gpu):  # the fast layers do it by themselves
+    if not step.checkpointing and not (
+        step.fast and step.recomputes_by_memory
+    ):  # the fast layers do it by themselves
         step = add("--use_gradient_checkpointing", replace(step, checkpointing=True))
     if step.method in ("lora", "dora") and step.quantizer == "none":
         step = add("--train_type qlora", replace(step, quantizer="bnb", n_bits=4))

@@ -25,7 +25,7 @@ def warn_of_general(model: Any, *, plan: Plan) -> list[str]:
     """Return a warning if a model cannot use the fast layers that the user asked for."""
     if plan.config.kernels != "fast" or plan.has_chosen("kernels"):
         return []
-    return _sentence(why_general(model))
+    return describe_general(why_general(model))
 
 
 def open_decoder(
@@ -43,10 +43,10 @@ def open_decoder(
     chosen = plan.has_chosen("kernels")
     reason = why_general(model)
     if reason is not None:
-        return None, _sentence(reason) if chosen else []
+        return None, describe_general(reason) if chosen else []
     reason = why_other_adapters(adapters) or (why_slow(device) if chosen else None)
     if reason is not None:
-        return None, _sentence(reason)
+        return None, describe_general(reason)
     dtype = precision.autocast or precision.weights
     asked = plan.config.base_precision == "fp8" or plan.quantizer == "fp8"
     refused = why_no_fp8(device, dtype) if asked else None
@@ -63,7 +63,8 @@ def why_slow(device: torch.device) -> str | None:
     )
 
 
-def _sentence(reason: str | None) -> list[str]:
+def describe_general(reason: str | None) -> list[str]:
+    """Return a sentence if there is a reason for the general layers."""
     return [f"kernels: the general layers are used, since {reason}"] if reason else []
 
 
