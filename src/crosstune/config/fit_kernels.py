@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from crosstune.config.conditions import shards_weights
 from crosstune.config.draft import Draft
+from crosstune.core.machine import BackendReport
 
 FAST_BY_DEFAULT = ("cuda",)
 """The backends on which `auto` may take the fast layers: those where they were measured."""
@@ -23,16 +24,21 @@ def fit_kernels(draft: Draft, *, method: str, world_size: int) -> None:
 
 
 def _choose(draft: Draft, reason: str | None) -> None:
-    """Choose the fast layers where they were measured to be faster: on an NVIDIA GPU, in bf16. Elsewhere the general layers
-    are what was always used, which needs no words unless it is the model that does not have the others."""
+    """Choose the fast layers where they are preferred and nothing speaks against them. That they are not needs no words
+    unless it is the model that does not have them."""
     report = draft.report
-    measured = report.name in FAST_BY_DEFAULT and draft["precision"] == "bf16" and report.has_flash_attention
-    if not measured or reason or draft["torch_compile"]:
+    if not prefers_fast(report, draft["precision"]) or reason or draft["torch_compile"]:
         draft.values["kernels"] = "general"
     elif missing := _model_reason(draft):
         draft.set("kernels", "general", missing)
     else:
         draft.set("kernels", "fast", f"{report.name} has fused layers for LoRA on a frozen base")
+
+
+def prefers_fast(report: BackendReport, precision: str) -> bool:
+    """Return whether LoRA takes the fast layers by default: where they were measured to be faster, on an NVIDIA GPU in bf16.
+    Their attention over documents is torch's flash attention."""
+    return report.name in FAST_BY_DEFAULT and precision == "bf16" and report.has_flash_attention
 
 
 def _model_reason(draft: Draft) -> str | None:
