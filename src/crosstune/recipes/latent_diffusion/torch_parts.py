@@ -50,6 +50,8 @@ class LatentDiffusionTask:
         precision = opening.precision
         model = LatentDiffusionModel(self.settings, compute_dtype=precision.autocast or precision.weights)
         model.predict(text=self.modes != {"t2l"}, latent=self.modes != {"l2t"})
+        for block in model.blocks:
+            block.fuses_attention = opening.plan.config.use_flash_attention is not False
         self.skips_padding = model.aligns_logits = opening.device.type == "cuda"
         self.model = model.to(opening.device, precision.weights)
         return self.model

@@ -108,6 +108,7 @@ class Block(nn.Module):
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
         self.text, self.latent = Stream(settings), Stream(settings)
+        self.fuses_attention = True
 
     def forward(
         self,
@@ -124,7 +125,10 @@ class Block(nn.Module):
         one = self.text.project(text, *of_text[:2], layout)
         other = self.latent.project(latent, *of_latent[:2], None)
         q, k, v = torch.cat([one, other], dim=3).unbind(0)
-        attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        if self.fuses_attention:
+            attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        else:
+            attended = attend_plainly(q, k, v, mask)
         split = one.shape[3]
         if keep_text:
             text = self.text.finish(text, attended[:, :, :split], of_text[2:], layout)
@@ -296,6 +300,16 @@ class LatentDiffusionModel(nn.Module):
 
     def enable_input_require_grads(self) -> None:
         """Do nothing: the embeddings are trained, so the first block's input requires gradients already."""
+
+
+def attend_plainly(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Attend with scores that are held for the backward pass."""
+    scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
 
 
 def per_token(per_row: torch.Tensor, layout: Layout | None) -> torch.Tensor:
