@@ -298,6 +298,28 @@ def test_data_and_options_that_do_not_fit(pairs: PairFolder, options: dict[str, 
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gpu_that_leaves_padding_out_learns_as_the_cpu(
+    pairs: PairFolder, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_parts, "_WORTH_SKIPPING", 0.01)
+    found = []
+    for backend in ("cpu", "cuda"):
+        on_gpu = backend == "cuda"
+        recipe, session = opened(
+            pairs, backend=backend, loss_type="random", ema_decay=0.9, torch_compile=compiled and on_gpu
+        )
+        losses = []
+        for step in range(10):
+            window = [session.prepare(batch) for batch in recipe.window(step)]
+            assert ("real_row" in window[0].arrays) == on_gpu
+            losses.append(session.backward(window).loss)
+            session.update(lr=1e-3)
+        found.append([*losses, recipe.evaluate(session, observer=lambda event: None).metrics["loss"]])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-3)
+
+
+@pytest.mark.cuda
 def test_bf16_on_a_gpu_learns_as_fp32_on_the_cpu(pairs: PairFolder) -> None:
     """fp32 weights, computing in bf16: the same steps give nearly the same losses, and decode."""
     found = []

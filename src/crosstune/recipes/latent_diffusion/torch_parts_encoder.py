@@ -58,7 +58,9 @@ class SentenceEncoder:
         for start in range(0, len(texts), batch_size):
             rows = order[start : start + batch_size]
             found = self.embed([texts[row] for row in rows])
-            if waiting is not None:  # read one batch late, so that a GPU works while the next one is tokenized
+            if (
+                waiting is not None
+            ):  # read one batch late, so that a GPU works while the next one is tokenized
                 vectors[waiting[0]] = waiting[1].cpu().numpy()
             waiting = rows, found
             if self._on_text is not None and time.monotonic() - reported > _REPORT_S:
