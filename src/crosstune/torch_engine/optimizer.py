@@ -108,10 +108,12 @@ def _move_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
                 state[SLOT] = master.detach().clone()
             averages.append(state[SLOT])
             weights.append(master)
+    if not averages:
+        return
     left_out = getattr(optimizer, "found_inf", None)
-    if averages and left_out is None:
+    if left_out is None:
         torch._foreach_lerp_(averages, weights, 1.0 - decay)
-    elif averages:
+    else:
         torch._foreach_lerp_(averages, weights, [(1.0 - decay) * (1.0 - left_out)] * len(averages))
 
 

@@ -66,7 +66,7 @@ class Stream(nn.Module):
         return per_token(self.modulation(cond), layout).chunk(6, dim=-1)
 
     def project(
-        self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, layout: Layout | None
+        self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, *, layout: Layout | None = None
     ) -> torch.Tensor:
         """Return queries, keys and values of the normalised input, as (3, batch, heads, tokens, columns)."""
         columns = x.shape[-1] // self.heads
@@ -122,8 +122,8 @@ class Block(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         of_text = self.text.modulations(cond, layout)
         of_latent = self.latent.modulations(cond, None)
-        one = self.text.project(text, *of_text[:2], layout)
-        other = self.latent.project(latent, *of_latent[:2], None)
+        one = self.text.project(text, *of_text[:2], layout=layout)
+        other = self.latent.project(latent, *of_latent[:2])
         q, k, v = torch.cat([one, other], dim=3).unbind(0)
         if self.fuses_attention:
             attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
