@@ -53,6 +53,10 @@ TURNS = 4
 COMPILE_S = 60.0
 """What the first compiled trial takes longer, and each further one a third of it, since the programs are on disk."""
 MARGIN = 1.05
+SAVES = 3
+"""Checkpoints of the trial that ends a ladder."""
+SAVED_BYTES_PER_S = 0.7e9
+"""A guess at how fast those are written, with their hashes."""
 
 
 def pack_rows(lines: Sequence[str], lengths: Sequence[int], *, most_tokens: int, count: int) -> list[str]:
@@ -129,6 +133,7 @@ class Bench:
         pairs, kept = own.work / "pairs", own.work / "facts.json"
         if kept.is_file() and pairs.is_dir():
             self.facts = json.loads(kept.read_text(encoding="utf-8"))
+            self.options = self.facts["options"]
         else:
             size = 48 if own.tiny else 256
             self.facts["data"] = make_pairs(
@@ -137,11 +142,35 @@ class Bench:
             self.say(
                 f"pairs: {self.facts['data']['splits']}, {self.facts['data']['vocabulary']:,} tokens known"
             )
+            self.fit_disk()
             self.facts |= {"options": self.options, "steps": own.steps, "trial_s": self.time_trial()}
             kept.write_text(json.dumps(self.facts), encoding="utf-8")
         for goal in own.goals.split(","):
             self.climb(goal)
             (own.out / "latent_ladder.json").write_text(json.dumps(self.facts, indent=1), encoding="utf-8")
+
+    def fit_disk(self) -> None:
+        """Halve the blocks until the disk holds the checkpoints: weights and two moments in fp32, and one being written."""
+        from crosstune.config.load import make_config
+        from crosstune.recipes.latent_diffusion.settings import make_settings
+
+        data, free = self.facts["data"], shutil.disk_usage(self.own.work).free
+        while True:
+            settings = make_settings(
+                make_config(**self.options),
+                vocabulary=data["vocabulary"],
+                max_tokens=data["max_tokens"],
+                latent_dim=data["dim"],
+            )
+            self.facts["parameters"] = settings.num_parameters()
+            need = 12 * self.facts["parameters"] * (SAVES + 1)
+            if need < 0.9 * free or self.options["n_blocks"] < 2:
+                break
+            self.options["n_blocks"] //= 2
+            self.say(
+                f"{need / 1e9:.0f} GB of checkpoints do not fit: {self.options['n_blocks']} blocks instead"
+            )
+        self.say(f"{self.facts['parameters'] / 1e6:,.0f}M parameters, {free / 1e9:.0f} GB of disk free")
 
     def time_trial(self) -> float:
         """Return the seconds of a trial of the baseline."""
@@ -170,16 +199,17 @@ class Bench:
 
     def choose_rungs(self, goal: str) -> list[str]:
         """Return the rungs that there is time for: those that were chosen before, in a call that is continued."""
-        chosen = self.facts.setdefault("rungs", {}).get(goal)
-        if chosen is not None:
+        if self.own.rungs:
+            return list(self.own.rungs.split(","))
+        if chosen := self.facts.setdefault("rungs", {}).get(goal):
             return list(chosen)
-        wanted = self.own.rungs.split(",") if self.own.rungs else RUNGS[goal]
         trial_s = MARGIN * self.facts["trial_s"]
-        spent, chosen = (2 + TURNS) * trial_s, []  # the baseline, a validation, and both ends
-        for rung in wanted:
+        saving_s = 12 * self.facts["parameters"] * SAVES / SAVED_BYTES_PER_S
+        spent, chosen = (2 + TURNS) * trial_s + saving_s, []  # the baseline, a validation, and both ends
+        for rung in RUNGS[goal]:
             # Two trials of the rung, two of the ends and the validation are with it.
             more = COMPILE_S * (1 + 4 / 3) if rung == "compile" and not self.own.tiny else 0.0
-            if self.own.rungs or spent + TURNS * trial_s + more <= self.left_s():
+            if spent + TURNS * trial_s + more <= self.left_s():
                 spent += TURNS * trial_s + more
                 chosen.append(rung)
         self.facts["rungs"][goal] = chosen
