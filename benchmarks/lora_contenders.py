@@ -17,10 +17,12 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 OURS: dict[str, dict[str, Any]] = {
     "ours bf16": {},
     "ours bf16 recompute": {"use_gradient_checkpointing": True},
+    "ours bf16 graphs": {"cuda_graphs": True},
     "ours bf16 general": {"kernels": "general"},
     "ours nf4": {"train_type": "qlora"},
     "ours nf4 recompute": {"train_type": "qlora", "use_gradient_checkpointing": True},
     "ours fp8": {"base_precision": "fp8"},
+    "ours fp8 graphs": {"base_precision": "fp8", "cuda_graphs": True},
     "ours nf4 in fp8": {"train_type": "qlora", "base_precision": "fp8"},
 }
 PEERS = (
@@ -33,6 +35,7 @@ PEERS = (
     "unsloth bf16",
     "unsloth nf4",
     "unsloth nf4 recompute",
+    "unsloth bf16 packed",
 )
 OURS_ON_CPU: dict[str, dict[str, Any]] = {
     "ours fp32": {"precision": "fp32"},
@@ -56,7 +59,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     first = steps[0]()
     synchronize(device)
     first_s = time.perf_counter() - started
-    for index in range(job["warmup"]):
+    for index in range(max(job["warmup"], 5 if "graphs" in job["contender"] else 0)):
         steps[index % len(steps)]()
     times, loss, until = [], first, time.perf_counter() + job["seconds"]
     # A round is all batches once: short examples make batches of very different sizes.
@@ -126,8 +129,10 @@ def open_peer(job: dict[str, Any], shape: Shape) -> tuple[list[Step], int, int]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=job["precision"] != "fp32")
-    if job["part"] == "short":
-        short = draw_short(shape)
+    short = draw_short(shape) if job["part"] == "short" else []
+    if name.endswith("packed"):
+        batches = pack(short or draw_rows(shape), rows=shape.rows, context=shape.context)
+    elif short:
         batches = [pad(short[start : start + 8]) for start in range(0, len(short), 8)]
     else:
         batches = [pad(draw_rows(shape))]
@@ -135,8 +140,11 @@ def open_peer(job: dict[str, Any], shape: Shape) -> tuple[list[Step], int, int]:
     def make(batch: Any) -> Step:
         ids = torch.from_numpy(batch.input_ids).long().to(device)
         real = torch.from_numpy(batch.segments > 0).to(device)
-        options = {"attention_mask": real.long()} if not bool(real.all()) else {}
-        labels = torch.where(real, ids, -100)
+        if name.endswith("packed"):
+            ids, labels, options = _one_row(batch, device)
+        else:
+            options = {"attention_mask": real.long()} if not bool(real.all()) else {}
+            labels = torch.where(real, ids, -100)
 
         def step() -> float:
             with autocast:
@@ -150,6 +158,18 @@ def open_peer(job: dict[str, Any], shape: Shape) -> tuple[list[Step], int, int]:
         return step
 
     return [make(b) for b in batches], sum(b.num_tokens for b in batches), sum(b.weight for b in batches)
+
+
+def _one_row(batch: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Return all documents of packed rows in one row, as Unsloth takes them, without a loss across their bounds."""
+    real = batch.segments.reshape(-1) > 0
+    ids = torch.from_numpy(batch.input_ids.reshape(-1)[real]).long()
+    places = torch.from_numpy(batch.positions.reshape(-1)[real]).long()
+    starts = (places == 0).nonzero().flatten()
+    lengths = torch.diff(starts, append=torch.tensor([len(ids)])).to(torch.int32)
+    labels = torch.where(places == 0, -100, ids)
+    options = {"position_ids": places[None].to(device), "packed_seq_lengths": lengths.to(device)}
+    return ids[None].to(device), labels[None].to(device), options
 
 
 def _peft(name: str, job: dict[str, Any], shape: Shape) -> Any:

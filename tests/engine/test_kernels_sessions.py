@@ -17,6 +17,7 @@ from crosstune.loop.step import prepare_window
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.judge.examples import JudgeBatch
 from crosstune.recipes.judge.torch_parts import ScoreTokens
+from crosstune.torch_engine.kernels.pass_graphs import SEEN_BEFORE
 from crosstune.torch_engine.open import open_session
 
 
@@ -25,9 +26,9 @@ def window(tiny_model: Path) -> list[TokenBatch]:
     return short_batches(tiny_model)
 
 
-def open_tiny(folder: Path, kernels: str) -> Any:
-    config = make_config(backend="cpu", precision="fp32", model_name=str(folder), kernels=kernels)
-    return open_session(make_plan(config), model_folder=folder)
+def open_tiny(folder: Path, kernels: str, **options: Any) -> Any:
+    asked = {"backend": "cpu", "precision": "fp32", "model_name": str(folder), "kernels": kernels}
+    return open_session(make_plan(make_config(**asked | options)), model_folder=folder)
 
 
 def test_a_run_moves_between_fast_and_general_layers(tiny_model: Path, window: list[TokenBatch]) -> None:
@@ -62,6 +63,31 @@ def test_rows_without_padding_are_the_same_training(tiny_model: Path, window: li
         expected, found = (train_step(session, window, lr=1e-2) for session in (padded, dropping))
         assert found.loss == pytest.approx(expected.loss, rel=1e-6)
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("num_batches", [1, 2])
+def test_captured_passes_are_the_same_training(
+    tiny_model: Path, window: list[TokenBatch], num_batches: int
+) -> None:
+    some, others = window[:num_batches], window[num_batches:]
+    captured = open_tiny(tiny_model, "fast", backend="cuda", cuda_graphs=True)
+    plain = open_tiny(tiny_model, "fast", backend="cuda")
+    assert captured.captured is not None and plain.captured is None
+    for batches in [some] * (SEEN_BEFORE + 3) + [others] + [some] * 2:
+        expected, found = (train_step(session, batches, lr=1e-2) for session in (plain, captured))
+        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+    assert len(captured.captured._graphs._captured) == num_batches
+    assert captured.evaluate(window).loss == pytest.approx(plain.evaluate(window).loss, rel=1e-5)
+    state = captured.export_state()
+    resumed = open_tiny(tiny_model, "fast", backend="cuda")
+    resumed.import_state(state)
+    captured.import_state(state)  # into the tensors that the graphs read
+    losses = [train_step(session, some, lr=1e-2).loss for session in (resumed, captured)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    captured.captured.clear()
+    assert train_step(captured, some, lr=1e-2).is_finite
 
 
 def test_a_layer_that_overflows_is_named(tiny_model: Path, window: list[TokenBatch]) -> None:

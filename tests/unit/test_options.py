@@ -76,4 +76,10 @@ def test_adapter_settings_are_those_that_decide_what_its_weights_mean() -> None:
         "use_rslora",
         "lora_target_modules",
     }
-    assert options_on_resume(OnResume.OWN_MACHINE) == {"backend", "precision", "kernels", "torch_compile"}
+    assert options_on_resume(OnResume.OWN_MACHINE) == {
+        "backend",
+        "precision",
+        "kernels",
+        "torch_compile",
+        "cuda_graphs",
+    }

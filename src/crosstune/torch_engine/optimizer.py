@@ -123,6 +123,15 @@ def averages_of(optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, t
     return {master: state[SLOT] for master, state in states if SLOT in state}
 
 
+@torch.no_grad()
+def swap(averages: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Exchange weights and their averages."""
+    for weight, average in averages.items():
+        kept = weight.detach().clone()
+        weight.copy_(average)
+        average.copy_(kept)
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_ratio"]

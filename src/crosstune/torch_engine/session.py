@@ -7,11 +7,12 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 
-from crosstune.core.out_of_memory import EVALUATING, UPDATING
+from crosstune.core.out_of_memory import EVALUATING, UPDATING, OutOfMemory
 from crosstune.core.profiling import (
     BACKWARD,
     COMMUNICATION,
@@ -33,6 +34,7 @@ from crosstune.core.protocols import (
 )
 from crosstune.torch_engine import export
 from crosstune.torch_engine import state as states
+from crosstune.torch_engine.captured_passes import open_captured
 from crosstune.torch_engine.compile_blocks import compile_errors, without_compiled
 from crosstune.torch_engine.device import evaluating, memory_errors, read_memory, reset_peak
 from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, watch_outputs
@@ -41,6 +43,7 @@ from crosstune.torch_engine.offload_activations import offload_activations
 from crosstune.torch_engine.optimizer import (
     averages_of,
     set_learning_rate,
+    swap,
     update_if_finite,
     updates_if_finite,
 )
@@ -54,6 +57,7 @@ from crosstune.torch_engine.task import (
     HasGeneralLayers,
     HasOwnHead,
     MeasuresResult,
+    MetricSums,
     Tensors,
 )
 from crosstune.torch_engine.write_result import write_adapter, write_model
@@ -72,6 +76,7 @@ class TorchSession:
         self.task, self.model, self.adapters = parts.task, parts.model, parts.adapters
         self.masters, self.optimizer, self.parallel = parts.masters, parts.optimizer, parts.parallel
         self.notes = tuple(parts.notes)
+        self.captured = open_captured(parts)
         self._random_before: dict[str, Array] = {}
         self._is_averaged = False
         self.phase: Phase = no_phase
@@ -88,7 +93,7 @@ class TorchSession:
 
     def backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
         self._random_before = states.export_random(self.device)
-        with self.connected("a step"), memory_errors(self.device), compile_errors(self.model):
+        with self.connected("a step"), self._errors_of_passes():
             return self._backward(window, loss_scale=loss_scale)
 
     def backward_and_update(
@@ -99,12 +104,23 @@ class TorchSession:
         if not (self.device.type in _QUEUED and alone and updates_if_finite(optimizer)):
             return None
         self._random_before = states.export_random(self.device)
-        with memory_errors(self.device), compile_errors(self.model):
+        with self._errors_of_passes():
             done = self._backward(window, loss_scale=loss_scale, lr=lr)
         if done.is_finite:
             self.masters.clear_gradients()
             self.parts.cache.after_step()
         return done
+
+    @contextlib.contextmanager
+    def _errors_of_passes(self) -> Iterator[None]:
+        """Recognize running out of memory, after which captured passes give theirs back, and errors of compiling."""
+        try:
+            with memory_errors(self.device), compile_errors(self.model):
+                yield
+        except OutOfMemory:
+            if self.captured is not None:
+                self.captured.clear()
+            raise
 
     def connected(self, doing: str) -> contextlib.AbstractContextManager[None]:
         """Make collectives in the block, if there are several processes."""
@@ -244,20 +260,14 @@ class TorchSession:
             yield
             return
         self._is_averaged = True
-        self._swap(averages)
+        swap(averages)
+        self.masters.publish()
         try:
             yield
         finally:
-            self._swap(averages)
+            swap(averages)
+            self.masters.publish()
             self._is_averaged = False
-
-    @torch.no_grad()
-    def _swap(self, averages: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        for master, average in averages.items():
-            kept = master.detach().clone()
-            master.copy_(average)
-            average.copy_(kept)
-        self.masters.publish()
 
     def save_result(self, folder: Path | None) -> Path | None:
         doing = "writing the result"
@@ -284,12 +294,17 @@ class TorchSession:
             for batch, counts in turns:
                 with self.phase(DATA):
                     tensors = self._to_device(batch)
-                with self.phase(FORWARD), self.precision.context(self.device), self._offloading():
-                    loss, sums = self.task.loss(self.model, tensors)
-                    loss = loss / weight if counts else loss * 0.0
-                with self.phase(BACKWARD):
-                    (loss * loss_scale).backward()
-                    self.masters.collect_gradients()
+                loss, sums = None, cast(MetricSums, {})
+                if self.captured is not None and counts and self.phase is no_phase:
+                    more = len(window) > 1
+                    loss = self.captured.loss(tensors, weight=weight, loss_scale=loss_scale, more=more)
+                if loss is None:
+                    with self.phase(FORWARD), self.precision.context(self.device), self._offloading():
+                        loss, sums = self.task.loss(self.model, tensors)
+                        loss = loss / weight if counts else loss * 0.0
+                    with self.phase(BACKWARD):
+                        (loss * loss_scale).backward()
+                        self.masters.collect_gradients()
                 if counts:
                     total += loss.detach()
                     metrics.add(sums)

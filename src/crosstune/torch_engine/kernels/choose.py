@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from crosstune.config.plan import Plan
 from crosstune.torch_engine.adapters import Adapted
@@ -13,7 +14,9 @@ from crosstune.torch_engine.kernels.calibrate import leave_out_of_fp8
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.find_parts import why_general, why_other_adapters
 from crosstune.torch_engine.kernels.fp8_weights import why_no_fp8
+from crosstune.torch_engine.kernels.pass_graphs import PassGraphs
 from crosstune.torch_engine.kernels.recomputation import (
+    LayerBytes,
     Recompute,
     free_memory,
     layer_bytes,
@@ -82,16 +85,30 @@ def choose_recomputation(
         return "full"
     if device.type != "cuda":
         return "lean"
-    shape = model.config
-    cost = layer_bytes(
-        shape,
+    return plan_recomputation(
+        _layer_bytes(model, dtype),
+        num_layers=model.config.num_hidden_layers,
+        num_tokens=config.batch_size * config.context_length,
+        free_bytes=free_memory(device),
+    )
+
+
+def open_graphs(
+    decoder: FastDecoder | None, parameters: Sequence[nn.Parameter], *, plan: Plan
+) -> PassGraphs | None:
+    """Return the graphs of captured passes, if the plan asks for them and the layers can be captured."""
+    if not plan.config.cuda_graphs or decoder is None or decoder.device.type != "cuda":
+        return None
+    if "full" in decoder.recompute or plan.config.use_activation_cpu_offload:
+        return None
+    cost = _layer_bytes(decoder.model, decoder.dtype)
+    return PassGraphs(parameters, bytes_per_token=sum(getattr(cost, mode) for mode in decoder.recompute))
+
+
+def _layer_bytes(model: Any, dtype: torch.dtype) -> LayerBytes:
+    return layer_bytes(
+        model.config,
         head_size=model.model.layers[0].self_attn.head_dim,
         compute_bytes=dtype.itemsize,
         stream_bytes=model.model.embed_tokens.weight.element_size(),
-    )
-    return plan_recomputation(
-        cost,
-        num_layers=shape.num_hidden_layers,
-        num_tokens=config.batch_size * config.context_length,
-        free_bytes=free_memory(device),
     )

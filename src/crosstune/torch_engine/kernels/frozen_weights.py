@@ -96,11 +96,8 @@ def make_dense(base: QuantLinear, out: torch.Tensor, *, row_scales: torch.Tensor
     stored = base.stored
     if takes_row_scales(base, out.device):
         from crosstune.torch_engine.kernels.triton_operations import make_nf4_dense
-        from crosstune.torch_engine.quant.bnb import block_scales
 
-        tensors = stored.tensors()
-        scales = block_scales(tensors, stored.facts)
-        make_nf4_dense(tensors, scales, stored.facts["blocksize"], out, row_scales=row_scales)
+        make_nf4_dense(stored.tensors(), stored.facts, out, row_scales=row_scales)
     else:
         assert row_scales is None
         out.copy_(stored.dequantize(out.dtype))

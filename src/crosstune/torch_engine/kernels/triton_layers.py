@@ -189,18 +189,30 @@ def gate_backward(
 
 @triton.jit
 def nf4_rows(
-    packed, absmax, table, out, row_scales, out_stride, K, group, BLOCK: tl.constexpr, SCALED: tl.constexpr
-):
-    """Make a part of a row of 4-bit weights dense: the high half of each byte comes first."""
-    row = tl.program_id(0).to(tl.int64)
-    byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = byte < K // 2
+    packed, absmax, table, nested_table, nested_absmax, offset, out, row_scales, num_rows, out_stride, K,
+    GROUP: tl.constexpr, NESTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Make parts of ROWS rows of 4-bit weights dense: the high half of each byte comes first.
+
+    GROUP weights share a scale. With NESTED, a scale is an 8-bit code whose own scale is shared by NESTED codes; launch it
+    with enable_fp_fusion=False then, since bitsandbytes rounds the product before it adds the offset.
+    """
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    byte = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    mask = (row < num_rows) & (byte < K // 2)
     both = tl.load(packed + row * (K // 2) + byte, mask=mask, other=0)
-    size = tl.load(absmax + (row * K + 2 * byte) // group, mask=mask, other=0.0)
+    place = (row * K + 2 * byte) // GROUP
+    if NESTED > 0:
+        code = tl.load(absmax + place, mask=mask, other=0).to(tl.int32)
+        size = tl.load(nested_table + code) * tl.load(nested_absmax + place // NESTED, mask=mask, other=0.0)
+        size += tl.load(offset)
+    else:
+        size = tl.load(absmax + place, mask=mask, other=0.0)
     high = tl.load(table + (both >> 4)) * size
     low = tl.load(table + (both & 15)) * size
-    column = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
     values = tl.interleave(high, low)
     if SCALED:
-        values = values / tl.load(row_scales + row)
-    tl.store(out + row * out_stride + column, values.to(out.dtype.element_ty), mask=column < K)
+        values = values / tl.load(row_scales + row, mask=row < num_rows, other=1.0)
+    column = (tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK))[None, :]
+    inside = (row < num_rows) & (column < K)
+    tl.store(out + row * out_stride + column, values.to(out.dtype.element_ty), mask=inside)

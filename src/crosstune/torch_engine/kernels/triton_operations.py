@@ -14,6 +14,8 @@ from crosstune.torch_engine.kernels.torch_operations import split_heads
 
 _KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 _CHUNK = 2048
+_NF4_ROWS = 4
+"""Rows that a program makes dense: enough loads at a time to hide how long they take."""
 
 
 def rms_norm(
@@ -227,8 +229,7 @@ def cross_entropy(
 
 def make_nf4_dense(
     tensors: Mapping[str, torch.Tensor],
-    absmax: torch.Tensor,
-    group: int,
+    facts: Mapping[str, Any],
     out: torch.Tensor,
     *,
     row_scales: torch.Tensor | None = None,
@@ -237,17 +238,27 @@ def make_nf4_dense(
     `row_scales` they are divided by these, for an `out` in e4m3."""
     rows, columns = out.shape
     block = min(1024, triton.next_power_of_2(columns // 2))
-    triton_layers.nf4_rows[(rows, triton.cdiv(columns // 2, block))](
+    absmax = tensors["absmax"]
+    nested = tensors.get("nested_absmax")
+    triton_layers.nf4_rows[(triton.cdiv(rows, _NF4_ROWS), triton.cdiv(columns // 2, block))](
         tensors["packed"],
         absmax,
         tensors["quant_map"],
+        absmax if nested is None else tensors["nested_quant_map"],
+        absmax if nested is None else nested,
+        absmax if nested is None else tensors["nested_offset"],
         out,
         absmax if row_scales is None else row_scales,
+        rows,
         out.stride(0),
         columns,
-        group,
+        GROUP=facts["blocksize"],
+        NESTED=0 if nested is None else facts["nested_blocksize"],
+        ROWS=_NF4_ROWS,
         BLOCK=block,
         SCALED=row_scales is not None,
+        num_warps=8,
+        enable_fp_fusion=False,
     )
 
 

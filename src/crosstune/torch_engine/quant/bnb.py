@@ -113,17 +113,6 @@ def dequantize(
     return bnb.dequantize_4bit(tensors["packed"], state)
 
 
-def block_scales(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> torch.Tensor:
-    """Return the scale of each block of 4-bit weights in fp32, as bitsandbytes computes it."""
-    from bitsandbytes import functional as bnb
-
-    inner = _nested_state(tensors, facts)
-    if inner is None:
-        return tensors["absmax"]
-    scales: torch.Tensor = bnb.dequantize_blockwise(tensors["absmax"], inner) + tensors["nested_offset"]
-    return scales
-
-
 def _nested_state(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> Any:
     import torch
     from bitsandbytes import functional as bnb

@@ -31,6 +31,8 @@ from crosstune.torch_engine.task import MetricSums, Opening, Tensors
 from crosstune.torch_engine.verify import model_logits
 
 _PROBE_TOKENS = 32
+FAST_ARRAYS = ("input_ids", "positions", "bounds", "rows", "wanted")
+"""The arrays of a batch that the fast layers read."""
 
 
 class CausalLM:
