@@ -160,23 +160,35 @@ class Bench:
         }
 
     def measure_step(self) -> float:
-        """Return the seconds of a step, from a short training that also compiles the blocks for the long one. Turn
-        compiling off where it fails, and say so."""
-        import crosstune
+        """Return the seconds of a step. Where compiled blocks fail, try them with plain attention, then none; say so."""
         from crosstune.core.errors import UserError
 
+        ways: list[dict[str, Any]] = [{}]
+        if self.settings["torch_compile"]:
+            ways += [{"use_flash_attention": False}, {"torch_compile": False}]
+        before = self.settings
+        for number, way in enumerate(ways, start=1):
+            self.settings = before | way
+            try:
+                step_s = self._measure_step()
+                self.facts["settings"] = self.settings
+                return step_s
+            except (UserError, RuntimeError) as error:  # torch's compiler raises both
+                if number == len(ways):
+                    raise
+                why = f"{error} {getattr(error, 'why', '')}".strip()
+                self.say(f"a training with {way or 'these settings'} fails: {why}")
+                self.facts.setdefault("failed", []).append({"settings": self.settings, "error": why})
+        raise AssertionError("each way returns or raises")
+
+    def _measure_step(self) -> float:
+        """Train a few steps, which also compile the blocks for the long training."""
+        import crosstune
+
         began, steps = time.monotonic(), 6 if self.own.tiny else 30
-        try:
-            run = crosstune.train(
-                **self._options(), name="probe", max_steps=steps, skip_eval=True, save_model=False
-            )
-        except UserError as error:
-            if not self.settings["torch_compile"]:
-                raise
-            self.say(f"the blocks are not compiled: {error}")
-            self.settings = self.settings | {"torch_compile": False}
-            self.facts["compile_error"] = str(error)
-            return self.measure_step()
+        run = crosstune.train(
+            **self._options(), name="probe", max_steps=steps, skip_eval=True, save_model=False
+        )
         times = [row["step_s"] for row in read_metrics(run.folder)]
         step_s, seconds = float(np.median(times[steps // 2 :])), time.monotonic() - began
         self.facts["probe"] = {"step_s": step_s, "first_step_s": times[0], "seconds": seconds}
@@ -191,7 +203,6 @@ class Bench:
 
         own = self.own
         step_s = self.measure_step()
-        self.facts["settings"] = self.settings
         seconds = self.left_s() - own.decode_s - OVERHEAD_S
         steps = own.steps or (40 if own.tiny else max(500, int(seconds / (1.04 * step_s + 0.0005))))
         self.say(f"training {steps} steps of {self.settings['batch_size']} samples")
