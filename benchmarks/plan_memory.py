@@ -1,7 +1,7 @@
 """Compare the memory that `crosstune plan` predicts with the memory that training takes.
 
-    python benchmarks/plan_memory.py --backend cpu                 12 small configurations, fp32
-    python benchmarks/plan_memory.py --backend cuda                24 configurations: 135M, 1.2B and 7B Llama shapes
+    python benchmarks/plan_memory.py --backend cpu                 15 small configurations, fp32
+    python benchmarks/plan_memory.py --backend cuda                28 configurations: 135M, 1.2B and 7B Llama shapes
     python benchmarks/plan_memory.py --backend cuda --limit_s 480  stop starting new ones after eight minutes
 
 Weights are random. Each configuration trains two steps on full rows in a process of its own; the second step counts, as
@@ -67,6 +67,8 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_kv_heads": 32,
     },
 }
+LORA = {"train_type": "lora"}
+GENERAL = {"kernels": "general"}
 QLORA = {"train_type": "qlora", "quantization_backend": "bnb"}
 HQQ = {"train_type": "qlora", "quantization_backend": "hqq"}
 CHECKPOINTING = {"use_gradient_checkpointing": True}
@@ -86,12 +88,15 @@ class Case:
 
 
 CPU_CASES = (
-    Case("20M", 4, 256, {"train_type": "lora"}),
-    Case("20M", 8, 128, {"train_type": "lora"}),
-    Case("20M", 8, 256, {"train_type": "lora"}),
-    Case("20M", 8, 256, {"train_type": "lora", **CHECKPOINTING}),
-    Case("20M", 4, 256, {"train_type": "lora", "lora_dropout": 0.1}),
-    Case("20M", 4, 256, {"train_type": "lora", "lora_target_modules": "default"}),
+    Case("20M", 4, 256, LORA),
+    Case("20M", 8, 128, LORA),
+    Case("20M", 4, 256, {**LORA, "kernels": "fast"}),
+    Case("20M", 8, 256, {**LORA, "kernels": "fast"}),
+    Case("20M", 8, 256, {**LORA, "kernels": "fast", **CHECKPOINTING}),
+    Case("20M", 8, 256, LORA),
+    Case("20M", 8, 256, {**LORA, **CHECKPOINTING}),
+    Case("20M", 4, 256, {**LORA, "lora_dropout": 0.1}),
+    Case("20M", 4, 256, {**LORA, "lora_target_modules": "default"}),
     Case("20M", 2, 512, {"train_type": "dora"}),
     Case("20M", 4, 256, {"train_type": "full"}),
     Case("20M", 8, 256, {"train_type": "full", **CHECKPOINTING}),
@@ -100,30 +105,37 @@ CPU_CASES = (
     Case("20M", 4, 256, HQQ),
 )
 CUDA_CASES = (
-    Case("135M", 8, 512, {"train_type": "lora"}),
-    Case("135M", 32, 512, {"train_type": "lora"}),
+    # LoRA in bf16 uses the fast layers unless it says otherwise.
+    Case("135M", 8, 512, LORA),
+    Case("135M", 8, 512, {**LORA, **GENERAL}),
     Case("135M", 8, 512, {"train_type": "full"}),
     Case("135M", 8, 512, {"train_type": "full", "optimizer": "adamw_8bit"}),
-    Case("135M", 8, 2048, {"train_type": "lora", **CHECKPOINTING}),
-    Case("135M", 8, 512, {"train_type": "lora", "precision": "bf16_autocast"}),
-    Case("135M", 8, 512, {"train_type": "lora", "precision": "fp32"}),
-    Case("1.2B", 4, 512, {"train_type": "lora"}),
-    Case("1.2B", 4, 2048, {"train_type": "lora"}),
-    Case("1.2B", 16, 2048, {"train_type": "lora"}),
-    Case("1.2B", 4, 2048, {"train_type": "lora", **CHECKPOINTING}),
-    Case("1.2B", 4, 2048, {"train_type": "lora", "lora_rank": 128}),
-    Case("1.2B", 4, 2048, {"train_type": "lora", "lora_dropout": 0.1}),
-    Case("1.2B", 4, 2048, {"train_type": "lora", "lora_target_modules": "attention"}),
+    Case("135M", 8, 2048, {**LORA, **CHECKPOINTING}),
+    Case("135M", 8, 512, {**LORA, "precision": "bf16_autocast"}),
+    Case("135M", 8, 512, {**LORA, "precision": "bf16_autocast", "kernels": "fast"}),
+    Case("135M", 8, 512, {**LORA, "precision": "fp32"}),
+    Case("1.2B", 4, 2048, LORA),
+    Case("1.2B", 4, 2048, {**LORA, **GENERAL}),
+    Case("1.2B", 16, 2048, LORA),
+    Case("1.2B", 4, 2048, {**LORA, **CHECKPOINTING}),
+    Case("1.2B", 4, 2048, {**LORA, "lora_rank": 128}),
+    Case("1.2B", 4, 2048, {**LORA, "lora_dropout": 0.1}),
+    Case("1.2B", 4, 2048, {**LORA, "lora_target_modules": "attention"}),
     Case("1.2B", 4, 2048, {"train_type": "dora"}),
     Case("1.2B", 4, 2048, {"train_type": "full"}),
     Case("1.2B", 4, 2048, {"train_type": "full", "optimizer": "sgd", **CHECKPOINTING}),
     Case("1.2B", 4, 2048, QLORA),
+    Case("1.2B", 4, 2048, {**QLORA, **GENERAL}),
     Case("1.2B", 4, 2048, {**HQQ, **CHECKPOINTING}),
-    Case("1.2B", 4, 2048, {"train_type": "qlora", "quantization_backend": "quanto", **CHECKPOINTING}),
-    Case("7B", 1, 512, {"train_type": "lora"}),
-    Case("7B", 4, 2048, {"train_type": "lora"}),
+    Case(
+        "1.2B", 4, 2048, {"train_type": "qlora", "quantization_backend": "quanto", **GENERAL, **CHECKPOINTING}
+    ),
+    Case("7B", 4, 2048, LORA),
+    Case("7B", 4, 2048, {**LORA, **GENERAL}),
+    Case("7B", 4, 2048, {**LORA, "base_precision": "fp8"}),
+    Case("7B", 4, 2048, QLORA),
     Case("7B", 4, 2048, {**QLORA, **CHECKPOINTING}),
-    Case("7B", 8, 2048, {**QLORA, **CHECKPOINTING}),
+    Case("7B", 8, 2048, {**QLORA, **GENERAL, **CHECKPOINTING}),
 )
 
 

@@ -10,9 +10,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 import transformers as hf
 
+from crosstune.core.fast_memory import activation_bytes, fast_layer
 from crosstune.core.quantization import QuantSpec
+from crosstune.core.training_step import Step
 from crosstune.models.adapter_choice import AdapterSettings
+from crosstune.models.folder import config_shape
 from crosstune.torch_engine.adapters import Adapted, add_adapters
+from crosstune.torch_engine.kernels import decoder as decoder_module
 from crosstune.torch_engine.kernels import torch_operations
 from crosstune.torch_engine.kernels.attention import Documents, attend
 from crosstune.torch_engine.kernels.calibrate import leave_out_of_fp8
@@ -21,7 +25,7 @@ from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.find_parts import why_general, why_other_adapters
 from crosstune.torch_engine.kernels.fp8_weights import Fp8Weights
 from crosstune.torch_engine.kernels.operations import Quantize
-from crosstune.torch_engine.kernels.recomputation import LayerBytes, plan_recomputation
+from crosstune.torch_engine.kernels.recomputation import describe_layer
 from crosstune.torch_engine.quantized import QuantLinear, quantize_weight
 
 VOCABULARY = 97
@@ -229,18 +233,6 @@ def test_models_and_adapters_without_fast_layers_are_named() -> None:
     assert "no adapters" in (why_other_adapters({}) or "")
 
 
-def test_recomputation_fills_the_memory_and_no_more() -> None:
-    cost = LayerBytes(none=10, lean=6, full=1)
-
-    def plan(free: int) -> list[str]:
-        return list(plan_recomputation(cost, num_layers=4, num_tokens=100, free_bytes=free))
-
-    assert plan(5000) == ["none"] * 4
-    assert plan(4000) == ["lean"] * 4
-    assert plan(2800) == ["full"] * 2 + ["lean"] * 2
-    assert plan(100) == ["full"] * 4
-
-
 def test_a_document_sees_itself_only() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 12, 2, 8) for _ in range(3))
@@ -320,3 +312,97 @@ def test_groups_whose_products_are_too_far_off_stay_out_of_fp8(monkeypatch: pyte
     assert describe_decoder(decoder, refused=None, left_out=[(name, error)])[0].startswith(
         "base_precision: 1 of 12"
     )
+
+
+def saved_bytes(decoder: FastDecoder, ids: torch.Tensor, targets: torch.Tensor) -> int:
+    """Return the bytes of the tensors that autograd saves in a forward pass, besides parameters; shared ones count once."""
+    saved: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point() and not isinstance(tensor, torch.nn.Parameter):
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        decoder.loss(decoder.hidden(ids), targets)
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "targets"),
+    [
+        ("llama", 8, "all"),
+        ("llama", 200, "all"),
+        ("llama, biases, tied head", 3, "attention"),
+        ("llama, one head per key", 20, "q_proj,down_proj"),
+        ("qwen3, QK norms", 8, "all"),
+        ("gemma", 8, "all"),
+        ("gemma2 without caps", 8, "all"),
+        ("gemma3", 8, "all"),
+    ],
+)
+def test_a_layer_keeps_what_is_predicted(name: str, rank: int, targets: str) -> None:
+    """Exactly: the plan of a run and the choice of what is recomputed rest on it."""
+    model, _ = make_model(name, rank=rank, targets=targets)
+    shape = config_shape(model.config.to_dict())
+    assert shape is not None and not shape.why_general
+    step = Step(
+        rank=rank,
+        targets=targets,
+        batch=2,
+        context=7,  # less than a window, which would be a mask on a CPU, and autograd saves masks too
+        compute_bits=32,
+        weight_bits=32,
+        on_gpu=False,
+        fast=True,
+        recomputes_by_memory=False,
+    )
+    torch.manual_seed(0)
+    ids, wanted = torch.randint(3, VOCABULARY, (2, 7)), torch.randint(0, VOCABULARY, (14,))
+    for recompute in ("none", "lean"):
+        decoder = FastDecoder(model, dtype=torch.float32, recompute=recompute)  # type: ignore[arg-type]
+        assert describe_layer(decoder) == fast_layer(shape, step)
+        activations, _ = activation_bytes(shape, step, decoder.recompute)
+        head = 14 * shape.hidden * 4  # the gradient of the hidden states, which counts as part of the loss
+        assert saved_bytes(decoder, ids, wanted) == activations + head
+
+
+def test_a_recomputed_layer_keeps_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = make_model("llama")
+    fast = FastDecoder(model, dtype=torch.float32, recompute="full")
+    kept: list[int] = []
+    inner = decoder_module.checkpoint
+
+    def record(run: Any, stream: Any, *others: Any, **options: Any) -> Any:
+        kept.append(sum(part.nbytes for part in stream if part is not None))
+        return inner(run, stream, *others, **options)
+
+    monkeypatch.setattr(decoder_module, "checkpoint", record)
+    ids, rows, _ = make_rows()
+    fast.hidden(ids, rows=rows)
+    each = ids.numel() * describe_layer(fast).kept().full
+    assert kept == [each // 2, each, each], "nothing has been added to the embedding"
+
+
+@pytest.mark.parametrize("recompute", ["none", "lean", "full"])
+def test_activations_may_wait_on_the_host(recompute: Any) -> None:
+    """What --use_activation_cpu_offload does: saved tensors become copies, and their memory is used for other things."""
+    model, adapters = make_model("qwen3, QK norms")
+    decoder = FastDecoder(model, dtype=torch.float32, recompute=recompute)
+    expected = gradients(fast_loss(decoder, None), adapters)
+    copied: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, torch.nn.Parameter) or not tensor.is_floating_point():
+            return tensor
+        copied.append(tensor.nbytes)
+        return tensor.numpy(force=True).copy()
+
+    def unpack(found: Any) -> torch.Tensor:
+        return found if isinstance(found, torch.Tensor) else torch.from_numpy(found.copy())
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        loss = fast_loss(decoder, None)
+    found = gradients(loss, adapters)
+    assert copied and found.keys() == expected.keys()
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())

@@ -12,13 +12,17 @@ import torch
 from support import find_nonfinite, short_batches, train_step
 
 from crosstune.config.load import make_config
+from crosstune.config.plan import Adjustment
 from crosstune.data.token_batch import IGNORED, TokenBatch
 from crosstune.loop.step import prepare_window
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.judge.examples import JudgeBatch
 from crosstune.recipes.judge.torch_parts import ScoreTokens
+from crosstune.torch_engine.kernels.choose import open_decoder, warn_of_general
 from crosstune.torch_engine.kernels.pass_graphs import SEEN_BEFORE
+from crosstune.torch_engine.load import read_pretrained
 from crosstune.torch_engine.open import open_session
+from crosstune.torch_engine.precision import PRECISIONS
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +94,34 @@ def test_captured_passes_are_the_same_training(
     assert train_step(captured, some, lr=1e-2).is_finite
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "bf16", "kernels": "auto"},
+        {"precision": "bf16", "kernels": "auto", "use_activation_cpu_offload": True},
+        {"precision": "bf16", "kernels": "auto", "use_gradient_checkpointing": True},
+        {"precision": "bf16_autocast", "kernels": "fast"},
+        {"precision": "fp16_autocast", "kernels": "fast"},
+        {"precision": "fp32", "kernels": "fast"},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_a_gpu_trains_with_the_fast_layers_as_with_the_general_ones(
+    tiny_model: Path, window: list[TokenBatch], options: dict[str, Any]
+) -> None:
+    """`auto` takes them in bf16; the other precisions are those in which nobody has measured them."""
+    kernels = options["kernels"]
+    others = {name: value for name, value in options.items() if name != "kernels"}
+    fast = open_tiny(tiny_model, kernels, backend="cuda", **others)
+    general = open_tiny(tiny_model, "general", backend="cuda", **others)
+    assert fast.task.decoder is not None and general.task.decoder is None
+    for _ in range(2):
+        expected, found = (train_step(session, window, lr=1e-3) for session in (general, fast))
+        assert found.loss == pytest.approx(expected.loss, rel=1e-2)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=5e-2)
+
+
 def test_a_layer_that_overflows_is_named(tiny_model: Path, window: list[TokenBatch]) -> None:
     session = open_tiny(tiny_model, "fast")
     session.model.model.layers[1].mlp.down_proj.base.weight.data[0, 0] = torch.inf
@@ -120,6 +152,22 @@ def test_base_precision_reaches_the_layers(tiny_model: Path, train_type: str, qu
     session: Any = open_session(plan, model_folder=tiny_model)
     assert plan.quantizer == quantizer
     assert all(stacked.in_fp8 for stacked in session.task.decoder.groups().values())
+
+
+def test_a_fallback_is_a_warning_if_the_fast_layers_were_asked_for_and_a_note_if_not(
+    tiny_model: Path,
+) -> None:
+    config = make_config(backend="cpu", precision="fp32", model_name=str(tiny_model), kernels="fast")
+    asked = make_plan(config)
+    choice = Adjustment(option="kernels", asked="auto", used="fast", reason="as on a GPU", kind="choice")
+    chosen = replace(asked, adjustments=(*asked.adjustments, choice))
+    model: Any = read_pretrained(tiny_model, plan=asked, device="cpu")
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
+    said = "kernels: the general layers are used, since its output head is not a plain matrix"
+    opening: Any = {"precision": PRECISIONS["fp32"], "device": torch.device("cpu")}
+    for plan, warnings, notes in ((asked, [said], []), (chosen, [], [said])):
+        assert warn_of_general(model, plan=plan) == warnings
+        assert open_decoder(model, {}, plan=plan, **opening) == (None, notes)
 
 
 def test_divided_targets_of_a_judge(tiny_model: Path, window: list[TokenBatch]) -> None:

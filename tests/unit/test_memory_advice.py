@@ -86,7 +86,8 @@ def test_short_rows_are_not_to_be_shortened() -> None:
     [
         ({"train_type": "lora"}, ["--low_memory", "--train_type qlora", "--context_length below"], ["--use_gradient_checkpointing", "--batch_size"]),
         ({"train_type": "qlora", "low_memory": True}, ["a smaller model"], ["qlora", "--low_memory", "--use_gradient_checkpointing"]),
-        ({"train_type": "lora", "use_gradient_checkpointing": False}, ["--use_gradient_checkpointing"], ["--batch_size"]),
+        ({"train_type": "lora", "use_gradient_checkpointing": False, "kernels": "general"}, ["--use_gradient_checkpointing"], ["--batch_size"]),
+        ({"train_type": "lora", "use_gradient_checkpointing": False}, ["--low_memory"], ["--use_gradient_checkpointing"]),
     ],
 )  # fmt: skip
 def test_the_plan_warns_with_the_same_advice(

@@ -16,9 +16,10 @@ from crosstune.config.load import make_config
 from crosstune.config.plan import Plan
 from crosstune.core.devices import find_speed
 from crosstune.core.errors import UserError
-from crosstune.core.memory import GIB, Step
+from crosstune.core.memory import GIB
 from crosstune.core.ranks import Ranks
 from crosstune.core.step_time import Cluster, flops_per_token, step_time
+from crosstune.core.training_step import Step
 from crosstune.machines.probe import load_machine, profile_names
 from crosstune.models.known_models import known_shape
 from crosstune.planner import remembered

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from crosstune.checkpoint.read import Checkpoint
 from crosstune.cli.plan import describe_plan
 from crosstune.config.facts import Facts
 from crosstune.config.load import make_config
@@ -20,6 +21,10 @@ from crosstune.core.model_shape import ModelShape, shape_for_size
 from crosstune.core.quantizers import read_quantizers
 from crosstune.core.ranks import Ranks
 from crosstune.machines.probe import load_machine
+from crosstune.models.folder import config_shape
+from crosstune.planner.gather import make_plan
+from crosstune.runs import resume
+from crosstune.runs.resume import kept_options
 
 
 def plan_on(
@@ -235,13 +240,16 @@ def test_the_context_ends_where_the_model_does() -> None:
 
 
 def test_the_micro_batch_shrinks_until_it_fits_and_the_step_keeps_its_rows() -> None:
-    plan = plan_on(
-        "rtx-4090", shape=shape_for_size(7), train_type="qlora", batch_size=64, context_length=2048
-    )
+    asked: dict[str, Any] = {"train_type": "qlora", "batch_size": 64, "context_length": 2048}
+    plan = plan_on("rtx-4090", shape=shape_for_size(7), kernels="general", **asked)
     config = plan.config
     assert config.batch_size < 64
     assert config.batch_size * config.gradient_accumulation_steps == 64
     assert config.use_gradient_checkpointing
+    fast = plan_on("rtx-4090", shape=shape_for_size(7), **asked)
+    assert fast.config.batch_size < 64 and fast.estimated_bytes is not None
+    assert fast.estimated_bytes <= fast.usable_bytes
+    assert not fast.config.use_gradient_checkpointing, "the fast layers recompute as many as it takes"
     assert plan.estimated_bytes is not None
     assert plan.estimated_bytes <= plan.backend.memory_total_bytes
 
@@ -329,7 +337,24 @@ def test_what_a_quantizer_has_no_use_for_is_said(asked: dict[str, Any], option: 
 @pytest.mark.parametrize(
     ("machine", "asked", "used", "kind"),
     [
-        ("h200", {}, "general", None),
+        ("h200", {}, "fast", "choice"),
+        ("h200", {"kernels": "auto", "train_type": "qlora"}, "fast", "choice"),
+        ("h200", {"train_type": "dora"}, "general", None),
+        ("h200", {"train_type": "full"}, "general", None),
+        ("h200", {"lora_dropout": 0.05}, "general", None),
+        ("h200", {"use_flash_attention": False}, "general", None),
+        ("h200", {"torch_compile": True}, "general", None),
+        ("h200", {"precision": "fp32"}, "general", None),
+        ("h200", {"precision": "bf16_autocast"}, "general", None),
+        ("h200", {"use_activation_cpu_offload": True}, "fast", "choice"),
+        ("h200", {"profile": True}, "fast", "choice"),
+        ("h200", {"base_precision": "fp8"}, "fast", "choice"),
+        ("h200", {"recipe": "latent_diffusion"}, "general", None),
+        ("h200", {"recipe": "judge", "head": "scalar"}, "general", None),
+        ("h200", {"recipe": "judge", "head": "tokens"}, "fast", "choice"),
+        ("h200", {"recipe": "judge", "head": "scalar", "kernels": "fast"}, "general", "change"),
+        ("apple-m1-16gb", {"backend": "mps"}, "general", None),
+        ("apple-m1-16gb", {}, "general", None),
         ("h200", {"kernels": "fast"}, "fast", None),
         ("h200", {"kernels": "fast", "train_type": "qlora"}, "fast", None),
         ("h200", {"kernels": "fast", "train_type": "dora"}, "general", "change"),
@@ -339,12 +364,56 @@ def test_what_a_quantizer_has_no_use_for_is_said(asked: dict[str, Any], option: 
         ("h200", {"kernels": "fast", "lora_dropout": 0.1}, "general", "change"),
         ("cpu-laptop", {}, "general", None),
         ("cpu-laptop", {"kernels": "fast"}, "fast", None),
+        ("cpu-laptop", {"kernels": "fast", "torch_compile": True}, "fast", None),
     ],
 )
 def test_fast_layers_are_for_lora(machine: str, asked: dict[str, Any], used: str, kind: str | None) -> None:
     plan = plan_on(machine, **asked)
     assert plan.config.kernels == used
     assert [a.kind for a in plan.adjustments if a.option == "kernels"] == ([kind] if kind else [])
+
+
+@pytest.mark.parametrize(
+    ("config", "used"),
+    [
+        ({"model_type": "qwen3"}, "fast"),
+        ({"model_type": "llama", "attention_dropout": 0.0, "hidden_act": "silu"}, "fast"),
+        ({"model_type": "llama", "attention_dropout": 0.1}, "general"),
+        ({"model_type": "llama", "hidden_act": "relu"}, "general"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": None, "final_logit_softcapping": None}, "fast"),
+        ({"model_type": "gemma2"}, "general"),
+        ({"model_type": "gpt_neox"}, "general"),
+    ],
+)
+def test_a_model_without_fast_layers_is_a_note_unless_they_were_asked_for(
+    config: dict[str, Any], used: str
+) -> None:
+    shape = config_shape({"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100, **config})
+    chosen, asked = plan_on("h200", shape=shape), plan_on("h200", shape=shape, kernels="fast")
+    assert chosen.config.kernels == asked.config.kernels == used
+    assert adjustment(chosen, "kernels", "choice").used == used
+    assert [a.kind for a in asked.adjustments if a.option == "kernels"] == ["change"] * (used == "general")
+    [line] = [line for line in describe_plan(chosen) if line.startswith("layers ")]
+    assert used in line
+    plan_on("h200", shape=shape, strict=True)
+    if used == "general":
+        with pytest.raises(UserError):
+            plan_on("h200", shape=shape, kernels="fast", strict=True)
+
+
+def test_fast_layers_recompute_by_themselves_only_where_they_know_the_free_memory() -> None:
+    asked: dict[str, Any] = {
+        "batch_size": 64,
+        "context_length": 2048,
+        "kernels": "fast",
+        "train_type": "lora",
+    }
+    used = {
+        backend: plan_on(machine, backend=backend, shape=shape_for_size(1), **asked)
+        for machine, backend in (("rtx-4090", "cuda"), ("apple-m2-max-64gb", "mps"), ("cpu-laptop", "cpu"))
+    }
+    recomputed = {backend: plan.config.use_gradient_checkpointing for backend, plan in used.items()}
+    assert recomputed == {"cuda": False, "mps": True, "cpu": True}
 
 
 def test_fast_layers_need_whole_weights() -> None:
@@ -357,6 +426,49 @@ def test_fast_layers_need_whole_weights() -> None:
         for strategy in ("full_shard", "ddp")
     )
     assert sharded.config.kernels == "general" and whole.config.kernels == "fast"
+    chosen = [
+        plan_on(machine, world_size=2, sharding_strategy=strategy).config.kernels
+        for strategy in ("full_shard", "ddp")
+    ]
+    assert chosen == ["general", "fast"]
+
+
+@pytest.mark.parametrize(
+    ("began", "options", "asked", "backend", "kept"),
+    [
+        ("cuda", {"kernels": "general"}, {}, "auto", "general"),
+        ("cuda", {"kernels": "general"}, {"kernels": "auto"}, "cuda", "general"),
+        ("cuda", {}, {}, "cuda", "general"),
+        ("cuda", {"kernels": "fast"}, {}, "cuda", "fast"),
+        ("cuda", {"kernels": "general"}, {"kernels": "fast"}, "cuda", None),
+        ("cuda", {"kernels": "fast"}, {}, "cpu", None),
+        ("cpu", {"kernels": "general"}, {}, "cpu", None),
+        ("mlx", {"kernels": "general"}, {}, "auto", None),
+    ],
+)
+def test_a_run_goes_on_with_the_layers_it_began_with(
+    began: str, options: dict[str, Any], asked: dict[str, Any], backend: str, kept: str | None
+) -> None:
+    manifest = {"backend": began, "precision": "bf16", "identity": {}, "recipe": "sft", "options": options}
+    checkpoint = Checkpoint(folder=Path("runs/old/checkpoints/step-00000001"), manifest=manifest)
+    assert kept_options(checkpoint, asked, backend=backend).get("kernels") == kept
+    again = make_config(
+        name="old", resume="auto", backend=backend, **asked
+    )  # the command of the run, once more
+    assert resume._continue_named(again, checkpoint).kernels == (kept or asked.get("kernels", "auto"))
+
+
+def test_a_judge_on_a_gpu_keeps_the_general_layers_for_its_dropout() -> None:
+    plan = make_plan(make_config(recipe="judge"), machine=load_machine("h200"))
+    assert plan.config.lora_dropout > 0 and plan.config.kernels == "general"
+
+
+def test_old_attention_keeps_the_general_layers() -> None:
+    """Where torch's flash attention does not run, neither does its attention over documents."""
+    machine = load_machine("h200")
+    cuda = replace(machine.backends["cuda"], attention=("math",))
+    old = replace(machine, backends={**machine.backends, "cuda": cuda})
+    assert plan_on(old).config.kernels == "general"
 
 
 @pytest.mark.parametrize(

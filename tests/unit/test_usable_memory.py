@@ -16,9 +16,10 @@ from crosstune.core.attention import held_score_bits
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
 from crosstune.core.machine import Machine
-from crosstune.core.memory import GIB, Step, backward_bytes, kept_bytes, largest_batch, layer_bytes
+from crosstune.core.memory import GIB, backward_bytes, kept_bytes, largest_batch, layer_bytes
 from crosstune.core.model_shape import shape_for_size
 from crosstune.core.quantizers import read_quantizers
+from crosstune.core.training_step import Step
 from crosstune.core.usable_memory import usable_bytes
 from crosstune.machines.probe import load_machine
 

@@ -13,6 +13,7 @@ from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import EXIT_DONE, UserError
 from crosstune.core.machine import Machine
+from crosstune.core.memory import num_recomputed
 from crosstune.core.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -158,6 +159,20 @@ def _settings(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _layer_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Return the row that names the decoder layers, which the memory is predicted for; none where there is no choice."""
+    if plan.engine != "torch" or plan.config.recipe == "latent_diffusion":
+        return []
+    if plan.config.kernels != "fast":
+        return [("layers", "general: those of transformers")]
+    fitted = plan.fitted
+    again = num_recomputed(fitted.shape, fitted.step) if fitted is not None else 0
+    saving = (
+        f"; {again} of {fitted.shape.num_layers} are recomputed to save memory" if fitted and again else ""
+    )
+    return [("layers", f"fast: fused, for adapters on a frozen base{saving}")]
+
+
 def _describe_settings(plan: Plan) -> list[str]:
     """Return a description of each setting that is in effect."""
     settings = _settings(plan)
@@ -236,6 +251,7 @@ def _plan_lines(
         ("method", f"{config.recipe} / {plan.method}{quantized}"),
         ("precision", plan.precision),
         ("attention", ": ".join(plan.attention)),
+        *_layer_rows(plan),
         (
             "step",
             f"{config.rows_per_step} rows, {config.batch_size} at a time on each of {plan.world_size}"

@@ -12,14 +12,16 @@ from typing import Any
 
 from crosstune.backends._host import memory_bytes
 from crosstune.config.check_built import can_use_several_devices
+from crosstune.config.fit_kernels import prefers_fast
 from crosstune.config.fit_precision import best_precision
 from crosstune.config.load import backend_variables
 from crosstune.core.attention import held_score_bits
 from crosstune.core.backend import backend_specs
 from crosstune.core.machine import BackendReport, Machine
-from crosstune.core.memory import GIB, Step, largest_batch
+from crosstune.core.memory import GIB, largest_batch
 from crosstune.core.model_shape import shape_for_size
 from crosstune.core.quantizers import quantizer_names
+from crosstune.core.training_step import Step
 from crosstune.core.usable_memory import usable_bytes
 from crosstune.machines.probe import fastest_backend, probe_backend, probe_machine
 from crosstune.torch_engine.probe import allocated_bytes, torch_device, torch_dtype
@@ -314,6 +316,7 @@ def estimate_batch(
         weight_bits=compute_bits,
         score_bits=held_score_bits(report, flash=None, compute_bits=compute_bits),
         on_gpu=not report.is_torch_cpu,
+        fast=prefers_fast(report, preferred_dtype(report)),
         overhead_bytes=backend_specs()[report.name].overhead_bytes,
     )
     return largest_batch(shape_for_size(size_b), step, limit_bytes=limit, at_most=at_most)

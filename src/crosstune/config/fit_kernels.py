@@ -4,19 +4,46 @@ from __future__ import annotations
 
 from crosstune.config.conditions import shards_weights
 from crosstune.config.draft import Draft
+from crosstune.core.machine import BackendReport
+
+FAST_BY_DEFAULT = ("cuda",)
+"""The backends on which `auto` may take the fast layers: those where they were measured."""
 
 
 def fit_kernels(draft: Draft, *, method: str, world_size: int) -> None:
-    """Replace `auto`, and `fast` where no model can use it; what depends on the model is checked with it."""
+    """Replace `auto`, and `fast` where it cannot be used; what a model's classes say is checked when it is opened."""
     asked, reason = draft["kernels"], _why_general(draft, method, world_size)
     if asked == "auto":
-        draft.values["kernels"] = "general"  # until the fast layers have been measured on a GPU
-    elif asked == "fast" and reason is not None and draft.report.engine == "torch":
-        draft.set("kernels", "general", reason)
+        _choose(draft, reason)
+    elif asked == "fast" and draft.report.engine == "torch" and (why := reason or _model_reason(draft)):
+        draft.set("kernels", "general", why)
     if draft["base_precision"] == "fp8" and draft["kernels"] == "general" and draft.report.engine == "torch":
         draft.warn(
             "base_precision", "the general layers multiply in --precision; --kernels fast multiplies in fp8"
         )
+
+
+def _choose(draft: Draft, reason: str | None) -> None:
+    """Choose the fast layers where they are preferred and nothing speaks against them. That they are not needs no words
+    unless it is the model that does not have them."""
+    report = draft.report
+    if not prefers_fast(report, draft["precision"]) or reason or draft["torch_compile"]:
+        draft.values["kernels"] = "general"
+    elif missing := _model_reason(draft):
+        draft.set("kernels", "general", missing)
+    else:
+        draft.set("kernels", "fast", f"{report.name} has fused layers for LoRA on a frozen base")
+
+
+def prefers_fast(report: BackendReport, precision: str) -> bool:
+    """Return whether LoRA takes the fast layers by default: where they were measured to be faster, on an NVIDIA GPU in bf16.
+    Their attention over documents is torch's flash attention."""
+    return report.name in FAST_BY_DEFAULT and precision == "bf16" and report.has_flash_attention
+
+
+def _model_reason(draft: Draft) -> str | None:
+    """Return why the model has no fast layers, as far as its configuration is known."""
+    return (draft.facts.shape.why_general or None) if draft.facts.shape is not None else None
 
 
 def fit_compile(draft: Draft, *, world_size: int) -> None:
@@ -36,6 +63,8 @@ def fit_compile(draft: Draft, *, world_size: int) -> None:
 def _why_general(draft: Draft, method: str, world_size: int) -> str | None:
     if draft["recipe"] == "latent_diffusion":
         return "the fast layers are those of language models"
+    if draft["recipe"] == "judge" and draft["head"] == "scalar":
+        return "the fast layers have no scalar head"
     if method != "lora":
         return f"the fast layers are for LoRA, not for {method}"
     if draft["lora_dropout"]:

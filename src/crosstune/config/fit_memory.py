@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from crosstune.config.draft import Draft
@@ -11,11 +11,14 @@ from crosstune.config.options.training import AUTO
 from crosstune.config.schema import options_by_name
 from crosstune.core.attention import held_score_bits
 from crosstune.core.expanded_name import read_expanded_name
-from crosstune.core.memory import GIB, Fitted, MemoryParts, Step, largest_batch, step_parts
+from crosstune.core.memory import GIB, Fitted, MemoryParts, largest_batch, step_parts
 from crosstune.core.model_shape import expand_shape
+from crosstune.core.training_step import Step
 
 MOST_ESTIMATED = 64
 """The largest batch that is estimated for `--batch_size auto`."""
+RECOMPUTES_BY_MEMORY = "cuda"
+"""The device of torch, which is ROCm's too, on which the fast layers know how much memory is free."""
 
 
 def fit_memory(
@@ -30,7 +33,9 @@ def fit_memory(
     """Turn on activation checkpointing, then reduce the micro-batch, until the step fits into `limit` bytes of each
     process; return what it takes. The weights are divided over `num_shards` processes."""
     facts, report = draft.facts, draft.report
-    fitted = _Fitting(draft=draft, method=method, quantizer=quantizer, n_bits=n_bits, num_shards=num_shards)
+    fitted = _Fitting(
+        draft=draft, method=method, quantizer=quantizer, n_bits=n_bits, num_shards=num_shards, limit=limit
+    )
     if draft["batch_size"] == AUTO:
         _choose_batch(draft, fitted, limit=limit)
     if fitted.shape is None:
@@ -39,7 +44,9 @@ def fit_memory(
     if not limit:
         return fitted.result()
     why = f"the step is estimated at {need / GIB:.1f} GiB and {report.name} has {limit / GIB:.1f} GiB to use"
-    if need > limit and not draft.is_asked("use_gradient_checkpointing"):
+    # The fast layers recompute as many of them as it takes, by themselves.
+    recomputes = draft["kernels"] == "fast" and report.device == RECOMPUTES_BY_MEMORY
+    if need > limit and not recomputes and not draft.is_asked("use_gradient_checkpointing"):
         draft.set("use_gradient_checkpointing", True, why)
         need = fitted.estimate()
     batch, accumulation = draft["batch_size"], draft["gradient_accumulation_steps"]
@@ -55,7 +62,8 @@ def fit_memory(
         need = fitted.estimate()
     if need > limit:
         advice = advise(
-            {name: draft[name] for name in draft.asked.options()},
+            {name: draft[name] for name in draft.asked.options()}
+            | ({"use_gradient_checkpointing": True} if recomputes else {}),
             report=report,
             spec=facts.backends[report.name],
             method=method,
@@ -81,6 +89,7 @@ class _Fitting:
     quantizer: str
     n_bits: int
     num_shards: int
+    limit: int
 
     def __post_init__(self) -> None:
         shape = self.draft.facts.shape
@@ -94,12 +103,15 @@ class _Fitting:
         precision, longest = draft["precision"], draft.facts.longest_row
         compute_bits = 32 if precision == "fp32" else 16
         context = min(draft["context_length"], longest or draft["context_length"])
+        fast = draft["kernels"] == "fast" and report.engine == "torch"
         return Step(
             method=self.method,
             rank=draft["lora_rank"],
             targets=draft["lora_target_modules"],
             quantizer=self.quantizer,
-            n_bits=16 if self.quantizer == "fp8" else self.n_bits,  # fp8 is held in two layouts
+            n_bits=16
+            if fast and self.quantizer == "fp8"
+            else self.n_bits,  # the fast layers hold fp8 in two layouts
             group_size=draft["group_size"],
             double_quant=draft["double_quant"],
             batch=draft["batch_size"],
@@ -117,6 +129,10 @@ class _Fitting:
             num_shards=self.num_shards,
             on_gpu=not report.is_torch_cpu,
             offloads_activations=draft["use_activation_cpu_offload"],
+            fast=fast,
+            fp8_products=fast and (draft["base_precision"] == "fp8" or self.quantizer == "fp8"),
+            limit_bytes=self.limit,
+            recomputes_by_memory=report.device == RECOMPUTES_BY_MEMORY,
             overhead_bytes=draft.facts.backends[report.name].overhead_bytes,
         )
 
@@ -144,7 +160,9 @@ def _choose_batch(draft: Draft, fitting: _Fitting, *, limit: int) -> None:
     chosen = usual
     if fitting.shape is not None and limit:
         draft.values["batch_size"] = 1
-        step = fitting.step()
+        step = replace(
+            fitting.step(), limit_bytes=0
+        )  # more rows do not pay for layers that are computed again
         chosen = max(1, largest_batch(fitting.shape, step, limit_bytes=limit, at_most=MOST_ESTIMATED))
     how = "estimated" if fitting.shape is not None else "a first guess, as the model's sizes are not known"
     draft.set("batch_size", chosen, f"{how}; train finds it with real passes", kind="choice")

@@ -123,6 +123,10 @@ class Plan:
             "machine": self.machine.to_json(),
         }
 
+    def has_chosen(self, option: str) -> bool:
+        """Return whether an option was left open and has been chosen for the user."""
+        return any(a.option == option and a.kind == "choice" for a in self.adjustments)
+
     def replaced(self) -> list[Adjustment]:
         """Return the adjustments of options that the user set, including those set to `auto`."""
         return [

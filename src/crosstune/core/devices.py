@@ -14,6 +14,8 @@ class DeviceSpeed:
     """To another device of the same machine, in one direction: NVLink or PCIe."""
     network_gb_s: float
     """To another machine, for each device, in one direction: the usual network card beside such a device."""
+    fp8: bool = False
+    """True if products in fp8 are known to be faster: they were measured on this chip."""
 
 
 # Part of a device's name -> TFLOP/s, GB/s of memory, of the link, and of the network. The first match counts.
@@ -40,6 +42,8 @@ _DEVICES = {
     "M4": (4.3, 120, 0, 0.125),
 }
 
+_FAST_IN_FP8 = ("H200", "H100")
+
 
 def find_speed(name: str) -> DeviceSpeed | None:
     """Return the speeds of a device by its name, such as "NVIDIA H200"; None for one that is not known."""
@@ -47,5 +51,11 @@ def find_speed(name: str) -> DeviceSpeed | None:
     for part, numbers in _DEVICES.items():
         if f" {part} " in words or f" {part}-" in words:
             tflops, memory, link, network = numbers
-            return DeviceSpeed(tflops=tflops, memory_gb_s=memory, link_gb_s=link, network_gb_s=network)
+            return DeviceSpeed(
+                tflops=tflops,
+                memory_gb_s=memory,
+                link_gb_s=link,
+                network_gb_s=network,
+                fp8=part in _FAST_IN_FP8,
+            )
     return None

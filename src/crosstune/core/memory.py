@@ -3,7 +3,8 @@ batch size and the guides' classes all use this one model.
 
 A step has four moments at which its memory can be largest: at the loss, in the backward pass of a layer, when all
 gradients exist, and in the update. Terms are counted in bytes per token from the tensors that the torch engine's
-forward pass of a Llama-like model keeps for its backward pass; other models are close to that.
+forward pass of a Llama-like model keeps for its backward pass; other models are close to that. What differs with the fast
+layers is in `fast_memory`.
 """
 
 from __future__ import annotations
@@ -11,64 +12,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from crosstune.core import fast_memory
+from crosstune.core.fast_layers import Recompute
 from crosstune.core.model_shape import ModelShape, block_parameters
+from crosstune.core.training_step import ATTENTION_LINEARS, Step, adapted_linears, trained_parameters
 
 GIB = 1024**3
 LOGITS_AT_A_TIME = 2**24
 """More logits than this are converted to fp32 in parts; fewer are faster at once."""
 _SCORE_COPIES = 2
 """Copies of a layer's attention scores during its backward pass, besides the one kept from the forward pass."""
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _PRODUCT_COPIES = {"none": 0, "bnb": 1, "mlx": 0}
 """Dense copies of a quantized weight while it is multiplied; MLX multiplies with the packed bits. Others unpack the bits
 into integers, and these into numbers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """The settings of a step that decide its memory, besides the shape of the model."""
-
-    method: str = "lora"
-    rank: int = 16
-    targets: str = "all"
-    """The layers with adapters, as in --lora_target_modules."""
-    quantizer: str = "none"
-    n_bits: int = 16
-    group_size: int = 64
-    double_quant: bool = True
-    batch: int = 1
-    context: int = 2048
-    """The tokens of the longest row."""
-    supervised: int | None = None
-    """The tokens of that row that reach the head; None for all."""
-    checkpointing: bool = False
-    compute_bits: int = 16
-    weight_bits: int = 16
-    """The bits of weights that are not quantized; more than those of the computation under autocast."""
-    score_bits: int = 0
-    """The bits of each attention score that is held; 0 for a kernel that holds none."""
-    dropout: bool = False
-    optimizer: str = "adamw"
-    averages: bool = False
-    """True if a moving average of the weights is kept."""
-    num_micro_batches: int = 1
-    num_new_blocks: int = 0
-    """Blocks of the shape that llama_pro added: trained in full and never quantized."""
-    num_shards: int = 1
-    """Processes that divide the weights and what belongs to them."""
-    on_gpu: bool = True
-    """True if the update of all weights is computed at once, and masks are bytes, as torch does on a GPU."""
-    offloads_activations: bool = False
-    overhead_bytes: int = 0
-    """Memory that the framework takes before the first tensor, where it counts as memory of the process."""
-
-    @property
-    def width(self) -> int:
-        return self.compute_bits // 8
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,20 +77,18 @@ def step_parts(shape: ModelShape, step: Step) -> MemoryParts:
     """Return the memory of a step in each process, at the moment when it is largest."""
     trained = trained_parameters(shape, step)
     shards = step.num_shards
-    kept, layer, loss = kept_bytes(shape, step), layer_bytes(shape, step), loss_bytes(shape, step)
+    passes = _fast_passes(shape, step) if step.fast else _general_passes(shape, step)
     before = 4 * trained // shards if step.num_micro_batches > 1 else 0
     own = (
         2 if _is_trained_in_16_bits(step) else 0
     )  # the gradient of a 16-bit weight, beside that of its fp32 copy
     after = (own + 4 if own and step.num_micro_batches > 1 else 4) * trained // shards
     in_update = 4 * trained // shards * (2 if step.on_gpu and "fused" not in step.optimizer else 1)
-    working = layer if step.checkpointing else 0
-    dense = dense_copies(shape, step) + gathered_bytes(shape, step)
     moments = [
-        (before, kept, loss, 0),
-        (before, kept + working, 0, backward_bytes(shape, step) + dense),
-        (after, kept // shape.num_layers, 0, dense),
-        (4 * trained // shards, 0, 0, in_update - 4 * trained // shards),
+        (before, passes.at_loss, passes.loss, passes.held),
+        (before, passes.in_backward, 0, passes.backward + passes.dense + passes.held),
+        (after, passes.at_loss // shape.num_layers, 0, passes.dense + passes.held),
+        (4 * trained // shards, 0, 0, in_update - 4 * trained // shards + passes.held),
     ]
     gradients, activations, logits, buffers = max(moments, key=sum)
     return MemoryParts(
@@ -149,30 +103,73 @@ def step_parts(shape: ModelShape, step: Step) -> MemoryParts:
     )
 
 
-def trained_parameters(shape: ModelShape, step: Step) -> int:
-    if step.method == "full":
-        return shape.num_parameters
-    if step.method == "llama_pro":
-        return step.num_new_blocks * block_parameters(shape)
-    total = 0
-    for outputs, inputs, count in adapted_linears(shape, step).values():
-        total += count * (step.rank * (outputs + inputs) + (outputs if step.method == "dora" else 0))
-    if shape.num_experts > 1 and {"gate_proj", "up_proj"} <= set(adapted_linears(shape, step)):
-        total -= shape.num_experts * step.rank * shape.hidden  # gate and up of an expert share one A
-    return total * shape.num_layers
+@dataclass(frozen=True, kw_only=True)
+class _Passes:
+    """The bytes of a forward and a backward pass."""
+
+    at_loss: int
+    """Activations that are kept at the loss."""
+    in_backward: int
+    """The most activations at a moment of the backward pass."""
+    loss: int
+    backward: int
+    dense: int
+    """Forms of a weight while it is multiplied."""
+    held: int = 0
+    """Buffers and copies that stay between the steps."""
 
 
-def adapted_linears(shape: ModelShape, step: Step) -> dict[str, tuple[int, int, int]]:
-    """Return the linear layers of a block that get an adapter."""
-    if step.method not in ("lora", "dora"):
-        return {}
-    linears = shape.linears()
-    if step.targets == "attention":
-        return {name: linears[name] for name in _ATTENTION}
-    if step.targets == "default":
-        return {name: linears[name] for name in ("q_proj", "v_proj")}
-    named = {part.strip().rpartition(".")[2] for part in step.targets.split(",")}
-    return {name: linears[name] for name in linears if name in named} or linears
+def _general_passes(shape: ModelShape, step: Step) -> _Passes:
+    kept = kept_bytes(shape, step)
+    return _Passes(
+        at_loss=kept,
+        in_backward=kept + (layer_bytes(shape, step) if step.checkpointing else 0),
+        loss=loss_bytes(shape, step),
+        backward=backward_bytes(shape, step),
+        dense=dense_copies(shape, step) + gathered_bytes(shape, step),
+    )
+
+
+def num_recomputed(shape: ModelShape, step: Step) -> int:
+    """Return how many layers are computed again in the backward pass."""
+    if step.fast:
+        return fast_modes(shape, step).count("full")
+    return shape.num_layers if step.checkpointing else 0
+
+
+def fast_modes(shape: ModelShape, step: Step) -> list[Recompute]:
+    """Return what each of the fast layers computes again."""
+    held = weight_bytes(shape, step) + copy_bytes(step, trained_parameters(shape, step)) + step.overhead_bytes
+    return fast_memory.recomputation(
+        shape,
+        step,
+        held_bytes=held + _fast_held(shape, step),
+        working_bytes=fast_working_bytes(shape, step),
+    )
+
+
+def _fast_held(shape: ModelShape, step: Step) -> int:
+    return fast_memory.adapter_copy_bytes(shape, step) + fast_memory.weight_buffer_bytes(shape, step)
+
+
+def _fast_passes(shape: ModelShape, step: Step) -> _Passes:
+    at_loss, in_backward = fast_memory.activation_bytes(shape, step, fast_modes(shape, step))
+    has_own_kernel = step.quantizer == "bnb" and step.on_gpu
+    return _Passes(
+        at_loss=at_loss,
+        in_backward=in_backward,
+        loss=fast_memory.loss_bytes(shape, step),
+        backward=fast_memory.backward_bytes(shape, step),
+        dense=0 if has_own_kernel or step.fp8_products else dense_copies(shape, step),
+        held=_fast_held(shape, step),
+    )
+
+
+def fast_working_bytes(shape: ModelShape, step: Step) -> int:
+    """Return the bytes that a step with the fast layers needs besides weights, adapters and what its layers keep."""
+    trained = trained_parameters(shape, step)
+    passing = max(fast_memory.backward_bytes(shape, step), fast_memory.loss_bytes(shape, step))
+    return 4 * trained + moment_bytes(trained, step.optimizer) + 4 * trained * step.averages + passing
 
 
 def weight_bytes(shape: ModelShape, step: Step) -> int:
@@ -267,7 +264,7 @@ def _adapter_width(shape: ModelShape, step: Step) -> int:
 
 def _times(shape: ModelShape, name: str) -> int:
     """Return how many layers of a name a token passes through in a block."""
-    return 1 if name in _ATTENTION or shape.num_experts == 1 else shape.experts_per_token
+    return 1 if name in ATTENTION_LINEARS or shape.num_experts == 1 else shape.experts_per_token
 
 
 def _stream_width(step: Step) -> int:

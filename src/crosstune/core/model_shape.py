@@ -29,6 +29,10 @@ class ModelShape:
     expert_intermediate: int = 0
     """The width of each of several experts."""
     experts_per_token: int = 2
+    family: str = ""
+    """The `model_type` of its configuration; empty if it is not known."""
+    why_general: str = ""
+    """Why it has no fast layers; empty if it has them, or if its family is not known."""
 
     @property
     def queries(self) -> int:

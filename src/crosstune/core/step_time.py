@@ -5,7 +5,8 @@ the rate that the hardware sustains, and moves the activations through memory in
 on an H200, and are the same for every device:
 
 - SUSTAINED: products run at this share of the data sheet's rate, because the power limit lowers the clock;
-- PASSES: how often each byte that is kept for the backward pass moves through memory, with kernels that are not fused;
+- PASSES and FAST_PASSES: how often each byte that is kept for the backward pass moves through memory, in the general layers,
+  whose kernels are not fused, and in the fast ones;
 - LAUNCH_S and LAUNCHES: what the host needs to start the kernels of a layer, which decides for small models.
 """
 
@@ -15,20 +16,20 @@ import math
 from dataclasses import dataclass, replace
 
 from crosstune.core.devices import DeviceSpeed
-from crosstune.core.memory import (
-    Step,
-    adapted_linears,
-    gathered_bytes,
-    layer_bytes,
-    trained_parameters,
-)
+from crosstune.core.fast_memory import fast_layer
+from crosstune.core.memory import gathered_bytes, layer_bytes, num_recomputed
 from crosstune.core.model_shape import ModelShape
+from crosstune.core.training_step import Step, adapted_linears, trained_parameters
 
 SUSTAINED = 0.67
-PASSES = 29
+PASSES, FAST_PASSES = 29, 11
+FP8_RATE = 1.68
+"""The sustained rate of fp8 products with a scale per row, over that of bf16."""
 LAUNCH_S = 10e-6
 LAUNCHES, LAUNCHES_PER_ADAPTER, LAUNCHES_PER_QUANTIZED = 350, 25, 20
 """Kernels of a layer in a step: forward, backward and update; those that each adapter adds, and each quantized weight."""
+FAST_LAUNCHES = 50
+"""Kernels of a fast layer with adapters, counted and not timed."""
 LINK_SHARE = 0.8
 """The share of a link's data rate that collectives reach."""
 LATENCY_S = 20e-6
@@ -114,10 +115,16 @@ def step_time(
     row = tokens_per_row if tokens_per_row is not None else step.context
     tokens = step.batch * row
     passes = step.num_micro_batches
-    products = tokens * flops_per_token(shape, step, row) / (speed.tflops * 1e12 * SUSTAINED)
+    flops = tokens * flops_per_token(shape, step, row)
+    if step.fp8_products and speed.fp8:
+        share = 1 - 1 / FP8_RATE
+        flops -= share * tokens * _base_flops_per_token(shape, step)
+    products = flops / (speed.tflops * 1e12 * SUSTAINED)
     traffic = _traffic_bytes(shape, step, tokens) / (speed.memory_gb_s * 1e9)
-    launches = LAUNCHES + LAUNCHES_PER_ADAPTER * len(adapted_linears(shape, step))
-    if step.quantizer != "none":
+    launches = (
+        FAST_LAUNCHES if step.fast else LAUNCHES + LAUNCHES_PER_ADAPTER * len(adapted_linears(shape, step))
+    )
+    if _makes_dense(step):
         launches += LAUNCHES_PER_QUANTIZED * len(shape.linears())
     after, beside = communication_s(shape, step, speed, cluster=cluster)
     hidden = min(beside, passes * (products + traffic))
@@ -136,19 +143,37 @@ def flops_per_token(shape: ModelShape, step: Step, row: float) -> float:
     for the gradient of a weight that is trained, two more in blocks that are computed again; and causal attention."""
     active, head = shape.active_parameters(), shape.vocab * shape.hidden
     trained = active if step.method == "full" else min(active, trained_parameters(shape, step))
-    again = active - head if step.checkpointing else 0
+    share = _recomputed_share(shape, step)
     attention = 2 * row * shape.queries * shape.num_layers
-    return 2.0 * (2 * active + trained + again) + attention * (4 if step.checkpointing else 3)
+    return 2.0 * (2 * active + trained + share * (active - head)) + attention * (3 + share)
+
+
+def _base_flops_per_token(shape: ModelShape, step: Step) -> float:
+    """Return those of the operations that the linear layers of the base take."""
+    linear = shape.active_parameters() - shape.vocab * shape.hidden
+    return 2.0 * (2 + _recomputed_share(shape, step)) * linear
+
+
+def _recomputed_share(shape: ModelShape, step: Step) -> float:
+    return num_recomputed(shape, step) / shape.num_layers
+
+
+def _makes_dense(step: Step) -> bool:
+    """Return whether quantized weights are made dense for each product."""
+    return step.quantizer != "none" and not (step.quantizer == "fp8" and step.fp8_products)
 
 
 def _traffic_bytes(shape: ModelShape, step: Step, tokens: float) -> float:
     """Return the bytes that move through memory in a micro-batch besides the products."""
-    per_token = layer_bytes(shape, replace(step, batch=1)) / step.context
-    passes = PASSES * (4 / 3 if step.checkpointing else 1)  # a third of it is the forward pass
-    moved = passes * tokens * per_token * shape.num_layers
-    if step.quantizer != "none":  # bits are read and dense weights written for each product
+    again = _recomputed_share(shape, step)
+    if step.fast:
+        kept = FAST_PASSES * fast_layer(shape, step).kept().none
+    else:
+        kept = PASSES * layer_bytes(shape, replace(step, batch=1)) // step.context
+    moved = tokens * kept * (1 + again / 3) * shape.num_layers  # a third of it is the forward pass
+    if _makes_dense(step):  # bits are read and dense weights written for each product
         linear = max(0, shape.num_parameters - shape.embeddings)
-        moved += (3 if step.checkpointing else 2) * linear * (step.n_bits / 8 + step.width)
+        moved += (2 + again) * linear * (step.n_bits / 8 + step.width)
     return moved
 
 

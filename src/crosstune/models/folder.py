@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.core.fast_layers import why_no_fast_layers_of
 from crosstune.core.json_fields import TEXT, check_fields, map_of
 from crosstune.core.json_files import read_json, read_object
 from crosstune.core.model_shape import ModelShape
@@ -119,7 +120,8 @@ def config_shape(config: dict[str, Any]) -> ModelShape | None:
         tied=bool(config.get("tie_word_embeddings", False)),
         dtype="",
     )
-    shape = llama.shape()
+    family, why = str(config.get("model_type") or ""), why_no_fast_layers_of(config)
+    shape = replace(llama.shape(), family=family, why_general=why or "")
     experts = _first(numbers, *_EXPERTS) or 1
     width = _first(numbers, "moe_intermediate_size") or llama.intermediate
     if experts > 1:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from crosstune.core.fast_layers import why_no_fast_layers_of
 from crosstune.core.model_shape import ModelShape
 from crosstune.models.llama_layout import Llama
 
@@ -27,6 +28,8 @@ class Sizes:
     per_token: int = 2
     gated: bool = True
     """False for an MLP of two matrices."""
+    family: str = ""
+    """The `model_type` of its config.json."""
 
     def shape(self) -> ModelShape:
         llama = Llama(
@@ -60,6 +63,8 @@ class Sizes:
             num_experts=self.experts,
             expert_intermediate=self.intermediate if self.experts > 1 else 0,
             experts_per_token=self.per_token,
+            family=self.family,
+            why_general=why_no_fast_layers_of({"model_type": self.family}) or "",
         )
 
 
@@ -179,6 +184,29 @@ gpt-oss-20b: 2880 24 2880 201088 64 8 64 own 20.9 32 4
 gpt-oss-120b: 2880 36 2880 201088 64 8 64 own 116.8 128 4
 internlm2_5-7b: 4096 32 14336 92544 32 8 128 own 7.74
 """
+# model_type: the beginnings of the names of such models in the table; the longest counts
+_FAMILIES = """
+llama: llama codellama vicuna tinyllama solar smollm- smollm2 yi- deepseek-llm deepseek-coder deepseek-r1-distill-llama
+mistral: mistral zephyr ministral
+mixtral: mixtral
+qwen2: qwen1.5 qwen2 qwq deepseek-r1-distill-qwen
+qwen3: qwen3
+qwen3_moe: qwen3-30b qwen3-235b
+gemma: gemma
+gemma2: gemma-2-
+gemma3: gemma-3-
+gemma3_text: gemma-3-1b
+phi: phi-2
+phi3: phi-3 phi-4
+smollm3: smollm3
+gpt2: gpt2
+gpt_oss: gpt-oss
+gpt_neox: pythia
+opt: opt
+olmo2: olmo-2
+stablelm: stablelm
+internlm2: internlm2
+"""
 _VARIANT = re.compile(
     r"(?<=.)[-_](instruct|chat|hf|it|pt|base|beta|alpha|gguf|awq|gptq|mlx|bnb|nf4|unsloth|text|dpo|sft|rlhf|intermediate|step"
     r"|deduped|4k|8k|16k|32k|128k|bf16|fp16|fp8|int8|4bit|8bit|4-bit|8-bit|v\d[\w.]*|\d{4}|\d+k|reasoning|python|math"
@@ -195,10 +223,17 @@ def known_shape(name: str) -> ModelShape | None:
 def table() -> Mapping[str, Sizes]:
     """Return base name -> sizes."""
     rows = (line.split(":") for line in _TABLE.strip().splitlines())
-    return {name: _read(fields.split()) for name, fields in rows}
+    return {name: _read(fields.split(), family=_family(name)) for name, fields in rows}
 
 
-def _read(fields: list[str]) -> Sizes:
+def _family(name: str) -> str:
+    """Return the `model_type` of a model of the table."""
+    rows = (line.split(":") for line in _FAMILIES.strip().splitlines())
+    found = {start: family for family, starts in rows for start in starts.split() if name.startswith(start)}
+    return found[max(found, key=len)]
+
+
+def _read(fields: list[str], *, family: str) -> Sizes:
     numbers = [int(field) for field in fields[:7]]
     rest = [field for field in fields[9:] if field != "plain"]
     return Sizes(
@@ -214,6 +249,7 @@ def _read(fields: list[str]) -> Sizes:
         experts=int(rest[0]) if rest else 1,
         per_token=int(rest[1]) if rest else 2,
         gated="plain" not in fields,
+        family=family,
     )
 
 

@@ -70,6 +70,7 @@ class Llama:
             head_dim=self.head_dim,
             tied=self.tied,
             max_context=self.max_context,
+            family="llama",
         )
 
     def config(self) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from crosstune.core.devices import find_speed
-from crosstune.core.memory import GIB, Step, step_bytes
+from crosstune.core.memory import GIB, step_bytes
 from crosstune.core.step_time import Cluster, step_time
+from crosstune.core.training_step import Step
 from crosstune.models.known_models import known_shape
 
 
@@ -31,6 +32,8 @@ _SMOL: dict[str, Any] = {"model": "smollm2-135m", "device": "NVIDIA H200", "row"
 _FULL_ROWS: dict[str, Any] = {"batch": 4, "context": 2048}
 _SHORT: dict[str, Any] = {"batch": 8, "context": 80}
 _NF4: dict[str, Any] = {"quantizer": "bnb", "n_bits": 4}
+_FP8: dict[str, Any] = {"quantizer": "fp8", "n_bits": 16, "fp8_products": True}
+_FAST: dict[str, Any] = {**_FULL_ROWS, "fast": True}
 MEASUREMENTS = (
     Measurement(step=_FULL_ROWS, tokens_per_s=13289, calibrates=True, **_LLAMA),
     Measurement(step={**_FULL_ROWS, **_NF4}, tokens_per_s=13014, **_LLAMA),
@@ -38,6 +41,10 @@ MEASUREMENTS = (
     Measurement(
         step={**_FULL_ROWS, **_NF4, "checkpointing": True}, tokens_per_s=9164, peak_gib=7.8, **_LLAMA
     ),
+    Measurement(step=_FAST, tokens_per_s=19837, peak_gib=41.2, calibrates=True, **_LLAMA),
+    Measurement(step={**_FAST, **_NF4}, tokens_per_s=18871, **_LLAMA),
+    Measurement(step={**_FAST, **_FP8}, tokens_per_s=26627, peak_gib=41.4, **_LLAMA),
+    Measurement(step={**_FAST, "checkpointing": True}, tokens_per_s=13510, peak_gib=19.0, **_LLAMA),
     Measurement(
         step={**_SHORT, "method": "full"}, tokens_per_s=4787, peak_gib=2.89, calibrates=True, **_SMOL
     ),

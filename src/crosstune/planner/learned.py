@@ -40,6 +40,7 @@ def learn_peak(plan: Plan, measured_bytes: int) -> None:
         "batch": step.batch,
         "context": step.context,
         "checkpointing": step.checkpointing,
+        "kernels": plan.config.kernels,
         "precision": plan.precision,
     }
     remember(FILE, key, {"predicted": counted, "measured": measured_bytes})

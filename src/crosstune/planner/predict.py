@@ -7,9 +7,10 @@ from typing import Any
 
 from crosstune.config.plan import Plan
 from crosstune.core.devices import find_speed
-from crosstune.core.memory import GIB, MemoryParts, Step, step_bytes, trained_parameters
+from crosstune.core.memory import GIB, MemoryParts, step_bytes
 from crosstune.core.model_shape import ModelShape
 from crosstune.core.step_time import Cluster, StepTime, step_time
+from crosstune.core.training_step import Step, trained_parameters
 from crosstune.planner.checked_times import largest_error
 
 SHARDS = (2, 4, 8, 16, 32, 64)
@@ -148,7 +149,9 @@ def _changes(step: Step, plan: Plan) -> list[tuple[str, Step]]:
     if step.batch > 1:
         accumulation = step.batch * step.num_micro_batches
         step = add(f"--batch_size 1 --gradient_accumulation_steps {accumulation}", replace(step, batch=1))
-    if not step.checkpointing:
+    if not step.checkpointing and not (
+        step.fast and step.recomputes_by_memory
+    ):  # the fast layers do it by themselves
         step = add("--use_gradient_checkpointing", replace(step, checkpointing=True))
     if step.method in ("lora", "dora") and step.quantizer == "none":
         step = add("--train_type qlora", replace(step, quantizer="bnb", n_bits=4))
@@ -172,7 +175,7 @@ def _changes(step: Step, plan: Plan) -> list[tuple[str, Step]]:
 def _more_devices(shape: ModelShape, step: Step, plan: Plan, *, factor: float) -> str:
     """Return how many devices would hold the model together, or that nothing here helps."""
     if plan.engine == "torch" and plan.backend.name in ("cuda", "rocm", "xpu"):
-        small = replace(step, batch=1, checkpointing=True)
+        small = replace(step, batch=1, checkpointing=True, fast=False)  # the fast layers need whole weights
         for count in SHARDS:
             if count > step.num_shards:
                 need = int(step_bytes(shape, replace(small, num_shards=count)) * factor)

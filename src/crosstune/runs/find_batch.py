@@ -34,6 +34,7 @@ _MATTERS = (
     ),
     *("lora_rank", "lora_target_modules", "lora_dropout", "optimizer", "precision", "packing", "ema_decay"),
     *("use_gradient_checkpointing", "use_activation_cpu_offload", "use_flash_attention", "sharding_strategy"),
+    *("kernels", "base_precision"),
     *("low_memory", "num_new_blocks", "train_on_prompt", "gradient_accumulation_steps", "rows_per_step"),
 )
 """Options that decide how much memory a row takes, or how many rows are searched for."""

@@ -54,7 +54,7 @@ def restored_config(
     kept = {name: value for name, value in asked.items() if name in known and name not in dropped}
     earlier = kept_options(checkpoint, asked, backend=backend)
     earlier_precision = earlier.pop("precision", asked.get("precision", "auto"))
-    kept |= earlier
+    kept |= {name: value for name, value in earlier.items() if name not in dropped}
     if precision == "auto":
         precision = earlier_precision
     if model_name is not None:

@@ -13,6 +13,7 @@ from crosstune.checkpoint.eight_bit import holds_eight_bit, plain_moments
 from crosstune.checkpoint.folders import FOLDER, checkpoint_folders, step_of
 from crosstune.checkpoint.manifest import DamagedCheckpoint
 from crosstune.checkpoint.read import Checkpoint, find_run, newest_valid, open_checkpoint
+from crosstune.config.fit_kernels import FAST_BY_DEFAULT
 from crosstune.config.load import make_config
 from crosstune.config.option import OnResume
 from crosstune.config.schema import Config, options_on_resume
@@ -104,7 +105,8 @@ def _continue_named(request: Config, checkpoint: Checkpoint) -> Config:
     """With --resume auto, return the options of this request and those to keep from the checkpoint."""
     values = request.options_asked()
     values.pop("base_adapter", None)  # its weights are in the checkpoint
-    values = kept_options(checkpoint, values, backend=request.backend) | values
+    kept = kept_options(checkpoint, values, backend=request.backend)
+    values = kept | {name: value for name, value in values.items() if name not in kept or value != "auto"}
     before = (checkpoint.manifest.get("options") or {}).get("world_size")
     if before is not None and max(1, before) != max(1, request.world_size):
         # The command is that of the run, apart from the processes there are now.
@@ -121,15 +123,21 @@ def _made(values: Mapping[str, Any], request: Config, *, other: str) -> Config:
 
 def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: str) -> dict[str, Any]:
     """Return options to keep from the earlier part of a run: what its recipe chose for the backend it began on, the
-    precision it chose on this backend, the optimizer its moments belong to, and the run's copies of missing files."""
+    precision and the layers it chose on this backend, whose rounding its numbers have, the optimizer its moments belong to,
+    and the run's copies of missing files."""
     manifest = checkpoint.manifest
     kept = {
         name: value
         for name, value in (manifest.get("options") or {}).items()
         if name in _preset_options(manifest) and name not in asked
     }
-    if backend in ("auto", manifest["backend"]) and asked.get("precision", "auto") == "auto":
+    here = backend in ("auto", manifest["backend"])
+    if here and asked.get("precision", "auto") == "auto":
         kept["precision"] = manifest["precision"]
+    if manifest["backend"] in FAST_BY_DEFAULT and here and asked.get("kernels", "auto") == "auto":
+        kept["kernels"] = (manifest.get("options") or {}).get(
+            "kernels", "general"
+        )  # the only ones before the option
     used = manifest["identity"].get("optimizer")
     if used and asked.get("optimizer", used) != used:
         kept["optimizer"] = used

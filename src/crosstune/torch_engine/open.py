@@ -22,7 +22,7 @@ from crosstune.torch_engine import export
 from crosstune.torch_engine.adapters import Adapted, adapt_layers, choose_targets
 from crosstune.torch_engine.compile_blocks import compile_blocks
 from crosstune.torch_engine.device import CacheClearing, memory_errors, open_device
-from crosstune.torch_engine.kernels.choose import open_decoder
+from crosstune.torch_engine.kernels.choose import describe_general, open_decoder
 from crosstune.torch_engine.load import shrink_frozen
 from crosstune.torch_engine.optimizer import Masters, make_optimizer
 from crosstune.torch_engine.parts import Parts
@@ -72,9 +72,11 @@ def open_session(
         )
         load_base_adapter(adapters, plan)
         recompute_activations(model, plan)
+        notes: list[str] = []
         if trained and finishing is None and isinstance(task, CausalLM):
-            task.decoder = open_decoder(model, adapters, plan=plan, precision=precision, device=device)
-        notes = list(task.decoder.notes) if isinstance(task, CausalLM) and task.decoder is not None else []
+            task.decoder, notes = open_decoder(model, adapters, plan=plan, precision=precision, device=device)
+        elif trained and plan.config.kernels == "fast":
+            notes = describe_general("the task of the recipe computes with the model itself")
         if trained:
             notes += compile_blocks(model, plan)
             check_no_running_statistics(model)

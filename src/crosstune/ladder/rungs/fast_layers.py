@@ -1,5 +1,6 @@
 """Run decoder layers with adapters through fused operations."""
 
+from crosstune.config.conditions import shards_weights
 from crosstune.ladder.rung import Change, NotHere, Rung, Situation, Within
 
 
@@ -8,8 +9,8 @@ def propose(now: Situation) -> list[Change]:
         raise NotHere("the fast layers train LoRA adapters of language models with torch")
     if now.config.kernels == "fast":
         raise NotHere("the fast layers are used already")
-    if now.plan.world_size > 1:
-        raise NotHere("the fast layers do not work with several processes")
+    if now.plan.world_size > 1 and shards_weights(now.config.sharding_strategy):
+        raise NotHere("the fast layers need whole weights")
     return [{"kernels": "fast"}]
 
 

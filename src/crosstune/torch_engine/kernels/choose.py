@@ -9,26 +9,23 @@ import torch
 from torch import nn
 
 from crosstune.config.plan import Plan
+from crosstune.core.fast_layers import kept_by
 from crosstune.torch_engine.adapters import Adapted
 from crosstune.torch_engine.kernels.calibrate import leave_out_of_fp8
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.find_parts import why_general, why_other_adapters
 from crosstune.torch_engine.kernels.fp8_weights import why_no_fp8
+from crosstune.torch_engine.kernels.operations import has_triton
 from crosstune.torch_engine.kernels.pass_graphs import PassGraphs
-from crosstune.torch_engine.kernels.recomputation import (
-    LayerBytes,
-    Recompute,
-    free_memory,
-    layer_bytes,
-    plan_recomputation,
-)
+from crosstune.torch_engine.kernels.recomputation import choose_recomputation, describe_layer
 from crosstune.torch_engine.precision import Precision
 
 
 def warn_of_general(model: Any, *, plan: Plan) -> list[str]:
-    """Return a warning if a model cannot use the fast layers that the plan has."""
-    reason = why_general(model) if plan.config.kernels == "fast" else None
-    return [f"kernels: the general layers are used, since {reason}"] if reason else []
+    """Return a warning if a model cannot use the fast layers that the user asked for."""
+    if plan.config.kernels != "fast" or plan.has_chosen("kernels"):
+        return []
+    return describe_general(why_general(model))
 
 
 def open_decoder(
@@ -38,22 +35,37 @@ def open_decoder(
     plan: Plan,
     precision: Precision,
     device: torch.device,
-) -> FastDecoder | None:
-    """Return the fast decoder over a model's modules, or None where the general path is used."""
-    if plan.config.kernels != "fast" or why_general(model) or why_other_adapters(adapters):
-        return None
+) -> tuple[FastDecoder | None, list[str]]:
+    """Return the fast decoder over a model's modules, or None where the general layers are used, and what the user should
+    know of it. A reason that was a warning already is not repeated."""
+    if plan.config.kernels != "fast":
+        return None, []
+    chosen = plan.has_chosen("kernels")
+    reason = why_general(model)
+    if reason is not None:
+        return None, describe_general(reason) if chosen else []
+    reason = why_other_adapters(adapters) or (why_slow(device) if chosen else None)
+    if reason is not None:
+        return None, describe_general(reason)
     dtype = precision.autocast or precision.weights
     asked = plan.config.base_precision == "fp8" or plan.quantizer == "fp8"
     refused = why_no_fp8(device, dtype) if asked else None
-    decoder = FastDecoder(
-        model,
-        dtype=dtype,
-        recompute=choose_recomputation(model, plan, dtype, device),
-        fp8=asked and refused is None,
-    )
+    decoder = FastDecoder(model, dtype=dtype, fp8=asked and refused is None)
     left_out = leave_out_of_fp8(decoder, seed=plan.config.seed)
-    decoder.notes = describe_decoder(decoder, refused=refused, left_out=left_out)
-    return decoder
+    decoder.set_recomputation(choose_recomputation(decoder, plan))
+    return decoder, describe_decoder(decoder, refused=refused, left_out=left_out)
+
+
+def why_slow(device: torch.device) -> str | None:
+    """Return why the fast layers are not worth choosing on a device that has them."""
+    return (
+        None if device.type == "cpu" or has_triton() else "their kernels need Triton, which is not installed"
+    )
+
+
+def describe_general(reason: str | None) -> list[str]:
+    """Return a sentence if there is a reason for the general layers."""
+    return [f"kernels: the general layers are used, since {reason}"] if reason else []
 
 
 def describe_decoder(
@@ -74,25 +86,6 @@ def describe_decoder(
     return notes
 
 
-def choose_recomputation(
-    model: Any, plan: Plan, dtype: torch.dtype, device: torch.device
-) -> list[Recompute] | Recompute:
-    """Recompute all if the user asked for it, otherwise what the free memory demands."""
-    config = plan.config
-    if config.use_gradient_checkpointing and (
-        "use_gradient_checkpointing" in config.asked or config.low_memory or device.type != "cuda"
-    ):
-        return "full"
-    if device.type != "cuda":
-        return "lean"
-    return plan_recomputation(
-        _layer_bytes(model, dtype),
-        num_layers=model.config.num_hidden_layers,
-        num_tokens=config.batch_size * config.context_length,
-        free_bytes=free_memory(device),
-    )
-
-
 def open_graphs(
     decoder: FastDecoder | None, parameters: Sequence[nn.Parameter], *, plan: Plan
 ) -> PassGraphs | None:
@@ -101,14 +94,4 @@ def open_graphs(
         return None
     if "full" in decoder.recompute or plan.config.use_activation_cpu_offload:
         return None
-    cost = _layer_bytes(decoder.model, decoder.dtype)
-    return PassGraphs(parameters, bytes_per_token=sum(getattr(cost, mode) for mode in decoder.recompute))
-
-
-def _layer_bytes(model: Any, dtype: torch.dtype) -> LayerBytes:
-    return layer_bytes(
-        model.config,
-        head_size=model.model.layers[0].self_attn.head_dim,
-        compute_bytes=dtype.itemsize,
-        stream_bytes=model.model.embed_tokens.weight.element_size(),
-    )
+    return PassGraphs(parameters, bytes_per_token=kept_by(describe_layer(decoder).kept(), decoder.recompute))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from crosstune.core.fast_layers import Recompute
 from crosstune.torch_engine.kernels import find_parts
 from crosstune.torch_engine.kernels.attention import Documents, attends_by_document, prefer_cudnn
 from crosstune.torch_engine.kernels.frozen_weights import Scratch
@@ -22,7 +23,6 @@ from crosstune.torch_engine.kernels.halves import (
 )
 from crosstune.torch_engine.kernels.head_loss import head_loss
 from crosstune.torch_engine.kernels.operations import Operations, choose_operations
-from crosstune.torch_engine.kernels.recomputation import Recompute
 from crosstune.torch_engine.kernels.stacked import Publishing, Stacked
 
 Layer = tuple[AttentionHalf, MLPHalf]
@@ -43,21 +43,23 @@ class FastDecoder:
     ) -> None:
         """Build the layers. With `fp8`, products with a quantized base are computed in fp8."""
         self.model, self.inner, self.dtype = model, model.model, dtype
-        self.notes: list[str] = []
-        """What the user should know about how the layers were built."""
         self.device = self.inner.embed_tokens.weight.device
         self.operations = operations if operations is not None else choose_operations(self.device)
         self.scratch = Scratch(dtype=dtype, device=self.device)
         self.fp8_scratch = Scratch(dtype=torch.float8_e4m3fn, device=self.device) if fp8 else None
         self.layers = [self._build(layer, index) for index, layer in enumerate(self.inner.layers)]
         self._publishing = Publishing(list(self.groups().values()))
-        count = len(self.layers)
-        self.recompute = [recompute] * count if isinstance(recompute, str) else list(recompute)
-        assert len(self.recompute) == count
+        self.set_recomputation(recompute)
         self.norm = find_parts.read_norm(self.inner.norm)
         windows = {attention.window for attention, _ in self.layers}
         self.drops_padding = all(attends_by_document(self.device, dtype, window) for window in windows)
         """Whether rows of different lengths are computed as one row of documents, without padding."""
+
+    def set_recomputation(self, recompute: Sequence[Recompute] | Recompute) -> None:
+        """Set what the backward pass computes again: in each layer, or in all of them alike."""
+        count = len(self.layers)
+        self.recompute = [recompute] * count if isinstance(recompute, str) else list(recompute)
+        assert len(self.recompute) == count
 
     def hidden(
         self,
@@ -147,8 +149,6 @@ class FastDecoder:
         after, before, last = find_parts.mlp_norms(layer)
         kinds = getattr(config, "layer_types", None) if config.model_type == "gemma3_text" else None
         norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
-        activation = find_parts.activation_kind(config)
-        assert activation is not None
         first = AttentionHalf(
             norm=find_parts.read_norm(layer.input_layernorm),
             qkv=self._stack(find_parts.qkv_layers(attention)),
@@ -164,7 +164,7 @@ class FastDecoder:
             norm=find_parts.read_norm(before),
             gate_up=self._stack(find_parts.gate_up_layers(layer.mlp)),
             down=self._stack([layer.mlp.down_proj]),
-            activation=activation,
+            activation=find_parts.activation_kind(config),
             post_norm=find_parts.read_norm(last) if last is not None else None,
         )
         return first, second

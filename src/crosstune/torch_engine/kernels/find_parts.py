@@ -7,37 +7,16 @@ from typing import Any
 
 from torch import nn
 
+from crosstune.core.fast_layers import ACTIVATIONS, why_no_fast_layers
 from crosstune.torch_engine.adapters import AdaptedLinear, AdaptedStack, DoraLinear
 from crosstune.torch_engine.kernels.operations import Heads, Norm
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-}
-_DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout")
 
 
 def why_general(model: Any) -> str | None:
     """Return why a model cannot use the fast layers, from its config and classes; None if it can."""
     config = getattr(model, "config", None)
-    family = getattr(config, "model_type", None)
-    if family not in FAMILIES:
-        return f"the fast layers know {', '.join(FAMILIES)}, not {family or type(model).__name__}"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        return "its attention caps its scores, which no fast kernel does"
-    if getattr(config, "final_logit_softcapping", None) is not None:
-        return "it caps its logits"
-    if getattr(config, "use_bidirectional_attention", False):
-        return "its attention is not causal"
-    for name in _DROPOUTS:
-        if getattr(config, name, 0.0):
-            return f"its config sets {name}"
-    if activation_kind(config) is None:
-        return f"the fast layers do not have its activation {_activation_name(config)}"
+    if reason := why_no_fast_layers(lambda name: getattr(config, name, None)):
+        return reason
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None:
         return "its output head is not a plain matrix"
@@ -58,12 +37,8 @@ def why_other_adapters(adapters: Mapping[str, Any]) -> str | None:
     return None
 
 
-def activation_kind(config: Any) -> str | None:
-    return _ACTIVATIONS.get(_activation_name(config) or "")
-
-
-def _activation_name(config: Any) -> str | None:
-    return getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+def activation_kind(config: Any) -> str:
+    return ACTIVATIONS[getattr(config, "hidden_activation", None) or config.hidden_act]
 
 
 def read_norm(norm: Any) -> Norm:

@@ -6,11 +6,8 @@ from typing import Any
 
 import torch
 
+from crosstune.core.fast_layers import rows_at_a_time
 from crosstune.torch_engine.kernels.operations import Operations
-
-LOGITS_AT_A_TIME = {"cpu": 2**24}
-LOGITS_AT_A_TIME_ON_GPU = 2**26
-FEWEST_ROWS, MOST_ROWS = 256, 4096
 
 
 def head_loss(
@@ -32,8 +29,7 @@ class _HeadLoss(torch.autograd.Function):
         targets: torch.Tensor,
         operations: Operations,
     ) -> torch.Tensor:
-        at_a_time = LOGITS_AT_A_TIME.get(hidden.device.type, LOGITS_AT_A_TIME_ON_GPU)
-        rows = min(max(at_a_time // weight.shape[0], FEWEST_ROWS), MOST_ROWS)
+        rows = rows_at_a_time(weight.shape[0], on_gpu=hidden.device.type != "cpu")
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         needed = ctx.needs_input_grad[0]

@@ -1,57 +1,51 @@
-"""Decide for each fast layer what its backward pass computes again, from the memory that is free."""
+"""Decide for each fast layer what its backward pass computes again: what was asked for, or what the free memory demands."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
-
 import torch
 
-Recompute = Literal["none", "lean", "full"]
-"""What a layer's backward pass computes again: the gated activation only, in the kernel that reads its factors anyway; the norms
-too; or the whole layer."""
-
-USED_SHARE = 0.85
-"""The share of the free memory that kept activations may fill; the rest is for products, gradients and fragments."""
+from crosstune.config.plan import Plan
+from crosstune.core.fast_layers import FastLayer, Recompute, plan_recomputation
+from crosstune.core.memory import fast_working_bytes
+from crosstune.torch_engine.kernels.decoder import FastDecoder
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerBytes:
-    """The bytes that a layer keeps for the backward pass, for each token."""
-
-    none: int
-    lean: int
-    full: int
-
-
-def layer_bytes(config: Any, *, head_size: int, compute_bytes: int, stream_bytes: int) -> LayerBytes:
-    """Return what a layer of a transformers config keeps."""
-    width, inner = config.hidden_size, config.intermediate_size
-    queries = config.num_attention_heads * head_size
-    packed = queries + 2 * config.num_key_value_heads * head_size
-    lean = 2 * width * stream_bytes + (packed + queries + 2 * inner) * compute_bytes
-    return LayerBytes(
-        none=lean + 2 * width * compute_bytes,
-        lean=lean,
-        full=width * (stream_bytes + compute_bytes),
+def choose_recomputation(decoder: FastDecoder, plan: Plan) -> list[Recompute] | Recompute:
+    """Recompute all if the plan says so, otherwise what the free memory of a GPU demands."""
+    config, fitted = plan.config, plan.fitted
+    if config.use_gradient_checkpointing:
+        return "full"
+    if decoder.device.type != "cuda":
+        return "lean"
+    tokens = fitted.step.tokens if fitted is not None else config.batch_size * config.context_length
+    return plan_recomputation(
+        describe_layer(decoder).kept(),
+        num_layers=len(decoder.layers),
+        num_tokens=tokens,
+        free_bytes=free_memory(decoder.device),
+        working_bytes=fast_working_bytes(fitted.shape, fitted.step) if fitted is not None else 0,
     )
 
 
-def plan_recomputation(
-    cost: LayerBytes, *, num_layers: int, num_tokens: int, free_bytes: int
-) -> list[Recompute]:
-    """Return the cheapest mode of each layer that fits: all kept, all lean, or as many lean ones as fit after full ones."""
-    room = int(free_bytes * USED_SHARE)
-    none: Recompute = "none"
-    lean: Recompute = "lean"
-    full: Recompute = "full"
-    if num_layers * num_tokens * cost.none <= room:
-        return [none] * num_layers
-    for num_full in range(num_layers):
-        kept = num_full * cost.full + (num_layers - num_full) * cost.lean
-        if (kept + (cost.lean if num_full else 0)) * num_tokens <= room:
-            return [full] * num_full + [lean] * (num_layers - num_full)
-    return [full] * num_layers
+def describe_layer(decoder: FastDecoder) -> FastLayer:
+    """Return the sizes of a decoder's first layer; all layers have the same."""
+    attention, mlp = decoder.layers[0]
+    heads = attention.heads
+    return FastLayer(
+        hidden=mlp.gate_up.num_inputs,
+        intermediate=mlp.down.num_inputs,
+        queries=heads.num_queries * heads.size,
+        keys=heads.num_keys * heads.size,
+        num_heads=heads.num_queries,
+        qkv_columns=attention.qkv.extra,
+        out_columns=attention.out.extra,
+        gate_up_columns=mlp.gate_up.extra,
+        down_columns=mlp.down.extra,
+        compute_bytes=decoder.dtype.itemsize,
+        stream_bytes=decoder.inner.embed_tokens.weight.element_size(),
+        qk_norms=attention.qk_norms is not None,
+        post_norms=mlp.post_norm is not None,
+    )
 
 
 def free_memory(device: torch.device) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from crosstune.core.fast_layers import MOST_COLUMNS, adapter_columns
 from crosstune.torch_engine.adapters import AdaptedLinear
 from crosstune.torch_engine.kernels.fp8_weights import fp8_weights, takes_fp8
 from crosstune.torch_engine.kernels.frozen_weights import (
@@ -22,11 +23,6 @@ from crosstune.torch_engine.kernels.operations import Quantize, Rows
 from crosstune.torch_engine.quantized import linear_shape, weight_device
 
 OnProduct = Callable[["Stacked", torch.Tensor, torch.Tensor], None]
-MOST_EXTRA = 256
-"""With more adapter columns than this, those that belong to other layers of the group cost more than they save."""
-_ALIGNED = {"cpu": 16}
-_ALIGNED_ON_GPU = 64
-"""Columns of x A come in multiples of this, so that rows begin at whole cache lines and fill the tiles of a product."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +66,9 @@ class Stacked:
         self.num_inputs = linear_shape(bases[0])[1]
         used = self.adapters[-1].columns.stop if self.adapters else 0
         self.device = weight_device(bases[0])
-        aligned = _ALIGNED.get(self.device.type, _ALIGNED_ON_GPU)
-        self.extra = -(-used // aligned) * aligned
+        self.extra = adapter_columns(used, on_gpu=self.device.type != "cpu")
         in_fp8 = fp8 is not None and not any(is_dense(base) for base in bases) and takes_fp8(bases)
-        self.extended = not in_fp8 and may_extend and 0 < self.extra <= MOST_EXTRA
+        self.extended = not in_fp8 and may_extend and 0 < self.extra <= MOST_COLUMNS
         room = self.extra if self.extended else 0
         self.weights: Any
         if fp8 is not None and in_fp8:
@@ -185,7 +180,7 @@ class Stacked:
         found = []
         all_a = (low_gradient.t() @ self.inputs_in(inputs)).to(self.adapters[0].a.dtype)
         # One product reads the gradient once; with many columns, those of other layers would cost too much.
-        all_b = gradient.t() @ low if self.extra <= MOST_EXTRA else None
+        all_b = gradient.t() @ low if self.extra <= MOST_COLUMNS else None
         for adapter in self.adapters:
             if all_b is not None:
                 b = all_b[adapter.rows, adapter.columns]
@@ -197,7 +192,7 @@ class Stacked:
     def _place_b(self) -> torch.Tensor | None:
         """Return where each B stands, with zeros between: the extra columns of a dense matrix, or a matrix of its own.
         None if there are so many columns that each B is better multiplied by itself."""
-        if not 0 < self.extra <= MOST_EXTRA:
+        if not 0 < self.extra <= MOST_COLUMNS:
             return None
         if self.extended and isinstance(self.weights, DenseWeights):
             return self.weights.matrix()[:, self.num_inputs :]

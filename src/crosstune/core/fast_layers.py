@@ -1,0 +1,179 @@
+"""Describe the torch engine's fast layers without torch: which models have them, and what such a layer keeps for the backward
+pass. The engine and the prediction of memory both use this one description."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
+QK_NORM_FAMILIES = ("qwen3", "gemma3_text")
+"""Families that normalize queries and keys."""
+POST_NORM_FAMILIES = ("gemma2", "gemma3_text")
+"""Families with a norm after each half of a layer."""
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+_DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout")
+_DEFAULTS = {"gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}}
+"""What transformers assumes where a config.json does not say."""
+MOST_COLUMNS = 256
+"""With more adapter columns than this, those that belong to other layers of the group cost more than they save."""
+_ALIGNED_ON_CPU, _ALIGNED_ON_GPU = 16, 64
+"""Columns of x A come in multiples of this, so that rows begin at whole cache lines and fill the tiles of a product."""
+LOGITS_ON_CPU, LOGITS_ON_GPU = 2**24, 2**26
+"""The logits that the loss computes at a time."""
+FEWEST_ROWS, MOST_ROWS = 256, 4096
+"""The rows of such a part."""
+
+Recompute = Literal["none", "lean", "full"]
+"""What a layer's backward pass computes again: the gated activation only, in the kernel that reads its factors anyway; the norms
+too; or the whole layer."""
+USED_SHARE = 0.85
+"""The share of the free memory that kept activations may fill; the rest is for products, gradients and fragments."""
+
+
+def why_no_fast_layers(field: Callable[[str], Any]) -> str | None:
+    """Return why a model has no fast layers, from the fields of its configuration; None if it has them."""
+    family = field("model_type")
+    if family not in FAMILIES:
+        return f"the fast layers know {', '.join(FAMILIES)}, not {family}"
+    if field("attn_logit_softcapping") is not None:
+        return "its attention caps its scores, which no fast kernel does"
+    if field("final_logit_softcapping") is not None:
+        return "it caps its logits"
+    if field("use_bidirectional_attention"):
+        return "its attention is not causal"
+    for name in _DROPOUTS:
+        if field(name):
+            return f"its config sets {name}"
+    activation = field("hidden_activation") or field("hidden_act")
+    if activation is not None and activation not in ACTIVATIONS:
+        return f"the fast layers do not have its activation {activation}"
+    return None
+
+
+def why_no_fast_layers_of(config: Mapping[str, Any]) -> str | None:
+    """Return why the model of a config.json has no fast layers; None if it has them or the file does not name its family."""
+    family = config.get("model_type")
+    if not family:
+        return None
+    return why_no_fast_layers((_DEFAULTS.get(family, {}) | dict(config)).get)
+
+
+def adapter_columns(used: int, *, on_gpu: bool) -> int:
+    """Return the columns of x A of a group of layers whose adapters use so many."""
+    aligned = _ALIGNED_ON_GPU if on_gpu else _ALIGNED_ON_CPU
+    return -(-used // aligned) * aligned
+
+
+def rows_at_a_time(vocabulary: int, *, on_gpu: bool) -> int:
+    """Return the rows whose logits the loss computes at a time."""
+    logits = LOGITS_ON_GPU if on_gpu else LOGITS_ON_CPU
+    return min(max(logits // vocabulary, FEWEST_ROWS), MOST_ROWS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastLayer:
+    """The sizes of a layer on which the memory of its passes depends."""
+
+    hidden: int
+    intermediate: int
+    queries: int
+    """The width of the queries."""
+    keys: int
+    """The width of the keys, and of the values."""
+    num_heads: int
+    qkv_columns: int
+    out_columns: int
+    gate_up_columns: int
+    down_columns: int
+    """The columns of x A of each group."""
+    compute_bytes: int
+    stream_bytes: int
+    """The bytes of a number of the residual stream; more than those of a product under autocast."""
+    qk_norms: bool = False
+    post_norms: bool = False
+
+    def kept(self) -> LayerBytes:
+        """Return what the layer keeps for its backward pass, for each token."""
+        rstd = 4  # the inverse root mean square of a norm's input, in fp32
+        packed = self.queries + 2 * self.keys
+        columns = self.qkv_columns + self.out_columns + self.gate_up_columns + self.down_columns
+        values = packed + self.queries + 2 * self.intermediate + columns
+        if self.qk_norms:
+            values += self.queries + self.keys  # rotated apart from the rows before the norms
+        norms = 2 * rstd
+        if self.post_norms:
+            values += 2 * self.hidden
+            norms += 2 * rstd
+        log_sum_exp = 4 * self.num_heads
+        lean = 2 * self.hidden * self.stream_bytes + values * self.compute_bytes + norms + log_sum_exp
+        return LayerBytes(
+            none=lean + 2 * self.hidden * self.compute_bytes,
+            lean=lean,
+            full=self.hidden * (self.stream_bytes + self.compute_bytes),
+        )
+
+    def backward(self, *, in_fp8: bool) -> int:
+        """Return the bytes of temporary tensors where the backward pass has most of them, for each token.
+
+        In the MLP these are the gradients of the stream, the gated product and its gradient, the gradients of gate and up, the
+        input and its gradient; in attention the gradients of its output, of queries, keys and values apart and packed, the input
+        and its gradient. Products in fp8 read an e4m3 copy of each gradient.
+        """
+        stream = self.hidden * (self.stream_bytes + self.compute_bytes)
+        packed = self.queries + 2 * self.keys
+        mlp = 4 * self.intermediate + 2 * self.down_columns + 2 * (self.hidden + self.gate_up_columns)
+        attention = self.queries + 2 * packed + 2 * (self.hidden + self.qkv_columns)
+        mlp_copies, attention_copies = self.hidden + 2 * self.intermediate, packed
+        return stream + max(
+            mlp * self.compute_bytes + in_fp8 * mlp_copies,
+            attention * self.compute_bytes + in_fp8 * attention_copies,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBytes:
+    """The bytes that a layer keeps for the backward pass, for each token."""
+
+    none: int
+    lean: int
+    full: int
+
+
+def plan_recomputation(
+    cost: LayerBytes, *, num_layers: int, num_tokens: int, free_bytes: int, working_bytes: int = 0
+) -> list[Recompute]:
+    """Return the cheapest mode of each layer that fits: all kept, all lean, or as many lean ones as fit after full ones.
+
+    `working_bytes` of the free memory are needed for other things, such as gradients and the optimizer's state.
+    """
+    room = min(int(free_bytes * USED_SHARE), free_bytes - working_bytes)
+    none: Recompute = "none"
+    lean: Recompute = "lean"
+    full: Recompute = "full"
+    if num_layers * num_tokens * cost.none <= room:
+        return [none] * num_layers
+    for num_full in range(num_layers):
+        kept = num_full * cost.full + (num_layers - num_full) * cost.lean
+        if (kept + (cost.lean if num_full else 0)) * num_tokens <= room:
+            return [full] * num_full + [lean] * (num_layers - num_full)
+    return [full] * num_layers
+
+
+def kept_by(cost: LayerBytes, modes: Sequence[Recompute]) -> int:
+    """Return what layers of these modes keep together, for each token."""
+    return sum(getattr(cost, mode) for mode in modes)
+
+
+def most_held(cost: LayerBytes, modes: Sequence[Recompute]) -> int:
+    """Return the most that they hold at a moment of the backward pass: what all of them keep, or what is left when the last
+    of the recomputed ones, which are the first layers, has been computed again."""
+    num_full = modes.count("full")
+    return max(kept_by(cost, modes), num_full * cost.full + cost.lean if num_full else 0)
