@@ -5,10 +5,10 @@
     python benchmarks/latent_text.py score OUT/latent_text.json       BLEU of the texts in it, with sacrebleu
     python benchmarks/latent_text.py run --carry .carry/latents --out OUT --tiny              to see that it runs
 
-`run` ends within --budget_s seconds: it embeds the texts, measures the time of a step, trains through `crosstune train`
-until --decode_s seconds are left, chooses guidance and steps by the re-embedding cosine of one half of the held-out
-texts, and reports the other half: one pass, the same with shuffled vectors, and decoding by correction until the time is
-over. It writes latent_text.json after training, after one pass and after each round of correction, and copies the log
+`run` ends within --budget_s seconds: it embeds the texts, measures the time of a step (with compiled blocks on a GPU,
+where that works), trains through `crosstune train` until --decode_s seconds are left, chooses guidance and steps by the
+BLEU of one half of the held-out texts (by their re-embedding cosine without sacrebleu), and reports the other half: one
+pass, the same with shuffled vectors, and decoding by correction until the time is over. It writes latent_text.json after training, after one pass and after each round of correction, and copies the log
 of the training beside it while it runs, so that a run that is cut short loses little. A second call with --decode_only
 decodes with the model of the first.
 """
@@ -16,30 +16,29 @@ decodes with the model of the first.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
+import os
 import shutil
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from latent_scores import compare_vectors, copied_log, read_evaluations, read_metrics, score
 
 HELD_OUT = 2000
-WORTH_DOUBLING = 1.3
-"""Gain in samples per second from which on the batch is doubled."""
+AVERAGED_SHARE = 0.025
+"""The average of the weights is over about this share of the steps: a longer one lags behind."""
 OVERHEAD_S = 15.0
 """For evaluations, and for writing the model."""
 FULL = {
     "hidden_size": 512,
     "n_blocks": 8,
     "latent_tokens": 4,
-    "batch_size": 1024,
-    "lr": 7e-4,
+    "batch_size": 2048,
+    "lr": 1e-3,
     "dropout": 0.1,
     "latent_noise": 0.1,
     "precision": "bf16_autocast",
@@ -79,8 +78,11 @@ def pack(out: Path, *, file: Path | None) -> None:
 
 class Bench:
     def __init__(self, own: argparse.Namespace) -> None:
-        self.own, self.settings = own, TINY if own.tiny else FULL
-        self.settings = self.settings | {name: json.loads(value) for name, value in own.set or ()}
+        import torch
+
+        compiles = {"torch_compile": torch.cuda.is_available() and not own.tiny}
+        self.own, self.settings = own, compiles | (TINY if own.tiny else FULL)
+        self.settings |= {name: json.loads(value) for name, value in own.set or ()}
         self.started = time.monotonic()
         self.facts: dict[str, Any] = {"settings": self.settings, "crops": own.crops}
 
@@ -95,6 +97,11 @@ class Bench:
         own.out.mkdir(parents=True, exist_ok=True)
         self.file = own.out / "latent_text.json"
         kept = own.work / "facts.json"
+        if own.probe:
+            self.build()
+            self.measure_step()
+            self.save()
+            return
         if own.decode_only:
             self.facts = json.loads(kept.read_text(encoding="utf-8"))
         else:
@@ -115,6 +122,8 @@ class Bench:
 
         own = self.own
         began = time.monotonic()
+        if own.probe and (own.work / "pairs").is_dir():
+            return  # of the probe before
         written = build(
             BuildRequest(
                 source=str(own.carry / "texts.txt"),
@@ -150,36 +159,52 @@ class Bench:
             **self.settings,
         }
 
-    def choose_batch(self) -> float:
-        """Return the seconds of a step. Double the batch while that trains clearly more samples per second: a small
-        model waits for kernel launches, which cost the same for any batch. The learning rate grows with its root."""
+    def measure_step(self) -> float:
+        """Return the seconds of a step. Where compiled blocks fail, try them with plain attention, then none; say so."""
+        from crosstune.core.errors import UserError
+
+        ways: list[dict[str, Any]] = [{}]
+        if self.settings["torch_compile"]:
+            ways += [{"use_flash_attention": False}, {"torch_compile": False}]
+        before = self.settings
+        for number, way in enumerate(ways, start=1):
+            self.settings = before | way
+            try:
+                step_s = self._measure_step()
+                self.facts["settings"] = self.settings
+                return step_s
+            except (UserError, RuntimeError) as error:  # torch's compiler raises both
+                if number == len(ways):
+                    raise
+                why = f"{error} {getattr(error, 'why', '')}".strip()
+                self.say(f"a training with {way or 'these settings'} fails: {why}")
+                self.facts.setdefault("failed", []).append({"settings": self.settings, "error": why})
+        raise AssertionError("each way returns or raises")
+
+    def _measure_step(self) -> float:
+        """Train a few steps, which also compile the blocks for the long training."""
         import crosstune
 
-        step_s = 0.0
-        for batch_size in [self.settings["batch_size"] * factor for factor in (1, 2, 4)]:
-            tried = self._options() | {"batch_size": batch_size, "max_steps": 6 if self.own.tiny else 40}
-            rows = _metrics(crosstune.train(**tried, name="probe", skip_eval=True, save_model=False).folder)
-            new_s = float(np.median([row["step_s"] for row in rows[len(rows) // 2 :]]))
-            self.say(f"batch {batch_size}: {1000 * new_s:.1f} ms, {batch_size / new_s:,.0f} samples/s")
-            self.facts.setdefault("probes", []).append({"batch_size": batch_size, "step_s": new_s})
-            gain = 2 * step_s / new_s if step_s else 2.0
-            if gain < WORTH_DOUBLING:
-                break
-            root = (batch_size / self.settings["batch_size"]) ** 0.5
-            self.settings = self.settings | {"batch_size": batch_size, "lr": self.settings["lr"] * root}
-            step_s = new_s
-            if self.own.tiny or self.own.steps:
-                break
+        began, steps = time.monotonic(), 6 if self.own.tiny else 30
+        run = crosstune.train(
+            **self._options(), name="probe", max_steps=steps, skip_eval=True, save_model=False
+        )
+        times = [row["step_s"] for row in read_metrics(run.folder)]
+        step_s, seconds = float(np.median(times[steps // 2 :])), time.monotonic() - began
+        self.facts["probe"] = {"step_s": step_s, "first_step_s": times[0], "seconds": seconds}
+        rate = self.settings["batch_size"] / step_s
+        self.say(
+            f"a step takes {1000 * step_s:.1f} ms, {rate:,.0f} samples/s; the probe took {seconds:.1f} s"
+        )
         return step_s
 
     def train(self) -> int:
         import crosstune
 
         own = self.own
-        step_s = self.choose_batch()
-        self.facts["settings"] = self.settings
+        step_s = self.measure_step()
         seconds = self.left_s() - own.decode_s - OVERHEAD_S
-        steps = own.steps or (40 if own.tiny else max(500, int(seconds / (1.06 * step_s + 0.002))))
+        steps = own.steps or (40 if own.tiny else max(500, int(seconds / (1.04 * step_s + 0.0005))))
         self.say(f"training {steps} steps of {self.settings['batch_size']} samples")
         began = time.monotonic()
         run = crosstune.train(
@@ -188,14 +213,14 @@ class Bench:
             max_steps=steps,
             warmup_steps=min(500, steps // 10),
             cosine_min_lr_ratio=0.02,
-            ema_decay=0.9 if own.tiny else 0.999,
+            ema_decay=1 - 1 / max(2.0, AVERAGED_SHARE * steps),
             eval_steps=max(1, steps // 5),
             eval_samples=256,
             cfg_dropout_prob=0.05,
             time_limit=None if own.tiny or own.steps else f"{int(self.left_s() - 0.8 * own.decode_s)}s",
         )
         seconds = time.monotonic() - began
-        rows = _metrics(run.folder)
+        rows = read_metrics(run.folder)
         every = max(1, len(rows) // 200)
         self.facts["training"] = {
             "steps": steps,
@@ -208,7 +233,7 @@ class Bench:
                 {key: row[key] for key in ("step", "loss", "text_loss", "text_accuracy", "nats_per_token")}
                 for row in rows[::every]
             ],
-            "evaluations": _evaluations(run.folder),
+            "evaluations": read_evaluations(run.folder),
         }
         return steps
 
@@ -216,7 +241,7 @@ class Bench:
         from crosstune.recipes.latent_diffusion.correct import CorrectOptions, decode_and_correct
         from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
         from crosstune.recipes.latent_diffusion.sampling import Decoded, DecodeOptions
-        from crosstune.recipes.latent_diffusion.scores import cosine
+        from crosstune.recipes.latent_diffusion.scores import cosine, has_sacrebleu, text_scores
         from crosstune.recipes.latent_diffusion.trained import open_trained
 
         own = self.own
@@ -231,14 +256,25 @@ class Bench:
         def texts_of(latents: Any, options: DecodeOptions) -> list[str]:
             return trained.vocabulary.decode_batch(trained.sampler.decode(latents, options=options).tokens)
 
-        tried, some = [], np.asarray(tuning.latents[:500], np.float32)
-        for steps, guidance, lengths in itertools.product((1, 8, 16), (1.0, 1.5), (1, 3)):
-            options = DecodeOptions(steps=steps, guidance=guidance, num_lengths=lengths)
-            tried.append((cosine(encoder.encode(texts_of(some, options)), some), options))
-        near, best = max(tried, key=lambda item: item[0])
-        self.say(f"chosen by cosine {near:.4f}: {best}")
-        self.facts["tried"] = [{"cosine": near, **vars(options)} for near, options in tried]
-        self.facts["chosen"] = vars(best)
+        tuned = tuning.part(0, min(len(tuning), 500))
+        some, expected = np.asarray(tuned.latents, np.float32), trained.vocabulary.normalise(tuned.texts)
+        tried: list[dict[str, Any]] = []
+
+        def better(known: DecodeOptions, *changes: dict[str, Any]) -> DecodeOptions:
+            """Decode the tuning half with each change; return the best options of all so far."""
+            for options in [replace(known, **change) for change in changes]:
+                texts = texts_of(some, options)
+                bleu = text_scores(texts, expected)["bleu"] if has_sacrebleu() else None
+                near = cosine(encoder.encode(texts), some)
+                tried.append({"bleu": bleu, "cosine": near, "options": vars(options)})
+            best = max(tried, key=lambda item: item["cosine"] if item["bleu"] is None else item["bleu"])
+            return DecodeOptions(**best["options"])
+
+        best = better(DecodeOptions(steps=8), {}, {"guidance": 1.5}, {"guidance": 2.0})
+        best = better(best, {"steps": 16}, {"steps": 24})
+        best = better(best, {"num_lengths": 3})
+        self.say(f"chosen: {best}")
+        self.facts["tried"], self.facts["chosen"] = tried, vars(best)
         began = time.monotonic()
         single = texts_of(vectors, best)
         self.facts["decode_texts_per_s"] = len(single) / (time.monotonic() - began)
@@ -251,7 +287,7 @@ class Bench:
             "single_pass_8_steps": plain,
             "shuffled": shuffled,
         }
-        self.facts["embedded"] = {"single_pass": _compared(encoder.encode(single), vectors)}
+        self.facts["embedded"] = {"single_pass": compare_vectors(encoder.encode(single), vectors)}
         self.save()
         score(self.file)
         began, rounds, candidates = time.monotonic(), 2 if own.tiny else own.rounds, 2 if own.tiny else 16
@@ -265,7 +301,7 @@ class Bench:
             """Save the texts so far, and return whether there is time for one more round."""
             corrected = trained.vocabulary.decode_batch(found.tokens)
             self.facts["correction"] = {"rounds": len(pace), "seconds": time.monotonic() - began}
-            self.facts["embedded"]["corrected"] = _compared(encoder.encode(corrected), vectors)
+            self.facts["embedded"]["corrected"] = compare_vectors(encoder.encode(corrected), vectors)
             self.facts["texts"]["corrected"] = corrected
             self.save()
             return self.left_s() > 3 * pace[-1] / len(pace)
@@ -284,77 +320,6 @@ class Bench:
         score(self.file)
 
 
-@contextmanager
-def copied_log(run: Path, out: Path, *, every_s: float = 20.0) -> Iterator[None]:
-    """Copy the log of a run to the results while it is written."""
-    done = threading.Event()
-
-    def copy() -> None:
-        while not done.wait(every_s):
-            for name in ("metrics.jsonl", "events.jsonl"):
-                if (run / name).is_file():
-                    shutil.copyfile(run / name, out / name)
-
-    thread = threading.Thread(target=copy, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
-def _compared(found: Any, vectors: Any) -> dict[str, float]:
-    from crosstune.recipes.latent_diffusion.scores import cosine, retrieval
-
-    return {"cosine": cosine(found, vectors), "retrieval_at_1": retrieval(found, vectors)}
-
-
-def score(path: Path) -> None:
-    """Print the scores of the texts in a file of `run`; add them to it where sacrebleu is installed."""
-    from crosstune.recipes.latent_diffusion.scores import exact_match, has_sacrebleu, text_scores
-
-    facts = json.loads(path.read_text(encoding="utf-8"))
-    if "texts" not in facts:
-        print(json.dumps(facts["training"]["evaluations"], indent=1))
-        print(f"{path} has no decoded texts: the run ended before")
-        return
-    texts = dict(facts["texts"])
-    references = texts.pop("reference")
-    scores = {
-        name: text_scores(found, references)
-        if has_sacrebleu()
-        else {"exact_match": exact_match(found, references)}
-        for name, found in texts.items()
-    }
-    facts["scores"] = scores
-    path.write_text(json.dumps(facts, indent=1), encoding="utf-8")
-    training = {
-        name: value for name, value in facts["training"].items() if name not in ("curve", "evaluations")
-    }
-    print(
-        json.dumps(
-            {"scores": scores, "embedded": facts["embedded"], "training": training, "chosen": facts["chosen"]}
-        )
-    )
-    for row in range(min(8, len(references))):
-        print(
-            "\n".join(
-                f"  {name:<20} {found[row]}" for name, found in {"reference": references, **texts}.items()
-            ),
-            end="\n\n",
-        )
-
-
-def _metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def _evaluations(folder: Path) -> list[dict[str, Any]]:
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{"step": e["step"], **e["metrics"]} for e in events if "metrics" in e and "when" in e]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -368,11 +333,14 @@ def main() -> None:
     running.add_argument("--out", type=Path, required=True)
     running.add_argument("--work", type=Path, default=Path("/tmp/latent_text"))
     running.add_argument("--budget_s", type=float, default=560.0, help="for everything (default 560)")
-    running.add_argument("--decode_s", type=float, default=110.0, help="of it, for decoding (default 110)")
+    running.add_argument("--decode_s", type=float, default=60.0, help="of it, for decoding (default 60)")
     running.add_argument("--steps", type=int, default=0, help="train so many steps, whatever the time")
     running.add_argument("--crops", type=int, default=3, help="spans of each text as more texts (default 3)")
     running.add_argument("--max_texts", type=int, default=-1, help="use so many of the texts")
     running.add_argument("--rounds", type=int, default=12, help="most rounds of correction (default 12)")
+    running.add_argument(
+        "--probe", action="store_true", help="only measure the time of a step, to compare what --set changes"
+    )
     running.add_argument(
         "--decode_only", action="store_true", help="use the pairs and the model that are in --work"
     )
@@ -388,6 +356,7 @@ def main() -> None:
     elif own.command == "score":
         score(own.file)
     else:
+        os.environ["TOKENIZERS_PARALLELISM"] = "true"  # half a million texts are tokenized twice
         Bench(own).run()
 
 

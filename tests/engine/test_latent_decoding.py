@@ -12,6 +12,7 @@ import torch
 from latent_sessions import grammar_pairs, opened
 from torch.nn import functional
 
+from crosstune.recipes.latent_diffusion import torch_parts_encoder
 from crosstune.recipes.latent_diffusion.correct import CorrectOptions, decode_and_correct
 from crosstune.recipes.latent_diffusion.grammar import GrammarEncoder
 from crosstune.recipes.latent_diffusion.noise import T_MIN
@@ -225,7 +226,9 @@ def test_correction_comes_nearer_to_the_vector(overfit: LatentDiffusionRecipe) -
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_the_encoder_pools_and_normalises(tmp_path: Path, pooling: str) -> None:
+def test_the_encoder_pools_and_normalises(
+    tmp_path: Path, pooling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against the model's own states, one text at a time and without padding."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -244,6 +247,7 @@ def test_the_encoder_pools_and_normalises(tmp_path: Path, pooling: str) -> None:
         tmp_path, record={"name": "x", "dim": 16, "sha256": "", "pooling": pooling}, device="cpu"
     )
     texts = ["a cat", "a cat sees a cat sees dogs", "dogs"]
+    monkeypatch.setattr(torch_parts_encoder, "_BATCH", 2)
     found = encoder.encode(texts)
     for text, vector in zip(texts, found, strict=True):
         ids = torch.tensor([[words[word] for word in text.split()]])

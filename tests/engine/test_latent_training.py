@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ from latent_reference import cross_entropy, predict
 from latent_sessions import grammar_pairs, opened, unsettle
 from torch.nn import functional
 
+from crosstune.config.check_compiler import missing_compiler
 from crosstune.core.errors import UserError
 from crosstune.core.weight_average import averaged
+from crosstune.recipes.latent_diffusion import torch_parts
 from crosstune.recipes.latent_diffusion.pair_folder import PairFolder
 from crosstune.recipes.latent_diffusion.sampling import DecodeOptions
 from crosstune.recipes.latent_diffusion.settings import ModelSettings
@@ -98,6 +101,72 @@ def test_checkpointed_gradients_equal_plain_ones(pairs: PairFolder) -> None:
     assert len(calls) == 2  # forward, and once more in the backward pass
     for name in plain:
         torch.testing.assert_close(again[name], plain[name], rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_leaving_padding_out_gives_the_same_losses_and_gradients(
+    pairs: PairFolder, mode: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_parts, "_WORTH_SKIPPING", 0.01)
+    recipe, session = opened(pairs, loss_type=mode, use_gradient_checkpointing=checkpointing)
+    unsettle(session.model)
+    window = recipe.window(0)
+    padded, of_padded = session.evaluate(window), gradients(session, window)
+    recipe._task.skips_padding = session.model.aligns_logits = True
+    assert "real_row" in session.prepare(window[0]).arrays
+    found, of_found = session.evaluate(window), gradients(session, window)
+    assert found.loss == pytest.approx(padded.loss, rel=1e-6)
+    assert found.metrics == pytest.approx(padded.metrics, rel=1e-6, nan_ok=True)
+    for name, gradient in of_padded.items():
+        torch.testing.assert_close(of_found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_rows_without_padding_are_taken_as_they_are(pairs: PairFolder) -> None:
+    recipe, session = opened(pairs)
+    recipe._task.skips_padding = True
+    [batch] = recipe.window(0)
+    full = replace(batch, lengths=np.full_like(batch.lengths, batch.tokens.shape[1]))
+    assert "real_row" not in session.prepare(full).arrays
+
+
+def test_attention_that_holds_its_scores_gives_the_same_losses(pairs: PairFolder) -> None:
+    found = []
+    for fused in (None, False):
+        recipe, session = opened(pairs, loss_type="random", use_flash_attention=fused)
+        unsettle(session.model)
+        assert all(block.fuses_attention == (fused is None) for block in session.model.blocks)
+        found.append(gradients(session, recipe.window(0)))
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_compiler("cpu") is not None, reason="no C++ compiler here")
+def test_compiled_blocks_train_alike_and_a_second_training_compiles_nothing(
+    pairs: PairFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_parts, "_WORTH_SKIPPING", 0.01)
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+
+    def losses(**options: Any) -> list[float]:
+        recipe, session = opened(pairs, n_blocks=3, **options)
+        recipe._task.skips_padding = session.model.aligns_logits = True
+        found = []
+        for step in range(4):
+            found.append(session.backward([session.prepare(batch) for batch in recipe.window(step)]).loss)
+            session.update(lr=1e-3)
+        recipe._task.sampler().decode(recipe.train.latents[:4], options=DecodeOptions(steps=2))
+        return found
+
+    plain = losses()
+    assert losses(torch_compile=True) == pytest.approx(plain, rel=1e-5)
+    made = counters["stats"]["unique_graphs"]
+    assert 0 < made <= 2, "one program for all blocks but the last, whose latent is not predicted"
+    assert not counters["graph_break"]
+    assert losses(torch_compile=True) == pytest.approx(plain, rel=1e-5)
+    assert counters["stats"]["unique_graphs"] == made
 
 
 def test_the_cosine_loss_is_the_error_of_normalised_vectors_times_half_the_dimension() -> None:
@@ -226,6 +295,28 @@ def test_other_engines_are_refused(pairs: PairFolder) -> None:
 def test_data_and_options_that_do_not_fit(pairs: PairFolder, options: dict[str, Any], why: str) -> None:
     with pytest.raises(UserError, match=why):
         opened(pairs, **options)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gpu_that_leaves_padding_out_learns_as_the_cpu(
+    pairs: PairFolder, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_parts, "_WORTH_SKIPPING", 0.01)
+    found = []
+    for backend in ("cpu", "cuda"):
+        on_gpu = backend == "cuda"
+        recipe, session = opened(
+            pairs, backend=backend, loss_type="random", ema_decay=0.9, torch_compile=compiled and on_gpu
+        )
+        losses = []
+        for step in range(10):
+            window = [session.prepare(batch) for batch in recipe.window(step)]
+            assert ("real_row" in window[0].arrays) == on_gpu
+            losses.append(session.backward(window).loss)
+            session.update(lr=1e-3)
+        found.append([*losses, recipe.evaluate(session, observer=lambda event: None).metrics["loss"]])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-3)
 
 
 @pytest.mark.cuda

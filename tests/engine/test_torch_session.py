@@ -215,7 +215,7 @@ def test_batches_wait_in_pinned_memory(tiny_model: Path, examples: list[Any]) ->
 def test_an_update_before_the_loss_is_read_is_the_same_update(
     tiny_model: Path, examples: list[Any], monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    options = {"backend": backend, "optimizer": "fused_adamw", "lora_dropout": 0.1}
+    options = {"backend": backend, "optimizer": "fused_adamw", "lora_dropout": 0.1, "ema_decay": 0.9}
     states, at_once = [], []
     whole = TorchSession.backward_and_update
 
@@ -247,9 +247,10 @@ def test_a_non_finite_gradient_is_not_applied_before_it_is_read(
     tiny_model: Path, examples: list[Any], monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     monkeypatch.setattr(torch_session, "_QUEUED", frozenset({backend}))
-    session = open_session(tiny_model, backend=backend, optimizer="fused_adamw")
+    session = open_session(tiny_model, backend=backend, optimizer="fused_adamw", ema_decay=0.9)
     window = batches(examples, 3)
-    train_step(session, window, lr=1e-2)
+    for _ in range(2):
+        train_step(session, window, lr=1e-2)
     before = session.export_state()
     name = next(iter(session.masters.masters))
     hook = session.masters.masters[name].register_hook(lambda gradient: gradient * float("inf"))

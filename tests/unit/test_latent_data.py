@@ -18,10 +18,10 @@ from crosstune.recipes.latent_diffusion import check_dataset, grammar, wordnet
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
 from crosstune.recipes.latent_diffusion.encoders import open_encoder_of, pooling_of
 from crosstune.recipes.latent_diffusion.layouts import read_layout, write_layout
-from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
+from crosstune.recipes.latent_diffusion.pair_folder import open_pairs, stack_rows
 from crosstune.recipes.latent_diffusion.settings import make_settings
 from crosstune.recipes.latent_diffusion.splits import Divided, add_crops, divide, text_key
-from crosstune.recipes.latent_diffusion.vocabulary import MASK, UNKNOWN
+from crosstune.recipes.latent_diffusion.vocabulary import MASK, UNKNOWN, count_tokens
 from crosstune.recipes.latent_diffusion.write_pairs import WriteOptions, write_pairs
 
 OPTIONS = WriteOptions(max_tokens=12)
@@ -33,6 +33,18 @@ def tokenizer(tmp_path: Path) -> Path:
     folder.mkdir()
     grammar.write_tokenizer(folder)
     return folder
+
+
+def test_many_rows_are_reduced_counted_and_stacked_as_each_of_them(pairs: Path) -> None:
+    vocabulary = open_pairs(pairs).vocabulary
+    rows = [np.array(ids, np.int32) for ids in ([4, 9, 4], [], [7, 10**6], [5])]
+    reduced = vocabulary.reduce_all(rows)
+    assert [row.tolist() for row in reduced] == [vocabulary.reduce(row).tolist() for row in rows]
+    assert reduced[2][1] == UNKNOWN and vocabulary.reduce_all([]) == []
+    assert count_tokens(rows[:1] + rows[3:], min_count=1).tolist() == [4, 5, 9]
+    assert count_tokens(rows[:1] + rows[3:], min_count=2).tolist() == [4]
+    assert stack_rows(rows[:2], width=4).tolist() == [[4, 9, 4, 0], [0, 0, 0, 0]]
+    assert stack_rows([], width=4).shape == (0, 4)
 
 
 @pytest.fixture

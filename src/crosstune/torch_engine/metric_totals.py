@@ -32,7 +32,7 @@ class MetricTotals:
 
     def means(self, parallel: Parallel | None = None) -> Metrics:
         """Return the means, over all processes, which all have the same metrics."""
-        numbers = [float(number) for pair in self._sums.values() for number in pair]
+        numbers = _read([number for pair in self._sums.values() for number in pair])
         if parallel is not None:
             numbers = parallel.sum_numbers(*numbers)
         pairs = zip(numbers[::2], numbers[1::2], strict=True)
@@ -40,6 +40,13 @@ class MetricTotals:
             name: total / weight if weight else math.nan
             for name, (total, weight) in zip(self._sums, pairs, strict=True)
         }
+
+
+def _read(numbers: Sequence[torch.Tensor | float]) -> list[float]:
+    """Return the numbers; those on the device are copied together, since each copy waits for it."""
+    stored = [number.reshape(()) for number in numbers if isinstance(number, torch.Tensor)]
+    read = iter(torch.stack(stored).tolist() if stored else ())
+    return [float(next(read)) if isinstance(number, torch.Tensor) else float(number) for number in numbers]
 
 
 def _detached(value: torch.Tensor | float) -> torch.Tensor | float:

@@ -97,7 +97,8 @@ def make_optimizer(
 
 @torch.no_grad()
 def _move_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Move the average towards the weights; it starts as a copy of them, after the first step."""
+    """Move the average towards the weights; it starts as a copy of them, after the first step. It stays as it is where
+    the device leaves the update out."""
     averages, weights = [], []
     for group in optimizer.param_groups:
         for master in group["params"]:
@@ -107,8 +108,13 @@ def _move_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
                 state[SLOT] = master.detach().clone()
             averages.append(state[SLOT])
             weights.append(master)
-    if averages:
+    if not averages:
+        return
+    left_out = getattr(optimizer, "found_inf", None)
+    if left_out is None:
         torch._foreach_lerp_(averages, weights, 1.0 - decay)
+    else:
+        torch._foreach_lerp_(averages, weights, [(1.0 - decay) * (1.0 - left_out)] * len(averages))
 
 
 def averages_of(optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, torch.Tensor]:
@@ -133,9 +139,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def updates_if_finite(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether `update_if_finite` takes an optimizer: one of torch's fused ones, after its first step, which makes
-    its state, and without an average, which is moved from the host."""
+    its state."""
     fused = type(optimizer) in (torch.optim.AdamW, torch.optim.Adam) and optimizer.defaults["fused"]
-    return bool(fused and optimizer.state and not optimizer._optimizer_step_post_hooks)
+    return bool(fused and optimizer.state)
 
 
 def update_if_finite(optimizer: Any, *numbers: torch.Tensor | float) -> None:

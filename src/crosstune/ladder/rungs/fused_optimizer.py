@@ -10,6 +10,8 @@ def propose(now: Situation) -> list[Change]:
         raise NotHere("MLX has one form of each optimizer")
     if now.config.optimizer not in FUSED:
         raise NotHere(f"{now.config.optimizer} has no fused form")
+    if now.config.optimizer == "adamw" and now.plan.backend.device == "cuda":
+        raise NotHere("adamw is fused on a GPU already")
     return [{"optimizer": FUSED[now.config.optimizer]}]
 
 

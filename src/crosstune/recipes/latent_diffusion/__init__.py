@@ -43,7 +43,6 @@ _MEANINGLESS = {
         "loading_workers",
     ),
     "it decodes texts of a known length": ("max_new_tokens",),
-    "its attention always is torch's scaled_dot_product_attention": ("use_flash_attention",),
 }
 """Reason -> options that cannot mean anything with this recipe for that reason."""
 _MODE_OPTIONS = ("loss_type", "mode_weights", "sequential_schedule")

@@ -222,6 +222,7 @@ def _damaged(folder: Path, why: str) -> UserError:
 def stack_rows(rows: Sequence[NDArray[Any]], *, width: int) -> NDArray[np.uint32]:
     """Return rows of token ids as one array, padded with 0."""
     stacked = np.zeros((len(rows), width), np.uint32)
-    for place, row in enumerate(rows):
-        stacked[place, : len(row)] = row
+    if rows:
+        lengths = np.array([len(row) for row in rows])
+        stacked[np.arange(width) < lengths[:, None]] = np.concatenate(rows)
     return stacked

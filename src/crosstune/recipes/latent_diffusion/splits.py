@@ -72,8 +72,8 @@ def add_crops(texts: Sequence[str], divided: Divided, *, per_text: int, seed: in
             size = int(random.integers(2, len(words)))
             start = int(random.integers(len(words) - size + 1))
             span = " ".join(words[start : start + size])
-            if text_key(span) not in seen:
-                seen.add(text_key(span))
+            if (key := text_key(span)) not in seen:
+                seen.add(key)
                 train.append(len(longer))
                 longer.append(span)
     return longer

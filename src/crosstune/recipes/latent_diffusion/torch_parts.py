@@ -22,6 +22,8 @@ from crosstune.torch_engine import export
 from crosstune.torch_engine.task import MetricSums, Opening, Tensors
 
 _OF_LATENT_LOSS = ("latents", "noise", "latent_factor")
+_WORTH_SKIPPING = 0.25
+"""Share of padding from which on a GPU leaves it out; below, gathering costs more than it saves."""
 
 
 class LatentDiffusionTask:
@@ -39,6 +41,8 @@ class LatentDiffusionTask:
     def __init__(self, settings: ModelSettings, *, modes: set[str], latent_loss: str = "cosine") -> None:
         self.settings, self.modes, self.latent_loss = settings, modes, latent_loss
         self.model: LatentDiffusionModel | None = None
+        self.skips_padding = False
+        """Whether padding is left out where there is much of it. A CPU keeps it, and with it the numbers that it had."""
 
     def build(self, opening: Opening) -> nn.Module:
         """Draw the model's weights on the host, so that they are the same on every device, and freeze what the modes do
@@ -46,6 +50,9 @@ class LatentDiffusionTask:
         precision = opening.precision
         model = LatentDiffusionModel(self.settings, compute_dtype=precision.autocast or precision.weights)
         model.predict(text=self.modes != {"t2l"}, latent=self.modes != {"l2t"})
+        for block in model.blocks:
+            block.fuses_attention = opening.plan.config.use_flash_attention is not False
+        self.skips_padding = model.aligns_logits = opening.device.type == "cuda"
         self.model = model.to(opening.device, precision.weights)
         return self.model
 
@@ -61,8 +68,15 @@ class LatentDiffusionTask:
         wanted = arrays["masked"] & (batch.text_factor > 0)[:, None]
         places = np.flatnonzero(wanted)
         rows = places // max(1, width)
+        if self.skips_padding and batch.num_tokens <= (1 - _WORTH_SKIPPING) * arrays["tokens"].size:
+            is_real = np.arange(width) < batch.lengths[:, None]
+            arrays["real_place"] = np.flatnonzero(is_real)
+            arrays["real_row"] = arrays["real_place"] // width
+            counted = (np.cumsum(is_real) - 1)[places]
+        else:
+            counted = places
         return arrays | {
-            "places": places,
+            "places": counted,
             "targets": arrays["tokens"].reshape(-1)[places],
             "place_factor": batch.text_factor[rows],
             "place_elbo": (1.0 / batch.text_time[rows]).astype(np.float32),
@@ -78,6 +92,7 @@ class LatentDiffusionTask:
             latent_time=tensors["latent_time"],
             without_latent=tensors["without_latent"],
             places=tensors["places"],
+            real=(tensors["real_row"], tensors["real_place"]) if "real_row" in tensors else None,
         )
         loss = torch.zeros((), device=tensors["tokens"].device)
         metrics: dict[str, tuple[Any, Any]] = {}

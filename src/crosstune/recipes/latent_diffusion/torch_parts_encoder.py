@@ -54,20 +54,28 @@ class SentenceEncoder:
         order = sorted(range(len(texts)), key=lambda row: len(texts[row]))
         vectors = np.zeros((len(texts), self.dim), np.float32)
         reported = time.monotonic()
+        waiting: tuple[list[int], torch.Tensor] | None = None
         for start in range(0, len(texts), batch_size):
             rows = order[start : start + batch_size]
-            vectors[rows] = self.embed([texts[row] for row in rows]).cpu().numpy()
+            found = self.embed([texts[row] for row in rows])
+            if (
+                waiting is not None
+            ):  # read one batch late, so that a GPU works while the next one is tokenized
+                vectors[waiting[0]] = waiting[1].cpu().numpy()
+            waiting = rows, found
             if self._on_text is not None and time.monotonic() - reported > _REPORT_S:
                 reported = time.monotonic()
                 self._on_text(start + len(rows), len(texts))
+        if waiting is not None:
+            vectors[waiting[0]] = waiting[1].cpu().numpy()
         return vectors
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[str]) -> torch.Tensor:
         """Return the vectors of one batch on the device."""
         encoded = self._tokenizer.encode_batch(list(texts))
-        ids = torch.tensor([item.ids for item in encoded], device=self.device)
-        mask = torch.tensor([item.attention_mask for item in encoded], device=self.device)
+        ids = self._moved([item.ids for item in encoded])
+        mask = self._moved([item.attention_mask for item in encoded])
         states = self._model(input_ids=ids, attention_mask=mask).last_hidden_state.float()
         if self._record["pooling"] == "cls":
             pooled = states[:, 0]
@@ -75,6 +83,13 @@ class SentenceEncoder:
             weights = mask[..., None].float()
             pooled = (states * weights).sum(1) / weights.sum(1).clamp(min=1)
         return nn.functional.normalize(pooled, dim=-1)
+
+    def _moved(self, rows: list[list[int]]) -> torch.Tensor:
+        """Return the rows on the device. The host does not wait for a GPU, which may have work left."""
+        tensor = torch.from_numpy(np.array(rows, np.int64))
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
 
 
 def _load(folder: Path) -> nn.Module:

@@ -12,10 +12,19 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from crosstune.recipes.latent_diffusion.settings import ModelSettings
+from crosstune.recipes.latent_diffusion.torch_parts_ragged import (
+    Layout,
+    for_tokens,
+    make_layout,
+    to_rows,
+    to_tokens,
+)
 
 _TIME_COLUMNS = 256
 _TIME_SCALE = 1000.0
 _INITIAL_STD = 0.02
+_ALIGNED = 64
+"""Columns that the logits are padded to a multiple of, where rows that do not begin at such a place are slow."""
 
 
 class Linear(nn.Linear):
@@ -52,21 +61,37 @@ class Stream(nn.Module):
         self.up, self.down = Linear(hidden, 4 * hidden), Linear(4 * hidden, hidden)
         self.dropout = settings.dropout
 
-    def project(self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def modulations(self, cond: torch.Tensor, layout: Layout | None) -> tuple[torch.Tensor, ...]:
+        """Return the six factors and summands of a block that the time gives, as they are applied to the tokens."""
+        return per_token(self.modulation(cond), layout).chunk(6, dim=-1)
+
+    def project(
+        self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, *, layout: Layout | None = None
+    ) -> torch.Tensor:
         """Return queries, keys and values of the normalised input, as (3, batch, heads, tokens, columns)."""
-        rows, tokens, hidden = x.shape
-        mixed = self.qkv(modulate(x, shift, scale)).view(rows, tokens, 3, self.heads, hidden // self.heads)
-        q, k, v = mixed.permute(2, 0, 3, 1, 4).unbind(0)
-        q = functional.rms_norm(q, (q.shape[-1],), self.q_norm.to(q.dtype))
-        k = functional.rms_norm(k, (k.shape[-1],), self.k_norm.to(k.dtype))
-        return torch.stack([q, k, v])
+        columns = x.shape[-1] // self.heads
+        mixed = self.qkv(modulate(x, shift, scale)).unflatten(-1, (3, self.heads, columns))
+        q, k, v = mixed.unbind(-3)
+        q = functional.rms_norm(q, (columns,), self.q_norm.to(q.dtype))
+        k = functional.rms_norm(k, (columns,), self.k_norm.to(k.dtype))
+        mixed = torch.stack([q, k, v], dim=-3)
+        if layout is not None:
+            mixed = to_rows(mixed.flatten(1), layout).unflatten(-1, (3, self.heads, columns))
+        return mixed.permute(2, 0, 3, 1, 4)
 
     def finish(
-        self, x: torch.Tensor, attended: torch.Tensor, parts: tuple[torch.Tensor, ...]
+        self,
+        x: torch.Tensor,
+        attended: torch.Tensor,
+        parts: tuple[torch.Tensor, ...],
+        layout: Layout | None,
     ) -> torch.Tensor:
         """Add the attention's output and the feed-forward layer to the residual stream."""
         gate, shift, scale, last_gate = parts
-        x = x + gate * self._drop(self.out(attended.transpose(1, 2).flatten(2)))
+        attended = attended.transpose(1, 2).flatten(2)
+        if layout is not None:
+            attended = to_tokens(attended, layout)
+        x = x + gate * self._drop(self.out(attended))
         inner = functional.gelu(self.up(modulate(x, shift, scale)), approximate="tanh")
         return x + last_gate * self._drop(self.down(inner))
 
@@ -75,11 +100,15 @@ class Stream(nn.Module):
 
 
 class Block(nn.Module):
-    """Attend over both modalities. In the last block, a modality that is not predicted ends with its keys and values."""
+    """Attend over both modalities. In the last block, a modality that is not predicted ends with its keys and values.
+
+    With a layout, the text is a list of the real tokens of all rows.
+    """
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
         self.text, self.latent = Stream(settings), Stream(settings)
+        self.fuses_attention = True
 
     def forward(
         self,
@@ -89,17 +118,22 @@ class Block(nn.Module):
         mask: torch.Tensor | None,
         keep_text: bool = True,
         keep_latent: bool = True,
+        layout: Layout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        of_text = self.text.modulation(cond)[:, None].chunk(6, dim=-1)
-        of_latent = self.latent.modulation(cond)[:, None].chunk(6, dim=-1)
-        one, other = self.text.project(text, *of_text[:2]), self.latent.project(latent, *of_latent[:2])
+        of_text = self.text.modulations(cond, layout)
+        of_latent = self.latent.modulations(cond, None)
+        one = self.text.project(text, *of_text[:2], layout=layout)
+        other = self.latent.project(latent, *of_latent[:2])
         q, k, v = torch.cat([one, other], dim=3).unbind(0)
-        attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        split = text.shape[1]
+        if self.fuses_attention:
+            attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        else:
+            attended = attend_plainly(q, k, v, mask)
+        split = one.shape[3]
         if keep_text:
-            text = self.text.finish(text, attended[:, :, :split], of_text[2:])
+            text = self.text.finish(text, attended[:, :, :split], of_text[2:], layout)
         if keep_latent:
-            latent = self.latent.finish(latent, attended[:, :, split:], of_latent[2:])
+            latent = self.latent.finish(latent, attended[:, :, split:], of_latent[2:], None)
         return text, latent
 
 
@@ -120,6 +154,8 @@ class LatentDiffusionModel(nn.Module):
         hidden, cond, many = settings.hidden_size, settings.cond_dim, settings.latent_tokens
         self.settings, self.compute_dtype = settings, compute_dtype
         self.keeps_text = self.keeps_latent = True
+        self.aligns_logits = False
+        """Whether the logits of `places` get columns of -inf up to a width that a GPU multiplies fast."""
         self._recomputes: dict[str, Any] | None = None
         self.token_embedding = nn.Embedding(settings.vocabulary, hidden)
         self.position_embedding = nn.Embedding(settings.max_tokens, hidden)
@@ -162,14 +198,19 @@ class LatentDiffusionModel(nn.Module):
         latent_time: torch.Tensor,
         without_latent: torch.Tensor | None = None,
         places: torch.Tensor | None = None,
+        real: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Output:
         """Predict clean tokens and the clean vector from noisy ones.
 
         Keys beyond a row's length are masked, so padding takes no part. `places` are the flat indices of the tokens whose
-        logits are wanted.
+        logits are wanted. With `real`, the row and the flat index of each token that is no padding, the layers compute
+        only these; `places` then count them alone.
         """
         with torch.autocast(tokens.device.type, enabled=False):
-            return self._forward(tokens, lengths, latents, text_time, latent_time, without_latent, places)
+            layout = make_layout(*real, lengths, width=tokens.shape[1]) if real is not None else None
+            return self._forward(
+                tokens, lengths, latents, text_time, latent_time, without_latent, places, layout
+            )
 
     def _forward(
         self,
@@ -180,10 +221,13 @@ class LatentDiffusionModel(nn.Module):
         latent_time: torch.Tensor,
         without_latent: torch.Tensor | None,
         places: torch.Tensor | None,
+        layout: Layout | None,
     ) -> Output:
         dtype, width = self.compute_dtype, tokens.shape[1]
         positions = torch.arange(width, device=tokens.device)
         text = (self.token_embedding(tokens) + self.position_embedding(positions)).to(dtype)
+        if layout is not None:
+            text = to_tokens(text, layout)
         latent = self._embed_latent(latents, without_latent)
         times = [self.text_time(text_time, dtype), self.latent_time(latent_time, dtype)]
         cond = self.times_out(functional.silu(self.times_in(functional.silu(torch.cat(times, dim=-1)))))
@@ -194,10 +238,10 @@ class LatentDiffusionModel(nn.Module):
         for number, block in enumerate(self.blocks):
             keeps = (number < last or self.keeps_text, number < last or self.keeps_latent)
             if self._recomputes is not None and self.training:
-                text, latent = checkpoint(block, text, latent, cond, mask, *keeps, **self._recomputes)
+                text, latent = checkpoint(block, text, latent, cond, mask, *keeps, layout, **self._recomputes)
             else:
-                text, latent = block(text, latent, cond, mask, *keeps)
-        logits = self._text_logits(text, cond, places) if self.keeps_text else None
+                text, latent = block(text, latent, cond, mask, *keeps, layout)
+        logits = self._text_logits(text, cond, places, layout) if self.keeps_text else None
         vector = self._predict_latent(latent, cond) if self.keeps_latent else None
         return Output(logits, vector, length)
 
@@ -217,13 +261,21 @@ class LatentDiffusionModel(nn.Module):
         return self.length_out(functional.gelu(self.length_in(latent.flatten(1)))).float()
 
     def _text_logits(
-        self, text: torch.Tensor, cond: torch.Tensor, places: torch.Tensor | None
+        self,
+        text: torch.Tensor,
+        cond: torch.Tensor,
+        places: torch.Tensor | None,
+        layout: Layout | None,
     ) -> torch.Tensor:
-        shift, scale = self.text_modulation(cond)[:, None].chunk(2, dim=-1)
+        shift, scale = per_token(self.text_modulation(cond), layout).chunk(2, dim=-1)
         states = modulate(text, shift, scale)
         if places is not None:
-            states = states.flatten(0, 1).index_select(0, places)
+            states = states.flatten(0, -2).index_select(0, places)
         weight, bias = self.token_embedding.weight.to(states.dtype), self.text_bias.to(states.dtype)
+        if places is not None and self.aligns_logits:
+            added = -len(bias) % _ALIGNED
+            weight = functional.pad(weight, (0, 0, 0, added))
+            bias = functional.pad(bias, (0, added), value=-torch.inf)
         return functional.linear(states, weight, bias)
 
     def _predict_latent(self, latent: torch.Tensor, cond: torch.Tensor) -> torch.Tensor:
@@ -248,6 +300,21 @@ class LatentDiffusionModel(nn.Module):
 
     def enable_input_require_grads(self) -> None:
         """Do nothing: the embeddings are trained, so the first block's input requires gradients already."""
+
+
+def attend_plainly(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Attend with scores that are held for the backward pass."""
+    scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+
+
+def per_token(per_row: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+    """Return what each row has in a shape that is applied to its tokens."""
+    return per_row[:, None] if layout is None else for_tokens(per_row, layout)
 
 
 def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

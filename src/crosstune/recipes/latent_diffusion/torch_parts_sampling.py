@@ -24,6 +24,7 @@ from crosstune.recipes.latent_diffusion.torch_parts_denoise import (
 )
 from crosstune.recipes.latent_diffusion.torch_parts_model import LatentDiffusionModel, Output
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, NUM_SPECIAL, PAD
+from crosstune.torch_engine.device import evaluating
 
 _BATCH = 512
 _NATS_ROWS = 1024
@@ -283,13 +284,8 @@ class Sampler:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.model.train(was_training)
+        with evaluating(self.model), torch.no_grad():
+            yield
 
 
 def _logits_of(output: Output) -> torch.Tensor:

@@ -50,12 +50,19 @@ class Vocabulary:
         return places
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        return [self.reduce(ids) for ids in tokenize(self.tokenizer, texts)]
+        return self.reduce_all(tokenize(self.tokenizer, texts))
 
     def reduce(self, ids: Ids) -> Ids:
         """Return ids of the tokenizer as ids of the model; those it does not know become UNKNOWN."""
         inside = np.clip(ids, 0, len(self._places) - 1)
         return np.where(ids == inside, self._places[inside], UNKNOWN).astype(np.int32)
+
+    def reduce_all(self, rows: Sequence[Ids]) -> list[Ids]:
+        """Do as `reduce` with each of the rows, at once: a call for each would be most of the time of writing many."""
+        if not rows:
+            return []
+        ends = np.cumsum([len(row) for row in rows])
+        return np.split(self.reduce(np.concatenate(rows)), ends[:-1])
 
     def expand(self, ids: Iterable[int]) -> list[int]:
         """Return ids of the model as ids of the tokenizer, without the special ones."""
@@ -103,16 +110,9 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Ids]:
     return [np.asarray(item.ids, np.int32) for item in encoded]
 
 
-def count_tokens(rows: Iterable[Ids], *, min_count: int) -> Ids:
+def count_tokens(rows: Sequence[Ids], *, min_count: int) -> Ids:
     """Return the ids that occur at least `min_count` times, in ascending order."""
-    counts: NDArray[np.int64] = np.zeros(0, np.int64)
-    for row in rows:
-        found = np.bincount(row)
-        if len(found) > len(counts):
-            found[: len(counts)] += counts
-            counts = found
-        else:
-            counts[: len(found)] += found
+    counts = np.bincount(np.concatenate(rows))
     return np.nonzero(counts >= min_count)[0].astype(np.int32)
 
 

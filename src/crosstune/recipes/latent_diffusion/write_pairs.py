@@ -111,7 +111,7 @@ def write_pairs(
     splits, left_out = _within(rows, divided, options)
     vocabulary = Vocabulary(
         tokenizer=tokenizer,
-        kept=count_tokens((rows[row] for row in splits["train"]), min_count=options.min_count),
+        kept=count_tokens([rows[row] for row in splits["train"]], min_count=options.min_count),
     )
     check_no_overlap({split: [texts[row] for row in found] for split, found in splits.items()})
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ def write_pairs(
             _write_split(
                 new / split,
                 [texts[r] for r in found],
-                [vocabulary.reduce(rows[r]) for r in found],
+                vocabulary.reduce_all([rows[r] for r in found]),
                 latents[found],
                 options,
             )
@@ -171,8 +171,8 @@ def _write_split(
     folder: Path, texts: Sequence[str], rows: Sequence[Ids], latents: Array, options: WriteOptions
 ) -> None:
     folder.mkdir()
-    highest = max((int(row.max()) for row in rows), default=0)
     stacked = stack_rows(rows, width=options.max_tokens)
+    highest = int(stacked.max(initial=0))
     np.save(folder / "tokens.npy", stacked.astype(np.uint16 if highest < 2**16 else np.uint32))
     np.save(folder / "lengths.npy", np.array([len(row) for row in rows], np.int32))
     np.save(folder / "latents.npy", latents.astype(DTYPES[options.dtype]))
