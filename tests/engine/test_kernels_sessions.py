@@ -59,10 +59,11 @@ def test_rows_without_padding_are_the_same_training(tiny_model: Path, window: li
     dropping, padded = open_tiny(tiny_model, "fast"), open_tiny(tiny_model, "fast")
     assert not padded.task.decoder.drops_padding
     dropping.task.decoder.drops_padding = True
-    shapes = [dropping.task.arrays(batch)["input_ids"].shape for batch in window]
-    assert shapes == [
-        (1, batch.num_tokens) if batch.has_padding else batch.input_ids.shape for batch in window
-    ]
+    for batch in window:
+        arrays = dropping.task.arrays(batch)
+        assert arrays["input_ids"].shape == batch.input_ids.shape
+        assert ("unpadded_ids" in arrays) == batch.has_padding
+        assert not batch.has_padding or arrays["unpadded_ids"].shape == (1, batch.num_tokens)
     for _ in range(2):
         expected, found = (train_step(session, window, lr=1e-2) for session in (padded, dropping))
         assert found.loss == pytest.approx(expected.loss, rel=1e-6)
@@ -122,8 +123,12 @@ def test_a_gpu_trains_with_the_fast_layers_as_with_the_general_ones(
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=5e-2)
 
 
-def test_a_layer_that_overflows_is_named(tiny_model: Path, window: list[TokenBatch]) -> None:
+@pytest.mark.parametrize("drops_padding", [False, True])
+def test_a_layer_that_overflows_is_named(
+    tiny_model: Path, window: list[TokenBatch], drops_padding: bool
+) -> None:
     session = open_tiny(tiny_model, "fast")
+    session.task.decoder.drops_padding = drops_padding
     session.model.model.layers[1].mlp.down_proj.base.weight.data[0, 0] = torch.inf
     assert "layers.1.mlp.down_proj" in find_nonfinite(session, window)
     assert session.task.decoder is not None

@@ -17,6 +17,7 @@ from crosstune.config.resolve import resolve
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import ConfigError, UserError
 from crosstune.core.machine import Machine
+from crosstune.core.memory import Correction, num_recomputed
 from crosstune.core.model_shape import ModelShape, shape_for_size
 from crosstune.core.quantizers import read_quantizers
 from crosstune.core.ranks import Ranks
@@ -416,6 +417,28 @@ def test_fast_layers_recompute_by_themselves_only_where_they_know_the_free_memor
     assert recomputed == {"cuda": False, "mps": True, "cpu": True}
 
 
+def test_auto_needs_triton_on_this_machine() -> None:
+    machine = load_machine("h200")
+    cuda = replace(machine.backends["cuda"], has_triton=False)
+    plan = plan_on(replace(machine, backends={**machine.backends, "cuda": cuda}))
+    assert plan.config.kernels == "general"
+
+
+def test_what_an_earlier_run_took_more_recomputes_more_layers_before_rows_are_fewer() -> None:
+    machine, asked = (
+        load_machine("rtx-4090"),
+        make_config(batch_size=2, train_type="lora", context_length=2048),
+    )
+    shape = shape_for_size(7)
+    facts = Facts(machine=machine, backends=backend_specs(), quantizers=read_quantizers(), shape=shape)
+    more = replace(facts, corrections={"cuda": Correction(factor=1.12, num_runs=1)})
+    first, second = (resolve(asked, known) for known in (facts, more))
+    assert first.config.kernels == second.config.kernels == "fast"
+    assert second.config.batch_size == first.config.batch_size == 2
+    assert first.fitted is not None and second.fitted is not None
+    assert num_recomputed(shape, second.fitted.step) > num_recomputed(shape, first.fitted.step)
+
+
 def test_fast_layers_need_whole_weights() -> None:
     machine = load_machine("h200")
     [device] = machine.backends["cuda"].devices
@@ -439,7 +462,7 @@ def test_fast_layers_need_whole_weights() -> None:
         ("cuda", {"kernels": "general"}, {}, "auto", "general"),
         ("cuda", {"kernels": "general"}, {"kernels": "auto"}, "cuda", "general"),
         ("cuda", {}, {}, "cuda", "general"),
-        ("cuda", {"kernels": "fast"}, {}, "cuda", "fast"),
+        ("cuda", {"kernels": "fast"}, {}, "cuda", None),  # chosen again, where they run
         ("cuda", {"kernels": "general"}, {"kernels": "fast"}, "cuda", None),
         ("cuda", {"kernels": "fast"}, {}, "cpu", None),
         ("cpu", {"kernels": "general"}, {}, "cpu", None),

@@ -37,8 +37,9 @@ def _choose(draft: Draft, reason: str | None) -> None:
 
 def prefers_fast(report: BackendReport, precision: str) -> bool:
     """Return whether LoRA takes the fast layers by default: where they were measured to be faster, on an NVIDIA GPU in bf16.
-    Their attention over documents is torch's flash attention."""
-    return report.name in FAST_BY_DEFAULT and precision == "bf16" and report.has_flash_attention
+    Their attention over documents is torch's flash attention, and their kernels are Triton's."""
+    runs = report.has_flash_attention and report.has_triton
+    return report.name in FAST_BY_DEFAULT and precision == "bf16" and runs
 
 
 def _model_reason(draft: Draft) -> str | None:

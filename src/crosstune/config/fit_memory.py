@@ -131,7 +131,7 @@ class _Fitting:
             offloads_activations=draft["use_activation_cpu_offload"],
             fast=fast,
             fp8_products=fast and (draft["base_precision"] == "fp8" or self.quantizer == "fp8"),
-            limit_bytes=self.limit,
+            limit_bytes=int(self.limit / max(1.0, self._factor())),
             recomputes_by_memory=report.device == RECOMPUTES_BY_MEMORY,
             overhead_bytes=draft.facts.backends[report.name].overhead_bytes,
         )
@@ -146,12 +146,14 @@ class _Fitting:
         return self.result().estimated_bytes
 
     def _corrected(self, parts: MemoryParts) -> int:
-        correction = self.draft.facts.corrections.get(self.draft.report.name)
-        if correction is None:
-            return parts.total
         # The memory of a GPU's context was not in what earlier runs measured.
         apart = 0 if self.draft.report.is_torch_cpu else parts.overhead
-        return int((parts.total - apart) * correction.factor) + apart
+        return int((parts.total - apart) * self._factor()) + apart
+
+    def _factor(self) -> float:
+        """Return how much more than predicted earlier runs took."""
+        correction = self.draft.facts.corrections.get(self.draft.report.name)
+        return correction.factor if correction is not None else 1.0
 
 
 def _choose_batch(draft: Draft, fitting: _Fitting, *, limit: int) -> None:

@@ -34,6 +34,7 @@ _BACKEND_FIELDS = {
     "quantizers": map_of(list_of(whole(1, 64))),
     "collectives": _NAMES,
     "attention": _NAMES,
+    "has_triton": FLAG,
     "notes": _NAMES,
 }
 _DEVICE_FIELDS = {"name": TEXT, "memory_total_bytes": whole(0), "memory_free_bytes": whole(0)}
@@ -68,6 +69,8 @@ class BackendReport:
     """Quantizers that run here -> their bit widths."""
     collectives: tuple[str, ...] = ()
     attention: tuple[str, ...] = ()
+    has_triton: bool = True
+    """Whether kernels written in Triton run, on a GPU; not tried on other devices."""
     notes: tuple[str, ...] = ()
 
     @property

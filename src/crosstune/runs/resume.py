@@ -134,10 +134,10 @@ def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: s
     here = backend in ("auto", manifest["backend"])
     if here and asked.get("precision", "auto") == "auto":
         kept["precision"] = manifest["precision"]
+    # Fast layers that were chosen are chosen again, where they run.
+    before = (manifest.get("options") or {}).get("kernels", "general")  # the only ones before the option
     if manifest["backend"] in FAST_BY_DEFAULT and here and asked.get("kernels", "auto") == "auto":
-        kept["kernels"] = (manifest.get("options") or {}).get(
-            "kernels", "general"
-        )  # the only ones before the option
+        kept |= {"kernels": before} if before == "general" else {}
     used = manifest["identity"].get("optimizer")
     if used and asked.get("optimizer", used) != used:
         kept["optimizer"] = used

@@ -150,6 +150,21 @@ def working_attention(device: str, dtype: torch.dtype, *, notes: Notes) -> tuple
     return tuple(found)
 
 
+def runs_triton(device: str, *, notes: Notes) -> bool:
+    """Return whether a kernel of the fast layers was compiled and ran: Triton needs a C compiler besides itself."""
+    return works(partial(_try_triton, device), what="Triton kernels do not run", notes=notes)
+
+
+def _try_triton(device: str) -> None:
+    from crosstune.torch_engine.kernels.operations import Norm
+    from crosstune.torch_engine.kernels.triton_operations import rms_norm
+
+    rows = _random(4, 64).to(device)
+    _check_finite(
+        rms_norm(rows, None, Norm(torch.ones_like(rows[0]), 1e-6), torch.empty_like(rows))[2].values
+    )
+
+
 def _attention_inputs(device: str, dtype: torch.dtype, *shape: int) -> list[torch.Tensor]:
     return [_random(*shape, seed=seed).to(device, dtype).requires_grad_() for seed in range(3)]
 

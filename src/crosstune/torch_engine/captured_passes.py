@@ -39,7 +39,8 @@ def open_captured(parts: Parts) -> CapturedPasses | None:
     """Return the passes of a training that may be captured; None if it has none."""
     task = parts.task
     alone = parts.parallel is None and parts.masters.are_parameters and parts.optimizer is not None
-    if not alone or not isinstance(task, CausalLM) or task.metric_names:
+    # The tasks of other recipes read other arrays and count their targets on the device.
+    if not alone or type(task) is not CausalLM:
         return None
     graphs = open_graphs(task.decoder, list(parts.masters.parameters.values()), plan=parts.opening.plan)
     return CapturedPasses(parts, task, graphs) if graphs is not None else None

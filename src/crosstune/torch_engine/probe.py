@@ -43,6 +43,7 @@ def probe(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> BackendReport
         quantizers={name: widths for name, widths in bits.items() if widths},
         collectives=tuple(sorted(collectives, key=lambda name: name != spec.collective)),
         attention=capabilities.working_attention(spec.device, dtype, notes=notes),
+        has_triton=spec.device != "cuda" or capabilities.runs_triton(spec.device, notes=notes),
         notes=_merge(notes),
     )
 

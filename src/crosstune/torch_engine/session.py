@@ -176,23 +176,22 @@ class TorchSession:
         if broken := self._first(bad_weights(masters), of=list(masters)):
             return f"the weight {broken} was not finite before the step"
         before = states.export_random(self.device)
-        own = (
-            self.task.general_layers()
-            if isinstance(self.task, HasGeneralLayers)
-            else contextlib.nullcontext()
-        )
-        with (
-            self.connected("a step"),
-            without_compiled(self.model),
-            watch_outputs(self.model) as layers,
-            memory_errors(self.device),
-            own,
-        ):
-            self._backward(window)
-        layer = self._first(layers, of=[name for name, _ in self.model.named_modules()])
-        gradient = self._first(bad_gradients(masters), of=list(reversed(masters)))
-        self.masters.clear_gradients()
-        states.import_random(self.device, before)
+        try:
+            with contextlib.ExitStack() as stack:
+                if isinstance(self.task, HasGeneralLayers):
+                    stack.enter_context(self.task.general_layers())
+                stack.enter_context(self.connected("a step"))
+                stack.enter_context(without_compiled(self.model))
+                stack.enter_context(memory_errors(self.device))
+                layers = stack.enter_context(watch_outputs(self.model))
+                self._backward(window)
+            layer = self._first(layers, of=[name for name, _ in self.model.named_modules()])
+            gradient = self._first(bad_gradients(masters), of=list(reversed(masters)))
+        except OutOfMemory:  # the general layers may need more than the fast ones
+            return "there was not enough memory to look for the layer that it came from"
+        finally:
+            self.masters.clear_gradients()
+            states.import_random(self.device, before)
         if layer:
             return f"the first non-finite value was the output of {layer}"
         if gradient:

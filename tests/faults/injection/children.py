@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -95,6 +96,7 @@ def warm_up() -> None:
 
 def _be_child(function: Callable[[], int], handle: int) -> None:
     code = 70
+    gc.freeze()  # garbage of the parent's tests, freed in a fork, would wait for threads that are not there, or crash
     try:
         import torch
 

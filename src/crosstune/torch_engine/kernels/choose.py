@@ -90,7 +90,7 @@ def open_graphs(
     decoder: FastDecoder | None, parameters: Sequence[nn.Parameter], *, plan: Plan
 ) -> PassGraphs | None:
     """Return the graphs of captured passes, if the plan asks for them and the layers can be captured."""
-    if not plan.config.cuda_graphs or decoder is None or decoder.device.type != "cuda":
+    if not plan.config.cuda_graphs or decoder is None or plan.backend.name != "cuda":
         return None
     if "full" in decoder.recompute or plan.config.use_activation_cpu_offload:
         return None

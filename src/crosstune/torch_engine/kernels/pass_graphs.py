@@ -47,6 +47,8 @@ class PassGraphs:
         self._parameters, self._bytes_per_token = list(parameters), bytes_per_token
         self._seen: Counter[Key] = Counter()
         self._captured: dict[Key, Captured] = {}
+        self.refused: str | None = None
+        """Why a pass could not be captured, after which none is."""
 
     def add_gradients(
         self, compute: Compute, tensors: Tensors, *, factor: float, more: bool
@@ -57,9 +59,17 @@ class PassGraphs:
         key = shapes_of(tensors)
         found = self._captured.get(key)
         if found is None:
-            if not (self._repeats(key) and self._fits(tensors)):
+            if self.refused is not None or not (self._repeats(key) and self._fits(tensors)):
                 return None
-            found = self._captured[key] = capture(compute, tensors, self._parameters)
+            try:
+                found = self._captured[key] = capture(compute, tensors, self._parameters)
+            except torch.OutOfMemoryError:
+                raise
+            except (
+                RuntimeError
+            ) as error:  # a model that reads from the device in its pass, such as dynamic RoPE
+                self.refused = str(error).splitlines()[0]
+                return None
         loss = found.replay(tensors, factor)
         waiting = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if waiting:
@@ -99,8 +109,12 @@ def capture(compute: Compute, tensors: Tensors, parameters: Sequence[nn.Paramete
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()  # what passes have left is needed in the memory of the graph
-    # Other threads, such as the one that prepares batches, may call CUDA meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        loss = compute(inputs)
-        gradients = torch.autograd.grad(loss, parameters, grad_outputs=factor.to(loss.dtype))
+    stream = torch.cuda.current_stream(device)
+    try:
+        # Other threads, such as the one that prepares batches, may call CUDA meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            loss = compute(inputs)
+            gradients = torch.autograd.grad(loss, parameters, grad_outputs=factor.to(loss.dtype))
+    finally:
+        torch.cuda.set_stream(stream)  # torch stays on the stream of a capture that failed
     return Captured(graph, inputs, factor, loss.detach(), gradients)

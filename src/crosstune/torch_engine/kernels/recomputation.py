@@ -22,9 +22,19 @@ def choose_recomputation(decoder: FastDecoder, plan: Plan) -> list[Recompute] | 
         describe_layer(decoder).kept(),
         num_layers=len(decoder.layers),
         num_tokens=tokens,
-        free_bytes=free_memory(decoder.device),
+        free_bytes=_room(decoder, plan),
         working_bytes=fast_working_bytes(fitted.shape, fitted.step) if fitted is not None else 0,
     )
+
+
+def _room(decoder: FastDecoder, plan: Plan) -> int:
+    """Return the memory for what layers keep: what is free, but no more than the plan means to use, so that what it predicts
+    is what a run takes."""
+    free, fitted = free_memory(decoder.device), plan.fitted
+    if fitted is None or not fitted.step.limit_bytes:
+        return free
+    held = torch.get_device_module(decoder.device).memory_allocated(decoder.device)
+    return min(free, max(0, fitted.step.limit_bytes - fitted.step.overhead_bytes - held))
 
 
 def describe_layer(decoder: FastDecoder) -> FastLayer:

@@ -31,7 +31,7 @@ from crosstune.torch_engine.task import MetricSums, Opening, Tensors
 from crosstune.torch_engine.verify import model_logits
 
 _PROBE_TOKENS = 32
-FAST_ARRAYS = ("input_ids", "positions", "bounds", "rows", "wanted")
+FAST_ARRAYS = ("input_ids", "positions", "unpadded_ids", "unpadded_positions", "bounds", "rows", "wanted")
 """The arrays of a batch that the fast layers read."""
 
 
@@ -129,9 +129,10 @@ class CausalLM:
             self.decoder = decoder
 
     def _fast_hidden(self, decoder: FastDecoder, tensors: Tensors) -> torch.Tensor:
+        unpadded = "unpadded_" if "unpadded_ids" in tensors else ""
         return decoder.hidden(
-            tensors["input_ids"],
-            positions=tensors.get("positions"),
+            tensors["unpadded_ids" if unpadded else "input_ids"],
+            positions=tensors.get(f"{unpadded}positions"),
             bounds=tensors.get("bounds"),
             rows=tensors["rows"],
         )
@@ -202,8 +203,8 @@ def fast_arrays(batch: TokenBatch, *, drop_padding: bool) -> dict[str, Array]:
     if drop_padding and batch.has_padding:
         batch = without_padding(batch)
         arrays |= {
-            "input_ids": batch.input_ids.astype("int64"),
-            "positions": batch.positions.astype("int64"),
+            "unpadded_ids": batch.input_ids.astype("int64"),
+            "unpadded_positions": batch.positions.astype("int64"),
         }
     flat = batch.targets.reshape(-1)
     [rows] = (flat != IGNORED).nonzero()
