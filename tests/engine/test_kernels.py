@@ -329,19 +329,21 @@ def saved_bytes(decoder: FastDecoder, ids: torch.Tensor, targets: torch.Tensor) 
 
 
 @pytest.mark.parametrize(
-    ("name", "rank", "targets"),
+    ("name", "rank", "targets", "length"),
     [
-        ("llama", 8, "all"),
-        ("llama", 200, "all"),
-        ("llama, biases, tied head", 3, "attention"),
-        ("llama, one head per key", 20, "q_proj,down_proj"),
-        ("qwen3, QK norms", 8, "all"),
-        ("gemma", 8, "all"),
-        ("gemma2 without caps", 8, "all"),
-        ("gemma3", 8, "all"),
+        ("llama", 8, "all", 7),
+        ("llama", 200, "all", 7),
+        ("llama", 8, "all", 128),  # attends by products, and keeps the probabilities
+        ("llama", 8, "all", 264),  # computes them again
+        ("llama, biases, tied head", 3, "attention", 7),
+        ("llama, one head per key", 20, "q_proj,down_proj", 192),
+        ("qwen3, QK norms", 8, "all", 7),
+        ("gemma", 8, "all", 7),
+        ("gemma2 without caps", 8, "all", 7),
+        ("gemma3", 8, "all", 7),
     ],
 )
-def test_a_layer_keeps_what_is_predicted(name: str, rank: int, targets: str) -> None:
+def test_a_layer_keeps_what_is_predicted(name: str, rank: int, targets: str, length: int) -> None:
     """Exactly: the plan of a run and the choice of what is recomputed rest on it."""
     model, _ = make_model(name, rank=rank, targets=targets)
     shape = config_shape(model.config.to_dict())
@@ -350,7 +352,7 @@ def test_a_layer_keeps_what_is_predicted(name: str, rank: int, targets: str) -> 
         rank=rank,
         targets=targets,
         batch=2,
-        context=7,  # less than a window, which would be a mask on a CPU, and autograd saves masks too
+        context=length,  # less than a window, which would be a mask on a CPU, and autograd saves masks too
         compute_bits=32,
         weight_bits=32,
         on_gpu=False,
@@ -358,12 +360,14 @@ def test_a_layer_keeps_what_is_predicted(name: str, rank: int, targets: str) -> 
         recomputes_by_memory=False,
     )
     torch.manual_seed(0)
-    ids, wanted = torch.randint(3, VOCABULARY, (2, 7)), torch.randint(0, VOCABULARY, (14,))
+    ids, wanted = torch.randint(3, VOCABULARY, (2, length)), torch.randint(0, VOCABULARY, (2 * length,))
     for recompute in ("none", "lean"):
         decoder = FastDecoder(model, dtype=torch.float32, recompute=recompute)  # type: ignore[arg-type]
-        assert describe_layer(decoder) == fast_layer(shape, step)
+        assert describe_layer(decoder, length=length) == fast_layer(shape, step)
         activations, _ = activation_bytes(shape, step, decoder.recompute)
-        head = 14 * shape.hidden * 4  # the gradient of the hidden states, which counts as part of the loss
+        head = (
+            2 * length * shape.hidden * 4
+        )  # the gradient of the hidden states, which counts as part of the loss
         assert saved_bytes(decoder, ids, wanted) == activations + head
 
 
@@ -380,7 +384,7 @@ def test_a_recomputed_layer_keeps_what_is_predicted(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(decoder_module, "checkpoint", record)
     ids, rows, _ = make_rows()
     fast.hidden(ids, rows=rows)
-    each = ids.numel() * describe_layer(fast).kept().full
+    each = ids.numel() * describe_layer(fast, length=ids.shape[1]).kept().full
     assert kept == [each // 2, each, each], "nothing has been added to the embedding"
 
 

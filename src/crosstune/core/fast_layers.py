@@ -30,6 +30,17 @@ LOGITS_ON_CPU, LOGITS_ON_GPU = 2**24, 2**26
 """The logits that the loss computes at a time."""
 FEWEST_ROWS, MOST_ROWS = 256, 4096
 """The rows of such a part."""
+SHORTEST_ROW, LONGEST_ROW = 128, 1024
+"""The lengths of rows that attend by batched products on a CPU. Forward and backward pass took this share of the time of
+torch's fused attention (one thread of an ARM core, fp32, 1,024 tokens, 9 heads over 3 and 14 over 2 of size 64; medians in
+ms): 64 tokens 1.37 and 1.73; 96: 1.21 and 1.06; 128: 0.91 and 0.81; 256: 0.60 and 0.76; 512: 0.56 and 0.67 (computed again);
+1,024: 0.90 and 0.85 (computed again)."""
+LONGEST_KEPT_ROW = 256
+"""Up to this length the probabilities of attention are kept for the backward pass: at most 160 for each head and token, which is
+a fifth to a quarter of what else a layer of SmolLM2-135M keeps, and less in wider models. Those of longer rows are computed
+again."""
+QUERIES_AT_A_TIME = 64
+"""The tokens whose queries are multiplied at once with all keys before them. Twice as many took longer from 128 tokens on."""
 
 Recompute = Literal["none", "lean", "full"]
 """What a layer's backward pass computes again: the gated activation only, in the kernel that reads its factors anyway; the norms
@@ -78,6 +89,24 @@ def rows_at_a_time(vocabulary: int, *, on_gpu: bool) -> int:
     return min(max(logits // vocabulary, FEWEST_ROWS), MOST_ROWS)
 
 
+def attends_by_products(length: int, *, on_gpu: bool) -> bool:
+    """Return whether rows of this length attend by batched products."""
+    return not on_gpu and SHORTEST_ROW <= length <= LONGEST_ROW
+
+
+def attention_bytes(length: int, *, compute_bytes: int, on_gpu: bool) -> int:
+    """Return the bytes that attention keeps for each head and token, besides its inputs and outputs: the logarithm of the sum of
+    a fused kernel, in fp32, or the probabilities of all blocks of queries."""
+    if not attends_by_products(length, on_gpu=on_gpu):
+        return 4
+    if length > LONGEST_KEPT_ROW:
+        return 0
+    starts = range(0, length, QUERIES_AT_A_TIME)
+    stops = [min(start + QUERIES_AT_A_TIME, length) for start in starts]
+    seen = sum((stop - start) * stop for start, stop in zip(starts, stops, strict=True))
+    return -(-seen * compute_bytes // length)
+
+
 @dataclass(frozen=True, kw_only=True)
 class FastLayer:
     """The sizes of a layer on which the memory of its passes depends."""
@@ -97,6 +126,8 @@ class FastLayer:
     compute_bytes: int
     stream_bytes: int
     """The bytes of a number of the residual stream; more than those of a product under autocast."""
+    attention_bytes: int
+    """What attention keeps for each head and token."""
     qk_norms: bool = False
     post_norms: bool = False
 
@@ -112,8 +143,8 @@ class FastLayer:
         if self.post_norms:
             values += 2 * self.hidden
             norms += 2 * rstd
-        log_sum_exp = 4 * self.num_heads
-        lean = 2 * self.hidden * self.stream_bytes + values * self.compute_bytes + norms + log_sum_exp
+        attention = self.num_heads * self.attention_bytes
+        lean = 2 * self.hidden * self.stream_bytes + values * self.compute_bytes + norms + attention
         return LayerBytes(
             none=lean + 2 * self.hidden * self.compute_bytes,
             lean=lean,
@@ -125,7 +156,8 @@ class FastLayer:
 
         In the MLP these are the gradients of the stream, the gated product and its gradient, the gradients of gate and up, the
         input and its gradient; in attention the gradients of its output, of queries, keys and values apart and packed, the input
-        and its gradient. Products in fp8 read an e4m3 copy of each gradient.
+        and its gradient. Products in fp8 read an e4m3 copy of each gradient. Attention by batched products holds more, copies of
+        its inputs and the scores of a block, but less than the MLP.
         """
         stream = self.hidden * (self.stream_bytes + self.compute_bytes)
         packed = self.queries + 2 * self.keys

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from crosstune.core.fast_layers import LONGEST_KEPT_ROW, attends_by_products
+from crosstune.torch_engine.kernels.short_rows import attend_short_rows
+
 
 @dataclass
 class Documents:
@@ -53,6 +56,10 @@ def attend(
     window: int | None,
 ) -> torch.Tensor:
     """Return rows x length x heads x size of attention over queries, keys and values of that layout."""
+    if attends_by_products(documents.length, on_gpu=q.device.type != "cpu"):
+        mask = documents.mask(window, q.device) if documents.needs_mask(window) else None
+        keep = documents.length <= LONGEST_KEPT_ROW
+        return attend_short_rows(q, k, v, mask=mask, window=window, scale=scale, keep=keep)
     if not documents.needs_mask(window):
         return _rows(q, k, v, None, scale)
     if attends_by_document(q.device, q.dtype, window):

@@ -94,4 +94,5 @@ def open_graphs(
         return None
     if "full" in decoder.recompute or plan.config.use_activation_cpu_offload:
         return None
-    return PassGraphs(parameters, bytes_per_token=kept_by(describe_layer(decoder).kept(), decoder.recompute))
+    layer = describe_layer(decoder, length=plan.config.context_length)
+    return PassGraphs(parameters, bytes_per_token=kept_by(layer.kept(), decoder.recompute))

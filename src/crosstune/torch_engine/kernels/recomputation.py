@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from crosstune.config.plan import Plan
-from crosstune.core.fast_layers import FastLayer, Recompute, plan_recomputation
+from crosstune.core.fast_layers import FastLayer, Recompute, attention_bytes, plan_recomputation
 from crosstune.core.memory import fast_working_bytes
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 
@@ -19,7 +19,7 @@ def choose_recomputation(decoder: FastDecoder, plan: Plan) -> list[Recompute] | 
         return "lean"
     tokens = fitted.step.tokens if fitted is not None else config.batch_size * config.context_length
     return plan_recomputation(
-        describe_layer(decoder).kept(),
+        describe_layer(decoder, length=config.context_length).kept(),
         num_layers=len(decoder.layers),
         num_tokens=tokens,
         free_bytes=_room(decoder, plan),
@@ -37,10 +37,10 @@ def _room(decoder: FastDecoder, plan: Plan) -> int:
     return min(free, max(0, fitted.step.limit_bytes - fitted.step.overhead_bytes - held))
 
 
-def describe_layer(decoder: FastDecoder) -> FastLayer:
-    """Return the sizes of a decoder's first layer; all layers have the same."""
+def describe_layer(decoder: FastDecoder, *, length: int) -> FastLayer:
+    """Return the sizes of a decoder's first layer for rows of this length; all layers have the same."""
     attention, mlp = decoder.layers[0]
-    heads = attention.heads
+    heads, width = attention.heads, decoder.dtype.itemsize
     return FastLayer(
         hidden=mlp.gate_up.num_inputs,
         intermediate=mlp.down.num_inputs,
@@ -51,8 +51,9 @@ def describe_layer(decoder: FastDecoder) -> FastLayer:
         out_columns=attention.out.extra,
         gate_up_columns=mlp.gate_up.extra,
         down_columns=mlp.down.extra,
-        compute_bytes=decoder.dtype.itemsize,
+        compute_bytes=width,
         stream_bytes=decoder.inner.embed_tokens.weight.element_size(),
+        attention_bytes=attention_bytes(length, compute_bytes=width, on_gpu=decoder.device.type != "cpu"),
         qk_norms=attention.qk_norms is not None,
         post_norms=mlp.post_norm is not None,
     )

@@ -1,0 +1,141 @@
+"""Attend within short rows on a CPU by batched matrix products, with a hand-written backward pass.
+
+torch's fused attention for CPUs multiplies small blocks of one head at a time, and its backward pass most of all is slow for
+short rows. Here the products of all heads of a block of queries are one call. Queries that share keys stand under each other,
+so no key is copied; blocks do not compute what lies behind their last query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from crosstune.core.fast_layers import QUERIES_AT_A_TIME
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block of queries with the keys that it may see."""
+
+    start: int
+    stop: int
+    first_key: int
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.first_key, self.stop)
+
+    def queries(self, shared: int) -> slice:
+        """Return its rows where `shared` queries of each token stand under each other."""
+        return slice(self.start * shared, self.stop * shared)
+
+
+def attend_short_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: torch.Tensor | None,
+    window: int | None,
+    scale: float,
+    keep: bool,
+) -> torch.Tensor:
+    """Return causal attention over queries, keys and values of rows x length x heads x size, in that layout.
+
+    `mask` (rows or 1 x 1 x length x length) says which keys each query sees, besides causality, and `window` how far back any
+    of them lies. Every query must see a key, if only its own. `keep` saves the probabilities for the backward pass; otherwise
+    it computes them again.
+    """
+    found: torch.Tensor = _ShortRows.apply(q, k, v, mask, window, scale, keep)
+    return found
+
+
+class _ShortRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        window: int | None,
+        scale: float,
+        keep: bool,
+    ) -> torch.Tensor:
+        num_keys, shared = k.shape[2], q.shape[2] // k.shape[2]
+        queries, keys, values = _fold(q, num_keys, scale), _fold(k, num_keys), _fold(v, num_keys)
+        out = torch.empty_like(queries)
+        kept = []
+        for block in _blocks(q.shape[1], window):
+            rows = block.queries(shared)
+            probs = _probabilities(queries[:, rows], keys, block, mask)
+            torch.bmm(probs, values[:, block.keys], out=out[:, rows])
+            if keep and any(ctx.needs_input_grad):
+                kept.append(probs)
+        ctx.mask, ctx.window, ctx.scale = mask, window, scale
+        ctx.save_for_backward(q, k, v, *kept)
+        return _unfold(out, q.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        q, k, v, *kept = ctx.saved_tensors
+        num_keys, shared = k.shape[2], q.shape[2] // k.shape[2]
+        queries, keys, values = _fold(q, num_keys, ctx.scale), _fold(k, num_keys), _fold(v, num_keys)
+        upstream = _fold(gradients[0], num_keys)
+        dq = torch.empty_like(queries)
+        # Blocks are added up in fp32 or wider.
+        wide = torch.promote_types(k.dtype, torch.float32)
+        dk, dv = (torch.zeros_like(part, dtype=wide) for part in (keys, values))
+        for index, block in enumerate(_blocks(q.shape[1], ctx.window)):
+            rows, seen = block.queries(shared), block.keys
+            probs = kept[index] if kept else _probabilities(queries[:, rows], keys, block, ctx.mask)
+            dv[:, seen] += torch.bmm(probs.transpose(1, 2), upstream[:, rows])
+            found = torch.bmm(upstream[:, rows], values[:, seen].transpose(1, 2))
+            scores = torch._softmax_backward_data(found, probs, -1, probs.dtype)
+            torch.bmm(scores, keys[:, seen], out=dq[:, rows])
+            dk[:, seen] += torch.bmm(scores.transpose(1, 2), queries[:, rows])
+        parts = ((dq.mul_(ctx.scale), q), (dk, k), (dv, v))
+        return *(_unfold(part, like.shape).to(like.dtype) for part, like in parts), None, None, None, None
+
+
+def _blocks(length: int, window: int | None) -> Iterator[_Block]:
+    for start in range(0, length, QUERIES_AT_A_TIME):
+        stop = min(start + QUERIES_AT_A_TIME, length)
+        yield _Block(start, stop, 0 if window is None else max(0, start - window + 1))
+
+
+def _probabilities(
+    queries: torch.Tensor, keys: torch.Tensor, block: _Block, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the softmax of a block's scores. torch computes that of 16-bit numbers in fp32."""
+    scores = torch.bmm(queries, keys[:, block.keys].transpose(1, 2))
+    count = block.stop - block.start
+    by_query = scores.view(len(scores), count, -1, scores.shape[-1])
+    if mask is None:  # only the last keys can lie behind a query
+        after = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu_(1)
+        by_query[..., -count:].masked_fill_(after[:, None], -torch.inf)
+    else:
+        hidden = ~mask[:, 0, block.start : block.stop, block.keys]
+        by_row = by_query.unflatten(0, (-1, len(scores) // len(mask))) if len(mask) > 1 else by_query[None]
+        by_row.masked_fill_(hidden[:, None, :, None], -torch.inf)
+    return torch.softmax(scores, dim=-1)
+
+
+def _fold(values: torch.Tensor, num_keys: int, scale: float | None = None) -> torch.Tensor:
+    """Return rows x length x heads x size as one matrix for each row and key head, with its heads under each other."""
+    rows, length, heads, size = values.shape
+    by_key = values.unflatten(2, (num_keys, heads // num_keys)).transpose(1, 2)
+    folded = torch.empty(by_key.shape, dtype=values.dtype, device=values.device)
+    if scale is None:
+        folded.copy_(by_key)
+    else:
+        torch.mul(by_key, scale, out=folded)
+    return folded.view(rows * num_keys, -1, size)
+
+
+def _unfold(folded: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    rows, length, heads, size = shape
+    return folded.view(rows, len(folded) // rows, length, -1, size).transpose(1, 2).reshape(shape)

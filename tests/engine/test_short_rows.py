@@ -1,0 +1,122 @@
+"""Attention by batched products against torch's own: values and gradients, with documents, windows and shared keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from crosstune.core.fast_layers import LONGEST_KEPT_ROW, LONGEST_ROW, SHORTEST_ROW, attention_bytes
+from crosstune.torch_engine.kernels import attention as attention_module
+from crosstune.torch_engine.kernels.attention import Documents, attend
+from crosstune.torch_engine.kernels.short_rows import attend_short_rows
+
+HEADS = [(9, 3, 16), (4, 4, 8), (6, 1, 24)]
+
+
+def draw(
+    length: int, heads: tuple[int, int, int], dtype: torch.dtype
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return queries, keys and values that are views of packed rows, as those of a layer, and an upstream gradient."""
+    torch.manual_seed(length)
+    num_queries, num_keys, size = heads
+    packed = torch.randn(2, length, num_queries + 2 * num_keys, size, dtype=dtype)
+    parts = packed.split([num_queries, num_keys, num_keys], dim=2)
+    return [part.detach().requires_grad_() for part in parts], torch.randn(2, length, num_queries, size).to(
+        dtype
+    )
+
+
+def documents(length: int, *, packed: bool) -> Documents:
+    if not packed:
+        return Documents(2, length)
+    cuts = (
+        (length // 3, 1),
+        (5, length // 2),
+    )  # bounds that differ between rows, and a document of one token
+    rows = []
+    for first, second in cuts:
+        rest = length - first - second
+        rows.append(torch.cat([torch.arange(first), torch.arange(second), torch.arange(rest)]))
+    return Documents(2, length, torch.stack(rows))
+
+
+def expect(parts: list[torch.Tensor], given: Documents, *, scale: float, window: int | None) -> torch.Tensor:
+    q, k, v = (part.transpose(1, 2) for part in parts)
+    mask = given.mask(window, q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True).transpose(
+        1, 2
+    )
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=["shared", "own", "one key head"])
+@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "packed rows"])
+@pytest.mark.parametrize("window", [None, 40, 1, 300])
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "again"])
+def test_values_and_gradients_are_those_of_torch(
+    heads: tuple[int, int, int], packed: bool, window: int | None, keep: bool
+) -> None:
+    for dtype, bound in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+        for length in (150, 64, 3):  # whole blocks and parts of one
+            if length == 3 and packed:
+                continue
+            parts, upstream = draw(length, heads, dtype)
+            given = documents(length, packed=packed)
+            wanted = expect(parts, given, scale=0.3, window=window)
+            gradients = torch.autograd.grad(wanted, parts, upstream)
+            mask = given.mask(window, wanted.device) if given.needs_mask(window) else None
+            found = attend_short_rows(*parts, mask=mask, window=window, scale=0.3, keep=keep)
+            assert found.dtype == dtype and found.shape == wanted.shape
+            for value, expected in zip(
+                (found, *torch.autograd.grad(found, parts, upstream)), (wanted, *gradients), strict=True
+            ):
+                assert (value - expected).abs().max() <= bound * max(1.0, expected.abs().max().item())
+
+
+def test_16_bit_rows_are_near_those_of_fp32() -> None:
+    parts, upstream = draw(130, (4, 2, 16), torch.bfloat16)
+    wide = [part.detach().float().requires_grad_() for part in parts]
+    wanted = expect(wide, Documents(2, 130), scale=0.25, window=None)
+    found = attend_short_rows(*parts, mask=None, window=None, scale=0.25, keep=True)
+    assert found.dtype == torch.bfloat16
+    pairs = zip(
+        (found, *torch.autograd.grad(found, parts, upstream)),
+        (wanted, *torch.autograd.grad(wanted, wide, upstream.float())),
+        strict=True,
+    )
+    for value, expected in pairs:
+        assert value.dtype == torch.bfloat16
+        assert (value.float() - expected).norm() / expected.norm() < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("length", "by_products", "keeps"),
+    [
+        (SHORTEST_ROW - 1, False, False),
+        (SHORTEST_ROW, True, True),
+        (LONGEST_KEPT_ROW, True, True),
+        (LONGEST_KEPT_ROW + 1, True, False),
+        (LONGEST_ROW, True, False),
+        (LONGEST_ROW + 1, False, False),
+    ],
+)
+def test_the_length_of_a_row_chooses(
+    length: int, by_products: bool, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def record(*parts: torch.Tensor, keep: bool, **options: Any) -> torch.Tensor:
+        asked.append(keep)
+        return attend_short_rows(*parts, keep=keep, **options)
+
+    monkeypatch.setattr(attention_module, "attend_short_rows", record)
+    parts, _ = draw(length, (2, 1, 4), torch.float32)
+    found = attend(*parts, documents=Documents(2, length), scale=0.5, window=None)
+    assert asked == ([keeps] if by_products else [])
+    wanted = expect(parts, Documents(2, length), scale=0.5, window=None)
+    assert torch.allclose(found, wanted, atol=1e-5)
+    kept = attention_bytes(length, compute_bytes=4, on_gpu=False)
+    assert (kept > 4) is keeps and (kept == 0) is (by_products and not keeps)
+    assert attention_bytes(length, compute_bytes=4, on_gpu=True) == 4
