@@ -75,6 +75,7 @@ def test_values_and_gradients_are_those_of_torch(
                 assert (value - expected).abs().max() <= bound * max(1.0, expected.abs().max().item())
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on a CPU without products in bf16
 def test_16_bit_rows_are_near_those_of_fp32() -> None:
     parts, upstream = draw(130, (4, 2, 16), torch.bfloat16)
     wide = [part.detach().float().requires_grad_() for part in parts]
@@ -120,3 +121,14 @@ def test_the_length_of_a_row_chooses(
     kept = attention_bytes(length, compute_bytes=4, on_gpu=False)
     assert (kept > 4) is keeps and (kept == 0) is (by_products and not keeps)
     assert attention_bytes(length, compute_bytes=4, on_gpu=True) == 4
+
+
+def test_16_bit_rows_need_fast_16_bit_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attention_module.multiplies_in_batches(torch.float32)
+    assert attention_module.multiplies_in_batches(torch.float64)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not attention_module.multiplies_in_batches(torch.bfloat16)
+    monkeypatch.setattr(attention_module, "attend_short_rows", None)  # calling it would fail
+    parts, _ = draw(SHORTEST_ROW, (2, 1, 4), torch.bfloat16)
+    found = attend(*parts, documents=Documents(2, SHORTEST_ROW), scale=0.5, window=None)
+    assert found.dtype == torch.bfloat16

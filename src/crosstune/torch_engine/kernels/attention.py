@@ -56,7 +56,9 @@ def attend(
     window: int | None,
 ) -> torch.Tensor:
     """Return rows x length x heads x size of attention over queries, keys and values of that layout."""
-    if attends_by_products(documents.length, on_gpu=q.device.type != "cpu"):
+    if attends_by_products(documents.length, on_gpu=q.device.type != "cpu") and multiplies_in_batches(
+        q.dtype
+    ):
         mask = documents.mask(window, q.device) if documents.needs_mask(window) else None
         keep = documents.length <= LONGEST_KEPT_ROW
         return attend_short_rows(q, k, v, mask=mask, window=window, scale=scale, keep=keep)
@@ -65,6 +67,14 @@ def attend(
     if attends_by_document(q.device, q.dtype, window):
         return _varlen(q, k, v, documents, scale, window)
     return _rows(q, k, v, documents.mask(window, q.device), scale)
+
+
+def multiplies_in_batches(dtype: torch.dtype) -> bool:
+    """Return whether this CPU has fast batched products in a dtype. torch's attention computes 16-bit ones without them too."""
+    if dtype.itemsize > 2:
+        return True
+    has_mkldnn = dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+    return has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def attends_by_document(device: torch.device, dtype: torch.dtype, window: int | None) -> bool:

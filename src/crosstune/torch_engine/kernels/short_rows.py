@@ -126,7 +126,7 @@ def _probabilities(
 
 def _fold(values: torch.Tensor, num_keys: int, scale: float | None = None) -> torch.Tensor:
     """Return rows x length x heads x size as one matrix for each row and key head, with its heads under each other."""
-    rows, length, heads, size = values.shape
+    rows, _, heads, size = values.shape
     by_key = values.unflatten(2, (num_keys, heads // num_keys)).transpose(1, 2)
     folded = torch.empty(by_key.shape, dtype=values.dtype, device=values.device)
     if scale is None:
@@ -137,5 +137,5 @@ def _fold(values: torch.Tensor, num_keys: int, scale: float | None = None) -> to
 
 
 def _unfold(folded: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    rows, length, heads, size = shape
+    rows, length, _, size = shape
     return folded.view(rows, len(folded) // rows, length, -1, size).transpose(1, 2).reshape(shape)

@@ -1,4 +1,8 @@
-"""Implement the operations of the fast decoder layers with plain torch, on any device, in fp32 or wider inside."""
+"""Implement the operations of the fast decoder layers with plain torch, on any device.
+
+Norms, rotations and the loss are computed in fp32 or wider; gated activations in the dtype of their inputs, as transformers does.
+On a CPU the time of all of them is that of their passes over memory, so they write in place wherever they may.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,9 @@ from crosstune.torch_engine.kernels.operations import (
     Triple,
 )
 
+_LOGITS_IN_CACHE = 2**20
+"""The logits whose loss is computed at once: few enough that each pass over them finds them in a core's cache."""
+
 
 def rms_norm(
     x: torch.Tensor,
@@ -29,13 +36,13 @@ def rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, Rows]:
     total = x if added is None else x + added.to(x.dtype)
     values = _wide(total)
-    rstd = torch.rsqrt(values.square().mean(-1) + norm.eps)
-    return total, rstd, _emit(values * rstd[:, None] * _gain(norm, values), out, quantize)
+    length = torch.linalg.vector_norm(values, dim=-1)
+    rstd = torch.rsqrt(length.square_().div_(values.shape[-1]).add_(norm.eps))
+    return total, rstd, _normalize(values, rstd, norm, out, quantize)
 
 
 def rms_norm_again(total: torch.Tensor, rstd: torch.Tensor, norm: Norm, out: torch.Tensor) -> torch.Tensor:
-    values = _wide(total)
-    out.copy_(values * rstd[:, None] * _gain(norm, values))
+    _normalize(_wide(total), rstd, norm, out, None)
     return out
 
 
@@ -46,22 +53,23 @@ def rms_norm_backward(
     norm: Norm,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    values = _wide(total) * rstd[..., None]
-    weighted = _wide(gradient) * _gain(norm, values)
-    found = (weighted - values * (weighted * values).mean(-1, keepdim=True)) * rstd[..., None]
-    return (found if residual is None else found + residual).to(total.dtype)
+    values = _wide(total)
+    found = _wide(gradient) * _gain(norm, values)
+    along = (found * values).sum(-1).mul_(rstd).mul_(rstd).mul_(rstd).div_(-values.shape[-1])
+    found.mul_(rstd[..., None]).addcmul_(values, along[..., None])
+    if residual is not None:
+        found.add_(residual)
+    return found.to(total.dtype)
 
 
 def rotate(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: Heads, norms: QKNorms) -> Triple:
     parts = split_heads(qkv, heads)
-    turned = [
-        _turn(_head_norm(part, norm), cos, sin, heads.rotary)
-        for part, norm in zip(parts[:2], norms or (None, None), strict=True)
-    ]
     if norms is None:
-        for part, values in zip(parts[:2], turned, strict=True):
-            part.copy_(values)
+        _turn(_rotated(qkv, heads), cos, sin, heads.rotary)
         return parts
+    turned = [_head_norm(part, norm) for part, norm in zip(parts[:2], norms, strict=True)]
+    for part in turned:
+        _turn(part, cos, sin, heads.rotary)
     return turned[0].to(qkv.dtype), turned[1].to(qkv.dtype), parts[2]
 
 
@@ -74,23 +82,21 @@ def rotate_backward(
     raw: torch.Tensor | None,
     quantize: Quantize | None = None,
 ) -> Rows:
-    flat = [gradient.reshape(-1, *gradient.shape[-2:]) for gradient in gradients]
-    found = [_turn(gradient, cos, -sin, heads.rotary) for gradient in flat[:2]]
+    packed = torch.cat([part.reshape(-1, *part.shape[-2:]) for part in gradients], dim=1).flatten(1)
+    _turn(_rotated(packed, heads), cos, -sin, heads.rotary)
     if norms is not None and raw is not None:
-        for index, (part, norm) in enumerate(zip(split_heads(raw, heads)[:2], norms, strict=True)):
+        pairs = zip(split_heads(packed, heads)[:2], split_heads(raw, heads)[:2], norms, strict=True)
+        for gradient, part, norm in pairs:
             values = _wide(part)
             rstd = torch.rsqrt(values.square().mean(-1) + norm.eps)
-            found[index] = rms_norm_backward(found[index], values, rstd, norm, None)
-    packed = torch.cat([part.flatten(1) for part in (*found, _wide(flat[2]))], dim=1)
-    return _emit(packed, torch.empty_like(packed, dtype=gradients[0].dtype), quantize)
+            gradient.copy_(rms_norm_backward(gradient, values, rstd, norm, None))
+    return Rows(packed) if quantize is None else quantize_rows(packed, quantize)
 
 
 def gate(gate_up: torch.Tensor, kind: str, out: torch.Tensor, quantize: Quantize | None = None) -> Rows:
-    gates, ups = _wide(gate_up).chunk(2, dim=-1)
-    active = _ACTIVATIONS[kind][0](gates)
-    if quantize is None and out.dtype == active.dtype:
-        return Rows(torch.mul(active, ups, out=out))
-    return _emit(active * ups, out, quantize)
+    gates, ups = gate_up.chunk(2, dim=-1)
+    torch.mul(_ACTIVATIONS[kind][0](gates), ups, out=out)
+    return Rows(out) if quantize is None else quantize_rows(out, quantize)
 
 
 def gate_backward(
@@ -100,19 +106,17 @@ def gate_backward(
     product: torch.Tensor | None,
     quantize: Quantize | None = None,
 ) -> Rows:
-    gates, ups = _wide(gate_up).chunk(2, dim=-1)
+    gates, ups = gate_up.chunk(2, dim=-1)
     activate, activate_backward = _ACTIVATIONS[kind]
     active = activate(gates)
     if product is not None:
-        product.copy_(active * ups)
-    wide = _wide(gradient)
-    found = torch.empty_like(gate_up, dtype=gates.dtype)
+        torch.mul(active, ups, out=product)
+    found = torch.empty_like(gate_up)
     gate_part, up_part = found.chunk(2, dim=-1)
-    gate_part.copy_(activate_backward(wide * ups, gates))
-    torch.mul(wide, active, out=up_part)
-    if quantize is None and found.dtype == gate_up.dtype:
-        return Rows(found)
-    return _emit(found, torch.empty_like(gate_up), quantize)
+    torch.mul(gradient, active, out=up_part)
+    torch.mul(gradient, ups, out=active)  # its memory is free now
+    activate_backward(active, gates, grad_input=gate_part)
+    return Rows(found) if quantize is None else quantize_rows(found, quantize)
 
 
 def quantize_rows(values: torch.Tensor, quantize: Quantize) -> Rows:
@@ -122,13 +126,18 @@ def quantize_rows(values: torch.Tensor, quantize: Quantize) -> Rows:
 def cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, *, gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    log_probs = F.log_softmax(_wide(logits), dim=-1)
-    total = F.nll_loss(log_probs, targets, reduction="sum")
-    if not gradient:
-        return total, None
-    probs = log_probs.exp_()
-    probs.scatter_add_(1, targets[:, None], probs.new_full((len(probs), 1), -1.0))
-    return total, probs.to(logits.dtype)
+    total = logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
+    num_rows = max(1, _LOGITS_IN_CACHE // logits.shape[1])
+    for rows, wanted in zip(logits.split(num_rows), targets.split(num_rows), strict=True):
+        values, places = _wide(rows), wanted[:, None]
+        largest = values.amax(-1, keepdim=True)
+        probs = (values - largest).exp_()
+        sums = probs.sum(-1, keepdim=True)
+        total += (sums.log() + largest - values.gather(1, places)).sum()
+        if gradient:
+            probs.div_(sums).scatter_add_(1, places, probs.new_full((len(probs), 1), -1.0))
+            rows.copy_(probs)
+    return total, logits if gradient else None
 
 
 def split_heads(qkv: torch.Tensor, heads: Heads) -> Triple:
@@ -155,31 +164,46 @@ def _head_norm(part: torch.Tensor, norm: Norm | None) -> torch.Tensor:
     return values * rstd * _gain(norm, values)
 
 
-def _turn(values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: int) -> torch.Tensor:
-    """Rotate tokens x heads x size by tables of period x (rotary / 2), whose rows repeat over the batch."""
-    half = rotary // 2
-    wide = _wide(values)
-    repeats = len(wide) // len(cos)
-    cos, sin = (table.to(wide.dtype).repeat(repeats, 1)[:, None] for table in (cos, sin))
-    first, second, rest = wide.split([half, half, wide.shape[-1] - rotary], dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+def _rotated(qkv: torch.Tensor, heads: Heads) -> torch.Tensor:
+    """Return a view of queries and keys of packed rows, which stand beside each other: tokens x heads x size."""
+    return qkv.view(len(qkv), -1, heads.size)[:, : heads.num_queries + heads.num_keys]
+
+
+def _turn(values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: int) -> None:
+    """Rotate tokens x heads x size in place by tables of period x (rotary / 2), whose rows repeat over the batch."""
+    part = values[..., :rotary]
+    wide = _wide(part)
+    first, second = wide.unflatten(0, (-1, len(cos))).chunk(2, dim=-1)
+    cos, sin = (table.to(wide.dtype)[:, None] for table in (cos, sin))
+    across = first * sin
+    first.mul_(cos).addcmul_(second, sin, value=-1)
+    second.mul_(cos).add_(across)
+    if wide.dtype != values.dtype:
+        part.copy_(wide)
 
 
 _aten = torch.ops.aten
 _ACTIVATIONS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
-    "silu": (F.silu, _aten.silu_backward),
-    "gelu": (F.gelu, _aten.gelu_backward),
+    "silu": (F.silu, _aten.silu_backward.grad_input),
+    "gelu": (F.gelu, _aten.gelu_backward.grad_input),
     "gelu_tanh": (
         partial(F.gelu, approximate="tanh"),
-        partial(_aten.gelu_backward, approximate="tanh"),
+        partial(_aten.gelu_backward.grad_input, approximate="tanh"),
     ),
 }
-"""Each activation, and the gradient of its input from that of its output and the input."""
+"""Each activation, and the gradient of its input from that of its output and the input. torch computes those of 16-bit numbers in
+fp32, without copies."""
 
 
-def _emit(values: torch.Tensor, out: torch.Tensor, quantize: Quantize | None) -> Rows:
-    out.copy_(values)
-    return Rows(out) if quantize is None else _quantized(out, values, quantize)
+def _normalize(
+    values: torch.Tensor, rstd: torch.Tensor, norm: Norm, out: torch.Tensor, quantize: Quantize | None
+) -> Rows:
+    """Write normalized rows into `out`, in as few passes as their dtype allows."""
+    scaled = values * rstd[:, None]
+    if quantize is None and out.dtype == values.dtype:
+        return Rows(torch.mul(scaled, _gain(norm, values), out=out))
+    out.copy_(scaled.mul_(_gain(norm, values)))
+    return Rows(out) if quantize is None else _quantized(out, scaled, quantize)
 
 
 def _quantized(out: torch.Tensor, values: torch.Tensor, quantize: Quantize) -> Rows:
