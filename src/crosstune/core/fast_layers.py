@@ -30,6 +30,8 @@ LOGITS_ON_CPU, LOGITS_ON_GPU = 2**24, 2**26
 """The logits that the loss computes at a time."""
 FEWEST_ROWS, MOST_ROWS = 256, 4096
 """The rows of such a part."""
+LOGITS_IN_CACHE = 2**20
+"""The logits of a part whose loss is computed at once on a CPU: few enough that each pass over them finds them in its caches."""
 SHORTEST_ROW, LONGEST_ROW = 128, 1024
 """The lengths of rows that attend by batched products on a CPU. Forward and backward pass took this share of the time of
 torch's fused attention (one thread of an ARM core, fp32, 1,024 tokens, 9 heads over 3 and 14 over 2 of size 64; medians in

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from crosstune.core.fast_layers import (
+    LOGITS_IN_CACHE,
     MOST_COLUMNS,
     POST_NORM_FAMILIES,
     QK_NORM_FAMILIES,
@@ -111,10 +112,13 @@ def backward_bytes(shape: ModelShape, step: Step) -> int:
 
 def loss_bytes(shape: ModelShape, step: Step) -> int:
     """Return the bytes at the loss: the normalized rows and their gradient, the logits of some of them at a time, whose
-    gradient takes their place on a GPU, and the head in the dtype of the products."""
+    gradient takes their place, what torch's operations hold of a few of those in fp32, and the head in the dtype of the
+    products."""
     rows = supervised_rows(step)
     part = min(rows, rows_at_a_time(shape.vocab, on_gpu=step.on_gpu))
-    logits = part * shape.vocab * (step.width if step.on_gpu else step.width + 2 * 4)
+    logits = part * shape.vocab * step.width
+    if not step.on_gpu:
+        logits += 2 * 4 * min(part * shape.vocab, max(shape.vocab, LOGITS_IN_CACHE))
     head = shape.vocab * shape.hidden * step.width if stream_bytes(step) > step.width else 0
     return 2 * rows * shape.hidden * stream_bytes(step) + logits + 2 * part * shape.hidden * step.width + head
 

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from crosstune.core.fast_layers import LOGITS_IN_CACHE
 from crosstune.torch_engine.kernels.operations import (
     E4M3_MAX,
     SMALLEST_AMAX,
@@ -22,9 +23,6 @@ from crosstune.torch_engine.kernels.operations import (
     Rows,
     Triple,
 )
-
-_LOGITS_IN_CACHE = 2**20
-"""The logits whose loss is computed at once: few enough that each pass over them finds them in a core's cache."""
 
 
 def rms_norm(
@@ -127,7 +125,7 @@ def cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, *, gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     total = logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
-    num_rows = max(1, _LOGITS_IN_CACHE // logits.shape[1])
+    num_rows = max(1, LOGITS_IN_CACHE // logits.shape[1])
     for rows, wanted in zip(logits.split(num_rows), targets.split(num_rows), strict=True):
         values, places = _wide(rows), wanted[:, None]
         largest = values.amax(-1, keepdim=True)
