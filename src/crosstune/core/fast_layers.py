@@ -34,15 +34,16 @@ LOGITS_IN_CACHE = 2**20
 """The logits of a part whose loss is computed at once on a CPU: few enough that each pass over them finds them in its caches."""
 SHORTEST_ROW, LONGEST_ROW = 128, 1024
 """The lengths of rows that attend by batched products on a CPU. Forward and backward pass took this share of the time of
-torch's fused attention (one thread of an ARM core, fp32, 1,024 tokens, 9 heads over 3 and 14 over 2 of size 64; medians in
-ms): 64 tokens 1.37 and 1.73; 96: 1.21 and 1.06; 128: 0.91 and 0.81; 256: 0.60 and 0.76; 512: 0.56 and 0.67 (computed again);
-1,024: 0.90 and 0.85 (computed again)."""
+torch's fused attention (two quiet ARM cores, fp32, 1,024 tokens in rows of one length, 9 heads over 3 and 14 over 2 of size 64,
+medians of eight): 64 tokens 1.15 and 1.07; 128: 0.86 and 0.78; 256: 0.70 and 0.75; with probabilities computed again 512: 0.73
+and 0.69; 1,024: 0.79 and 0.90."""
 LONGEST_KEPT_ROW = 256
 """Up to this length the probabilities of attention are kept for the backward pass: at most 160 for each head and token, which is
 a fifth to a quarter of what else a layer of SmolLM2-135M keeps, and less in wider models. Those of longer rows are computed
 again."""
 QUERIES_AT_A_TIME = 64
-"""The tokens whose queries are multiplied at once with all keys before them. Twice as many took longer from 128 tokens on."""
+"""The tokens whose queries are multiplied at once with all keys before them. Twice as many took longer in most of those
+measurements."""
 
 Recompute = Literal["none", "lean", "full"]
 """What a layer's backward pass computes again: the gated activation only, in the kernel that reads its factors anyway; the norms

@@ -66,7 +66,7 @@ class _ShortRows(torch.autograd.Function):
         keep: bool,
     ) -> torch.Tensor:
         num_keys, shared = k.shape[2], q.shape[2] // k.shape[2]
-        queries, keys, values = _fold(q, num_keys, scale), _fold(k, num_keys), _fold(v, num_keys)
+        queries, keys, values = _fold(q, num_keys, scale), _columns(k), _fold(v, num_keys)
         out = torch.empty_like(queries)
         kept = []
         for block in _blocks(q.shape[1], window):
@@ -83,17 +83,20 @@ class _ShortRows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         q, k, v, *kept = ctx.saved_tensors
         num_keys, shared = k.shape[2], q.shape[2] // k.shape[2]
-        queries, keys, values = _fold(q, num_keys, ctx.scale), _fold(k, num_keys), _fold(v, num_keys)
-        upstream = _fold(gradients[0], num_keys)
+        queries, keys, values = _fold(q, num_keys, ctx.scale), _fold(k, num_keys), _columns(v)
+        upstream, key_columns = _fold(gradients[0], num_keys), None if kept else _columns(k)
         dq = torch.empty_like(queries)
         # Blocks are added up in fp32 or wider.
         wide = torch.promote_types(k.dtype, torch.float32)
-        dk, dv = (torch.zeros_like(part, dtype=wide) for part in (keys, values))
+        dk, dv = (torch.zeros_like(keys, dtype=wide) for _ in range(2))
         for index, block in enumerate(_blocks(q.shape[1], ctx.window)):
             rows, seen = block.queries(shared), block.keys
-            probs = kept[index] if kept else _probabilities(queries[:, rows], keys, block, ctx.mask)
+            if key_columns is None:
+                probs = kept[index]
+            else:
+                probs = _probabilities(queries[:, rows], key_columns, block, ctx.mask)
             dv[:, seen] += torch.bmm(probs.transpose(1, 2), upstream[:, rows])
-            found = torch.bmm(upstream[:, rows], values[:, seen].transpose(1, 2))
+            found = torch.bmm(upstream[:, rows], values[..., seen])
             scores = torch._softmax_backward_data(found, probs, -1, probs.dtype)
             torch.bmm(scores, keys[:, seen], out=dq[:, rows])
             dk[:, seen] += torch.bmm(scores.transpose(1, 2), queries[:, rows])
@@ -110,8 +113,8 @@ def _blocks(length: int, window: int | None) -> Iterator[_Block]:
 def _probabilities(
     queries: torch.Tensor, keys: torch.Tensor, block: _Block, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the softmax of a block's scores. torch computes that of 16-bit numbers in fp32."""
-    scores = torch.bmm(queries, keys[:, block.keys].transpose(1, 2))
+    """Return the softmax of a block's scores for keys in columns. torch computes that of 16-bit numbers in fp32."""
+    scores = torch.bmm(queries, keys[..., block.keys])
     count = block.stop - block.start
     by_query = scores.view(len(scores), count, -1, scores.shape[-1])
     if mask is None:  # only the last keys can lie behind a query
@@ -134,6 +137,12 @@ def _fold(values: torch.Tensor, num_keys: int, scale: float | None = None) -> to
     else:
         torch.mul(by_key, scale, out=folded)
     return folded.view(rows * num_keys, -1, size)
+
+
+def _columns(values: torch.Tensor) -> torch.Tensor:
+    """Return rows x length x heads x size with a matrix of columns for each row and head: a product with a part of the columns
+    takes half the time of one with a part of transposed rows."""
+    return values.permute(0, 2, 3, 1).flatten(0, 1).contiguous()
 
 
 def _unfold(folded: torch.Tensor, shape: torch.Size) -> torch.Tensor:
