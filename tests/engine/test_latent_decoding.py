@@ -269,3 +269,49 @@ def test_the_bundled_encoder(tmp_path: Path) -> None:
     near = vectors @ vectors.T
     assert vectors.shape == (3, 384) and near[0, 1] > 0.6 > 0.3 > near[0, 2]
     assert encoder.record()["sha256"].startswith("831af9ac3597")
+
+
+def test_an_encoder_reads_what_its_tokenizer_would_give_it(tmp_path: Path) -> None:
+    """The ids without special tokens, framed, cut and padded here, are those of the tokenizer that does all of it."""
+    from tokenizers import Tokenizer as RustTokenizer
+    from tokenizers import models, pre_tokenizers, processors
+
+    from crosstune.data.tokenizer import Tokenizer
+    from crosstune.recipes.latent_diffusion.encoder_input import EncoderInput, find_frame
+    from crosstune.recipes.latent_diffusion.token_rows import tokenize
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "cat", "sees", "dogs", "the"]
+    rust = RustTokenizer(models.WordLevel({w: n for n, w in enumerate(words)}, unk_token="[UNK]"))
+    rust.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    rust.add_special_tokens(words[:4])
+    texts = [
+        "a cat",
+        "",
+        "the cat sees dogs a cat sees dogs",
+        "a [SEP] x [PAD]",
+        "dogs",
+        "a cat sees a cat [CLS]",
+    ]
+    special = [("[CLS]", 2), ("[SEP]", 3)]
+    for template, framed in (
+        ("[CLS] $A [SEP]", True),
+        ("$A [SEP] [SEP]", True),
+        ("[CLS] $A", True),
+        ("$A", True),
+        ("$A [SEP] $A", False),
+    ):
+        rust.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+        rust.save(str(tmp_path / "tokenizer.json"))
+        found, plain = Tokenizer.from_folder(tmp_path), Tokenizer.from_folder(tmp_path)
+        assert (find_frame(found) is not None) == framed, template
+        plain.rust.enable_truncation(6)
+        plain.rust.enable_padding()
+        tokens = tokenize(found, texts)
+        for known in (tokens, None):
+            made = EncoderInput(found, texts, longest=6, tokens=known)
+            for rows in ([0, 1, 4], [5, 2, 3], [1]):
+                expected = plain.rust.encode_batch([texts[row] for row in rows])
+                ids, mask = made.batch(np.array(rows))
+                assert ids.tolist() == [item.ids for item in expected], template
+                assert mask.tolist() == [item.attention_mask for item in expected], template
+        assert tokens.tolists() == [found.rust.encode(text, add_special_tokens=False).ids for text in texts]

@@ -14,13 +14,17 @@ import pytest
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.recipes.latent_diffusion import check_dataset, grammar, wordnet
+from crosstune.data.tokenizer import Tokenizer
+from crosstune.recipes.latent_diffusion import check_dataset, grammar, token_rows, wordnet
+from crosstune.recipes.latent_diffusion import write_pairs as write_pairs_module
+from crosstune.recipes.latent_diffusion.augment import add_made_texts, draw_spans, draw_spans_singly
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
 from crosstune.recipes.latent_diffusion.encoders import open_encoder_of, pooling_of
 from crosstune.recipes.latent_diffusion.layouts import read_layout, write_layout
-from crosstune.recipes.latent_diffusion.pair_folder import open_pairs, stack_rows
+from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
 from crosstune.recipes.latent_diffusion.settings import make_settings
-from crosstune.recipes.latent_diffusion.splits import Divided, add_crops, divide, text_key
+from crosstune.recipes.latent_diffusion.splits import Divided, divide, text_key
+from crosstune.recipes.latent_diffusion.token_rows import TokenRows
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, UNKNOWN, count_tokens
 from crosstune.recipes.latent_diffusion.write_pairs import WriteOptions, write_pairs
 
@@ -37,14 +41,28 @@ def tokenizer(tmp_path: Path) -> Path:
 
 def test_many_rows_are_reduced_counted_and_stacked_as_each_of_them(pairs: Path) -> None:
     vocabulary = open_pairs(pairs).vocabulary
-    rows = [np.array(ids, np.int32) for ids in ([4, 9, 4], [], [7, 10**6], [5])]
-    reduced = vocabulary.reduce_all(rows)
-    assert [row.tolist() for row in reduced] == [vocabulary.reduce(row).tolist() for row in rows]
-    assert reduced[2][1] == UNKNOWN and vocabulary.reduce_all([]) == []
-    assert count_tokens(rows[:1] + rows[3:], min_count=1).tolist() == [4, 5, 9]
-    assert count_tokens(rows[:1] + rows[3:], min_count=2).tolist() == [4]
-    assert stack_rows(rows[:2], width=4).tolist() == [[4, 9, 4, 0], [0, 0, 0, 0]]
-    assert stack_rows([], width=4).shape == (0, 4)
+    lists = [[4, 9, 4], [], [7, 10**6], [5]]
+    rows = TokenRows.from_lists(lists)
+    one_by_one = [vocabulary.reduce(TokenRows.from_lists([row])).tolists()[0] for row in lists]
+    assert vocabulary.reduce(rows).tolists() == one_by_one and one_by_one[2][1] == UNKNOWN
+    assert rows.tolists() == lists and rows.lengths.tolist() == [3, 0, 2, 1] and rows[-1].tolist() == [5]
+    some = rows.take(np.array([3, 0, 1, 0]))
+    assert some.tolists() == [[5], [4, 9, 4], [], [4, 9, 4]]
+    assert rows.take(np.array([0, 3]), longest=2).tolists() == [[4, 9], [5]]
+    assert count_tokens(rows.take(np.array([0, 3])), min_count=1).tolist() == [4, 5, 9]
+    assert count_tokens(rows.take(np.array([0, 3])), min_count=2).tolist() == [4]
+    assert rows.take(np.array([0, 1])).stack(width=4).tolist() == [[4, 9, 4, 0], [0, 0, 0, 0]]
+    assert TokenRows.join([rows, some, TokenRows.from_lists([])]).tolists() == lists + some.tolists()
+    assert TokenRows.from_lists([]).stack(width=4).shape == (0, 4) and len(TokenRows.join([])) == 0
+
+
+def test_chunks_of_texts_are_tokenized_as_each_text(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_rows, "_CHUNK", 3)
+    texts = ["the tiny cat", "", "a dog sees", "nothing", "the cat", "a robot", "the"]
+    found, counts = Tokenizer.from_folder(tokenizer), []
+    rows = token_rows.tokenize(found, texts, on_count=lambda done, total: counts.append((done, total)))
+    assert rows.tolists() == [found.rust.encode(text, add_special_tokens=False).ids for text in texts]
+    assert counts == [(3, 7), (6, 7), (7, 7)]
 
 
 @pytest.fixture
@@ -106,10 +124,75 @@ def test_a_text_of_both_given_splits_is_held_out() -> None:
 def test_crops_come_from_training_texts_and_are_no_held_out_text() -> None:
     texts = ["one two three four five six", "two three", "seven eight nine ten"]
     divided = Divided(splits={"train": [0], "validation": [1, 2]})
-    longer = add_crops(texts, divided, per_text=50)
+    longer = add_made_texts(texts, divided, crops=50)
     added = [longer[row] for row in divided.splits["train"][1:]]
     assert len(added) > 8 and all(text in texts[0] for text in added)
     assert "two three" not in added and len(set(added)) == len(added)
+
+
+@pytest.mark.parametrize("lengths", [np.arange(4, 60).repeat(40), np.full(9, 3 << 30)])
+def test_spans_are_drawn_at_once_as_singly(lengths: Any) -> None:
+    """Where a build is made again, its crops stay the same. Numbers are refused often for the larger lengths."""
+    sizes, starts = draw_spans(lengths, seed=3)
+    singly = draw_spans_singly(lengths, seed=3)
+    assert sizes.tolist() == singly[0].tolist() and starts.tolist() == singly[1].tolist()
+    assert sizes.min() >= 2 and (sizes < lengths).all() and (starts + sizes <= lengths).all()
+
+
+def mixed(seed: int = 0, mixes: int = 30) -> tuple[list[str], Divided]:
+    """Texts whose words tell where they are from: a0 a1 a2 ..., b0 b1 ..."""
+    sizes = {"a": 6, "b": 5, "c": 1, "d": 2, "held": 9}
+    texts = [" ".join(f"{name}{n}" for n in range(size)) for name, size in sizes.items()]
+    divided = Divided(splits={"train": [0, 1, 2, 3], "validation": [4, 5]})
+    return add_made_texts([*texts, "a0 a1 b0 b1"], divided, mixes=mixes, seed=seed), divided
+
+
+def test_mixes_join_spans_of_two_training_texts() -> None:
+    texts, divided = mixed()
+    made = [texts[row] for row in divided.splits["train"][4:]]
+    assert len(made) > 40 and len(set(made)) == len(made) and "a0 a1 b0 b1" not in made
+    assert divided.num_given == 6 and texts[6:] == made
+    for text in made:
+        names, numbers = zip(*((word[0], int(word[1:])) for word in text.split()), strict=True)
+        cut = next(n for n in range(len(names)) if names[n] != names[0])
+        first, second = numbers[:cut], numbers[cut:]
+        assert {*names} < {*"abd"} and len({*names[cut:]}) == 1 and 4 <= len(names) <= 6, text
+        for span in (first, second):
+            assert len(span) >= 2 and list(span) == list(range(span[0], span[0] + len(span))), text
+    assert {text[0] for text in made} == {*"abd"}
+    assert mixed()[0] == texts and mixed(seed=1)[0] != texts
+
+
+def test_there_are_no_mixes_of_one_text() -> None:
+    divided = Divided(splits={"train": [0, 1], "validation": []})
+    assert add_made_texts(["one two three", "four"], divided, mixes=9) == ["one two three", "four"]
+
+
+def test_a_text_that_was_made_is_dropped_where_it_is_too_long(tmp_path: Path, tokenizer: Path) -> None:
+    texts = ["the tiny cat", "a dog", "the tiny cat a dog"]
+    divided = Divided(splits={"train": [0, 1, 2]}, num_given=2)
+    request = {"tokenizer_folder": tokenizer, "encoder": {"name": "x", "sha256": "y"}, "source": "mine"}
+    request |= {"divided": divided, "options": WriteOptions(max_tokens=3)}
+    manifest = write_pairs(tmp_path / "out", texts, np.eye(3), **request).manifest
+    assert manifest["splits"]["train"] == 2 and manifest["left_out"]["too_long"] == 1
+    with pytest.raises(UserError, match="1 texts are longer than 2 tokens"):
+        request["options"] = WriteOptions(max_tokens=2)
+        write_pairs(tmp_path / "out", texts, np.eye(3), **request)
+
+
+def test_vectors_that_are_written_in_parts(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"the cat {word}" for word in ("sees", "finds", "a", "dog", "robot", "horse", "tiny")]
+    latents = np.random.default_rng(0).normal(0, 1, (7, 5))
+    latents[3] *= 1e-30
+    whole = write(tmp_path, tokenizer, texts, latents, WriteOptions(max_tokens=3, dtype="fp16"))
+    monkeypatch.setattr(write_pairs_module, "_ROWS_AT_ONCE", 2)
+    parts = write(tmp_path, tokenizer, texts, latents, WriteOptions(max_tokens=3, dtype="fp16"))
+    assert whole == parts and whole["vectors_normalised_here"] == 7
+    np.save(tmp_path / "plain.npy", np.load(tmp_path / "out" / "train" / "latents.npy"))
+    written = (tmp_path / "out" / "train" / "latents.npy").read_bytes()
+    assert written == (tmp_path / "plain.npy").read_bytes()
 
 
 def test_texts_and_vectors_of_different_counts(tmp_path: Path, tokenizer: Path) -> None:
@@ -261,8 +344,9 @@ def test_the_original_layouts_are_written_and_read(pairs: Path, tmp_path: Path, 
         if layout == "shards":
             assert [imported.texts[row] for row in rows] == found.splits[split].texts
         else:
-            ids = [found.vocabulary.reduce(imported.token_ids[row]).tolist() for row in rows]
-            assert found.vocabulary.decode_batch(ids) == found.splits[split].texts
+            ids = TokenRows.from_lists([imported.token_ids[row] for row in rows])
+            reduced = found.vocabulary.reduce(ids).tolists()
+            assert found.vocabulary.decode_batch(reduced) == found.splits[split].texts
 
 
 def test_layouts_whose_files_do_not_pair(pairs: Path, tmp_path: Path) -> None:

@@ -90,6 +90,13 @@ def _add_data_arguments(parser: _LatentsParser) -> None:
     add("build", "--too_long", choices=("error", "drop"), default="error", help="what to do with longer ones")
     add("build", "--max_texts", type=at_least(1), default=-1, help="read at most this many")
     add("build", "--crops", type=at_least(0), default=0, help="add so many spans of each training text")
+    add(
+        "build",
+        "--mixes",
+        type=at_least(0),
+        default=0,
+        help="add so many texts for each training text that join a span of it and one of another",
+    )
     add("build", "--min_count", type=at_least(1), default=1, help="leave rarer tokens out of the vocabulary")
     add("build", "--validation_share", type=at_least(0.0), default=0.05, help="share held out")
     add("build", "--max_validation", type=at_least(0), default=1000, help="hold out at most this many")
