@@ -13,6 +13,7 @@ EXAMPLES = """examples:
   crosstune latents build grammar --out pairs/grammar              generated sentences, nothing to download
   crosstune latents build texts.txt --out pairs/mine               one text on each line, embedded with MiniLM
   crosstune latents build wordnet --out pairs/wordnet --too_long drop
+  crosstune latents build texts.txt --out pairs/more --crops 4 --mixes 4   and more texts, made of spans of these
   crosstune latents build original/ --out pairs/original           tokens/*.npz + latents/*.npy, or train_data.jsonl
   crosstune latents export pairs/mine --out original --layout shards
   crosstune train --recipe latent_diffusion --dataset pairs/mine --max_steps 2000
