@@ -75,7 +75,7 @@ def test_rows_without_padding_are_the_same_training(tiny_model: Path, window: li
 def test_captured_passes_are_the_same_training(
     tiny_model: Path, window: list[TokenBatch], num_batches: int
 ) -> None:
-    some, others = window[:num_batches], window[num_batches:]
+    some, others = window[:num_batches], window[1:]
     captured = open_tiny(tiny_model, "fast", backend="cuda", cuda_graphs=True)
     plain = open_tiny(tiny_model, "fast", backend="cuda")
     assert captured.captured is not None and plain.captured is None
