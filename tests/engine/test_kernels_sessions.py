@@ -162,7 +162,9 @@ def test_base_precision_reaches_the_layers(tiny_model: Path, train_type: str, qu
         f"layers.{last}.down",
     }
     stored = session.parts.model.model.layers[last].mlp.down_proj.base
-    assert isinstance(stored, torch.nn.Linear) == (quantizer == "fp8"), "e4m3 weights would be too far off there"
+    assert isinstance(stored, torch.nn.Linear) == (quantizer == "fp8"), (
+        "e4m3 weights would be too far off there"
+    )
 
 
 def test_a_fallback_is_a_warning_if_the_fast_layers_were_asked_for_and_a_note_if_not(
