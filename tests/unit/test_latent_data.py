@@ -14,18 +14,16 @@ import pytest
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.data.tokenizer import Tokenizer
-from crosstune.recipes.latent_diffusion import check_dataset, grammar, token_rows, wordnet
+from crosstune.recipes.latent_diffusion import check_dataset, grammar, wordnet
 from crosstune.recipes.latent_diffusion import write_pairs as write_pairs_module
-from crosstune.recipes.latent_diffusion.augment import add_made_texts, draw_spans, draw_spans_singly
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
 from crosstune.recipes.latent_diffusion.encoders import open_encoder_of, pooling_of
 from crosstune.recipes.latent_diffusion.layouts import read_layout, write_layout
 from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
 from crosstune.recipes.latent_diffusion.settings import make_settings
-from crosstune.recipes.latent_diffusion.splits import Divided, divide, text_key
+from crosstune.recipes.latent_diffusion.splits import Divided, divide
 from crosstune.recipes.latent_diffusion.token_rows import TokenRows
-from crosstune.recipes.latent_diffusion.vocabulary import MASK, UNKNOWN, count_tokens
+from crosstune.recipes.latent_diffusion.vocabulary import MASK, UNKNOWN
 from crosstune.recipes.latent_diffusion.write_pairs import WriteOptions, write_pairs
 
 OPTIONS = WriteOptions(max_tokens=12)
@@ -37,32 +35,6 @@ def tokenizer(tmp_path: Path) -> Path:
     folder.mkdir()
     grammar.write_tokenizer(folder)
     return folder
-
-
-def test_many_rows_are_reduced_counted_and_stacked_as_each_of_them(pairs: Path) -> None:
-    vocabulary = open_pairs(pairs).vocabulary
-    lists = [[4, 9, 4], [], [7, 10**6], [5]]
-    rows = TokenRows.from_lists(lists)
-    one_by_one = [vocabulary.reduce(TokenRows.from_lists([row])).tolists()[0] for row in lists]
-    assert vocabulary.reduce(rows).tolists() == one_by_one and one_by_one[2][1] == UNKNOWN
-    assert rows.tolists() == lists and rows.lengths.tolist() == [3, 0, 2, 1] and rows[-1].tolist() == [5]
-    some = rows.take(np.array([3, 0, 1, 0]))
-    assert some.tolists() == [[5], [4, 9, 4], [], [4, 9, 4]]
-    assert rows.take(np.array([0, 3]), longest=2).tolists() == [[4, 9], [5]]
-    assert count_tokens(rows.take(np.array([0, 3])), min_count=1).tolist() == [4, 5, 9]
-    assert count_tokens(rows.take(np.array([0, 3])), min_count=2).tolist() == [4]
-    assert rows.take(np.array([0, 1])).stack(width=4).tolist() == [[4, 9, 4, 0], [0, 0, 0, 0]]
-    assert TokenRows.join([rows, some, TokenRows.from_lists([])]).tolists() == lists + some.tolists()
-    assert TokenRows.from_lists([]).stack(width=4).shape == (0, 4) and len(TokenRows.join([])) == 0
-
-
-def test_chunks_of_texts_are_tokenized_as_each_text(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_rows, "_CHUNK", 3)
-    texts = ["the tiny cat", "", "a dog sees", "nothing", "the cat", "a robot", "the"]
-    found, counts = Tokenizer.from_folder(tokenizer), []
-    rows = token_rows.tokenize(found, texts, on_count=lambda done, total: counts.append((done, total)))
-    assert rows.tolists() == [found.rust.encode(text, add_special_tokens=False).ids for text in texts]
-    assert counts == [(3, 7), (6, 7), (7, 7)]
 
 
 @pytest.fixture
@@ -97,75 +69,6 @@ def test_a_folder_holds_each_text_with_its_vector(pairs: Path) -> None:
         np.testing.assert_allclose(split.latents, encoder.encode(split.texts), atol=1e-6)
     some = found.splits["train"].part(3, 5)
     assert some.texts == found.splits["train"].texts[3:5] and len(some) == 2
-
-
-def test_no_text_is_in_two_splits() -> None:
-    texts = [f"Text {number % 60}" + " " * (number % 3) for number in range(200)]
-    divided = divide(texts, validation_share=0.3, most_validation=1000)
-    keys = {split: [text_key(texts[row]) for row in rows] for split, rows in divided.splits.items()}
-    assert keys["validation"] and keys["train"]
-    assert not set(keys["train"]) & set(keys["validation"])
-    assert all(len(found) == len(set(found)) for found in keys.values())
-    assert divided.left_out["duplicates"] == 140
-    again = divide(texts[::-1], validation_share=0.3, most_validation=1000)
-    assert {text_key(texts[::-1][row]) for row in again.splits["validation"]} == set(keys["validation"])
-
-
-def test_a_text_of_both_given_splits_is_held_out() -> None:
-    divided = divide(
-        ["a b", "c", "A  B"],
-        validation_share=0,
-        most_validation=0,
-        given={"train": [0, 1], "validation": [2]},
-    )
-    assert divided.splits == {"validation": [2], "train": [1]}
-
-
-def test_crops_come_from_training_texts_and_are_no_held_out_text() -> None:
-    texts = ["one two three four five six", "two three", "seven eight nine ten"]
-    divided = Divided(splits={"train": [0], "validation": [1, 2]})
-    longer = add_made_texts(texts, divided, crops=50)
-    added = [longer[row] for row in divided.splits["train"][1:]]
-    assert len(added) > 8 and all(text in texts[0] for text in added)
-    assert "two three" not in added and len(set(added)) == len(added)
-
-
-@pytest.mark.parametrize("lengths", [np.arange(4, 60).repeat(40), np.full(9, 3 << 30)])
-def test_spans_are_drawn_at_once_as_singly(lengths: Any) -> None:
-    """Where a build is made again, its crops stay the same. Numbers are refused often for the larger lengths."""
-    sizes, starts = draw_spans(lengths, seed=3)
-    singly = draw_spans_singly(lengths, seed=3)
-    assert sizes.tolist() == singly[0].tolist() and starts.tolist() == singly[1].tolist()
-    assert sizes.min() >= 2 and (sizes < lengths).all() and (starts + sizes <= lengths).all()
-
-
-def mixed(seed: int = 0, mixes: int = 30) -> tuple[list[str], Divided]:
-    """Texts whose words tell where they are from: a0 a1 a2 ..., b0 b1 ..."""
-    sizes = {"a": 6, "b": 5, "c": 1, "d": 2, "held": 9}
-    texts = [" ".join(f"{name}{n}" for n in range(size)) for name, size in sizes.items()]
-    divided = Divided(splits={"train": [0, 1, 2, 3], "validation": [4, 5]})
-    return add_made_texts([*texts, "a0 a1 b0 b1"], divided, mixes=mixes, seed=seed), divided
-
-
-def test_mixes_join_spans_of_two_training_texts() -> None:
-    texts, divided = mixed()
-    made = [texts[row] for row in divided.splits["train"][4:]]
-    assert len(made) > 40 and len(set(made)) == len(made) and "a0 a1 b0 b1" not in made
-    assert divided.num_given == 6 and texts[6:] == made
-    for text in made:
-        names, numbers = zip(*((word[0], int(word[1:])) for word in text.split()), strict=True)
-        cut = next(n for n in range(len(names)) if names[n] != names[0])
-        first, second = numbers[:cut], numbers[cut:]
-        assert {*names} < {*"abd"} and len({*names[cut:]}) == 1 and 4 <= len(names) <= 6, text
-        for span in (first, second):
-            assert len(span) >= 2 and list(span) == list(range(span[0], span[0] + len(span))), text
-    assert {text[0] for text in made} == {*"abd"}
-    assert mixed()[0] == texts and mixed(seed=1)[0] != texts
-
-
-def test_there_are_no_mixes_of_one_text() -> None:
-    divided = Divided(splits={"train": [0, 1], "validation": []})
-    assert add_made_texts(["one two three", "four"], divided, mixes=9) == ["one two three", "four"]
 
 
 def test_a_text_that_was_made_is_dropped_where_it_is_too_long(tmp_path: Path, tokenizer: Path) -> None:
