@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.recipes.latent_diffusion import grammar, token_rows
-from crosstune.recipes.latent_diffusion.augment import add_made_texts, draw_spans, draw_spans_singly
+from crosstune.recipes.latent_diffusion.augment import add_made_texts
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
 from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
 from crosstune.recipes.latent_diffusion.splits import Divided, divide, text_key
@@ -47,15 +46,6 @@ def test_crops_come_from_training_texts_and_are_no_held_out_text() -> None:
     added = [longer[row] for row in divided.splits["train"][1:]]
     assert len(added) > 8 and all(text in texts[0] for text in added)
     assert "two three" not in added and len(set(added)) == len(added)
-
-
-@pytest.mark.parametrize("lengths", [np.arange(4, 60).repeat(40), np.full(9, 3 << 30)])
-def test_spans_are_drawn_at_once_as_singly(lengths: Any) -> None:
-    """Where a build is made again, its crops stay the same. Numbers are refused often for the larger lengths."""
-    sizes, starts = draw_spans(lengths, seed=3)
-    singly = draw_spans_singly(lengths, seed=3)
-    assert sizes.tolist() == singly[0].tolist() and starts.tolist() == singly[1].tolist()
-    assert sizes.min() >= 2 and (sizes < lengths).all() and (starts + sizes <= lengths).all()
 
 
 def mixed(seed: int = 0, mixes: int = 30) -> tuple[list[str], Divided]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +46,10 @@ def add_made_texts(
 def _make_crops(words: Words, per_text: int, *, seed: int) -> Iterator[str]:
     lengths = np.fromiter(map(len, words), np.int64, len(words))
     owners = np.repeat(np.nonzero(lengths >= _FEWEST_CROPPED)[0], per_text)
-    sizes, starts = draw_spans(lengths[owners], seed=seed)
+    random = np.random.default_rng(seed)
+    # The longer of two draws: long spans are more like whole texts.
+    sizes = random.integers(SHORTEST_SPAN, np.tile(lengths[owners], (2, 1))).max(axis=0)
+    starts = random.integers(lengths[owners] - sizes + 1)
     for owner, start, end in zip(owners.tolist(), starts.tolist(), (starts + sizes).tolist(), strict=True):
         yield " ".join(words[owner][start:end])
 
@@ -74,36 +76,3 @@ def _make_mixes(words: Words, per_text: int, *, seed: int) -> Iterator[str]:
     spans = (first, starts, starts + sizes, second, other_starts, other_starts + totals - sizes)
     for one, start, end, other, other_start, other_end in zip(*(a.tolist() for a in spans), strict=True):
         yield " ".join((*words[one][start:end], *words[other][other_start:other_end]))
-
-
-def draw_spans(lengths: Ints, *, seed: int) -> tuple[Ints, Ints]:
-    """Return a size from 2 to below each length, and a start at which a span of that size fits.
-
-    These are the numbers of `draw_spans_singly`, drawn at once: numpy scales a 32-bit number to a range by one product,
-    and draws another one where the remainder would favour some values, which is very rare for ranges as small as here.
-    """
-    raw = np.random.default_rng(seed).integers(2**32, size=(len(lengths), 2), dtype=np.uint32)
-    sizes, refused = _scale(raw[:, 0], lengths - SHORTEST_SPAN)
-    sizes += SHORTEST_SPAN
-    starts, others_refused = _scale(raw[:, 1], lengths - sizes + 1)
-    if refused or others_refused:
-        return draw_spans_singly(lengths, seed=seed)
-    return sizes, starts
-
-
-def draw_spans_singly(lengths: Ints, *, seed: int) -> tuple[Ints, Ints]:
-    """Do as `draw_spans`, one number after the other."""
-    random = np.random.default_rng(seed)
-    found = np.zeros((len(lengths), 2), np.int64)
-    for row, length in enumerate(lengths.tolist()):
-        size = random.integers(SHORTEST_SPAN, length)
-        found[row] = size, random.integers(length - size + 1)
-    return found[:, 0], found[:, 1]
-
-
-def _scale(raw: NDArray[np.uint32], ranges: Ints) -> tuple[Ints, bool]:
-    """Return 32-bit numbers scaled to their ranges, and whether numpy would have refused one of them."""
-    below: NDArray[Any] = ranges.astype(np.uint64)
-    products = raw.astype(np.uint64) * below
-    refused = (products & np.uint64(2**32 - 1)) < (np.uint64(2**32) - below) % np.maximum(below, np.uint64(1))
-    return (products >> np.uint64(32)).astype(np.int64), bool(refused.any())
