@@ -70,6 +70,9 @@ def _compare_generation(judge: Judge, items: Sequence[Item], max_new_tokens: int
     readable = [place for place, one in enumerate(generated) if one.is_parsed]
     first = np.array([probabilities[place].score for place in readable], dtype=np.float64)
     second = np.array([generated[place].score for place in readable], dtype=np.float64)
+    # The text is written token by token, so its score is the most probable label, or one that begins as likely.
+    labels = judge.verdict.labels.values
+    likeliest = np.array([labels[int(np.argmax(probabilities[place].probabilities))] for place in readable])
     lengths = [len(judge.tokenizer.encode(one.text).ids) for one in generated]
     return _shown(
         {
@@ -80,6 +83,7 @@ def _compare_generation(judge: Judge, items: Sequence[Item], max_new_tokens: int
             "probabilities_s_per_item": probabilities_s,
             "probabilities_over_generation": generation_s / probabilities_s,
             "unreadable": len(items) - len(readable),
+            "most_probable_is_generated": float((likeliest == second).mean()),
             "agreement_within_1": share_within(first, second, distance=1.0),
             "agreement_pearson": pearson(first, second),
         }

@@ -1,6 +1,7 @@
 """Latent diffusion on real text: train on WordNet's definitions and examples, decode held-out sentence vectors.
 
     python benchmarks/latent_text.py pack --out .carry/latents        here: the texts, and the encoder in fp16 (50 MB)
+    python benchmarks/latent_text.py run --carry .carry/latents --out OUT --prepare           on the GPU: pairs, step
     python benchmarks/latent_text.py run --carry .carry/latents --out OUT --budget_s 560      on the GPU
     python benchmarks/latent_text.py score OUT/latent_text.json       BLEU of the texts in it, with sacrebleu
     python benchmarks/latent_text.py run --carry .carry/latents --out OUT --tiny              to see that it runs
@@ -8,31 +9,42 @@
 `run` ends within --budget_s seconds: it embeds the texts, measures the time of a step (with compiled blocks on a GPU,
 where that works), trains through `crosstune train` until --decode_s seconds are left, chooses guidance and steps by the
 BLEU of one half of the held-out texts (by their re-embedding cosine without sacrebleu), and reports the other half: one
-pass, the same with shuffled vectors, and decoding by correction until the time is over. It writes latent_text.json after training, after one pass and after each round of correction, and copies the log
-of the training beside it while it runs, so that a run that is cut short loses little. A second call with --decode_only
-decodes with the model of the first.
+pass, the same with shuffled vectors, and decoding by correction until the time is over. It writes latent_text.json
+after training, after one pass and after each round of correction, and copies the log of the training beside it while it
+runs, so that a run that is cut short loses little.
+
+With --prepare, it ends after the first two of these, which also fills torch's cache of compiled blocks. A later `run`
+with the same --work takes over the pairs, if they would be the same, and the time of a step, if it was measured with
+the same settings on such a machine. To compare the steps of several settings, call --prepare with each --set.
+With --decode_only, it decodes with the model that is in --work.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from latent_scores import compare_vectors, copied_log, read_evaluations, read_metrics, score
+from latent_decode import Decoding
+from latent_scores import copied_log, read_evaluations, read_metrics, score
 
 HELD_OUT = 2000
 AVERAGED_SHARE = 0.025
 """The average of the weights is over about this share of the steps: a longer one lags behind."""
 OVERHEAD_S = 15.0
 """For evaluations, and for writing the model."""
+SLOWER = 1.16
+"""Steps of a long training against those measured before: a card that is limited by power slows down."""
+START_S = 10.0
+"""For the first steps of a process that finds its compiled blocks on the disk."""
+SAY_EVERY_S = 5.0
 FULL = {
     "hidden_size": 512,
     "n_blocks": 8,
@@ -84,7 +96,12 @@ class Bench:
         self.own, self.settings = own, compiles | (TINY if own.tiny else FULL)
         self.settings |= {name: json.loads(value) for name, value in own.set or ()}
         self.started = time.monotonic()
-        self.facts: dict[str, Any] = {"settings": self.settings, "crops": own.crops}
+        self.start_s = 0.0
+        self.facts: dict[str, Any] = {
+            "settings": self.settings,
+            "budget_s": own.budget_s,
+            "decode_s": own.decode_s,
+        }
 
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.started:6.1f} s] {text}", flush=True)
@@ -97,51 +114,113 @@ class Bench:
         own.out.mkdir(parents=True, exist_ok=True)
         self.file = own.out / "latent_text.json"
         kept = own.work / "facts.json"
-        if own.probe:
-            self.build()
-            self.measure_step()
-            self.save()
-            return
         if own.decode_only:
             self.facts = json.loads(kept.read_text(encoding="utf-8"))
         else:
-            self.build()
+            step_s = self.prepare()
+            if own.prepare:
+                return
             with copied_log(own.work / "runs" / "text", own.out):
-                self.say(f"trained {self.train()} steps")
+                self.say(f"trained {self.train(step_s)} steps")
             kept.write_text(json.dumps(self.facts), encoding="utf-8")
             self.save()
-        self.decode()
+        Decoding(
+            run=own.work / "runs" / "text",
+            pairs=own.work / "pairs",
+            encoder_folder=own.carry / "encoder",
+            facts=self.facts,
+            file=self.file,
+            save=self.save,
+            say=self.say,
+            left_s=self.left_s,
+            rounds=2 if own.tiny else own.rounds,
+            candidates=2 if own.tiny else 16,
+        ).decode()
 
     def save(self) -> None:
         """Write what is known so far, so that a run that is cut short loses little."""
         self.file.write_text(json.dumps(self.facts, indent=1), encoding="utf-8")
 
-    def build(self) -> None:
+    def prepare(self) -> float:
+        """Return the seconds of a step; take over the pairs and the step of an earlier call where they are the same."""
+        import torch
+
+        path = self.own.work / "prepared.json"
+        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        request = self._data_request()
+        if known.get("request") == request and known.get("manifest") == self._manifest_sha256():
+            self.say(f"took over the pairs in {self.own.work}: {known['data']['splits']}")
+        else:
+            data = self.build(request)
+            known |= {"request": request, "manifest": self._manifest_sha256(), "data": data}
+            self._keep(known)
+        self.facts |= {"request": request, "data": known["data"]}
+        on = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        key = {"asked": self.settings, "on": on, "torch": torch.__version__, "manifest": known["manifest"]}
+        measured = [item for item in known.get("measured", ()) if key.items() <= item.items()]
+        if measured and not self.own.prepare:
+            self.facts |= measured[-1]["facts"]
+            self.settings = self.facts["settings"]
+            self.start_s = START_S if self.settings["torch_compile"] else 0.0
+            self.say(f"took over the step measured before: {1000 * self.facts['probe']['step_s']:.1f} ms")
+        else:
+            self.measure_step()
+            facts = {name: self.facts[name] for name in ("settings", "probe", "failed") if name in self.facts}
+            known["measured"] = [*known.get("measured", ()), {**key, "facts": facts}]
+            self._keep(known)
+        return float(self.facts["probe"]["step_s"])
+
+    def _keep(self, known: dict[str, Any]) -> None:
+        for folder in (self.own.work, self.own.out):
+            (folder / "prepared.json").write_text(json.dumps(known, indent=1), encoding="utf-8")
+
+    def _manifest_sha256(self) -> str:
+        path = self.own.work / "pairs" / "manifest.json"
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+    def _data_request(self) -> dict[str, Any]:
+        """Return what makes two builds the same, wherever their files are."""
+        from crosstune.recipes.latent_diffusion.encoders import encoder_record
+
+        own = self.own
+        return {
+            "texts": hashlib.sha256((own.carry / "texts.txt").read_bytes()).hexdigest(),
+            "encoder": encoder_record("", own.carry / "encoder")["sha256"],
+            "most_texts": 200 if own.tiny else own.max_texts,
+            "crops": min(1, own.crops) if own.tiny else own.crops,
+            "mixes": min(1, own.mixes) if own.tiny else own.mixes,
+            "validation_share": 0.25 if own.tiny else 0.05,
+            "most_validation": HELD_OUT,
+        }
+
+    def build(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Build the pairs; return their manifest without the list of files, and the time it took."""
         from crosstune.recipes.latent_diffusion.build import BuildRequest, build
         from crosstune.recipes.latent_diffusion.write_pairs import WriteOptions
 
         own = self.own
-        began = time.monotonic()
-        if own.probe and (own.work / "pairs").is_dir():
-            return  # of the probe before
+        began, said = time.monotonic(), 0.0
+
+        def on_text(stage: str, done: int, total: int) -> None:
+            nonlocal said
+            if time.monotonic() - said > SAY_EVERY_S:
+                said = time.monotonic()
+                self.say(f"{stage}: {done:,} of {total:,} texts")
+
         written = build(
             BuildRequest(
                 source=str(own.carry / "texts.txt"),
                 out=own.work / "pairs",
                 encoder=str(own.carry / "encoder"),
-                most_texts=400 if own.tiny else own.max_texts,
-                crops=own.crops,
-                validation_share=0.25 if own.tiny else 0.05,
-                most_validation=HELD_OUT,
                 options=WriteOptions(max_tokens=24, too_long="drop", dtype="fp16"),
-                on_text=lambda done, total: (
-                    self.say(f"embedded {done:,} of {total:,}") if done // 2048 % 10 == 0 else None
-                ),
+                on_text=on_text,
+                **{name: value for name, value in request.items() if name not in ("texts", "encoder")},
             )
         )
         manifest = {name: value for name, value in written.manifest.items() if name != "files"}
-        self.facts["data"] = manifest | {"seconds": time.monotonic() - began}
-        self.say(f"pairs: {manifest['splits']}")
+        seconds = time.monotonic() - began
+        self.say(f"pairs: {manifest['splits']}, in {seconds:.1f} s")
+        return manifest | {"seconds": seconds}
 
     def _options(self) -> dict[str, Any]:
         return {
@@ -159,8 +238,8 @@ class Bench:
             **self.settings,
         }
 
-    def measure_step(self) -> float:
-        """Return the seconds of a step. Where compiled blocks fail, try them with plain attention, then none; say so."""
+    def measure_step(self) -> None:
+        """Measure the seconds of a step. Where compiled blocks fail, try them with plain attention, then none; say so."""
         from crosstune.core.errors import UserError
 
         ways: list[dict[str, Any]] = [{}]
@@ -170,18 +249,17 @@ class Bench:
         for number, way in enumerate(ways, start=1):
             self.settings = before | way
             try:
-                step_s = self._measure_step()
+                self.facts["probe"] = self._measure_step()
                 self.facts["settings"] = self.settings
-                return step_s
+                return
             except (UserError, RuntimeError) as error:  # torch's compiler raises both
                 if number == len(ways):
                     raise
                 why = f"{error} {getattr(error, 'why', '')}".strip()
                 self.say(f"a training with {way or 'these settings'} fails: {why}")
                 self.facts.setdefault("failed", []).append({"settings": self.settings, "error": why})
-        raise AssertionError("each way returns or raises")
 
-    def _measure_step(self) -> float:
+    def _measure_step(self) -> dict[str, float]:
         """Train a few steps, which also compile the blocks for the long training."""
         import crosstune
 
@@ -191,20 +269,18 @@ class Bench:
         )
         times = [row["step_s"] for row in read_metrics(run.folder)]
         step_s, seconds = float(np.median(times[steps // 2 :])), time.monotonic() - began
-        self.facts["probe"] = {"step_s": step_s, "first_step_s": times[0], "seconds": seconds}
         rate = self.settings["batch_size"] / step_s
         self.say(
             f"a step takes {1000 * step_s:.1f} ms, {rate:,.0f} samples/s; the probe took {seconds:.1f} s"
         )
-        return step_s
+        return {"step_s": step_s, "first_step_s": times[0], "seconds": seconds}
 
-    def train(self) -> int:
+    def train(self, step_s: float) -> int:
         import crosstune
 
         own = self.own
-        step_s = self.measure_step()
-        seconds = self.left_s() - own.decode_s - OVERHEAD_S
-        steps = own.steps or (40 if own.tiny else max(500, int(seconds / (1.04 * step_s + 0.0005))))
+        seconds = self.left_s() - own.decode_s - OVERHEAD_S - self.start_s
+        steps = own.steps or (40 if own.tiny else max(500, int(seconds / (SLOWER * step_s))))
         self.say(f"training {steps} steps of {self.settings['batch_size']} samples")
         began = time.monotonic()
         run = crosstune.train(
@@ -223,7 +299,8 @@ class Bench:
         rows = read_metrics(run.folder)
         every = max(1, len(rows) // 200)
         self.facts["training"] = {
-            "steps": steps,
+            "steps": len(rows),
+            "steps_planned": steps,
             "seconds": seconds,
             "samples": sum(row["examples"] for row in rows),
             "samples_per_s": sum(row["examples"] for row in rows) / sum(row["step_s"] for row in rows),
@@ -235,89 +312,7 @@ class Bench:
             ],
             "evaluations": read_evaluations(run.folder),
         }
-        return steps
-
-    def decode(self) -> None:
-        from crosstune.recipes.latent_diffusion.correct import CorrectOptions, decode_and_correct
-        from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
-        from crosstune.recipes.latent_diffusion.sampling import Decoded, DecodeOptions
-        from crosstune.recipes.latent_diffusion.scores import cosine, has_sacrebleu, text_scores
-        from crosstune.recipes.latent_diffusion.trained import open_trained
-
-        own = self.own
-        trained = open_trained(own.work / "runs" / "text")
-        encoder = trained.encoder(str(own.carry / "encoder"))
-        held_out = open_pairs(own.work / "pairs").splits["validation"]
-        half = len(held_out) // 2
-        tuning, test = held_out.part(0, half), held_out.part(half, len(held_out))
-        vectors = np.asarray(test.latents, np.float32)
-        references = trained.vocabulary.normalise(test.texts)
-
-        def texts_of(latents: Any, options: DecodeOptions) -> list[str]:
-            return trained.vocabulary.decode_batch(trained.sampler.decode(latents, options=options).tokens)
-
-        tuned = tuning.part(0, min(len(tuning), 500))
-        some, expected = np.asarray(tuned.latents, np.float32), trained.vocabulary.normalise(tuned.texts)
-        tried: list[dict[str, Any]] = []
-
-        def better(known: DecodeOptions, *changes: dict[str, Any]) -> DecodeOptions:
-            """Decode the tuning half with each change; return the best options of all so far."""
-            for options in [replace(known, **change) for change in changes]:
-                texts = texts_of(some, options)
-                bleu = text_scores(texts, expected)["bleu"] if has_sacrebleu() else None
-                near = cosine(encoder.encode(texts), some)
-                tried.append({"bleu": bleu, "cosine": near, "options": vars(options)})
-            best = max(tried, key=lambda item: item["cosine"] if item["bleu"] is None else item["bleu"])
-            return DecodeOptions(**best["options"])
-
-        best = better(DecodeOptions(steps=8), {}, {"guidance": 1.5}, {"guidance": 2.0})
-        best = better(best, {"steps": 16}, {"steps": 24})
-        best = better(best, {"num_lengths": 3})
-        self.say(f"chosen: {best}")
-        self.facts["tried"], self.facts["chosen"] = tried, vars(best)
-        began = time.monotonic()
-        single = texts_of(vectors, best)
-        self.facts["decode_texts_per_s"] = len(single) / (time.monotonic() - began)
-        shuffled = texts_of(np.roll(vectors, 1, axis=0), best)
-        plain = texts_of(vectors, DecodeOptions(steps=8))
-        self.say("decoded in one pass")
-        self.facts["texts"] = {
-            "reference": references,
-            "single_pass": single,
-            "single_pass_8_steps": plain,
-            "shuffled": shuffled,
-        }
-        self.facts["embedded"] = {"single_pass": compare_vectors(encoder.encode(single), vectors)}
-        self.save()
-        score(self.file)
-        began, rounds, candidates = time.monotonic(), 2 if own.tiny else own.rounds, 2 if own.tiny else 16
-        pace: list[float] = []
-
-        def after_round(number: int, total: int, near: float) -> None:
-            pace.append(time.monotonic() - began)
-            self.say(f"round {number}/{total}: cosine {near:.4f}")
-
-        def keep(found: Decoded) -> bool:
-            """Save the texts so far, and return whether there is time for one more round."""
-            corrected = trained.vocabulary.decode_batch(found.tokens)
-            self.facts["correction"] = {"rounds": len(pace), "seconds": time.monotonic() - began}
-            self.facts["embedded"]["corrected"] = compare_vectors(encoder.encode(corrected), vectors)
-            self.facts["texts"]["corrected"] = corrected
-            self.save()
-            return self.left_s() > 3 * pace[-1] / len(pace)
-
-        decode_and_correct(
-            trained.sampler,
-            encoder,
-            trained.vocabulary,
-            vectors,
-            options=best,
-            correct=CorrectOptions(rounds=rounds, candidates=candidates),
-            max_tokens=trained.settings.max_tokens,
-            on_round=after_round,
-            goes_on=keep,
-        )
-        score(self.file)
+        return len(rows)
 
 
 def main() -> None:
@@ -333,13 +328,16 @@ def main() -> None:
     running.add_argument("--out", type=Path, required=True)
     running.add_argument("--work", type=Path, default=Path("/tmp/latent_text"))
     running.add_argument("--budget_s", type=float, default=560.0, help="for everything (default 560)")
-    running.add_argument("--decode_s", type=float, default=60.0, help="of it, for decoding (default 60)")
+    running.add_argument("--decode_s", type=float, default=75.0, help="of it, for decoding (default 75)")
     running.add_argument("--steps", type=int, default=0, help="train so many steps, whatever the time")
-    running.add_argument("--crops", type=int, default=3, help="spans of each text as more texts (default 3)")
+    running.add_argument("--crops", type=int, default=8, help="spans of each text as more texts (default 8)")
+    running.add_argument(
+        "--mixes", type=int, default=6, help="texts of each text and another as more texts (default 6)"
+    )
     running.add_argument("--max_texts", type=int, default=-1, help="use so many of the texts")
     running.add_argument("--rounds", type=int, default=12, help="most rounds of correction (default 12)")
     running.add_argument(
-        "--probe", action="store_true", help="only measure the time of a step, to compare what --set changes"
+        "--prepare", action="store_true", help="only build the pairs and measure the time of a step"
     )
     running.add_argument(
         "--decode_only", action="store_true", help="use the pairs and the model that are in --work"
@@ -356,7 +354,7 @@ def main() -> None:
     elif own.command == "score":
         score(own.file)
     else:
-        os.environ["TOKENIZERS_PARALLELISM"] = "true"  # half a million texts are tokenized twice
+        os.environ["TOKENIZERS_PARALLELISM"] = "true"  # millions of texts are tokenized
         Bench(own).run()
 
 

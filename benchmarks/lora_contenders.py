@@ -20,6 +20,7 @@ OURS: dict[str, dict[str, Any]] = {
     "ours bf16 graphs": {"cuda_graphs": True},
     "ours bf16 general": {"kernels": "general"},
     "ours nf4": {"train_type": "qlora"},
+    "ours nf4 graphs": {"train_type": "qlora", "cuda_graphs": True},
     "ours nf4 recompute": {"train_type": "qlora", "use_gradient_checkpointing": True},
     "ours fp8": {"base_precision": "fp8"},
     "ours fp8 graphs": {"base_precision": "fp8", "cuda_graphs": True},

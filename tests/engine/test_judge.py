@@ -271,6 +271,13 @@ def test_a_judge_learns_and_beats_every_baseline(
     assert main(line) == 0
     good, bad = (json.loads(row)["predicted"] for row in out.read_text().splitlines())
     assert good > bad + 4
+    recipe = JudgeRecipe(make_config(**flags), model_folder=tiny_model)
+    asked = list(recipe.data.test)
+    request = JudgeRequest(target=str(tmp_path / "j"), backend="cpu")
+    judge = open_judge(request, items=asked, config=recipe.config, observer=Observers())
+    likeliest = [judge.verdict.labels.values[np.argmax(one.probabilities)] for one in judge.judge(asked)]
+    written = [one.score for one in judge.judge(asked, by="generation", max_new_tokens=8)]
+    assert written == likeliest, "a judge writes the label that it finds most probable"
     capsys.readouterr()
     assert (
         main(["judge", "eval", "--predictions", str(tmp_path / "j" / "test_predictions.json"), "--json"]) == 0

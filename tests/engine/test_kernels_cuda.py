@@ -152,7 +152,7 @@ def test_fp8_products_on_tensor_cores_are_those_computed_in_fp32(quantizer: str)
     model, adapters = make("llama", torch.bfloat16, spec, initializer_range=0.02)
     exact_loss, exact = step(FastDecoder(model, dtype=torch.bfloat16), adapters, make_batch(packed=False))
     decoder = FastDecoder(model, dtype=torch.bfloat16, fp8=True)
-    assert all(stacked.in_fp8 for stacked in decoder.groups().values())
+    assert sum(stacked.in_fp8 for stacked in decoder.groups().values()) == 4 * len(decoder.layers) - 2
     loss, found = step(decoder, adapters, make_batch(packed=False))
     assert loss == pytest.approx(exact_loss, rel=1e-2)
     assert worst_cosine(found, exact) > 0.98

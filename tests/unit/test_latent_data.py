@@ -15,13 +15,15 @@ from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.recipes.latent_diffusion import check_dataset, grammar, wordnet
+from crosstune.recipes.latent_diffusion import write_pairs as write_pairs_module
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
 from crosstune.recipes.latent_diffusion.encoders import open_encoder_of, pooling_of
 from crosstune.recipes.latent_diffusion.layouts import read_layout, write_layout
-from crosstune.recipes.latent_diffusion.pair_folder import open_pairs, stack_rows
+from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
 from crosstune.recipes.latent_diffusion.settings import make_settings
-from crosstune.recipes.latent_diffusion.splits import Divided, add_crops, divide, text_key
-from crosstune.recipes.latent_diffusion.vocabulary import MASK, UNKNOWN, count_tokens
+from crosstune.recipes.latent_diffusion.splits import Divided, divide
+from crosstune.recipes.latent_diffusion.token_rows import TokenRows
+from crosstune.recipes.latent_diffusion.vocabulary import MASK, UNKNOWN
 from crosstune.recipes.latent_diffusion.write_pairs import WriteOptions, write_pairs
 
 OPTIONS = WriteOptions(max_tokens=12)
@@ -33,18 +35,6 @@ def tokenizer(tmp_path: Path) -> Path:
     folder.mkdir()
     grammar.write_tokenizer(folder)
     return folder
-
-
-def test_many_rows_are_reduced_counted_and_stacked_as_each_of_them(pairs: Path) -> None:
-    vocabulary = open_pairs(pairs).vocabulary
-    rows = [np.array(ids, np.int32) for ids in ([4, 9, 4], [], [7, 10**6], [5])]
-    reduced = vocabulary.reduce_all(rows)
-    assert [row.tolist() for row in reduced] == [vocabulary.reduce(row).tolist() for row in rows]
-    assert reduced[2][1] == UNKNOWN and vocabulary.reduce_all([]) == []
-    assert count_tokens(rows[:1] + rows[3:], min_count=1).tolist() == [4, 5, 9]
-    assert count_tokens(rows[:1] + rows[3:], min_count=2).tolist() == [4]
-    assert stack_rows(rows[:2], width=4).tolist() == [[4, 9, 4, 0], [0, 0, 0, 0]]
-    assert stack_rows([], width=4).shape == (0, 4)
 
 
 @pytest.fixture
@@ -81,35 +71,31 @@ def test_a_folder_holds_each_text_with_its_vector(pairs: Path) -> None:
     assert some.texts == found.splits["train"].texts[3:5] and len(some) == 2
 
 
-def test_no_text_is_in_two_splits() -> None:
-    texts = [f"Text {number % 60}" + " " * (number % 3) for number in range(200)]
-    divided = divide(texts, validation_share=0.3, most_validation=1000)
-    keys = {split: [text_key(texts[row]) for row in rows] for split, rows in divided.splits.items()}
-    assert keys["validation"] and keys["train"]
-    assert not set(keys["train"]) & set(keys["validation"])
-    assert all(len(found) == len(set(found)) for found in keys.values())
-    assert divided.left_out["duplicates"] == 140
-    again = divide(texts[::-1], validation_share=0.3, most_validation=1000)
-    assert {text_key(texts[::-1][row]) for row in again.splits["validation"]} == set(keys["validation"])
+def test_a_text_that_was_made_is_dropped_where_it_is_too_long(tmp_path: Path, tokenizer: Path) -> None:
+    texts = ["the tiny cat", "a dog", "the tiny cat a dog"]
+    divided = Divided(splits={"train": [0, 1, 2]}, num_given=2)
+    request = {"tokenizer_folder": tokenizer, "encoder": {"name": "x", "sha256": "y"}, "source": "mine"}
+    request |= {"divided": divided, "options": WriteOptions(max_tokens=3)}
+    manifest = write_pairs(tmp_path / "out", texts, np.eye(3), **request).manifest
+    assert manifest["splits"]["train"] == 2 and manifest["left_out"]["too_long"] == 1
+    with pytest.raises(UserError, match="1 texts are longer than 2 tokens"):
+        request["options"] = WriteOptions(max_tokens=2)
+        write_pairs(tmp_path / "out", texts, np.eye(3), **request)
 
 
-def test_a_text_of_both_given_splits_is_held_out() -> None:
-    divided = divide(
-        ["a b", "c", "A  B"],
-        validation_share=0,
-        most_validation=0,
-        given={"train": [0, 1], "validation": [2]},
-    )
-    assert divided.splits == {"validation": [2], "train": [1]}
-
-
-def test_crops_come_from_training_texts_and_are_no_held_out_text() -> None:
-    texts = ["one two three four five six", "two three", "seven eight nine ten"]
-    divided = Divided(splits={"train": [0], "validation": [1, 2]})
-    longer = add_crops(texts, divided, per_text=50)
-    added = [longer[row] for row in divided.splits["train"][1:]]
-    assert len(added) > 8 and all(text in texts[0] for text in added)
-    assert "two three" not in added and len(set(added)) == len(added)
+def test_vectors_that_are_written_in_parts(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"the cat {word}" for word in ("sees", "finds", "a", "dog", "robot", "horse", "tiny")]
+    latents = np.random.default_rng(0).normal(0, 1, (7, 5))
+    latents[3] *= 1e-30
+    whole = write(tmp_path, tokenizer, texts, latents, WriteOptions(max_tokens=3, dtype="fp16"))
+    monkeypatch.setattr(write_pairs_module, "_ROWS_AT_ONCE", 2)
+    parts = write(tmp_path, tokenizer, texts, latents, WriteOptions(max_tokens=3, dtype="fp16"))
+    assert whole == parts and whole["vectors_normalised_here"] == 7
+    np.save(tmp_path / "plain.npy", np.load(tmp_path / "out" / "train" / "latents.npy"))
+    written = (tmp_path / "out" / "train" / "latents.npy").read_bytes()
+    assert written == (tmp_path / "plain.npy").read_bytes()
 
 
 def test_texts_and_vectors_of_different_counts(tmp_path: Path, tokenizer: Path) -> None:
@@ -261,8 +247,9 @@ def test_the_original_layouts_are_written_and_read(pairs: Path, tmp_path: Path, 
         if layout == "shards":
             assert [imported.texts[row] for row in rows] == found.splits[split].texts
         else:
-            ids = [found.vocabulary.reduce(imported.token_ids[row]).tolist() for row in rows]
-            assert found.vocabulary.decode_batch(ids) == found.splits[split].texts
+            ids = TokenRows.from_lists([imported.token_ids[row] for row in rows])
+            reduced = found.vocabulary.reduce(ids).tolists()
+            assert found.vocabulary.decode_batch(reduced) == found.splits[split].texts
 
 
 def test_layouts_whose_files_do_not_pair(pairs: Path, tmp_path: Path) -> None:

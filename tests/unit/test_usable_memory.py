@@ -137,6 +137,9 @@ def test_scores_are_counted_where_no_kernel_avoids_them() -> None:
     assert held_score_bits(apple_64["mlx"], flash=None, compute_bits=16) == 16
     assert held_score_bits(cuda, flash=None, compute_bits=16) == 0
     assert held_score_bits(cuda, flash=False, compute_bits=16) == 32
+    assert held_score_bits(cuda, flash=None, compute_bits=16, shares_keys=True) == 0
+    assert held_score_bits(cuda, flash=None, compute_bits=32, shares_keys=True) == 32
+    assert held_score_bits(cuda, flash=None, compute_bits=32) == 0
 
 
 def test_the_docs_show_these_batches() -> None:

@@ -13,6 +13,7 @@ EXAMPLES = """examples:
   crosstune latents build grammar --out pairs/grammar              generated sentences, nothing to download
   crosstune latents build texts.txt --out pairs/mine               one text on each line, embedded with MiniLM
   crosstune latents build wordnet --out pairs/wordnet --too_long drop
+  crosstune latents build texts.txt --out pairs/more --crops 4 --mixes 4   and more texts, made of spans of these
   crosstune latents build original/ --out pairs/original           tokens/*.npz + latents/*.npy, or train_data.jsonl
   crosstune latents export pairs/mine --out original --layout shards
   crosstune train --recipe latent_diffusion --dataset pairs/mine --max_steps 2000
@@ -90,6 +91,13 @@ def _add_data_arguments(parser: _LatentsParser) -> None:
     add("build", "--too_long", choices=("error", "drop"), default="error", help="what to do with longer ones")
     add("build", "--max_texts", type=at_least(1), default=-1, help="read at most this many")
     add("build", "--crops", type=at_least(0), default=0, help="add so many spans of each training text")
+    add(
+        "build",
+        "--mixes",
+        type=at_least(0),
+        default=0,
+        help="add so many texts for each training text that join a span of it and one of another",
+    )
     add("build", "--min_count", type=at_least(1), default=1, help="leave rarer tokens out of the vocabulary")
     add("build", "--validation_share", type=at_least(0.0), default=0.05, help="share held out")
     add("build", "--max_validation", type=at_least(0), default=1000, help="hold out at most this many")

@@ -37,6 +37,7 @@ def run_build(own: argparse.Namespace) -> int:
                 file=own.file,
                 most_texts=own.max_texts,
                 crops=own.crops,
+                mixes=own.mixes,
                 validation_share=own.validation_share,
                 most_validation=own.max_validation,
                 options=WriteOptions(
@@ -50,7 +51,7 @@ def run_build(own: argparse.Namespace) -> int:
                 progress=lambda stage, done, total: line.show(
                     f"{stage} encoder or corpus", done, total, unit="bytes"
                 ),
-                on_text=lambda done, total: line.show("embedding", done, total, unit="texts"),
+                on_text=lambda stage, done, total: line.show(stage, done, total, unit="texts"),
             )
         )
     facts = {name: value for name, value in written.manifest.items() if name != "files"}

@@ -104,6 +104,7 @@ class _Fitting:
         compute_bits = 32 if precision == "fp32" else 16
         context = min(draft["context_length"], longest or draft["context_length"])
         fast = draft["kernels"] == "fast" and report.engine == "torch"
+        shape = self.shape
         return Step(
             method=self.method,
             rank=draft["lora_rank"],
@@ -120,7 +121,12 @@ class _Fitting:
             checkpointing=draft["use_gradient_checkpointing"],
             compute_bits=compute_bits,
             weight_bits=32 if precision.endswith("_autocast") else compute_bits,
-            score_bits=held_score_bits(report, flash=draft["use_flash_attention"], compute_bits=compute_bits),
+            score_bits=held_score_bits(
+                report,
+                flash=draft["use_flash_attention"],
+                compute_bits=compute_bits,
+                shares_keys=shape is not None and shape.keys < shape.queries and not draft["packing"],
+            ),
             dropout=draft["lora_dropout"] > 0,
             optimizer=draft["optimizer"],
             averages=draft["ema_decay"] > 0,

@@ -38,13 +38,18 @@ def choose_attention(
     return "flash_attn", f"the package {FLASH_PACKAGE}, where the model supports it"
 
 
-def held_score_bits(report: BackendReport, *, flash: bool | None, compute_bits: int) -> int:
+def held_score_bits(
+    report: BackendReport, *, flash: bool | None, compute_bits: int, shares_keys: bool = False
+) -> int:
     """Return the bits of each attention score that training holds in memory; 0 for a kernel that never holds them.
 
-    `flash` is --use_flash_attention. Without a fused kernel, torch computes scores in fp32 whatever the precision. MLX
-    has no fused attention for training on Metal; its scores are in the precision of the model.
+    `flash` is --use_flash_attention; `shares_keys` tells whether several heads share their keys, in rows without a mask.
+    Without a fused kernel, torch computes scores in fp32 whatever the precision. On CUDA the kernels that take shared keys
+    compute in 16 bits. MLX has no fused attention for training on Metal; its scores are in the precision of the model.
     """
     if report.engine == "mlx":
         return compute_bits
     is_fused = report.has_flash_attention or not _FUSED.isdisjoint(report.attention)
+    if report.device == "cuda" and shares_keys and compute_bits == 32:
+        is_fused = False
     return 0 if is_fused and flash is not False else 32

@@ -45,7 +45,7 @@ def check_model(folder: Path, *, plan: Plan) -> list[str]:
         read_layout(model, places, expansion, folder, held=held)
         check_shapes(model, places, expansion, folder)
     if spec is not None and prequantized is None:
-        check_layer_shapes(spec, forms_to_quantize(model, expansion))
+        check_layer_shapes(spec, forms_to_quantize(model, spec, expansion))
     if plan.method in ADAPTER_METHODS:
         last_layers = read_mlx_settings(plan.config.mlx_config).num_layers
         targets = plan.config.lora_target_modules

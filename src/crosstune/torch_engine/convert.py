@@ -15,7 +15,7 @@ from crosstune.core.model_folders import OnBytes
 from crosstune.core.quantization import QuantSpec
 from crosstune.models.folder import PLAIN_STEM, QUANTIZED_STEM
 from crosstune.torch_engine import export
-from crosstune.torch_engine.load import check_layer_shapes, read_config
+from crosstune.torch_engine.load import check_layer_shapes, forms_to_quantize, read_config
 from crosstune.torch_engine.merge import Base, BaseTensors
 from crosstune.torch_engine.prequantized import Prequantized, own_config, pieces, write_record
 from crosstune.torch_engine.quantized import quantize_weight
@@ -128,7 +128,9 @@ class Conversion:
         """Return the weights to convert by parameter: the ones already quantized, or all quantizable ones."""
         source = self._source
         held = self.replaced.forms(source.model) if self.replaced is not None else source.held
-        return {name: source.forms.get(name, form) for name, form in held.items()} or source.forms
+        if held or self.spec is None:
+            return {name: source.forms.get(name, form) for name, form in held.items()} or source.forms
+        return forms_to_quantize(source.model, self.spec)
 
     def check_layer_shapes(self) -> None:
         assert self.spec is not None

@@ -39,7 +39,7 @@ from crosstune.torch_engine.sharding.find_blocks import find_blocks
 from crosstune.torch_engine.sharding.parts import is_sharded
 from crosstune.torch_engine.stream import find_tensors
 from crosstune.torch_engine.task import Finish
-from crosstune.torch_engine.weight_forms import WeightForm, weight_forms
+from crosstune.torch_engine.weight_forms import WeightForm, outer_forms, weight_forms
 
 OnLoad = Callable[[int, int], None]
 """Called with the bytes read so far and the total."""
@@ -196,7 +196,7 @@ def _assemble(
     held = prequantized.forms(model) if prequantized is not None else {}
     layout = read_layout(model, places, expansion, folder, held=held.keys())
     check_shapes(model, places, expansion, folder)
-    forms = forms_to_quantize(model, expansion) if spec is not None and prequantized is None else {}
+    forms = forms_to_quantize(model, spec, expansion) if spec is not None and prequantized is None else {}
     if spec is not None:
         check_layer_shapes(spec, forms)
     num_workers = 2 if plan.config.loading_workers == -1 else max(1, plan.config.loading_workers)
@@ -251,10 +251,18 @@ def stored_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     return found
 
 
-def forms_to_quantize(model: nn.Module, expansion: Expansion | None) -> dict[str, WeightForm]:
-    """Return the linear layers and experts that a quantized base quantizes: all but the trained new blocks."""
+def forms_to_quantize(
+    model: nn.Module, spec: QuantSpec, expansion: Expansion | None = None
+) -> dict[str, WeightForm]:
+    """Return the linear layers and experts that a quantized base quantizes: all but the trained new blocks, and those that
+    the quantizer keeps as they are."""
     forms = weight_forms(model)
-    return {name: form for name, form in forms.items() if not (expansion and expansion.is_new(name))}
+    kept = outer_forms(model, forms) if getattr(open_quantizer(spec), "KEEPS_OUTER", False) else set()
+    return {
+        name: form
+        for name, form in forms.items()
+        if name not in kept and not (expansion and expansion.is_new(name))
+    }
 
 
 def check_layer_shapes(spec: QuantSpec, forms: Mapping[str, WeightForm]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from crosstune.torch_engine.bypassed_layers import reads_weight
 from crosstune.torch_engine.experts import QuantStack, expert_stacks, replace_stack, stack_shape
 from crosstune.torch_engine.quantized import QuantLinear, StoredWeight, is_conv1d, is_linear, linear_shape
+from crosstune.torch_engine.sharding.find_blocks import find_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,15 @@ def weight_forms(model: nn.Module) -> dict[str, WeightForm]:
     ]
     forms += [_stack_form(name, model) for name in expert_stacks(model)]
     return {form.parameter: form for form in forms}
+
+
+def outer_forms(model: nn.Module, forms: Iterable[str]) -> set[str]:
+    """Return the last weight of the first block and that of the last block."""
+    blocks = list(find_blocks(model))
+    inside = [
+        [name for name in forms if name.startswith(f"{block}.")] for block in (*blocks[:1], *blocks[-1:])
+    ]
+    return {names[-1] for names in inside if names}
 
 
 def single_form(layer: str, shape: tuple[int, int], *, transposed: bool = False) -> WeightForm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +13,12 @@ from crosstune.data.sources import open_source
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.progress import Progress, silent
 from crosstune.recipes.latent_diffusion import grammar
+from crosstune.recipes.latent_diffusion.augment import add_made_texts
 from crosstune.recipes.latent_diffusion.encoders import MINILM, encoder_record, find_encoder, open_encoder
 from crosstune.recipes.latent_diffusion.layouts import Imported, find_layout, read_layout
 from crosstune.recipes.latent_diffusion.pair_folder import load_array
-from crosstune.recipes.latent_diffusion.splits import add_crops, clean, divide
+from crosstune.recipes.latent_diffusion.splits import clean, divide
+from crosstune.recipes.latent_diffusion.token_rows import OnCount, TokenRows, tokenize
 from crosstune.recipes.latent_diffusion.wordnet import WORDNET, fetch_wordnet, read_wordnet
 from crosstune.recipes.latent_diffusion.write_pairs import WriteOptions, Written, check_counts, write_pairs
 
@@ -37,13 +40,16 @@ class BuildRequest:
     most_texts: int = -1
     crops: int = 0
     """Add so many random spans of each training text as further texts."""
+    mixes: int = 0
+    """Add so many texts for each training text that join a span of it and one of another."""
     validation_share: float = 0.05
     most_validation: int = 1000
     options: WriteOptions = field(default_factory=lambda: WriteOptions(max_tokens=24))
     cache: Path | None = None
     device: str | None = None
     progress: Progress = silent
-    on_text: Callable[[int, int], None] | None = None
+    on_text: Callable[[str, int, int], None] | None = None
+    """Called with what is done, `tokenizing` or `embedding`, the texts it is done for, and their number."""
 
 
 def build(request: BuildRequest) -> Written:
@@ -64,9 +70,10 @@ def build(request: BuildRequest) -> Written:
     divided = divide(
         texts, validation_share=request.validation_share, most_validation=request.most_validation
     )
-    if request.crops and request.vectors is None:
-        texts = add_crops(texts, divided, per_text=request.crops)
+    if request.crops or request.mixes:
+        texts = add_made_texts(texts, divided, crops=request.crops, mixes=request.mixes)
     encoder_folder = find_encoder(request.encoder, cache=request.cache, progress=request.progress)
+    tokens = None
     if request.vectors is not None:
         latents = load_array(request.vectors)
         check_counts(texts, latents, source=name)
@@ -77,11 +84,15 @@ def build(request: BuildRequest) -> Written:
             "sha256": "given",
         }
     else:
-        Tokenizer.from_folder(encoder_folder)
+        tokenizer = Tokenizer.from_folder(encoder_folder)
         encoder = open_encoder(
-            request.encoder, cache=request.cache, device=request.device, on_text=request.on_text
+            request.encoder,
+            cache=request.cache,
+            device=request.device,
+            on_text=_of_stage(request, "embedding"),
         )
-        latents, record = encoder.encode(texts), encoder.record()
+        tokens = tokenize(tokenizer, texts, on_count=_of_stage(request, "tokenizing"))
+        latents, record = encoder.encode(texts, tokens=tokens), encoder.record()
     return write_pairs(
         request.out,
         texts,
@@ -91,7 +102,12 @@ def build(request: BuildRequest) -> Written:
         encoder=record,
         options=request.options,
         source=name,
+        tokens=tokens,
     )
+
+
+def _of_stage(request: BuildRequest, stage: str) -> OnCount | None:
+    return None if request.on_text is None else functools.partial(request.on_text, stage)
 
 
 def _check_use(request: BuildRequest, *, has_layout: bool) -> None:
@@ -102,9 +118,10 @@ def _check_use(request: BuildRequest, *, has_layout: bool) -> None:
         problems.append(
             UserError(f"--vectors cannot be used with {request.source}.", why="it has its vectors.")
         )
-    if request.crops and (has_vectors or request.vectors is not None):
-        why = "a span of a text needs a vector of its own, and the texts are not embedded here."
-        problems.append(UserError("--crops cannot be used with vectors that are given.", why=why))
+    for option, count in (("--crops", request.crops), ("--mixes", request.mixes)):
+        if count and (has_vectors or request.vectors is not None):
+            why = "a span of a text needs a vector of its own, and the texts are not embedded here."
+            problems.append(UserError(f"{option} cannot be used with vectors that are given.", why=why))
     if request.file is not None and request.source != WORDNET:
         problems.append(UserError(f"--file is for the corpus {WORDNET}.", do="leave it out"))
     if request.most_texts > 0 and has_layout:
@@ -136,12 +153,14 @@ def _build_grammar(request: BuildRequest) -> Written:
 def _import_layout(request: BuildRequest, found: Imported) -> Written:
     """Write pairs of an original layout; their token ids are those of BERT's WordPiece, which MiniLM shares."""
     folder = find_encoder(request.encoder, cache=request.cache, progress=request.progress)
-    token_ids = None
+    tokens = None
     if found.token_ids:
         tokenizer = Tokenizer.from_folder(folder)
         added = {tokenizer.rust.token_to_id(text) for text in tokenizer.special}
-        token_ids = [ids[[i not in added for i in ids.tolist()]] for ids in found.token_ids]
-        found.texts = tokenizer.rust.decode_batch([ids.tolist() for ids in token_ids])
+        tokens = TokenRows.from_lists(
+            [[i for i in ids.tolist() if i not in added] for ids in found.token_ids]
+        )
+        found.texts = tokenizer.rust.decode_batch(tokens.tolists())
     divided = divide(
         found.texts,
         validation_share=request.validation_share,
@@ -165,7 +184,7 @@ def _import_layout(request: BuildRequest, found: Imported) -> Written:
         | ({"may_be": request.encoder} if known else {}),
         options=request.options,
         source=request.source,
-        token_ids=token_ids,
+        tokens=tokens,
     )
 
 

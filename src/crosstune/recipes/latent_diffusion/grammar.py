@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.user_paths import cache_base
+from crosstune.recipes.latent_diffusion.token_rows import TokenRows
 from crosstune.recipes.latent_diffusion.vocabulary import TOKENIZER
 
 GRAMMAR = "grammar"
@@ -104,7 +105,7 @@ class GrammarEncoder:
             "sha256": hashlib.sha256(self._vectors.tobytes()).hexdigest(),
         }
 
-    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+    def encode(self, texts: Sequence[str], *, tokens: TokenRows | None = None) -> NDArray[np.float32]:
         rows = np.zeros((len(texts), self.dim), np.float32)
         for row, text in enumerate(texts):
             known = [self._places[word] for word in text.split() if word in self._places]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -217,12 +217,3 @@ def _damaged(folder: Path, why: str) -> UserError:
         why=f"{why}.",
         do="build it again: crosstune latents build",
     )
-
-
-def stack_rows(rows: Sequence[NDArray[Any]], *, width: int) -> NDArray[np.uint32]:
-    """Return rows of token ids as one array, padded with 0."""
-    stacked = np.zeros((len(rows), width), np.uint32)
-    if rows:
-        lengths = np.array([len(row) for row in rows])
-        stacked[np.arange(width) < lengths[:, None]] = np.concatenate(rows)
-    return stacked

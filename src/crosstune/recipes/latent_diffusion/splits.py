@@ -6,8 +6,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from crosstune.core.errors import UserError
 
 
@@ -17,6 +15,8 @@ class Divided:
 
     splits: dict[str, list[int]]
     left_out: dict[str, int] = field(default_factory=dict)
+    num_given: int | None = None
+    """How many of the texts were given, where others that were made of them follow."""
 
 
 def clean(text: str) -> str:
@@ -59,33 +59,18 @@ def divide(
     return Divided(splits=splits, left_out={"empty": num_empty, "duplicates": num_twice})
 
 
-def add_crops(texts: Sequence[str], divided: Divided, *, per_text: int, seed: int = 0) -> list[str]:
-    """Return the texts with random spans of words of the training texts after them, and add those to the training split:
-    a small corpus then has many more different texts. A span that is a text already is left out."""
-    random = np.random.default_rng(seed)
-    seen = {text_key(text) for text in texts}
-    longer = list(texts)
-    train = divided.splits["train"]
-    for row in list(train):
-        words = texts[row].split()
-        for _ in range(per_text if len(words) > 3 else 0):
-            size = int(random.integers(2, len(words)))
-            start = int(random.integers(len(words) - size + 1))
-            span = " ".join(words[start : start + size])
-            if (key := text_key(span)) not in seen:
-                seen.add(key)
-                train.append(len(longer))
-                longer.append(span)
-    return longer
-
-
 def check_no_overlap(texts: Mapping[str, Sequence[str]]) -> None:
-    """Raise when a text is in two splits."""
-    keys = {split: {text_key(text) for text in found} for split, found in texts.items()}
-    names = sorted(keys)
-    for place, one in enumerate(names):
-        for other in names[place + 1 :]:
-            assert not keys[one] & keys[other], f"{one} and {other} share texts"
+    """Raise when a text is in two splits. The texts are clean."""
+    found: set[str] = set()
+    by_size = sorted(texts, key=lambda split: len(texts[split]))
+    for place, split in enumerate(by_size):
+        keys = map(str.casefold, texts[split])
+        if place == len(by_size) - 1:  # the largest: no set of it is needed
+            assert all(key not in found for key in keys), f"{split} shares texts with another split"
+        else:
+            own = set(keys)
+            assert found.isdisjoint(own), f"{split} shares texts with another split"
+            found |= own
 
 
 def _by_hash(texts: Sequence[str], *, validation_share: float, most_validation: int) -> dict[str, list[int]]:

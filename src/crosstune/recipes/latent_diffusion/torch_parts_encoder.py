@@ -16,6 +16,8 @@ from crosstune.core.errors import UserError
 from crosstune.core.json_files import read_json
 from crosstune.core.quiet import hide_output
 from crosstune.data.tokenizer import Tokenizer
+from crosstune.recipes.latent_diffusion.encoder_input import EncoderInput
+from crosstune.recipes.latent_diffusion.token_rows import TokenRows
 from crosstune.recipes.latent_diffusion.torch_parts_device import choose_device
 
 _BATCH, _GPU_BATCH = 256, 2048
@@ -37,10 +39,9 @@ class SentenceEncoder:
         self.device = choose_device(device)
         self._record, self._on_text = record, on_text
         self._model = _load(folder).to(self.device)
-        self._tokenizer = Tokenizer.from_folder(folder).rust
+        self._tokenizer = Tokenizer.from_folder(folder)
         limit = read_json(folder / "config.json", foreign=True).get("max_position_embeddings", _LONGEST)
-        self._tokenizer.enable_truncation(min(_LONGEST, int(limit)))
-        self._tokenizer.enable_padding()
+        self._longest = min(_LONGEST, int(limit))
 
     @property
     def dim(self) -> int:
@@ -49,18 +50,17 @@ class SentenceEncoder:
     def record(self) -> dict[str, Any]:
         return self._record
 
-    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+    def encode(self, texts: Sequence[str], *, tokens: TokenRows | None = None) -> NDArray[np.float32]:
         batch_size = _BATCH if self.device.type == "cpu" else _GPU_BATCH
-        order = sorted(range(len(texts)), key=lambda row: len(texts[row]))
+        source = EncoderInput(self._tokenizer, texts, longest=self._longest, tokens=tokens)
+        order = np.argsort(np.fromiter(map(len, texts), np.int64, len(texts)), kind="stable")
         vectors = np.zeros((len(texts), self.dim), np.float32)
         reported = time.monotonic()
-        waiting: tuple[list[int], torch.Tensor] | None = None
+        waiting: tuple[NDArray[Any], torch.Tensor] | None = None
         for start in range(0, len(texts), batch_size):
             rows = order[start : start + batch_size]
-            found = self.embed([texts[row] for row in rows])
-            if (
-                waiting is not None
-            ):  # read one batch late, so that a GPU works while the next one is tokenized
+            found = self.embed(*source.batch(rows))
+            if waiting is not None:  # read one batch late, so that a GPU works while the next one is prepared
                 vectors[waiting[0]] = waiting[1].cpu().numpy()
             waiting = rows, found
             if self._on_text is not None and time.monotonic() - reported > _REPORT_S:
@@ -71,22 +71,20 @@ class SentenceEncoder:
         return vectors
 
     @torch.inference_mode()
-    def embed(self, texts: Sequence[str]) -> torch.Tensor:
+    def embed(self, ids: NDArray[np.int64], mask: NDArray[np.int64]) -> torch.Tensor:
         """Return the vectors of one batch on the device."""
-        encoded = self._tokenizer.encode_batch(list(texts))
-        ids = self._moved([item.ids for item in encoded])
-        mask = self._moved([item.attention_mask for item in encoded])
-        states = self._model(input_ids=ids, attention_mask=mask).last_hidden_state.float()
+        real = self._moved(mask)
+        states = self._model(input_ids=self._moved(ids), attention_mask=real).last_hidden_state.float()
         if self._record["pooling"] == "cls":
             pooled = states[:, 0]
         else:
-            weights = mask[..., None].float()
+            weights = real[..., None].float()
             pooled = (states * weights).sum(1) / weights.sum(1).clamp(min=1)
         return nn.functional.normalize(pooled, dim=-1)
 
-    def _moved(self, rows: list[list[int]]) -> torch.Tensor:
+    def _moved(self, rows: NDArray[np.int64]) -> torch.Tensor:
         """Return the rows on the device. The host does not wait for a GPU, which may have work left."""
-        tensor = torch.from_numpy(np.array(rows, np.int64))
+        tensor = torch.from_numpy(rows)
         if self.device.type == "cuda":
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
 from crosstune.core.missing_paths import missing_run
 from crosstune.recipes.latent_diffusion.encoders import UNRECORDED, Encoder, open_encoder_of
-from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, load_array, stack_rows
+from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, load_array
 from crosstune.recipes.latent_diffusion.sampling import Samples
 from crosstune.recipes.latent_diffusion.settings import SETTINGS, ModelSettings, load_settings
 from crosstune.recipes.latent_diffusion.vocabulary import Vocabulary, load_vocabulary
@@ -50,14 +49,14 @@ class Trained:
     def tokens_of(self, texts: list[str]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the token ids of texts; raise for one that the model has no room for."""
         rows = self.vocabulary.encode(texts)
-        for text, row in zip(texts, rows, strict=True):
-            if not 1 <= len(row) <= self.settings.max_tokens:
+        for text, length in zip(texts, rows.lengths.tolist(), strict=True):
+            if not 1 <= length <= self.settings.max_tokens:
                 raise UserError(
-                    f"The text {text[:60]!r} has {len(row)} tokens.",
+                    f"The text {text[:60]!r} has {length} tokens.",
                     why=f"the model takes 1 to {self.settings.max_tokens}.",
-                    do="give a shorter text" if len(row) else "give a text",
+                    do="give a shorter text" if length else "give a text",
                 )
-        return stack_rows(rows, width=self.settings.max_tokens), np.array([len(row) for row in rows])
+        return rows.stack(width=self.settings.max_tokens), rows.lengths
 
     def vectors_of(self, path: Path) -> tuple[NDArray[Any], int]:
         """Return the vectors in an .npy file with norm 1, and how many had another norm."""

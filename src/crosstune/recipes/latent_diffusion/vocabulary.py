@@ -9,12 +9,12 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
 from crosstune.core.json_fields import check_fields, list_of, whole
 from crosstune.core.json_files import read_object, write_json
 from crosstune.data.tokenizer import Tokenizer
+from crosstune.recipes.latent_diffusion.token_rows import Ids, TokenRows, tokenize
 
 PAD, MASK, UNKNOWN = 0, 1, 2
 NUM_SPECIAL = 3
@@ -22,8 +22,6 @@ NUM_SPECIAL = 3
 VOCABULARY = "vocabulary.json"
 TOKENIZER = "tokenizer.json"
 _FIELDS = {"kept": list_of(whole(0, 2**31 - 1))}
-
-Ids = NDArray[np.int32]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,20 +47,14 @@ class Vocabulary:
         places[self.kept] = np.arange(NUM_SPECIAL, self.size, dtype=np.int32)
         return places
 
-    def encode(self, texts: Sequence[str]) -> list[Ids]:
-        return self.reduce_all(tokenize(self.tokenizer, texts))
+    def encode(self, texts: Sequence[str]) -> TokenRows:
+        return self.reduce(tokenize(self.tokenizer, texts))
 
-    def reduce(self, ids: Ids) -> Ids:
+    def reduce(self, rows: TokenRows) -> TokenRows:
         """Return ids of the tokenizer as ids of the model; those it does not know become UNKNOWN."""
-        inside = np.clip(ids, 0, len(self._places) - 1)
-        return np.where(ids == inside, self._places[inside], UNKNOWN).astype(np.int32)
-
-    def reduce_all(self, rows: Sequence[Ids]) -> list[Ids]:
-        """Do as `reduce` with each of the rows, at once: a call for each would be most of the time of writing many."""
-        if not rows:
-            return []
-        ends = np.cumsum([len(row) for row in rows])
-        return np.split(self.reduce(np.concatenate(rows)), ends[:-1])
+        inside = np.clip(rows.ids, 0, len(self._places) - 1)
+        ids = np.where(rows.ids == inside, self._places[inside], UNKNOWN).astype(np.int32)
+        return TokenRows(ids=ids, ends=rows.ends)
 
     def expand(self, ids: Iterable[int]) -> list[int]:
         """Return ids of the model as ids of the tokenizer, without the special ones."""
@@ -93,8 +85,8 @@ class Vocabulary:
 
     def normalise(self, texts: Sequence[str]) -> list[str]:
         """Return the texts as a perfect model would write them: what the tokenizer keeps of them."""
-        rows = [list(map(int, ids)) for ids in tokenize(self.tokenizer, texts)]
-        normalised: list[str] = self.tokenizer.rust.decode_batch(rows)
+        rows = tokenize(self.tokenizer, texts)
+        normalised: list[str] = self.tokenizer.rust.decode_batch(rows.tolists())
         return normalised
 
     def save(self, folder: Path, *, tokenizer_folder: Path) -> None:
@@ -104,16 +96,9 @@ class Vocabulary:
         write_json(folder / VOCABULARY, {"kept": self.kept.tolist()})
 
 
-def tokenize(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Ids]:
-    """Return the tokenizer's ids of each text, without the special tokens that it would add."""
-    encoded = tokenizer.rust.encode_batch(list(texts), add_special_tokens=False)
-    return [np.asarray(item.ids, np.int32) for item in encoded]
-
-
-def count_tokens(rows: Sequence[Ids], *, min_count: int) -> Ids:
+def count_tokens(rows: TokenRows, *, min_count: int) -> Ids:
     """Return the ids that occur at least `min_count` times, in ascending order."""
-    counts = np.bincount(np.concatenate(rows))
-    return np.nonzero(counts >= min_count)[0].astype(np.int32)
+    return np.nonzero(np.bincount(rows.ids) >= min_count)[0].astype(np.int32)
 
 
 def load_vocabulary(folder: Path) -> Vocabulary:

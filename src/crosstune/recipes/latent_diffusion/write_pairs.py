@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,14 @@ from crosstune.recipes.latent_diffusion.pair_folder import (
     MANIFEST,
     VERSION,
     is_pair_folder,
-    stack_rows,
 )
 from crosstune.recipes.latent_diffusion.splits import Divided, check_no_overlap, clean
-from crosstune.recipes.latent_diffusion.vocabulary import Ids, Vocabulary, count_tokens, tokenize
+from crosstune.recipes.latent_diffusion.token_rows import TokenRows, tokenize
+from crosstune.recipes.latent_diffusion.vocabulary import Vocabulary, count_tokens
 
 Array = NDArray[Any]
 DTYPES = {"fp32": np.float32, "fp16": np.float16}
+_ROWS_AT_ONCE = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +49,22 @@ class Written:
 
 def normalise_vectors(latents: Array, *, source: str) -> tuple[Array, int]:
     """Return the vectors with norm 1, and how many had another norm; raise for one that has none."""
+    norms = vector_norms(latents, source=source)
+    return _divide(latents, norms), _count_changed(norms)
+
+
+def vector_norms(latents: Array, *, source: str) -> Array:
+    """Return the norm of each vector, as a column; raise for one that has none."""
+    norms = np.zeros((len(latents), 1), np.float32)
     with np.errstate(over="ignore"):
-        latents = np.asarray(latents, np.float32)
-        norms = np.linalg.norm(latents, axis=1, keepdims=True)
+        for part in _parts(len(latents)):
+            norms[part] = np.linalg.norm(np.asarray(latents[part], np.float32), axis=1, keepdims=True)
     extreme = ~np.isfinite(norms[:, 0]) | (norms[:, 0] == 0)
     if extreme.any():  # the squares may be too large or too small, and not the vector
         norms = norms.astype(np.float64)
-        norms[extreme] = np.linalg.norm(latents[extreme].astype(np.float64), axis=1, keepdims=True)
+        with np.errstate(over="ignore"):
+            vectors = np.asarray(latents[extreme], np.float32)
+        norms[extreme] = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
     if not np.isfinite(norms).all():
         row = int(np.nonzero(~np.isfinite(norms[:, 0]))[0][0])
         raise UserError(
@@ -65,8 +75,19 @@ def normalise_vectors(latents: Array, *, source: str) -> tuple[Array, int]:
         raise UserError(
             f"The vectors of {source} cannot be used.", why=f"vector {row} is zero, which has no direction."
         )
-    changed = int((np.abs(norms - 1) > 1e-3).sum())
-    return (latents / norms).astype(np.float32), changed
+    return norms
+
+
+def _divide(latents: Array, norms: Array) -> NDArray[np.float32]:
+    return (np.asarray(latents, np.float32) / norms).astype(np.float32)
+
+
+def _count_changed(norms: Array) -> int:
+    return int((np.abs(norms - 1) > 1e-3).sum())
+
+
+def _parts(count: int) -> Iterator[slice]:
+    return (slice(start, start + _ROWS_AT_ONCE) for start in range(0, count, _ROWS_AT_ONCE))
 
 
 def check_counts(texts: Sequence[str], latents: Array, *, source: str) -> None:
@@ -93,11 +114,11 @@ def write_pairs(
     encoder: Mapping[str, Any],
     options: WriteOptions,
     source: str,
-    token_ids: Sequence[Ids] | None = None,
+    tokens: TokenRows | None = None,
 ) -> Written:
     """Write the pairs of each split; an existing folder of pairs is replaced when the new one is complete.
 
-    `source` names the data in errors. `token_ids` are the tokenizer's ids of the texts, where they are given and not to be made from the texts.
+    `source` names the data in errors. `tokens` are the tokenizer's ids of the texts, where they are known already.
     """
     check_counts(texts, latents, source=source)
     if folder.exists() and not is_pair_folder(folder) and any(folder.iterdir()):
@@ -105,28 +126,27 @@ def write_pairs(
             f"{folder} is not empty and holds no pairs.",
             do="give another --out FOLDER, or remove it yourself",
         )
-    latents, num_normalised = normalise_vectors(latents, source=source)
+    norms = vector_norms(latents, source=source)
     tokenizer = Tokenizer.from_folder(tokenizer_folder)
-    rows = tokenize(tokenizer, texts) if token_ids is None else token_ids
-    splits, left_out = _within(rows, divided, options)
+    tokens = tokenize(tokenizer, texts) if tokens is None else tokens
+    splits, left_out = _within(tokens.lengths, divided, options)
+    rows = {split: tokens.take(found) for split, found in splits.items()}
     vocabulary = Vocabulary(
-        tokenizer=tokenizer,
-        kept=count_tokens([rows[row] for row in splits["train"]], min_count=options.min_count),
+        tokenizer=tokenizer, kept=count_tokens(rows["train"], min_count=options.min_count)
     )
-    check_no_overlap({split: [texts[row] for row in found] for split, found in splits.items()})
+    texts_of = {split: [clean(texts[row]) for row in found.tolist()] for split, found in splits.items()}
+    check_no_overlap(texts_of)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with staging_folder(folder) as stage:
         new = stage / "pairs"
         new.mkdir()
         vocabulary.save(new, tokenizer_folder=tokenizer_folder)
         for split, found in splits.items():
-            _write_split(
-                new / split,
-                [texts[r] for r in found],
-                vocabulary.reduce_all([rows[r] for r in found]),
-                latents[found],
-                options,
-            )
+            (new / split).mkdir()
+            _write_tokens(new / split, vocabulary.reduce(rows[split]), width=options.max_tokens)
+            _write_vectors(new / split, latents, norms, rows=found, dtype=np.dtype(DTYPES[options.dtype]))
+            lines = "".join(f"{text}\n" for text in texts_of[split])
+            (new / split / "texts.txt").write_text(lines, encoding="utf-8")
         manifest = {
             "format": FORMAT,
             "version": VERSION,
@@ -137,7 +157,7 @@ def write_pairs(
             "encoder": dict(encoder),
             "tokenizer_sha256": tokenizer.digest,
             "normalised": True,
-            "vectors_normalised_here": num_normalised,
+            "vectors_normalised_here": _count_changed(norms),
             "left_out": divided.left_out | left_out,
             "files": _files(new),
         }
@@ -147,36 +167,49 @@ def write_pairs(
 
 
 def _within(
-    rows: Sequence[Ids], divided: Divided, options: WriteOptions
-) -> tuple[dict[str, list[int]], dict[str, int]]:
-    """Return the splits without texts of no token, and without those longer than the context if they are to be dropped."""
+    lengths: NDArray[np.int64], divided: Divided, options: WriteOptions
+) -> tuple[dict[str, NDArray[np.int64]], dict[str, int]]:
+    """Return the splits without texts of no token, and without those longer than the context if they are to be dropped.
+
+    A text that was made of others is dropped in any case.
+    """
     limit = options.max_tokens
-    long = [row for found in divided.splits.values() for row in found if len(rows[row]) > limit]
-    if long and options.too_long == "error":
+    rows = {split: np.asarray(found, np.int64) for split, found in divided.splits.items()}
+    everything = np.concatenate(list(rows.values()))
+    long = everything[lengths[everything] > limit]
+    refused = long if divided.num_given is None else long[long < divided.num_given]
+    if len(refused) and options.too_long == "error":
+        first = int(refused.min())
         raise UserError(
-            f"{len(long):,} texts are longer than {limit} tokens.",
-            why=f"the first is row {min(long)}, with {len(rows[min(long)])} tokens; a text cut short would not be that of its vector.",
-            do=f"use --max_tokens {max(len(rows[row]) for row in long)}, or leave them out with --too_long drop",
+            f"{len(refused):,} texts are longer than {limit} tokens.",
+            why=f"the first is row {first}, with {lengths[first]} tokens; a text cut short would not be that of its vector.",
+            do=f"use --max_tokens {lengths[refused].max()}, or leave them out with --too_long drop",
         )
-    splits = {
-        split: [row for row in found if 0 < len(rows[row]) <= limit]
-        for split, found in divided.splits.items()
-    }
-    if not splits.get("train"):
+    splits = {split: found[(lengths[found] > 0) & (lengths[found] <= limit)] for split, found in rows.items()}
+    if not len(splits.get("train", ())):
         raise UserError(f"No text has at most {limit} tokens.", do="use a larger --max_tokens")
     return splits, {"too_long": len(long)}
 
 
-def _write_split(
-    folder: Path, texts: Sequence[str], rows: Sequence[Ids], latents: Array, options: WriteOptions
+def _write_tokens(folder: Path, rows: TokenRows, *, width: int) -> None:
+    dtype = np.uint16 if int(rows.ids.max(initial=0)) < 2**16 else np.uint32
+    np.save(folder / "tokens.npy", rows.stack(width=width, dtype=dtype))
+    np.save(folder / "lengths.npy", rows.lengths.astype(np.int32))
+
+
+def _write_vectors(
+    folder: Path, latents: Array, norms: Array, *, rows: NDArray[np.int64], dtype: np.dtype[Any]
 ) -> None:
-    folder.mkdir()
-    stacked = stack_rows(rows, width=options.max_tokens)
-    highest = int(stacked.max(initial=0))
-    np.save(folder / "tokens.npy", stacked.astype(np.uint16 if highest < 2**16 else np.uint32))
-    np.save(folder / "lengths.npy", np.array([len(row) for row in rows], np.int32))
-    np.save(folder / "latents.npy", latents.astype(DTYPES[options.dtype]))
-    (folder / "texts.txt").write_text("".join(f"{clean(text)}\n" for text in texts), encoding="utf-8")
+    """Write some of the vectors with norm 1, a part at a time: millions of them are not held twice."""
+    header = {
+        "descr": np.lib.format.dtype_to_descr(dtype),
+        "fortran_order": False,
+        "shape": (len(rows), latents.shape[1]),
+    }
+    with (folder / "latents.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for part in _parts(len(rows)):
+            file.write(_divide(latents[rows[part]], norms[rows[part]]).astype(dtype).tobytes())
 
 
 def _files(folder: Path) -> dict[str, dict[str, Any]]:

@@ -40,7 +40,7 @@ class Fp8Weights:
         return scaled_product(inputs, self._weights, self.row_scales[None], self.dtype, fast=True)
 
     def input_gradient(self, gradient: Rows) -> torch.Tensor:
-        return scaled_product(gradient, self._transposed, self._ones, self.dtype, fast=False)
+        return scaled_product(gradient, self._transposed, self._ones, self.dtype, fast=True)
 
     def dense(self) -> torch.Tensor:
         return (self._weights.float() * self.row_scales[:, None]).to(self.dtype)
@@ -64,7 +64,7 @@ class ComputedInFp8:
 
     def input_gradient(self, gradient: Rows) -> torch.Tensor:
         transposed = self._packed().view(torch.uint8).t().contiguous().view(E4M3)
-        return scaled_product(gradient, transposed, self._ones, self.dtype, fast=False)
+        return scaled_product(gradient, transposed, self._ones, self.dtype, fast=True)
 
     def dense(self) -> torch.Tensor:
         dense = self._scratch.take(self.num_outputs, self.num_inputs)

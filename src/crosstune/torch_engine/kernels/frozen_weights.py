@@ -104,8 +104,9 @@ def make_dense(base: QuantLinear, out: torch.Tensor, *, row_scales: torch.Tensor
 
 
 def takes_row_scales(base: QuantLinear, device: torch.device) -> bool:
-    """Return whether our own kernel makes a layer dense."""
-    return device.type == "cuda" and base.stored.facts.get("quant_type") == "nf4" and has_triton()
+    """Return whether our own kernel makes a layer dense: it takes 8 weights of a row at a time."""
+    is_nf4 = base.stored.facts.get("quant_type") == "nf4" and base.in_features % 8 == 0
+    return device.type == "cuda" and is_nf4 and has_triton()
 
 
 def stack_biases(bases: Sequence[Any], *, dtype: torch.dtype) -> torch.Tensor | None:

@@ -188,31 +188,44 @@ def gate_backward(
 
 
 @triton.jit
-def nf4_rows(
-    packed, absmax, table, nested_table, nested_absmax, offset, out, row_scales, num_rows, out_stride, K,
-    GROUP: tl.constexpr, NESTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
+def nf4_words(
+    packed, absmax, table, nested_table, nested_absmax, offset, out, row_scales, num_words, out_stride, K,
+    GROUP: tl.constexpr, NESTED: tl.constexpr, WORDS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Make parts of ROWS rows of 4-bit weights dense: the high half of each byte comes first.
+    """Make 4-bit weights dense, a word of 8 to a thread, which then writes them at once.
 
     GROUP weights share a scale. With NESTED, a scale is an 8-bit code whose own scale is shared by NESTED codes; launch it
     with enable_fp_fusion=False then, since bitsandbytes rounds the product before it adds the offset.
     """
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    byte = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
-    mask = (row < num_rows) & (byte < K // 2)
-    both = tl.load(packed + row * (K // 2) + byte, mask=mask, other=0)
-    place = (row * K + 2 * byte) // GROUP
+    word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    inside = word < num_words
+    bits = tl.load(packed + word, mask=inside, other=0)
+    group = word // (GROUP // 8)
     if NESTED > 0:
-        code = tl.load(absmax + place, mask=mask, other=0).to(tl.int32)
-        size = tl.load(nested_table + code) * tl.load(nested_absmax + place // NESTED, mask=mask, other=0.0)
+        code = tl.load(absmax + group, mask=inside, other=0).to(tl.int32)
+        size = tl.load(nested_table + code) * tl.load(nested_absmax + group // NESTED, mask=inside, other=0.0)
         size += tl.load(offset)
     else:
-        size = tl.load(absmax + place, mask=mask, other=0.0)
-    high = tl.load(table + (both >> 4)) * size
-    low = tl.load(table + (both & 15)) * size
-    values = tl.interleave(high, low)
+        size = tl.load(absmax + group, mask=inside, other=0.0)
+    even = tl.interleave(
+        tl.interleave(_nf4(bits, 0, table, size), _nf4(bits, 4, table, size)),
+        tl.interleave(_nf4(bits, 2, table, size), _nf4(bits, 6, table, size)),
+    )
+    odd = tl.interleave(
+        tl.interleave(_nf4(bits, 1, table, size), _nf4(bits, 5, table, size)),
+        tl.interleave(_nf4(bits, 3, table, size), _nf4(bits, 7, table, size)),
+    )
+    values = tl.reshape(tl.interleave(even, odd), (WORDS, 8))
+    row = word // (K // 8)
+    place = row.to(tl.int64) * out_stride + (word - row * (K // 8)) * 8
     if SCALED:
-        values = values / tl.load(row_scales + row, mask=row < num_rows, other=1.0)
-    column = (tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK))[None, :]
-    inside = (row < num_rows) & (column < K)
-    tl.store(out + row * out_stride + column, values.to(out.dtype.element_ty), mask=inside)
+        values = values / tl.load(row_scales + row, mask=inside, other=1.0)[:, None]
+    places = place[:, None] + tl.arange(0, 8)[None, :]
+    tl.store(out + places, values.to(out.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def _nf4(bits, NUMBER: tl.constexpr, table, size):  # fmt: skip
+    """Return the weight of that number in each word: the high half of each byte comes first."""
+    code = (bits >> (8 * (NUMBER // 2) + 4 * (1 - NUMBER % 2))) & 15
+    return tl.load(table + code) * size

@@ -14,8 +14,8 @@ from crosstune.torch_engine.kernels.torch_operations import split_heads
 
 _KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 _CHUNK = 2048
-_NF4_ROWS = 4
-"""Rows that a program makes dense: enough loads at a time to hide how long they take."""
+_NF4_WORDS = 256
+"""Words of 4-bit weights to a program, each for one thread."""
 
 
 def rms_norm(
@@ -237,11 +237,11 @@ def make_nf4_dense(
     """Write 4-bit weights into `out`, whose rows may be strided: bit for bit what bitsandbytes makes of them. With
     `row_scales` they are divided by these, for an `out` in e4m3."""
     rows, columns = out.shape
-    block = min(1024, triton.next_power_of_2(columns // 2))
     absmax = tensors["absmax"]
     nested = tensors.get("nested_absmax")
-    triton_layers.nf4_rows[(triton.cdiv(rows, _NF4_ROWS), triton.cdiv(columns // 2, block))](
-        tensors["packed"],
+    num_words = rows * columns // 8
+    triton_layers.nf4_words[(triton.cdiv(num_words, _NF4_WORDS),)](
+        tensors["packed"].view(-1).view(torch.int32),
         absmax,
         tensors["quant_map"],
         absmax if nested is None else tensors["nested_quant_map"],
@@ -249,15 +249,14 @@ def make_nf4_dense(
         absmax if nested is None else tensors["nested_offset"],
         out,
         absmax if row_scales is None else row_scales,
-        rows,
+        num_words,
         out.stride(0),
         columns,
         GROUP=facts["blocksize"],
         NESTED=0 if nested is None else facts["nested_blocksize"],
-        ROWS=_NF4_ROWS,
-        BLOCK=block,
+        WORDS=_NF4_WORDS,
         SCALED=row_scales is not None,
-        num_warps=8,
+        num_warps=_NF4_WORDS // 32,
         enable_fp_fusion=False,
     )
 

