@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+import transformers as hf
 
 from crosstune.core.fast_layers import LONGEST_KEPT_ROW, LONGEST_ROW, SHORTEST_ROW, attention_bytes
+from crosstune.models.adapter_choice import AdapterSettings
+from crosstune.torch_engine.adapters import add_adapters
 from crosstune.torch_engine.kernels import attention as attention_module
 from crosstune.torch_engine.kernels.attention import Documents, attend
+from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.short_rows import attend_short_rows
 
 HEADS = [(9, 3, 16), (4, 4, 8), (6, 1, 24)]
@@ -132,3 +136,28 @@ def test_16_bit_rows_need_fast_16_bit_products(monkeypatch: pytest.MonkeyPatch) 
     parts, _ = draw(SHORTEST_ROW, (2, 1, 4), torch.bfloat16)
     found = attend(*parts, documents=Documents(2, SHORTEST_ROW), scale=0.5, window=None)
     assert found.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "packed rows"])
+@pytest.mark.parametrize("length", [LONGEST_KEPT_ROW - 20, LONGEST_KEPT_ROW + 20])
+def test_a_model_with_short_rows_trains_as_its_general_layers(length: int, packed: bool) -> None:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+    config = hf.MistralConfig(**shape, num_attention_heads=4, num_key_value_heads=2, sliding_window=100)
+    model: Any = hf.AutoModelForCausalLM.from_config(config)
+    settings = AdapterSettings(rank=4, alpha=8, dropout=0.0, rank_stabilized=False, magnitudes=False)
+    adapters = add_adapters(model, targets="all", settings=settings, seed=0)
+    for adapter in adapters.values():
+        adapter.lora_B.data.normal_(0, 0.1)
+    trained = [part for adapter in adapters.values() for part in adapter.trained().values()]
+    ids, targets = torch.randint(0, 50, (2, length)), torch.randint(0, 50, (2 * length,))
+    positions = documents(length, packed=packed).positions
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits.flatten(0, 1)
+    wanted = F.cross_entropy(logits, targets, reduction="sum")
+    expected = torch.autograd.grad(wanted, trained)
+    for recompute in ("none", "lean", "full"):
+        decoder = FastDecoder(model, dtype=torch.float32, recompute=recompute)  # type: ignore[arg-type]
+        loss = decoder.loss(decoder.hidden(ids, positions=positions), targets)
+        assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+        for found, gradient in zip(torch.autograd.grad(loss, trained), expected, strict=True):
+            assert (found - gradient).norm() < 1e-5 * gradient.norm()
