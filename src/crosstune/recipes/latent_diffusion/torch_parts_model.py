@@ -30,6 +30,9 @@ _ALIGNED = 64
 class Linear(nn.Linear):
     """Compute a linear layer in the dtype of its input, whatever the dtype of its weights."""
 
+    def reset_parameters(self) -> None:
+        """Draw nothing: the model draws all weights itself, and a billion random numbers take seconds."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.bias.to(x.dtype) if self.bias is not None else None
         return functional.linear(x, self.weight.to(x.dtype), bias)
@@ -174,17 +177,17 @@ class LatentDiffusionModel(nn.Module):
     @torch.no_grad()
     def initialise(self) -> None:
         """Draw the weights. Blocks start as the identity, since the layers that make their gates are zero."""
-        zero = [self.text_modulation, self.latent_modulation]
+        zero = {self.text_modulation, self.latent_modulation}
         for block in self.blocks:
-            zero += [block.text.modulation, block.latent.modulation]
+            zero |= {block.text.modulation, block.latent.modulation}
         for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
+            if module in zero:
+                module.weight.zero_()
+            elif isinstance(module, (nn.Linear, nn.Embedding)):
                 std = _INITIAL_STD if isinstance(module, nn.Embedding) else module.in_features**-0.5
                 module.weight.normal_(0.0, std)
             if isinstance(module, nn.Linear):
                 module.bias.zero_()
-            if module in zero:
-                module.weight.zero_()
         for parameter in (self.latent_position, self.null_latent):
             parameter.normal_(0.0, _INITIAL_STD)
         self.text_bias.zero_()
