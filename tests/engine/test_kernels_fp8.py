@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from fast_models import fast_loss, general_loss, gradients, make_model, quantize_base
+import transformers as hf
+from fast_models import SHAPE, fast_loss, general_loss, gradients, make_model, quantize_base
+from torch import nn
 
 from crosstune.core.quantization import QuantSpec
 from crosstune.torch_engine.kernels import torch_operations
@@ -14,7 +16,9 @@ from crosstune.torch_engine.kernels.choose import describe_decoder
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.fp8_weights import Fp8Weights
 from crosstune.torch_engine.kernels.operations import Quantize
+from crosstune.torch_engine.load import forms_to_quantize
 from crosstune.torch_engine.quantized import QuantLinear, quantize_weight
+from crosstune.torch_engine.weight_forms import weight_forms
 
 IN_FP8 = QuantSpec(quantizer="fp8", bits=8, group_size=0)
 
@@ -84,3 +88,23 @@ def test_groups_whose_products_are_too_far_off_stay_out_of_fp8(monkeypatch: pyte
     assert describe_decoder(decoder, refused=None, left_out=[(name, error)])[0].startswith(
         "base_precision: 1 of 12"
     )
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 4])
+def test_the_output_of_the_first_and_of_the_last_mlp_is_not_in_fp8(num_layers: int) -> None:
+    """Neither stored nor multiplied, which are chosen apart. In a model of one block they are the same."""
+    plain = hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE | {"num_hidden_layers": num_layers}))
+    outer = {0, num_layers - 1}
+    left_out = weight_forms(plain).keys() - forms_to_quantize(plain, IN_FP8).keys()
+    assert left_out == {f"model.layers.{index}.mlp.down_proj.weight" for index in outer}
+    model, adapters = make_model("llama", num_hidden_layers=num_layers)
+    quantize_base(adapters, IN_FP8)
+    decoder = FastDecoder(model, dtype=torch.float32, fp8=True)
+    assert {*outside_fp8(decoder)} == {f"layers.{index}.down" for index in outer}
+
+
+def test_a_list_of_one_module_beside_the_blocks_is_no_block() -> None:
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE))
+    model.later = nn.ModuleList([nn.Sequential(nn.Linear(16, 16))])
+    left_out = weight_forms(model).keys() - forms_to_quantize(model, IN_FP8).keys()
+    assert left_out == {f"model.layers.{index}.mlp.down_proj.weight" for index in (0, 2)}
