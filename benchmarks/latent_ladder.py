@@ -79,10 +79,11 @@ def make_pairs(out: Path, *, carry: Path | None, most_tokens: int, count: int) -
     """Write a folder of packed texts and their vectors; return its manifest without the files."""
     from crosstune.data.tokenizer import Tokenizer
     from crosstune.recipes.latent_diffusion import grammar
+    from crosstune.recipes.latent_diffusion.choose_rows import WriteOptions, choose_rows
     from crosstune.recipes.latent_diffusion.encoders import open_encoder
     from crosstune.recipes.latent_diffusion.splits import clean, divide
     from crosstune.recipes.latent_diffusion.token_rows import tokenize
-    from crosstune.recipes.latent_diffusion.write_pairs import WriteOptions, write_pairs
+    from crosstune.recipes.latent_diffusion.write_pairs import write_pairs
 
     with tempfile.TemporaryDirectory() as scratch:
         if carry is None:
@@ -94,19 +95,22 @@ def make_pairs(out: Path, *, carry: Path | None, most_tokens: int, count: int) -
             lines = [clean(line) for line in (carry / "texts.txt").read_text(encoding="utf-8").splitlines()]
             encoder = open_encoder(str(folder))
         lines = [line for line in lines[: 40 * count] if line]
-        lengths = tokenize(Tokenizer.from_folder(folder), lines).lengths.tolist()
+        tokenizer = Tokenizer.from_folder(folder)
+        lengths = tokenize(tokenizer, lines).lengths.tolist()
         short = [(line, n) for line, n in zip(lines, lengths, strict=True) if n <= most_tokens // 5]
         texts = pack_rows(
             [one for one, _ in short], [n for _, n in short], most_tokens=most_tokens, count=count
         )
+        options = WriteOptions(max_tokens=most_tokens, too_long="drop")
+        divided = divide(texts, validation_share=0.02, most_validation=16)
         written = write_pairs(
             out,
             texts,
             encoder.encode(texts),
-            divided=divide(texts, validation_share=0.02, most_validation=16),
+            chosen=choose_rows(tokenize(tokenizer, texts), divided, tokenizer=tokenizer, options=options),
             tokenizer_folder=folder,
             encoder=encoder.record(),
-            options=WriteOptions(max_tokens=most_tokens, too_long="drop"),
+            options=options,
             source="packed texts",
         )
     return {name: value for name, value in written.manifest.items() if name != "files"}

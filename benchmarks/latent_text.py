@@ -35,6 +35,10 @@ import numpy as np
 from latent_decode import Decoding
 from latent_scores import copied_log, read_evaluations, read_metrics, score
 
+from crosstune.core.atomic_files import write_text
+from crosstune.core.json_files import read_json, write_json
+from crosstune.core.plain_files import UnreadableFile
+
 HELD_OUT = 2000
 AVERAGED_SHARE = 0.025
 """The average of the weights is over about this share of the steps: a longer one lags behind."""
@@ -45,6 +49,8 @@ SLOWER = 1.16
 START_S = 10.0
 """For the first steps of a process that finds its compiled blocks on the disk."""
 SAY_EVERY_S = 5.0
+_NOT_ASKED = ("texts", "edition", "encoder")
+"""What tells two builds apart and is no field of a build's request."""
 FULL = {
     "hidden_size": 512,
     "n_blocks": 8,
@@ -122,7 +128,7 @@ class Bench:
                 return
             with copied_log(own.work / "runs" / "text", own.out):
                 self.say(f"trained {self.train(step_s)} steps")
-            kept.write_text(json.dumps(self.facts), encoding="utf-8")
+            write_text(kept, json.dumps(self.facts))
             self.save()
         Decoding(
             run=own.work / "runs" / "text",
@@ -139,14 +145,13 @@ class Bench:
 
     def save(self) -> None:
         """Write what is known so far, so that a run that is cut short loses little."""
-        self.file.write_text(json.dumps(self.facts, indent=1), encoding="utf-8")
+        write_text(self.file, json.dumps(self.facts, indent=1))
 
     def prepare(self) -> float:
         """Return the seconds of a step; take over the pairs and the step of an earlier call where they are the same."""
         import torch
 
-        path = self.own.work / "prepared.json"
-        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        known = self._read_known(self.own.work / "prepared.json")
         request = self._data_request()
         if known.get("request") == request and known.get("manifest") == self._manifest_sha256():
             self.say(f"took over the pairs in {self.own.work}: {known['data']['splits']}")
@@ -170,9 +175,17 @@ class Bench:
             self._keep(known)
         return float(self.facts["probe"]["step_s"])
 
+    def _read_known(self, path: Path) -> dict[str, Any]:
+        """Return what an earlier call prepared; nothing, and say so, if its file was cut off."""
+        try:
+            return read_json(path)
+        except UnreadableFile as error:
+            self.say(f"nothing is taken over from {path}: {error.why}")
+            return {}
+
     def _keep(self, known: dict[str, Any]) -> None:
         for folder in (self.own.work, self.own.out):
-            (folder / "prepared.json").write_text(json.dumps(known, indent=1), encoding="utf-8")
+            write_json(folder / "prepared.json", known)
 
     def _manifest_sha256(self) -> str:
         path = self.own.work / "pairs" / "manifest.json"
@@ -180,11 +193,13 @@ class Bench:
 
     def _data_request(self) -> dict[str, Any]:
         """Return what makes two builds the same, wherever their files are."""
+        from crosstune.recipes.latent_diffusion.augment import EDITION
         from crosstune.recipes.latent_diffusion.encoders import encoder_record
 
         own = self.own
         return {
             "texts": hashlib.sha256((own.carry / "texts.txt").read_bytes()).hexdigest(),
+            "edition": EDITION,
             "encoder": encoder_record("", own.carry / "encoder")["sha256"],
             "most_texts": 200 if own.tiny else own.max_texts,
             "crops": min(1, own.crops) if own.tiny else own.crops,
@@ -196,7 +211,7 @@ class Bench:
     def build(self, request: dict[str, Any]) -> dict[str, Any]:
         """Build the pairs; return their manifest without the list of files, and the time it took."""
         from crosstune.recipes.latent_diffusion.build import BuildRequest, build
-        from crosstune.recipes.latent_diffusion.write_pairs import WriteOptions
+        from crosstune.recipes.latent_diffusion.choose_rows import WriteOptions
 
         own = self.own
         began, said = time.monotonic(), 0.0
@@ -214,7 +229,7 @@ class Bench:
                 encoder=str(own.carry / "encoder"),
                 options=WriteOptions(max_tokens=24, too_long="drop", dtype="fp16"),
                 on_text=on_text,
-                **{name: value for name, value in request.items() if name not in ("texts", "encoder")},
+                **{name: value for name, value in request.items() if name not in _NOT_ASKED},
             )
         )
         manifest = {name: value for name, value in written.manifest.items() if name != "files"}

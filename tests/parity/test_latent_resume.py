@@ -16,8 +16,8 @@ from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
+from crosstune.recipes.latent_diffusion.choose_rows import WriteOptions
 from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
-from crosstune.recipes.latent_diffusion.write_pairs import WriteOptions
 from crosstune.run import train
 
 SHAPE = {"hidden_size": 32, "n_blocks": 2, "batch_size": 8, "backend": "cpu", "precision": "fp32"}

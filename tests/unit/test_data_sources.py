@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from unprivileged import as_other_user, reachable_folder
 
 from crosstune.core.errors import UserError
 from crosstune.core.hub_reach import why_unreachable
@@ -333,13 +334,29 @@ def test_what_cannot_be_data_is_named_with_its_option(
         assert option in caught.value.asked or (needs_training and "dataset" in caught.value.asked)
 
 
-def test_a_folder_that_the_system_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "rows.jsonl").write_text("{}")
+@pytest.mark.parametrize("mode", [0o000, 0o444], ids=["not to be read", "names alone to be read"])
+def test_a_folder_that_the_system_refuses_is_named(mode: int) -> None:
+    with reachable_folder() as folder:
+        data = folder / "data"
+        data.mkdir()
+        (data / "rows.jsonl").write_text("{}")
+        data.chmod(mode)
+        with as_other_user(), pytest.raises(UserError) as caught:
+            open_source(str(data))
+        data.chmod(0o755)
+    assert str(data) in caught.value.asked and "Permission denied" in caught.value.why
 
-    def refuse(path: Path) -> bool:
-        raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "is_file", refuse)
-    with pytest.raises(UserError) as caught:
-        open_source(str(tmp_path))
-    assert str(tmp_path) in caught.value.asked and "Permission denied" in caught.value.why
+@pytest.mark.parametrize(("name", "is_told"), [("more", True), (".hidden", False), ("lost+found", False)])
+def test_data_in_a_folder_that_cannot_be_read_is_not_left_out_in_silence(name: str, is_told: bool) -> None:
+    with reachable_folder() as data:
+        (data / "rows.jsonl").write_text(json.dumps({"text": "one"}) + "\n")
+        locked = data / name
+        locked.mkdir(mode=0o000)
+        with as_other_user():
+            if is_told:
+                with pytest.raises(UserError, match="cannot be read") as caught:
+                    open_source(str(data))
+                assert f"{locked}: Permission denied" in caught.value.why
+            else:
+                assert [part.path.name for part in open_source(str(data)).parts] == ["rows.jsonl"]

@@ -14,17 +14,19 @@ import pytest
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
+from crosstune.data.tokenizer import Tokenizer
 from crosstune.recipes.latent_diffusion import check_dataset, grammar, wordnet
 from crosstune.recipes.latent_diffusion import write_pairs as write_pairs_module
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
+from crosstune.recipes.latent_diffusion.choose_rows import Chosen, WriteOptions, choose_rows
 from crosstune.recipes.latent_diffusion.encoders import open_encoder_of, pooling_of
 from crosstune.recipes.latent_diffusion.layouts import read_layout, write_layout
 from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
 from crosstune.recipes.latent_diffusion.settings import make_settings
 from crosstune.recipes.latent_diffusion.splits import Divided, divide
-from crosstune.recipes.latent_diffusion.token_rows import TokenRows
+from crosstune.recipes.latent_diffusion.token_rows import TokenRows, tokenize
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, UNKNOWN
-from crosstune.recipes.latent_diffusion.write_pairs import WriteOptions, write_pairs
+from crosstune.recipes.latent_diffusion.write_pairs import write_pairs
 
 OPTIONS = WriteOptions(max_tokens=12)
 
@@ -43,6 +45,11 @@ def pairs(tmp_path: Path) -> Path:
     return build(request).folder
 
 
+def choose(texts: list[str], divided: Divided, tokenizer: Path, options: WriteOptions) -> Chosen:
+    found = Tokenizer.from_folder(tokenizer)
+    return choose_rows(tokenize(found, texts), divided, tokenizer=found, options=options)
+
+
 def write(
     tmp_path: Path, tokenizer: Path, texts: list[str], latents: Any, options: WriteOptions = OPTIONS
 ) -> dict[str, Any]:
@@ -51,7 +58,7 @@ def write(
         tmp_path / "out",
         texts,
         latents,
-        divided=divided,
+        chosen=choose(texts, divided, tokenizer, options),
         tokenizer_folder=tokenizer,
         encoder={"name": "x", "sha256": "y"},
         options=options,
@@ -71,16 +78,13 @@ def test_a_folder_holds_each_text_with_its_vector(pairs: Path) -> None:
     assert some.texts == found.splits["train"].texts[3:5] and len(some) == 2
 
 
-def test_a_text_that_was_made_is_dropped_where_it_is_too_long(tmp_path: Path, tokenizer: Path) -> None:
+def test_a_text_that_was_made_is_dropped_where_it_is_too_long(tokenizer: Path) -> None:
     texts = ["the tiny cat", "a dog", "the tiny cat a dog"]
     divided = Divided(splits={"train": [0, 1, 2]}, num_given=2)
-    request = {"tokenizer_folder": tokenizer, "encoder": {"name": "x", "sha256": "y"}, "source": "mine"}
-    request |= {"divided": divided, "options": WriteOptions(max_tokens=3)}
-    manifest = write_pairs(tmp_path / "out", texts, np.eye(3), **request).manifest
-    assert manifest["splits"]["train"] == 2 and manifest["left_out"]["too_long"] == 1
+    chosen = choose(texts, divided, tokenizer, WriteOptions(max_tokens=3))
+    assert chosen.splits["train"].tolist() == [0, 1] and chosen.left_out["too_long"] == 1
     with pytest.raises(UserError, match="1 texts are longer than 2 tokens"):
-        request["options"] = WriteOptions(max_tokens=2)
-        write_pairs(tmp_path / "out", texts, np.eye(3), **request)
+        choose(texts, divided, tokenizer, WriteOptions(max_tokens=2))
 
 
 def test_vectors_that_are_written_in_parts(

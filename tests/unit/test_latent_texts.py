@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +11,9 @@ import pytest
 
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.recipes.latent_diffusion import grammar, token_rows
-from crosstune.recipes.latent_diffusion.augment import add_made_texts
+from crosstune.recipes.latent_diffusion.augment import EDITION, add_made_texts
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
+from crosstune.recipes.latent_diffusion.choose_rows import WriteOptions, choose_rows
 from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
 from crosstune.recipes.latent_diffusion.splits import Divided, divide, text_key
 from crosstune.recipes.latent_diffusion.token_rows import TokenRows
@@ -103,3 +106,18 @@ def test_chunks_of_texts_are_tokenized_as_each_text(tmp_path: Path, monkeypatch:
     rows = token_rows.tokenize(found, texts, on_count=lambda done, total: counts.append((done, total)))
     assert rows.tolists() == [found.rust.encode(text, add_special_tokens=False).ids for text in texts]
     assert counts == [(3, 7), (6, 7), (7, 7)]
+
+
+def test_the_edition_tells_the_texts_that_are_made(tmp_path: Path) -> None:
+    """When this fails for a change that is meant, increase EDITION too: pairs of the old code are then made again."""
+    texts = grammar.make_texts(60)
+    divided = divide(texts, validation_share=0.2, most_validation=10)
+    longer = add_made_texts(texts, divided, crops=2, mixes=2)
+    grammar.write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    tokens = token_rows.tokenize(tokenizer, longer)
+    options = WriteOptions(max_tokens=10, too_long="drop")
+    chosen = choose_rows(tokens, divided, tokenizer=tokenizer, options=options)
+    found = {split: [longer[row] for row in rows] for split, rows in sorted(chosen.splits.items())}
+    digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()
+    assert (EDITION, digest[:16]) == (1, "100e3b02845c2edc")

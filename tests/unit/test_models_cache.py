@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import signal
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from unprivileged import as_other_user, reachable_folder
 
 from crosstune.core.atomic_files import staged_name
 from crosstune.core.errors import UserError
@@ -294,11 +294,12 @@ def test_a_real_disk_that_fills_up_midway(small_disk: Path) -> None:
         cache.install("tiny", build, need_bytes=2_000_000, cache=small_disk)
 
 
-@pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() == 0, reason="root may write everywhere")
-def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(UserError, match="CROSSTUNE_CACHE"):
-        cache.install("m", build_never, need_bytes=1, cache=tmp_path)
+def test_a_cache_that_cannot_be_written() -> None:
+    with reachable_folder() as folder:
+        folder.chmod(0o555)
+        with as_other_user(), pytest.raises(UserError, match="CROSSTUNE_CACHE") as error:
+            cache.install("m", build_never, need_bytes=1, cache=folder)
+    assert "Permission denied" in error.value.why
 
 
 def test_a_cache_that_is_a_file(tmp_path: Path) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from unprivileged import as_other_user, reachable_folder
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
@@ -168,19 +168,19 @@ def test_the_folder_of_a_profile(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "locked"])
-def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path: Path, kind: str) -> None:
-    target = tmp_path / "out"
-    if kind == "file":
-        target.write_text("")
-    else:
-        target.mkdir()
-        target.chmod(0o500)
-        if os.access(target, os.W_OK):  # the administrator may write everywhere
-            pytest.skip("this user may write into any folder")
-    config = make_config(profile=True, profiling_output=str(target))
-    with pytest.raises(UserError, match="cannot be written"):
-        check_profile_folder(config, tmp_path / "demo")
-    check_profile_folder(make_config(profiling_output=str(target)), tmp_path / "demo")  # nothing is profiled
+def test_an_output_that_cannot_be_written_is_refused_at_once(kind: str) -> None:
+    with reachable_folder() as folder:
+        target = folder / "out"
+        if kind == "file":
+            target.write_text("")
+        else:
+            target.mkdir(mode=0o555)
+        config = make_config(profile=True, profiling_output=str(target))
+        with as_other_user(), pytest.raises(UserError, match="cannot be written"):
+            check_profile_folder(config, folder / "demo")
+        check_profile_folder(
+            make_config(profiling_output=str(target)), folder / "demo"
+        )  # nothing is profiled
 
 
 @pytest.fixture

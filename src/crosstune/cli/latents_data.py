@@ -16,9 +16,9 @@ from crosstune.core.errors import EXIT_DONE, UserError
 def run_build(own: argparse.Namespace) -> int:
     from crosstune.cli.count_line import CountLine
     from crosstune.recipes.latent_diffusion.build import BuildRequest, build
+    from crosstune.recipes.latent_diffusion.choose_rows import WriteOptions
     from crosstune.recipes.latent_diffusion.encoders import MINILM
     from crosstune.recipes.latent_diffusion.pair_folder import is_pair_folder
-    from crosstune.recipes.latent_diffusion.write_pairs import WriteOptions
 
     if own.validation_share >= 1:
         raise UserError("--validation_share is 1 or more.", why="nothing would be left to train on.")
@@ -68,7 +68,9 @@ def run_build(own: argparse.Namespace) -> int:
 
 def _built_lines(facts: dict[str, Any]) -> list[str]:
     splits = ", ".join(f"{count:,} {split}" for split, count in sorted(facts["splits"].items()))
-    left = ", ".join(f"{count:,} {why}" for why, count in facts["left_out"].items() if count)
+    left = ", ".join(
+        f"{count:,} {why.replace('_', ' ')}" for why, count in facts["left_out"].items() if count
+    )
     lines = [
         f"texts    {splits}; at most {facts['max_tokens']} tokens, vocabulary {facts['vocabulary']:,}",
         f"vectors  {facts['dim']} dimensions, from {facts['encoder'].get('name')}",

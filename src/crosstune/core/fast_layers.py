@@ -21,7 +21,7 @@ ACTIVATIONS = {
 }
 _DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout")
 _DEFAULTS = {"gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}}
-"""What transformers assumes where a config.json does not say."""
+"""Assumed by transformers where a config.json does not say."""
 MOST_COLUMNS = 256
 """With more adapter columns than this, those that belong to other layers of the group cost more than they save."""
 _ALIGNED_ON_CPU, _ALIGNED_ON_GPU = 16, 64
@@ -46,7 +46,7 @@ QUERIES_AT_A_TIME = 64
 measurements."""
 
 Recompute = Literal["none", "lean", "full"]
-"""What a layer's backward pass computes again: the gated activation only, in the kernel that reads its factors anyway; the norms
+"""Computed again in a layer's backward pass: the gated activation only, in the kernel that reads its factors anyway; the norms
 too; or the whole layer."""
 USED_SHARE = 0.85
 """The share of the free memory that kept activations may fill; the rest is for products, gradients and fragments."""
@@ -130,7 +130,7 @@ class FastLayer:
     stream_bytes: int
     """The bytes of a number of the residual stream; more than those of a product under autocast."""
     attention_bytes: int
-    """What attention keeps for each head and token."""
+    """Kept by attention for each head and token, besides its inputs and outputs."""
     qk_norms: bool = False
     post_norms: bool = False
 

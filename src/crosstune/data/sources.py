@@ -22,6 +22,8 @@ _SHARD = re.compile(r"([-_. ]\d+([-_. ]of[-_. ]\d+)?)+$")
 _NAME_ENDS = re.compile(r"[-_. ]+")
 _TRAINING_WORDS = ("train", "training")
 _ABOUT_DATA = ("readme", "license", "licence", "notice", "copying", "citation", "changelog", "requirements")
+_SYSTEMS_OWN = "lost+found"
+"""A folder that only the administrator reads, in the root of a disk."""
 MOST_FILES = 50_000
 """Files and folders below a folder of data."""
 
@@ -147,9 +149,16 @@ def _of_splits(name: str, splits: dict[str, HubPart]) -> Source:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder; raise a UserError for one that is no folder of data, such as / or a home folder."""
+    """Yield the files below a folder; raise a UserError for one that is no folder of data, such as / or a home folder, and
+    an OSError where data may be in a folder that cannot be read, which would be left out in silence."""
+
+    def refuse(error: OSError) -> None:
+        place = Path(error.filename)
+        if not _is_hidden(place, folder) and place.name != _SYSTEMS_OWN:
+            raise error
+
     num_found = 0
-    for place, folders, names in os.walk(folder):
+    for place, folders, names in os.walk(folder, onerror=refuse):
         num_found += len(folders) + len(names)
         if num_found > MOST_FILES:
             raise UserError(
@@ -161,7 +170,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 def _open_folder(name: str, folder: Path, *, needs_training: bool) -> Source:
     """Open all data files of a folder, sorted by name; those named after a held-out split are never trained on."""
-    files = sorted(path for path in _files_below(folder) if path.is_file() and _is_data(path, folder))
+    files = sorted(path for path in _files_below(folder) if _is_data(path, folder) and path.is_file())
     if not files:
         raise UserError(
             f"The folder {folder} holds no data.", do=f"put files into it that end in {', '.join(SUFFIXES)}"
@@ -197,11 +206,15 @@ def split_of(path: Path) -> str:
 
 def _is_data(path: Path, folder: Path) -> bool:
     """Return whether a file of a folder is data: neither hidden nor a text that comes with data."""
-    if any(name.startswith((".", "_")) for name in path.relative_to(folder).parts):
+    if _is_hidden(path, folder):
         return False
     if path.suffix.lower() == ".txt" and _NAME_ENDS.split(path.stem.lower())[0] in _ABOUT_DATA:
         return False
     return path.suffix.lower() in SUFFIXES
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    return any(name.startswith((".", "_")) for name in path.relative_to(folder).parts)
 
 
 def _unknown(name: str) -> UserError:

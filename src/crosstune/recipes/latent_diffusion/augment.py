@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from crosstune.recipes.latent_diffusion.splits import Divided, text_key
 
+EDITION = 1
+"""Increase when the same texts would be divided, made or chosen otherwise: pairs of another edition are not taken over."""
 SHORTEST_SPAN = 2
 """Words of the shortest span."""
 _FEWEST_CROPPED = 4

@@ -14,13 +14,14 @@ from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.progress import Progress, silent
 from crosstune.recipes.latent_diffusion import grammar
 from crosstune.recipes.latent_diffusion.augment import add_made_texts
+from crosstune.recipes.latent_diffusion.choose_rows import WriteOptions, choose_rows
 from crosstune.recipes.latent_diffusion.encoders import MINILM, encoder_record, find_encoder, open_encoder
 from crosstune.recipes.latent_diffusion.layouts import Imported, find_layout, read_layout
 from crosstune.recipes.latent_diffusion.pair_folder import load_array
 from crosstune.recipes.latent_diffusion.splits import clean, divide
 from crosstune.recipes.latent_diffusion.token_rows import OnCount, TokenRows, tokenize
 from crosstune.recipes.latent_diffusion.wordnet import WORDNET, fetch_wordnet, read_wordnet
-from crosstune.recipes.latent_diffusion.write_pairs import WriteOptions, Written, check_counts, write_pairs
+from crosstune.recipes.latent_diffusion.write_pairs import Written, check_counts, check_out, write_pairs
 
 CORPORA = (grammar.GRAMMAR, WORDNET)
 _MOST_TEXTS = 50_000_000
@@ -57,6 +58,7 @@ def build(request: BuildRequest) -> Written:
     folder = Path(request.source).expanduser()
     has_layout = folder.is_dir() and find_layout(folder) is not None
     _check_use(request, has_layout=has_layout)
+    check_out(request.out)
     if request.source == grammar.GRAMMAR:
         return _build_grammar(request)
     if has_layout:
@@ -72,11 +74,14 @@ def build(request: BuildRequest) -> Written:
     )
     if request.crops or request.mixes:
         texts = add_made_texts(texts, divided, crops=request.crops, mixes=request.mixes)
-    encoder_folder = find_encoder(request.encoder, cache=request.cache, progress=request.progress)
-    tokens = None
     if request.vectors is not None:
         latents = load_array(request.vectors)
         check_counts(texts, latents, source=name)
+    encoder_folder = find_encoder(request.encoder, cache=request.cache, progress=request.progress)
+    tokenizer = Tokenizer.from_folder(encoder_folder)
+    tokens = tokenize(tokenizer, texts, on_count=_of_stage(request, "tokenizing"))
+    chosen = choose_rows(tokens, divided, tokenizer=tokenizer, options=request.options)
+    if request.vectors is not None:
         record = {
             "name": str(request.vectors.name),
             "kind": "given",
@@ -84,25 +89,24 @@ def build(request: BuildRequest) -> Written:
             "sha256": "given",
         }
     else:
-        tokenizer = Tokenizer.from_folder(encoder_folder)
         encoder = open_encoder(
             request.encoder,
             cache=request.cache,
             device=request.device,
             on_text=_of_stage(request, "embedding"),
         )
-        tokens = tokenize(tokenizer, texts, on_count=_of_stage(request, "tokenizing"))
-        latents, record = encoder.encode(texts, tokens=tokens), encoder.record()
+        rows = chosen.rows()
+        texts, chosen = [texts[row] for row in rows.tolist()], chosen.renumbered()
+        latents, record = encoder.encode(texts, tokens=tokens.take(rows)), encoder.record()
     return write_pairs(
         request.out,
         texts,
         latents,
-        divided=divided,
+        chosen=chosen,
         tokenizer_folder=encoder_folder,
         encoder=record,
         options=request.options,
         source=name,
-        tokens=tokens,
     )
 
 
@@ -136,12 +140,16 @@ def _build_grammar(request: BuildRequest) -> Written:
     texts, encoder = grammar.make_texts(count), grammar.GrammarEncoder()
     with tempfile.TemporaryDirectory() as scratch:
         grammar.write_tokenizer(Path(scratch))
+        tokenizer = Tokenizer.from_folder(Path(scratch))
+        divided = divide(
+            texts, validation_share=request.validation_share, most_validation=request.most_validation
+        )
         return write_pairs(
             request.out,
             texts,
             encoder.encode(texts),
-            divided=divide(
-                texts, validation_share=request.validation_share, most_validation=request.most_validation
+            chosen=choose_rows(
+                tokenize(tokenizer, texts), divided, tokenizer=tokenizer, options=request.options
             ),
             tokenizer_folder=Path(scratch),
             encoder=encoder.record(),
@@ -153,14 +161,15 @@ def _build_grammar(request: BuildRequest) -> Written:
 def _import_layout(request: BuildRequest, found: Imported) -> Written:
     """Write pairs of an original layout; their token ids are those of BERT's WordPiece, which MiniLM shares."""
     folder = find_encoder(request.encoder, cache=request.cache, progress=request.progress)
-    tokens = None
+    tokenizer = Tokenizer.from_folder(folder)
     if found.token_ids:
-        tokenizer = Tokenizer.from_folder(folder)
         added = {tokenizer.rust.token_to_id(text) for text in tokenizer.special}
         tokens = TokenRows.from_lists(
             [[i for i in ids.tolist() if i not in added] for ids in found.token_ids]
         )
         found.texts = tokenizer.rust.decode_batch(tokens.tolists())
+    else:
+        tokens = tokenize(tokenizer, found.texts)
     divided = divide(
         found.texts,
         validation_share=request.validation_share,
@@ -173,7 +182,7 @@ def _import_layout(request: BuildRequest, found: Imported) -> Written:
         request.out,
         found.texts,
         found.latents,
-        divided=divided,
+        chosen=choose_rows(tokens, divided, tokenizer=tokenizer, options=request.options),
         tokenizer_folder=folder,
         encoder={
             "name": request.source,
@@ -184,7 +193,6 @@ def _import_layout(request: BuildRequest, found: Imported) -> Written:
         | ({"may_be": request.encoder} if known else {}),
         options=request.options,
         source=request.source,
-        tokens=tokens,
     )
 
 

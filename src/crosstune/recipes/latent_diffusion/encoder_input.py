@@ -63,6 +63,11 @@ class EncoderInput:
         self._longest = longest - frame.size if frame is not None else None
         """The tokens that a text may have; None where the tokenizer has cut it."""
 
+    def is_empty(self) -> NDArray[np.bool_]:
+        """Return for each text whether the encoder has no token to read: it has none, and none is put around it."""
+        empty: NDArray[np.bool_] = self._tokens.lengths + self._frame.size == 0
+        return empty
+
     def batch(self, rows: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the ids and the attention mask of some texts, as wide as the longest of them."""
         frame = self._frame

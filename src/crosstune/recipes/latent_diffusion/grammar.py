@@ -129,8 +129,8 @@ def write_tokenizer(folder: Path) -> None:
 def grammar_pairs(cache: Path | None = None) -> Path:
     """Return the folder of the generated pairs in crosstune's cache; make it on the first call."""
     from crosstune.recipes.latent_diffusion.build import BuildRequest, build
+    from crosstune.recipes.latent_diffusion.choose_rows import WriteOptions
     from crosstune.recipes.latent_diffusion.pair_folder import is_pair_folder
-    from crosstune.recipes.latent_diffusion.write_pairs import WriteOptions
 
     folder = cache_base(cache) / "pairs" / f"{GRAMMAR}-{_EDITION}"
     if not is_pair_folder(folder):

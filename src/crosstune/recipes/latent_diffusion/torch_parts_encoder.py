@@ -51,13 +51,15 @@ class SentenceEncoder:
         return self._record
 
     def encode(self, texts: Sequence[str], *, tokens: TokenRows | None = None) -> NDArray[np.float32]:
+        """Return a vector for each text: of norm 1, or zero for one of which the encoder reads no token."""
         batch_size = _BATCH if self.device.type == "cpu" else _GPU_BATCH
         source = EncoderInput(self._tokenizer, texts, longest=self._longest, tokens=tokens)
         order = np.argsort(np.fromiter(map(len, texts), np.int64, len(texts)), kind="stable")
+        order = order[~source.is_empty()[order]]
         vectors = np.zeros((len(texts), self.dim), np.float32)
         reported = time.monotonic()
         waiting: tuple[NDArray[Any], torch.Tensor] | None = None
-        for start in range(0, len(texts), batch_size):
+        for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
             found = self.embed(*source.batch(rows))
             if waiting is not None:  # read one batch late, so that a GPU works while the next one is prepared
@@ -65,7 +67,7 @@ class SentenceEncoder:
             waiting = rows, found
             if self._on_text is not None and time.monotonic() - reported > _REPORT_S:
                 reported = time.monotonic()
-                self._on_text(start + len(rows), len(texts))
+                self._on_text(start + len(rows), len(order))
         if waiting is not None:
             vectors[waiting[0]] = waiting[1].cpu().numpy()
         return vectors

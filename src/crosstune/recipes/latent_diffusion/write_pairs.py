@@ -14,31 +14,19 @@ from crosstune.core.atomic_files import put_in_place, staging_folder
 from crosstune.core.disk import file_sha256
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import write_json
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.recipes.latent_diffusion.choose_rows import Chosen, WriteOptions
 from crosstune.recipes.latent_diffusion.pair_folder import (
     FORMAT,
     MANIFEST,
     VERSION,
     is_pair_folder,
 )
-from crosstune.recipes.latent_diffusion.splits import Divided, check_no_overlap, clean
-from crosstune.recipes.latent_diffusion.token_rows import TokenRows, tokenize
-from crosstune.recipes.latent_diffusion.vocabulary import Vocabulary, count_tokens
+from crosstune.recipes.latent_diffusion.splits import check_no_overlap, clean
+from crosstune.recipes.latent_diffusion.token_rows import TokenRows
 
 Array = NDArray[Any]
 DTYPES = {"fp32": np.float32, "fp16": np.float16}
 _ROWS_AT_ONCE = 65_536
-
-
-@dataclass(frozen=True, kw_only=True)
-class WriteOptions:
-    max_tokens: int
-    """The longest text that the model will have room for."""
-    too_long: str = "error"
-    """`error` or `drop`: refuse longer ones, or leave them out."""
-    min_count: int = 1
-    """Leave tokens that are rarer in the training split out of the vocabulary."""
-    dtype: str = "fp32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,36 +92,36 @@ def check_counts(texts: Sequence[str], latents: Array, *, source: str) -> None:
         )
 
 
-def write_pairs(
-    folder: Path,
-    texts: Sequence[str],
-    latents: Array,
-    *,
-    divided: Divided,
-    tokenizer_folder: Path,
-    encoder: Mapping[str, Any],
-    options: WriteOptions,
-    source: str,
-    tokens: TokenRows | None = None,
-) -> Written:
-    """Write the pairs of each split; an existing folder of pairs is replaced when the new one is complete.
-
-    `source` names the data in errors. `tokens` are the tokenizer's ids of the texts, where they are known already.
-    """
-    check_counts(texts, latents, source=source)
+def check_out(folder: Path) -> None:
+    """Raise if pairs cannot be written to this folder, which holds other things."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is not a folder.", do="give another --out FOLDER")
     if folder.exists() and not is_pair_folder(folder) and any(folder.iterdir()):
         raise UserError(
             f"{folder} is not empty and holds no pairs.",
             do="give another --out FOLDER, or remove it yourself",
         )
+
+
+def write_pairs(
+    folder: Path,
+    texts: Sequence[str],
+    latents: Array,
+    *,
+    chosen: Chosen,
+    tokenizer_folder: Path,
+    encoder: Mapping[str, Any],
+    options: WriteOptions,
+    source: str,
+) -> Written:
+    """Write the chosen pairs of each split; an existing folder of pairs is replaced when the new one is complete.
+
+    `source` names the data in errors.
+    """
+    check_counts(texts, latents, source=source)
+    check_out(folder)
     norms = vector_norms(latents, source=source)
-    tokenizer = Tokenizer.from_folder(tokenizer_folder)
-    tokens = tokenize(tokenizer, texts) if tokens is None else tokens
-    splits, left_out = _within(tokens.lengths, divided, options)
-    rows = {split: tokens.take(found) for split, found in splits.items()}
-    vocabulary = Vocabulary(
-        tokenizer=tokenizer, kept=count_tokens(rows["train"], min_count=options.min_count)
-    )
+    splits, vocabulary = chosen.splits, chosen.vocabulary
     texts_of = {split: [clean(texts[row]) for row in found.tolist()] for split, found in splits.items()}
     check_no_overlap(texts_of)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +131,7 @@ def write_pairs(
         vocabulary.save(new, tokenizer_folder=tokenizer_folder)
         for split, found in splits.items():
             (new / split).mkdir()
-            _write_tokens(new / split, vocabulary.reduce(rows[split]), width=options.max_tokens)
+            _write_tokens(new / split, vocabulary.reduce(chosen.tokens[split]), width=options.max_tokens)
             _write_vectors(new / split, latents, norms, rows=found, dtype=np.dtype(DTYPES[options.dtype]))
             lines = "".join(f"{text}\n" for text in texts_of[split])
             (new / split / "texts.txt").write_text(lines, encoding="utf-8")
@@ -155,40 +143,15 @@ def write_pairs(
             "splits": {split: len(found) for split, found in splits.items()},
             "vocabulary": vocabulary.size,
             "encoder": dict(encoder),
-            "tokenizer_sha256": tokenizer.digest,
+            "tokenizer_sha256": vocabulary.digest,
             "normalised": True,
             "vectors_normalised_here": _count_changed(norms),
-            "left_out": divided.left_out | left_out,
+            "left_out": dict(chosen.left_out),
             "files": _files(new),
         }
         write_json(new / MANIFEST, manifest)
         put_in_place(new, folder, aside=stage / "replaced")
     return Written(folder=folder, manifest=manifest)
-
-
-def _within(
-    lengths: NDArray[np.int64], divided: Divided, options: WriteOptions
-) -> tuple[dict[str, NDArray[np.int64]], dict[str, int]]:
-    """Return the splits without texts of no token, and without those longer than the context if they are to be dropped.
-
-    A text that was made of others is dropped in any case.
-    """
-    limit = options.max_tokens
-    rows = {split: np.asarray(found, np.int64) for split, found in divided.splits.items()}
-    everything = np.concatenate(list(rows.values()))
-    long = everything[lengths[everything] > limit]
-    refused = long if divided.num_given is None else long[long < divided.num_given]
-    if len(refused) and options.too_long == "error":
-        first = int(refused.min())
-        raise UserError(
-            f"{len(refused):,} texts are longer than {limit} tokens.",
-            why=f"the first is row {first}, with {lengths[first]} tokens; a text cut short would not be that of its vector.",
-            do=f"use --max_tokens {lengths[refused].max()}, or leave them out with --too_long drop",
-        )
-    splits = {split: found[(lengths[found] > 0) & (lengths[found] <= limit)] for split, found in rows.items()}
-    if not len(splits.get("train", ())):
-        raise UserError(f"No text has at most {limit} tokens.", do="use a larger --max_tokens")
-    return splits, {"too_long": len(long)}
 
 
 def _write_tokens(folder: Path, rows: TokenRows, *, width: int) -> None:

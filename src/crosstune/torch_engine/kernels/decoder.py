@@ -53,7 +53,7 @@ class FastDecoder:
         self.norm = find_parts.read_norm(self.inner.norm)
         windows = {attention.window for attention, _ in self.layers}
         self.drops_padding = all(attends_by_document(self.device, dtype, window) for window in windows)
-        """Whether rows of different lengths are computed as one row of documents, without padding."""
+        """True if rows of different lengths are computed as one row of documents, without padding."""
 
     def set_recomputation(self, recompute: Sequence[Recompute] | Recompute) -> None:
         """Set what the backward pass computes again: in each layer, or in all of them alike."""

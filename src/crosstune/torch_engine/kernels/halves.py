@@ -45,7 +45,7 @@ class MLPHalf:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """What a forward pass gives to every layer."""
+    """Hold what a forward pass gives to every layer."""
 
     operations: Operations
     documents: Documents

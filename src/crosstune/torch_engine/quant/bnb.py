@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from crosstune.core.errors import UserError
@@ -100,9 +101,10 @@ def dequantize(
         scale = (tensors["scale"].float() / _INT8_LIMIT)[:, None]
         return (tensors["packed"].float() * scale).to(dtype)
     inner = _nested_state(tensors, facts)
+    shape = torch.Size(facts["shape"])
     state = bnb.QuantState(
         absmax=tensors["absmax"],
-        shape=torch.Size(facts["shape"]),
+        shape=torch.Size(_whole_blocks(shape, facts["blocksize"])),
         code=tensors["quant_map"],
         blocksize=facts["blocksize"],
         quant_type=facts["quant_type"],
@@ -110,7 +112,16 @@ def dequantize(
         offset=tensors.get("nested_offset"),
         state2=inner,
     )
-    return bnb.dequantize_4bit(tensors["packed"], state)
+    return bnb.dequantize_4bit(tensors["packed"], state).reshape(shape)
+
+
+def _whole_blocks(shape: Sequence[int], blocksize: int) -> tuple[int, ...]:
+    """Return a shape of as many weights whose rows are whole blocks, or one row. Blocks run on from row to row, and
+    bitsandbytes' kernel for CPUs begins a new one in each row."""
+    if shape[-1] % blocksize == 0:
+        return tuple(shape)
+    count = math.prod(shape)
+    return (count // blocksize, blocksize) if count % blocksize == 0 else (1, count)
 
 
 def _nested_state(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> Any:

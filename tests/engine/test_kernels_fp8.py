@@ -1,0 +1,110 @@
+"""The fast layers with products in fp8: near those of the same weights, and which groups of layers stay out of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+import transformers as hf
+from fast_models import SHAPE, fast_loss, general_loss, gradients, make_model, quantize_base
+from torch import nn
+
+from crosstune.core.quantization import QuantSpec
+from crosstune.torch_engine.kernels import torch_operations
+from crosstune.torch_engine.kernels.calibrate import leave_out_of_fp8
+from crosstune.torch_engine.kernels.choose import describe_decoder
+from crosstune.torch_engine.kernels.decoder import FastDecoder
+from crosstune.torch_engine.kernels.fp8_weights import Fp8Weights
+from crosstune.torch_engine.kernels.operations import Quantize
+from crosstune.torch_engine.load import forms_to_quantize
+from crosstune.torch_engine.quantized import QuantLinear, quantize_weight
+from crosstune.torch_engine.weight_forms import weight_forms
+
+IN_FP8 = QuantSpec(quantizer="fp8", bits=8, group_size=0)
+
+
+def cosines(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[float]:
+    return [
+        F.cosine_similarity(found[name].flatten(), expected[name].flatten(), dim=0).item()
+        for name in expected
+    ]
+
+
+def outside_fp8(decoder: FastDecoder) -> list[str]:
+    return [name for name, stacked in decoder.groups().items() if not stacked.in_fp8]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [IN_FP8, QuantSpec(quantizer="bnb", bits=4, group_size=64)],
+    ids=["stored in fp8", "stored in NF4"],
+)
+def test_products_in_fp8_are_near_those_of_the_same_weights(spec: QuantSpec) -> None:
+    model, adapters = make_model("llama, biases, tied head")
+    quantize_base(adapters, spec)
+    loss = general_loss(model, None)
+    expected = gradients(loss, adapters)
+    decoder = FastDecoder(model, dtype=torch.float32, fp8=True)
+    assert outside_fp8(decoder) == ["layers.0.down", "layers.2.down"]
+    found = fast_loss(decoder, None)
+    assert found.item() == pytest.approx(loss.item(), rel=2e-2) and found.item() != loss.item()
+    similar = cosines(gradients(found, adapters), expected)
+    assert min(similar) > 0.98 and sum(similar) / len(similar) > 0.995
+    # Text and merging read the modules, whose bits are views of the stacked ones.
+    assert torch.allclose(general_loss(model, None), loss)
+
+
+def test_an_fp8_product_is_the_product_of_what_was_rounded() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(32, 48), torch.randn(5, 48)
+    base = QuantLinear(quantize_weight(weight, IN_FP8, torch.float32), None)
+    weights = Fp8Weights([base], dtype=torch.float32)
+    rows = torch_operations.quantize_rows(x, Quantize())
+    assert rows.packed is not None and rows.scale is not None
+    rounded = rows.packed.double() * rows.scale.double()
+    dense = base.stored.dequantize(torch.float32).double()
+    assert torch.allclose(weights.product(rows).double(), rounded @ dense.T, rtol=1e-4, atol=1e-5)
+    gradient = torch.randn(5, 32)
+    rows = torch_operations.quantize_rows(gradient, Quantize(weights.row_scales))
+    assert rows.packed is not None and rows.scale is not None
+    folded = rows.packed.double() * rows.scale.double() / weights.row_scales.double()
+    assert torch.allclose(weights.input_gradient(rows).double(), folded @ dense, rtol=1e-4, atol=1e-5)
+    assert (weights.input_gradient(rows) - gradient @ weight).norm() / (gradient @ weight).norm() < 0.08
+
+
+def test_groups_whose_products_are_too_far_off_stay_out_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, adapters = make_model("llama")
+    quantize_base(adapters, IN_FP8)
+    decoder = FastDecoder(model, dtype=torch.float32, fp8=True)
+    assert leave_out_of_fp8(decoder, seed=0) == []
+    down = decoder.layers[1][1].down
+    measured = down.weights.product
+    monkeypatch.setattr(down.weights, "product", lambda rows: 1.5 * measured(rows))
+    [(name, error)] = leave_out_of_fp8(decoder, seed=0)
+    assert name == "layers.1.down" and error == pytest.approx(0.5, abs=0.05)
+    assert not down.in_fp8 and decoder.layers[1][1].gate_up.in_fp8
+    loss = fast_loss(decoder, None)
+    assert loss.item() == pytest.approx(general_loss(model, None).item(), rel=2e-2)
+    assert describe_decoder(decoder, refused=None, left_out=[(name, error)])[0].startswith(
+        "base_precision: 1 of 12"
+    )
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 4])
+def test_the_output_of_the_first_and_of_the_last_mlp_is_not_in_fp8(num_layers: int) -> None:
+    """Neither stored nor multiplied, which are chosen apart. In a model of one block they are the same."""
+    plain = hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE | {"num_hidden_layers": num_layers}))
+    outer = {0, num_layers - 1}
+    left_out = weight_forms(plain).keys() - forms_to_quantize(plain, IN_FP8).keys()
+    assert left_out == {f"model.layers.{index}.mlp.down_proj.weight" for index in outer}
+    model, adapters = make_model("llama", num_hidden_layers=num_layers)
+    quantize_base(adapters, IN_FP8)
+    decoder = FastDecoder(model, dtype=torch.float32, fp8=True)
+    assert {*outside_fp8(decoder)} == {f"layers.{index}.down" for index in outer}
+
+
+def test_a_list_of_one_module_beside_the_blocks_is_no_block() -> None:
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE))
+    model.later = nn.ModuleList([nn.Sequential(nn.Linear(16, 16))])
+    left_out = weight_forms(model).keys() - forms_to_quantize(model, IN_FP8).keys()
+    assert left_out == {f"model.layers.{index}.mlp.down_proj.weight" for index in (0, 2)}

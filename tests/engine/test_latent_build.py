@@ -1,0 +1,118 @@
+"""`crosstune latents build` with an encoder: which texts are left out and refused, and when."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from latent_encoders import WORDS, write_encoder
+
+from crosstune.cli.main import main
+from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, open_pairs
+
+WITHOUT_TOKENS = "\u200b"
+"""A zero-width space: no white space for Python, and nothing for BERT's tokenizer."""
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Reads nothing but the tokens of a text."""
+    return write_encoder(tmp_path_factory.mktemp("encoders") / "plain", template="$A", as_bert=True)
+
+
+def build(folder: Path, encoder: Path, texts: list[str], *words: str) -> tuple[int, dict[str, Any]]:
+    """Build folder / pairs; return the exit code, and the manifest if there is one."""
+    (folder / "texts.txt").write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+    asked = ["latents", "build", str(folder / "texts.txt"), "--out", str(folder / "pairs")]
+    code = main([*asked, "--encoder", str(encoder), "--device", "cpu", *words])
+    manifest = folder / "pairs" / "manifest.json"
+    return code, json.loads(manifest.read_text()) if manifest.is_file() else {}
+
+
+def rows_of(pairs: PairFolder, split: str) -> list[bytes]:
+    return [row.tobytes() for row in np.asarray(pairs.splits[split].tokens)]
+
+
+def test_no_made_text_has_the_tokens_of_a_held_out_one(tmp_path: Path, encoder: Path) -> None:
+    """A span `cat , sees` is the held-out `cat, sees` to a tokenizer that splits at commas, and `thé` is `the`."""
+    short = [f"{a}, {b} {c}" for a, b, c in itertools.permutations(WORDS[4:9], 3)]
+    long = [f"{a} , {b} {c} , {d} thé" for a, b, c, d in itertools.permutations(WORDS[4:8], 4)]
+    options = ["--validation_share", "0.3", "--max_tokens", "10"]
+    for folder in ("more", "plain"):
+        (tmp_path / folder).mkdir()
+    assert build(tmp_path / "plain", encoder, short + long, *options)[0] == 0
+    code, manifest = build(tmp_path / "more", encoder, short + long, *options, "--crops=4", "--mixes=4")
+    assert code == 0 and manifest["left_out"]["equal_in_tokens"] > 10
+    pairs, plain = open_pairs(tmp_path / "more" / "pairs"), open_pairs(tmp_path / "plain" / "pairs")
+    train, held_out = rows_of(pairs, "train"), rows_of(pairs, "validation")
+    assert len(train) > 100 and len(held_out) > 10
+    assert not {*train} & {*held_out} and len({*train}) == len(train)
+    assert pairs.splits["validation"].texts == plain.splits["validation"].texts
+
+
+def test_texts_that_the_tokenizer_does_not_tell_apart_are_one(
+    tmp_path: Path, encoder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = ["the cat, a", "thé cat, a", "the cat , a", "the  CÁT ,a"]
+    code, manifest = build(tmp_path, encoder, [*same, "dogs"], "--validation_share=0")
+    assert code == 0 and manifest["splits"]["train"] == 2
+    assert manifest["left_out"]["equal_in_tokens"] == 3
+    assert "left out 3 equal in tokens" in capsys.readouterr().out
+
+
+def test_a_text_without_tokens_is_left_out_and_counted(
+    tmp_path: Path, encoder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = ["the cat", WITHOUT_TOKENS, "a cat sees dogs", WITHOUT_TOKENS * 2]
+    code, manifest = build(tmp_path, encoder, texts, "--validation_share=0")
+    assert code == 0 and manifest["left_out"]["without_tokens"] == 2
+    assert "2 without tokens" in capsys.readouterr().out
+    assert open_pairs(tmp_path / "pairs").splits["train"].texts == ["the cat", "a cat sees dogs"]
+
+
+def test_a_count_that_no_token_reaches(
+    tmp_path: Path, encoder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = ["the cat", "the dogs", "the cat sees"]
+    code, _ = build(tmp_path, encoder, texts, "--validation_share=0", "--min_count=4")
+    error = capsys.readouterr().err
+    assert code == 2 and "--min_count 4 leaves no token" in error and "use --min_count 3" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["texts.txt"], "nothing is left behind"
+    assert build(tmp_path, encoder, texts, "--validation_share=0", "--min_count=3")[0] == 0
+    assert open_pairs(tmp_path / "pairs").vocabulary.decode([3]) == "the"
+
+
+@pytest.fixture
+def unloadable(tmp_path: Path) -> Path:
+    """An encoder whose weights nobody can load: what is refused with it is refused before a text is embedded."""
+    folder = write_encoder(tmp_path / "unloadable", as_bert=True)
+    (folder / "model.safetensors").write_bytes(b"no weights")
+    return folder
+
+
+@pytest.mark.parametrize("words", [("--max_tokens=1",), ("--min_count=9",)])
+def test_what_tokens_decide_is_refused_before_a_text_is_embedded(
+    tmp_path: Path, unloadable: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data").mkdir()
+    code, _ = build(tmp_path / "data", unloadable, ["the cat", "a"], "--validation_share=0", *words)
+    error = capsys.readouterr().err
+    assert code == 2 and ("longer than 1 tokens" in error or "leaves no token" in error)
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["texts.txt"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_another_thing_at_the_place_of_the_pairs_is_refused_before_a_text_is_embedded(
+    tmp_path: Path, unloadable: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "pairs" / "thesis.txt" if kind == "folder" else tmp_path / "pairs"
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
+    assert build(tmp_path, unloadable, ["the cat"], "--validation_share=0")[0] == 2
+    error = capsys.readouterr().err
+    assert "holds no pairs" in error or "is not a folder" in error
+    assert mine.read_text() == "mine"
