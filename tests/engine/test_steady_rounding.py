@@ -1,0 +1,92 @@
+"""Rows of a batch are rounded as they are alone: products, attention after cached tokens, what is left as it is."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the extra crosstune[torch]")
+from torch.nn import functional  # noqa: E402
+
+from crosstune.torch_engine import steady_rounding  # noqa: E402
+from crosstune.torch_engine.steady_rounding import SteadyRounding  # noqa: E402
+
+attend = functional.scaled_dot_product_attention
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("inputs, outputs", [(576, 192), (1536, 576), (64, steady_rounding.WIDE + 8)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_does_not_depend_on_the_rows_beside_it(inputs: int, outputs: int, biased: bool) -> None:
+    rows, weight = draw(300, inputs), draw(outputs, inputs)
+    bias = draw(outputs) if biased else None
+    plain = functional.linear(rows, weight, bias)
+    with torch.inference_mode(), SteadyRounding():
+        whole = functional.linear(rows, weight, bias)
+        parts = [functional.linear(part, weight, bias) for part in rows.split([1, 2, 5, 60, 92, 140])]
+        deep = functional.linear(rows.reshape(3, 4, 25, inputs), weight, bias)
+    torch.testing.assert_close(whole, plain, rtol=1e-4, atol=1e-3)
+    assert torch.equal(torch.cat(parts), whole)
+    assert deep.shape == (3, 4, 25, outputs) and torch.equal(deep.reshape(300, outputs), whole)
+
+
+def test_transposed_weights_as_in_gpt2() -> None:
+    rows, weight, bias = draw(70, 1536), draw(1536, 576), draw(576)
+    with torch.inference_mode(), SteadyRounding():
+        whole = torch.addmm(bias, rows, weight)
+        parts = [torch.addmm(bias, part, weight) for part in rows.split([3, 67])]
+        scaled = torch.addmm(bias, rows, weight, beta=0.0)
+    torch.testing.assert_close(whole, bias + rows @ weight, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(scaled, rows @ weight, rtol=1e-4, atol=1e-3)
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("scores_at_once", [1, 2**25])
+def test_attention_does_not_depend_on_cached_tokens_and_padding(
+    monkeypatch: pytest.MonkeyPatch, scores_at_once: int
+) -> None:
+    monkeypatch.setattr(steady_rounding, "SCORES_AT_ONCE", scores_at_once)
+    length, cached, padding, size = 600, 530, 37, 64
+    query, key, value = (draw(3, 2, length, size + n)[..., :size] for n in range(3))
+    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    padded = functional.pad(seen[cached:], (padding, 0))
+    filled = [functional.pad(tensor, (0, 0, padding, 0), value=3.0) for tensor in (key, value)]
+    exact = attend(query.double(), key.double(), value.double(), is_causal=True)
+    with torch.inference_mode(), SteadyRounding():
+        whole = attend(query, key, value, is_causal=True)
+        for mask in (
+            padded,
+            padded.expand(3, 1, -1, -1),
+            torch.zeros(padded.shape).masked_fill(~padded, -torch.inf),
+        ):
+            after = attend(query[:, :, cached:], *filled, mask)
+            # In a few millions a number lies so near the middle of two others that the order of additions decides.
+            assert (after != whole[:, :, cached:]).sum() <= 2
+            torch.testing.assert_close(after, whole[:, :, cached:], rtol=2e-7, atol=1e-9)
+    assert whole.dtype == torch.float32
+    torch.testing.assert_close(whole.double(), exact, rtol=1e-7, atol=1e-9)
+
+
+def test_16_bit_numbers_and_devices_without_fp64_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, weight = draw(5, 64), draw(32, 64)
+    half, short = rows.bfloat16(), weight.bfloat16()
+    query = draw(1, 2, 8, 16)
+    with torch.inference_mode():
+        plain = functional.linear(half, short), attend(query, query, query), rows.mean(-1)
+        with SteadyRounding():
+            assert torch.equal(functional.linear(half, short), plain[0])
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                assert functional.linear(rows, weight).dtype == torch.bfloat16
+            monkeypatch.setattr(steady_rounding, "DEVICES_WITH_FP64", ())
+            assert torch.equal(attend(query, query, query), plain[1])
+            assert torch.equal(rows.mean(-1), plain[2])
+            assert steady_rounding.widest(half).dtype == torch.float32
+
+
+def test_a_mean_is_rounded_once() -> None:
+    rows = draw(50, 576)
+    with torch.inference_mode(), SteadyRounding():
+        found = rows.pow(2).mean(-1, keepdim=True)
+    assert torch.equal(found, rows.pow(2).double().mean(-1, keepdim=True).float())
