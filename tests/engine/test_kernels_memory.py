@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fast_models import VOCABULARY, make_model, make_rows
+from torch.utils.flop_counter import FlopCounterMode
 
 from crosstune.core.fast_memory import activation_bytes, fast_layer
 from crosstune.core.training_step import Step
@@ -79,12 +80,33 @@ def test_a_recomputed_layer_keeps_what_is_predicted(monkeypatch: pytest.MonkeyPa
     kept: list[int] = []
     inner = decoder_module.checkpoint
 
-    def record(run: Any, stream: Any, *others: Any, **options: Any) -> Any:
-        kept.append(sum(part.nbytes for part in stream if part is not None))
-        return inner(run, stream, *others, **options)
+    def record(run: Any, total: torch.Tensor, *others: Any, **options: Any) -> Any:
+        kept.append(total.nbytes)
+        return inner(run, total, *others, **options)
 
     monkeypatch.setattr(decoder_module, "checkpoint", record)
     ids, rows, _ = make_rows()
     fast.hidden(ids, rows=rows)
     each = ids.numel() * describe_layer(fast, length=ids.shape[1]).kept().full
-    assert kept == [each // 2, each, each], "nothing has been added to the embedding"
+    assert kept == [each] * len(fast.layers)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_the_last_product_of_a_layer_is_not_computed_again(name: str) -> None:
+    """A norm after it needs it, as in Gemma 3."""
+    flops = {}
+    for recompute in ("lean", "full"):
+        model, _ = make_model(name)
+        fast = FastDecoder(model, dtype=torch.float32, recompute=recompute)  # type: ignore[arg-type]
+        ids, _, _ = make_rows()
+        with FlopCounterMode(display=False) as counter:
+            hidden = fast.hidden(ids)
+            forward = counter.get_total_flops()
+            hidden.sum().backward()
+        flops[recompute] = counter.get_total_flops()
+    down = [mlp.down for _, mlp in fast.layers if mlp.post_norm is None]
+    left_out = sum(
+        2 * ids.numel() * group.make_input(1).shape[1] * group.weights.num_outputs for group in down
+    )
+    assert bool(left_out) == (name == "llama")
+    assert flops["full"] - flops["lean"] == forward - left_out

@@ -151,7 +151,7 @@ class FastLayer:
         return LayerBytes(
             none=lean + 2 * self.hidden * self.compute_bytes,
             lean=lean,
-            full=self.hidden * (self.stream_bytes + self.compute_bytes),
+            full=self.hidden * self.stream_bytes,
         )
 
     def backward(self, *, in_fp8: bool) -> int:

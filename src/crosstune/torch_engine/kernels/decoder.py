@@ -120,8 +120,17 @@ class FastDecoder:
 
     def _run(self, layer: Layer, stream: Stream, given: Pass, recompute: Recompute) -> Stream:
         if recompute == "full" and torch.is_grad_enabled():
+            total, added = stream
+            if added is not None:  # one tensor is kept instead of two
+                total = (total + added).to(total.dtype)
             found: Stream = checkpoint(
-                _run_layer, stream, layer, given, False, use_reentrant=False, preserve_rng_state=False
+                _run_whole,
+                total,
+                layer,
+                given,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=given.again.contexts,
             )
             return found
         return _run_layer(stream, layer, given, recompute == "none")
@@ -183,6 +192,11 @@ class FastDecoder:
             may_extend=own_input,
             fp8=self.fp8_scratch if fp8 else None,
         )
+
+
+def _run_whole(total: torch.Tensor, layer: Layer, given: Pass) -> Stream:
+    """Run a layer that is computed again for its backward pass."""
+    return _run_layer((total, None), layer, given, False)
 
 
 def _run_layer(stream: Stream, layer: Layer, given: Pass, keep: bool) -> Stream:

@@ -6,8 +6,9 @@ in the kernel that reads them anyway.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +44,26 @@ class MLPHalf:
     post_norm: Norm | None = None
 
 
+class Again:
+    """Tell whether a layer is being computed again for its backward pass, which does not need the layer's outputs."""
+
+    on = False
+
+    def contexts(
+        self,
+    ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+        """Return the contexts of the first pass and of the second one, as `torch.utils.checkpoint` takes them."""
+        return contextlib.nullcontext(), self._second()
+
+    @contextlib.contextmanager
+    def _second(self) -> Iterator[None]:
+        self.on = True
+        try:
+            yield
+        finally:
+            self.on = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pass:
     """Hold what a forward pass gives to every layer."""
@@ -51,19 +72,19 @@ class Pass:
     documents: Documents
     tables: dict[str, tuple[torch.Tensor, torch.Tensor]]
     """The cosines and sines of each kind of rotary table: tokens of a row, or of all rows, x rotary / 2."""
+    again: Again = field(default_factory=Again)
 
 
 def run_attention(stream: Stream, half: AttentionHalf, given: Pass, *, keep: bool) -> Stream:
     """Apply attention. `keep` saves normalized inputs for the backward pass; otherwise it rebuilds them."""
-    found = _AttentionInput.apply(*stream, half, given, keep, *half.qkv.parameters)
-    total, (q, k, v) = (stream[0], found) if stream[1] is None else (found[0], found[1:])
+    total, q, k, v = _AttentionInput.apply(*stream, half, given, keep, *half.qkv.parameters)
     attended = attend(q, k, v, documents=given.documents, scale=half.scale, window=half.window)
     added: torch.Tensor = _AttentionOutput.apply(attended, half, given.operations, *half.out.parameters)
     return total, added
 
 
 def run_mlp(stream: Stream, half: MLPHalf, given: Pass, *, keep: bool) -> Stream:
-    total, added = _MLP.apply(*stream, half, given.operations, keep, *_parameters(half))
+    total, added = _MLP.apply(*stream, half, given, keep, *_parameters(half))
     return total, added
 
 
@@ -103,14 +124,13 @@ class _AttentionInput(torch.autograd.Function):
         )
         shape = (given.documents.num_rows, given.documents.length)
         q, k, v = (part.view(*shape, *part.shape[1:]) for part in parts)
-        return (q, k, v) if added is None else (total, q, k, v)
+        return total, q, k, v
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         half, operations = ctx.half, ctx.given.operations
         total, rstd, low, buffer, raw = ctx.saved_tensors
-        residual = gradients[0] if len(gradients) == 4 else None
-        q, k, v = gradients[-3:]
+        residual, q, k, v = gradients
         rows = operations.rotate_backward(
             (q, k, v),
             *ctx.given.tables[half.rope],
@@ -163,21 +183,27 @@ class _MLP(torch.autograd.Function):
         stream: torch.Tensor,
         added: torch.Tensor,
         half: MLPHalf,
-        operations: Operations,
+        given: Pass,
         keep: bool,
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        gate_up, down = half.gate_up, half.down
+        operations, gate_up, down = given.operations, half.gate_up, half.down
         buffer = gate_up.make_input(len(stream))
         total, rstd, rows = operations.rms_norm(
             stream, added, half.norm, gate_up.inputs_in(buffer), gate_up.quantize_inputs
         )
         both, low = gate_up.forward(_whole(rows, buffer))
         inner = down.make_input(len(stream))
-        rows = operations.gate(both, half.activation, down.inputs_in(inner), down.quantize_inputs)
-        out, low_down, product, post_rstd = _product(
-            inner, down, half.post_norm, operations, rows=_whole(rows, inner)
-        )
+        product = post_rstd = None
+        if given.again.on and half.post_norm is None:
+            operations.gate(both, half.activation, down.inputs_in(inner))
+            low_down = down.low(inner)
+            out = inner.new_empty(()).expand(len(stream), down.weights.num_outputs)  # nothing reads it
+        else:
+            rows = operations.gate(both, half.activation, down.inputs_in(inner), down.quantize_inputs)
+            out, low_down, product, post_rstd = _product(
+                inner, down, half.post_norm, operations, rows=_whole(rows, inner)
+            )
         ctx.half, ctx.operations, ctx.added = half, operations, added.dtype
         lows = (low if keep else _kept(low), _kept(low_down))
         ctx.save_for_backward(total, rstd, both, *lows, buffer if keep else None, product, post_rstd)

@@ -116,8 +116,7 @@ class Stacked:
         """Return the outputs and x A. `inputs` holds a whole buffer of `make_input`."""
         if self.extended:
             buffer = inputs.values
-            low = buffer[:, self.num_inputs :]
-            torch.mm(self.inputs_in(buffer), self._a.t(), out=low)
+            low = self.low(buffer)
             matrix = self._matrix()
             if self.bias is None:
                 return buffer @ matrix.t(), low
@@ -127,13 +126,21 @@ class Stacked:
             self.on_product(self, inputs.values, out)
         if self.bias is not None:
             out += self.bias
-        low = inputs.values @ self._a.t()
+        low = self.low(inputs.values)
         if self._b_columns is not None:
             out.addmm_(low, self._b_columns.t())
         else:
             for adapter, b in zip(self.adapters, self._b, strict=True):
                 out[:, adapter.rows].addmm_(low[:, adapter.columns], b.t())
         return out, low
+
+    def low(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return x A of the inputs in a buffer of `make_input`, in the buffer if it has room for it."""
+        if not self.extended:
+            return buffer @ self._a.t()
+        low = buffer[:, self.num_inputs :]
+        torch.mm(self.inputs_in(buffer), self._a.t(), out=low)
+        return low
 
     def backward(
         self, gradient: Rows, inputs: torch.Tensor, low: torch.Tensor, *, need_input: bool
