@@ -151,3 +151,21 @@ def test_empty_lines_are_counted_and_keep_their_numbers(
     assert code == 0 and manifest["left_out"]["empty"] == 2
     pairs = open_pairs(tmp_path / "pairs").splits["train"]
     assert pairs.texts == ["the cat", "a cat sees dogs"]
+
+
+def test_a_line_that_is_no_text_is_named_instead_of_being_cut(
+    tmp_path: Path, encoder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its parts would be texts of their own, and cut within a character."""
+    texts = ["the cat", "é" * 2**20]
+    assert build(tmp_path, encoder, texts, "--too_long=drop", "--validation_share=0")[0] == 2
+    assert "Line 2 of" in (error := capsys.readouterr().err) and "is longer than 1,048,576 bytes" in error
+
+
+def test_fewer_texts_than_the_vectors_that_are_given(
+    tmp_path: Path, unloadable: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "vectors.npy", np.eye(2, 16, dtype=np.float32))
+    asked = ["--max_texts=1", f"--vectors={tmp_path / 'vectors.npy'}"]
+    assert build(tmp_path, unloadable, ["the cat", "a cat"], "--validation_share=0", *asked)[0] == 2
+    assert "--max_texts cannot be used with --vectors" in capsys.readouterr().err

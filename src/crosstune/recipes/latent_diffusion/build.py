@@ -148,6 +148,9 @@ def _check_use(request: BuildRequest, *, has_layout: bool) -> None:
         problems.append(UserError(f"--file is for the corpus {WORDNET}.", do="leave it out"))
     if request.most_texts > 0 and has_layout:
         problems.append(UserError("--max_texts cannot be used with an original layout.", do="leave it out"))
+    if request.most_texts > 0 and request.vectors is not None:
+        why = "each text needs its own vector, and the texts would be fewer."
+        problems.append(UserError("--max_texts cannot be used with --vectors.", why=why, do="leave it out"))
     raise_all(problems)
 
 
@@ -236,7 +239,12 @@ def _read_texts(request: BuildRequest) -> list[str]:
 def _read_lines(path: Path, limit: int) -> list[str]:
     texts: list[str] = []
     with open_plain(path) as file:
-        while len(texts) < limit and (line := file.readline(_LONGEST_LINE)):
+        while len(texts) < limit and (line := file.readline(_LONGEST_LINE + 1)):
+            if len(line) > _LONGEST_LINE:
+                raise UserError(
+                    f"Line {len(texts) + 1} of {path} is longer than {_LONGEST_LINE:,} bytes.",
+                    do="put each text on a line of its own",
+                )
             try:
                 text = line.decode("utf-8").strip()
             except UnicodeDecodeError as error:
