@@ -169,3 +169,13 @@ def test_activations_may_wait_on_the_host(recompute: Any) -> None:
     found = gradients(loss, adapters)
     assert copied and found.keys() == expected.keys()
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+@pytest.mark.parametrize("recompute", ["none", "lean", "full"])
+def test_a_graph_that_is_kept_is_gone_through_twice(recompute: Any) -> None:
+    model, adapters = make_model("llama")
+    decoder = FastDecoder(model, dtype=torch.float32, recompute=recompute)
+    trained = [part for adapter in adapters.values() for part in adapter.trained().values()]
+    loss = fast_loss(decoder, None)
+    first = torch.autograd.grad(loss, trained, retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(loss, trained)))

@@ -116,3 +116,56 @@ def test_another_thing_at_the_place_of_the_pairs_is_refused_before_a_text_is_emb
     error = capsys.readouterr().err
     assert "holds no pairs" in error or "is not a folder" in error
     assert mine.read_text() == "mine"
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_a_text_is_embedded(
+    tmp_path: Path, unloadable: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    asked = ["--validation_share=0", f"--out={tmp_path / 'file' / 'pairs'}"]
+    assert build(tmp_path, unloadable, ["the cat"], *asked)[0] == 2
+    error = capsys.readouterr().err
+    assert "Pairs cannot be written to" in error and "give another --out FOLDER" in error
+
+
+def test_a_text_of_which_the_encoder_reads_a_part_is_refused_before_one_is_embedded(
+    tmp_path: Path, unloadable: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The encoder has 12 positions, and two of them are of special tokens."""
+    texts = ["the cat", "the " * 11]
+    assert build(tmp_path, unloadable, texts, "--validation_share=0", "--max_tokens=11")[0] == 2
+    error = capsys.readouterr().err
+    assert "1 texts are longer than the 10 tokens" in error and "--max_tokens 10 --too_long drop" in error
+    whole = write_encoder(tmp_path / "whole", as_bert=True)
+    code, manifest = build(tmp_path, whole, ["the cat", "the " * 10], "--validation_share=0")
+    assert code == 0 and manifest["splits"]["train"] == 2
+
+
+def test_empty_lines_are_counted_and_keep_their_numbers(
+    tmp_path: Path, encoder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = ["the cat", "", "  ", "a cat sees dogs"]
+    assert build(tmp_path, encoder, texts, "--validation_share=0", "--max_tokens=3")[0] == 2
+    assert "the first is row 3, counted from 0, with 4 tokens" in capsys.readouterr().err
+    code, manifest = build(tmp_path, encoder, texts, "--validation_share=0")
+    assert code == 0 and manifest["left_out"]["empty"] == 2
+    pairs = open_pairs(tmp_path / "pairs").splits["train"]
+    assert pairs.texts == ["the cat", "a cat sees dogs"]
+
+
+def test_a_line_that_is_no_text_is_named_instead_of_being_cut(
+    tmp_path: Path, encoder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its parts would be texts of their own, and cut within a character."""
+    texts = ["the cat", "é" * 2**20]
+    assert build(tmp_path, encoder, texts, "--too_long=drop", "--validation_share=0")[0] == 2
+    assert "Line 2 of" in (error := capsys.readouterr().err) and "is longer than 1,048,576 bytes" in error
+
+
+def test_fewer_texts_than_the_vectors_that_are_given(
+    tmp_path: Path, unloadable: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "vectors.npy", np.eye(2, 16, dtype=np.float32))
+    asked = ["--max_texts=1", f"--vectors={tmp_path / 'vectors.npy'}"]
+    assert build(tmp_path, unloadable, ["the cat", "a cat"], "--validation_share=0", *asked)[0] == 2
+    assert "--max_texts cannot be used with --vectors" in capsys.readouterr().err

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.plain_files import open_plain
 from crosstune.data.sources import open_source
@@ -14,8 +16,14 @@ from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.progress import Progress, silent
 from crosstune.recipes.latent_diffusion import grammar
 from crosstune.recipes.latent_diffusion.augment import add_made_texts
-from crosstune.recipes.latent_diffusion.choose_rows import WriteOptions, choose_rows
-from crosstune.recipes.latent_diffusion.encoders import MINILM, encoder_record, find_encoder, open_encoder
+from crosstune.recipes.latent_diffusion.choose_rows import Chosen, WriteOptions, choose_rows
+from crosstune.recipes.latent_diffusion.encoders import (
+    MINILM,
+    encoder_record,
+    find_encoder,
+    longest_text,
+    open_encoder,
+)
 from crosstune.recipes.latent_diffusion.layouts import Imported, find_layout, read_layout
 from crosstune.recipes.latent_diffusion.pair_folder import load_array
 from crosstune.recipes.latent_diffusion.splits import clean, divide
@@ -67,8 +75,6 @@ def build(request: BuildRequest) -> Written:
     texts = [clean(text) for text in _read_texts(request)]
     if not any(texts):
         raise UserError(f"{request.source} has no text.")
-    if request.vectors is None:
-        texts = [text for text in texts if text]
     divided = divide(
         texts, validation_share=request.validation_share, most_validation=request.most_validation
     )
@@ -89,6 +95,7 @@ def build(request: BuildRequest) -> Written:
             "sha256": "given",
         }
     else:
+        _check_room(chosen, longest_text(encoder_folder, tokenizer), encoder=request.encoder)
         encoder = open_encoder(
             request.encoder,
             cache=request.cache,
@@ -108,6 +115,17 @@ def build(request: BuildRequest) -> Written:
         options=request.options,
         source=name,
     )
+
+
+def _check_room(chosen: Chosen, most: int, *, encoder: str) -> None:
+    """Raise if the encoder would read a part of a text only, and give it the vector of that part."""
+    lengths = np.concatenate([rows.lengths for rows in chosen.tokens.values()])
+    if count := int((lengths > most).sum()):
+        raise UserError(
+            f"{count:,} texts are longer than the {most} tokens that {encoder} reads.",
+            why=f"the longest has {lengths.max()}; a text cut short would not be that of its vector.",
+            do=f"use --max_tokens {most} --too_long drop, or another --encoder",
+        )
 
 
 def _of_stage(request: BuildRequest, stage: str) -> OnCount | None:
@@ -130,6 +148,9 @@ def _check_use(request: BuildRequest, *, has_layout: bool) -> None:
         problems.append(UserError(f"--file is for the corpus {WORDNET}.", do="leave it out"))
     if request.most_texts > 0 and has_layout:
         problems.append(UserError("--max_texts cannot be used with an original layout.", do="leave it out"))
+    if request.most_texts > 0 and request.vectors is not None:
+        why = "each text needs its own vector, and the texts would be fewer."
+        problems.append(UserError("--max_texts cannot be used with --vectors.", why=why, do="leave it out"))
     raise_all(problems)
 
 
@@ -218,7 +239,12 @@ def _read_texts(request: BuildRequest) -> list[str]:
 def _read_lines(path: Path, limit: int) -> list[str]:
     texts: list[str] = []
     with open_plain(path) as file:
-        while len(texts) < limit and (line := file.readline(_LONGEST_LINE)):
+        while len(texts) < limit and (line := file.readline(_LONGEST_LINE + 1)):
+            if len(line) > _LONGEST_LINE:
+                raise UserError(
+                    f"Line {len(texts) + 1} of {path} is longer than {_LONGEST_LINE:,} bytes.",
+                    do="put each text on a line of its own",
+                )
             try:
                 text = line.decode("utf-8").strip()
             except UnicodeDecodeError as error:

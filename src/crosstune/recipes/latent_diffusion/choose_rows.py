@@ -66,7 +66,8 @@ def choose_rows(
         first = int(refused.min())
         raise UserError(
             f"{len(refused):,} texts are longer than {limit} tokens.",
-            why=f"the first is row {first}, with {lengths[first]} tokens; a text cut short would not be that of its vector.",
+            why=f"the first is row {first}, counted from 0, with {lengths[first]} tokens; "
+            "a text cut short would not be that of its vector.",
             do=f"use --max_tokens {lengths[refused].max()}, or leave them out with --too_long drop",
         )
     fitting = {

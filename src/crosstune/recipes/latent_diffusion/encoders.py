@@ -15,6 +15,7 @@ from crosstune.core.disk import file_sha256
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import parse_json, read_json
 from crosstune.core.plain_files import read_plain
+from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.cache import install
 from crosstune.models.file_hashes import sha256_of_all
 from crosstune.models.progress import Progress, silent
@@ -41,6 +42,7 @@ _SOURCE = {
     "weights_sha256": _WHEEL.member_sha256,
 }
 _JSON_LIMIT = 1 << 20
+_LONGEST = 512
 UNRECORDED = ("given", "imported")
 """Kinds of vectors whose encoder a manifest does not identify."""
 
@@ -135,6 +137,17 @@ def encoder_record(name: str, folder: Path) -> dict[str, Any]:
         "pooling": pooling_of(folder),
         "sha256": whole.hexdigest(),
     }
+
+
+def longest_input(folder: Path) -> int:
+    """Return how many tokens the encoder reads, with the special ones around a text."""
+    limit = read_json(folder / "config.json", foreign=True).get("max_position_embeddings", _LONGEST)
+    return min(_LONGEST, int(limit))
+
+
+def longest_text(folder: Path, tokenizer: Tokenizer) -> int:
+    """Return how many tokens a text may have of which the encoder reads all."""
+    return longest_input(folder) - int(tokenizer.rust.num_special_tokens_to_add(False))
 
 
 def check_encoder(folder: Path) -> None:

@@ -13,15 +13,14 @@ from numpy.typing import NDArray
 from torch import nn
 
 from crosstune.core.errors import UserError
-from crosstune.core.json_files import read_json
 from crosstune.core.quiet import hide_output
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.recipes.latent_diffusion.encoder_input import EncoderInput
+from crosstune.recipes.latent_diffusion.encoders import longest_input
 from crosstune.recipes.latent_diffusion.token_rows import TokenRows
 from crosstune.recipes.latent_diffusion.torch_parts_device import choose_device
 
 _BATCH, _GPU_BATCH = 256, 2048
-_LONGEST = 512
 _REPORT_S = 0.5
 
 
@@ -40,8 +39,7 @@ class SentenceEncoder:
         self._record, self._on_text = record, on_text
         self._model = _load(folder).to(self.device)
         self._tokenizer = Tokenizer.from_folder(folder)
-        limit = read_json(folder / "config.json", foreign=True).get("max_position_embeddings", _LONGEST)
-        self._longest = min(_LONGEST, int(limit))
+        self._longest = longest_input(folder)
 
     @property
     def dim(self) -> int:

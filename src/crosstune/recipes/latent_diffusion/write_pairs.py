@@ -14,6 +14,7 @@ from crosstune.core.atomic_files import put_in_place, staging_folder
 from crosstune.core.disk import file_sha256
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import write_json
+from crosstune.core.run_lock import check_place
 from crosstune.recipes.latent_diffusion.choose_rows import Chosen, WriteOptions
 from crosstune.recipes.latent_diffusion.pair_folder import (
     FORMAT,
@@ -93,7 +94,7 @@ def check_counts(texts: Sequence[str], latents: Array, *, source: str) -> None:
 
 
 def check_out(folder: Path) -> None:
-    """Raise if pairs cannot be written to this folder, which holds other things."""
+    """Raise if pairs cannot be written to this folder: it holds other things, or cannot be made."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is not a folder.", do="give another --out FOLDER")
     if folder.exists() and not is_pair_folder(folder) and any(folder.iterdir()):
@@ -101,6 +102,12 @@ def check_out(folder: Path) -> None:
             f"{folder} is not empty and holds no pairs.",
             do="give another --out FOLDER, or remove it yourself",
         )
+    try:
+        check_place(folder)
+    except UserError as error:
+        raise UserError(
+            f"Pairs cannot be written to {folder}.", why=error.why, do="give another --out FOLDER"
+        ) from error
 
 
 def write_pairs(

@@ -7,7 +7,7 @@ in the kernel that reads them anyway.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,23 +45,22 @@ class MLPHalf:
 
 
 class Again:
-    """Tell whether a layer is being computed again for its backward pass, which does not need the layer's outputs."""
+    """Tell whether a layer is being computed again for its backward pass, which does not need the layer's outputs.
+
+    It is itself the context of the second pass, which is entered anew for each backward pass through the same graph.
+    """
 
     on = False
 
-    def contexts(
-        self,
-    ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    def contexts(self) -> tuple[contextlib.AbstractContextManager[None], Again]:
         """Return the contexts of the first pass and of the second one, as `torch.utils.checkpoint` takes them."""
-        return contextlib.nullcontext(), self._second()
+        return contextlib.nullcontext(), self
 
-    @contextlib.contextmanager
-    def _second(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         self.on = True
-        try:
-            yield
-        finally:
-            self.on = False
+
+    def __exit__(self, *_: object) -> None:
+        self.on = False
 
 
 @dataclass(frozen=True, kw_only=True)
