@@ -98,6 +98,19 @@ def test_a_mean_is_rounded_once() -> None:
         assert rows.mean(-1, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("multiply", [torch.matmul, torch.Tensor.matmul, lambda rows, weight: rows @ weight])
+def test_products_by_an_operator_as_in_falcon(multiply: Any) -> None:
+    rows, weight = draw(70, 1536), draw(192, 1536).t()
+    with torch.inference_mode(), SteadyRounding():
+        whole = multiply(rows[None], weight)[0]
+        parts = [multiply(part, weight) for part in rows.split([1, 2, 67])]
+        vector = multiply(rows[0], weight)
+        products = multiply(rows[None, :4], weight[None])
+    torch.testing.assert_close(whole, rows @ weight, rtol=1e-4, atol=1e-3)
+    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(vector, whole[0]) and products.shape == (1, 4, 192)
+
+
 def test_operands_by_name() -> None:
     rows, weight, bias = draw(5, 64), draw(64, 32), draw(32)
     with torch.inference_mode(), SteadyRounding():

@@ -68,6 +68,15 @@ def _linear(
     return found.reshape(*input.shape[:-1], len(weight))
 
 
+def _matmul(
+    func: Callable[..., Any], input: torch.Tensor, other: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """Compute the product of Falcon's layers, which multiply with their weights without a function for it."""
+    if options or other.ndim != 2:
+        return func(input, other, **options)
+    return _linear(func, input, other.t())
+
+
 def _addmm(
     func: Callable[..., Any], input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor, **options: Any
 ) -> torch.Tensor:
@@ -169,6 +178,9 @@ def _mean(func: Callable[..., Any], input: torch.Tensor, *args: Any, **options: 
 
 _STEADY: dict[Any, Callable[..., torch.Tensor]] = {
     F.linear: _linear,
+    torch.matmul: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.__matmul__: _matmul,
     torch.addmm: _addmm,
     F.scaled_dot_product_attention: _attention,
     torch.mean: _mean,
