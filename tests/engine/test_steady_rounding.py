@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs the extra crosstune[torch]")
@@ -90,3 +92,95 @@ def test_a_mean_is_rounded_once() -> None:
     with torch.inference_mode(), SteadyRounding():
         found = rows.pow(2).mean(-1, keepdim=True)
     assert torch.equal(found, rows.pow(2).double().mean(-1, keepdim=True).float())
+    with torch.inference_mode(), SteadyRounding():
+        assert torch.equal(torch.mean(input=rows, dim=0), rows.double().mean(0).float())
+        assert rows.mean(-1, dtype=torch.float64).dtype == torch.float64
+        assert rows.mean(-1, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("multiply", [torch.matmul, torch.Tensor.matmul, lambda rows, weight: rows @ weight])
+def test_products_by_an_operator_as_in_falcon(multiply: Any) -> None:
+    rows, weight = draw(70, 1536), draw(192, 1536).t()
+    with torch.inference_mode(), SteadyRounding():
+        whole = multiply(rows[None], weight)[0]
+        parts = [multiply(part, weight) for part in rows.split([1, 2, 67])]
+        vector = multiply(rows[0], weight)
+        products = multiply(rows[None, :4], weight[None])
+    torch.testing.assert_close(whole, rows @ weight, rtol=1e-4, atol=1e-3)
+    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(vector, whole[0]) and products.shape == (1, 4, 192)
+
+
+def test_operands_by_name() -> None:
+    rows, weight, bias = draw(5, 64), draw(64, 32), draw(32)
+    with torch.inference_mode(), SteadyRounding():
+        found = torch.addmm(input=bias, mat1=rows, mat2=weight)
+    torch.testing.assert_close(found, bias + rows @ weight)
+
+
+@pytest.mark.parametrize("scores_at_once", [1, 100, 2**25])
+@pytest.mark.parametrize(
+    "query, key, value, options",
+    [
+        ((20, 8), (20, 8), (20, 8), {}),
+        ((4, 20, 8), (4, 20, 8), (4, 20, 8), {"is_causal": True}),
+        ((4, 2, 20, 8), (1, 2, 20, 8), (1, 2, 20, 8), {}),
+        ((4, 2, 20, 8), (4, 1, 20, 8), (4, 1, 20, 8), {"is_causal": True}),
+        ((4, 2, 20, 8), (4, 2, 9, 8), (4, 2, 9, 8), {"is_causal": True}),
+        ((4, 2, 9, 8), (4, 2, 20, 8), (4, 2, 20, 8), {"is_causal": True}),
+        ((4, 2, 9, 8), (4, 2, 20, 8), (4, 2, 20, 12), {"is_causal": True}),
+        ((4, 2, 20, 8), (4, 2, 9, 8), (4, 2, 9, 12), {"is_causal": True}),
+        ((4, 4, 9, 8), (4, 2, 20, 8), (4, 2, 20, 12), {"enable_gqa": True, "scale": 0.3}),
+        ((0, 2, 9, 8), (0, 2, 9, 8), (0, 2, 9, 8), {}),
+        *(
+            ((4, 2, 9, 8), (4, 2, 20, 8), (4, 2, 20, 8), {"attn_mask": shape})
+            for shape in (
+                (9, 20),
+                (1, 20),
+                (2, 9, 20),
+                (4, 1, 1, 20),
+                (4, 1, 9, 1),
+                (1, 2, 9, 20),
+                (4, 2, 9, 20),
+            )
+        ),
+    ],
+)
+def test_attention_in_parts_is_the_attention_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+    scores_at_once: int,
+    query: tuple[int, ...],
+    key: tuple[int, ...],
+    value: tuple[int, ...],
+    options: dict[str, Any],
+) -> None:
+    monkeypatch.setattr(steady_rounding, "SCORES_AT_ONCE", scores_at_once)
+    tensors = [draw(*shape) for shape in (query, key, value)]
+    if "attn_mask" in options:
+        options = {"attn_mask": draw(*options["attn_mask"])}
+    wide = {name: value.double() if name == "attn_mask" else value for name, value in options.items()}
+    with torch.inference_mode():
+        exact = attend(*(tensor.double() for tensor in tensors), **wide)
+        with SteadyRounding():
+            found = attend(*tensors, **options)
+    assert found.shape == exact.shape and found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-7)
+
+
+def test_the_scores_of_a_long_prompt_are_never_all_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steady_rounding, "SCORES_AT_ONCE", 2 * 8 * 64)
+    held = []
+
+    def counted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        held.append(query.shape[:-1].numel() * key.shape[-2])
+        return attend(query, key, value, **options)
+
+    monkeypatch.setitem(
+        steady_rounding._STEADY,
+        attend,
+        lambda _, *args, **options: steady_rounding._attention(counted, *args, **options),
+    )
+    query, key, value = draw(3, 2, 64, 16), draw(3, 2, 64, 16), draw(3, 2, 64, 8)
+    with torch.inference_mode(), SteadyRounding():
+        attend(query, key, value, is_causal=True)
+    assert len(held) == 3 * 8 and max(held) <= 2 * 8 * 64

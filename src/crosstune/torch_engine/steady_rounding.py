@@ -68,11 +68,20 @@ def _linear(
     return found.reshape(*input.shape[:-1], len(weight))
 
 
+def _matmul(
+    func: Callable[..., Any], input: torch.Tensor, other: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """Compute the product of Falcon's layers, which multiply with their weights without a function for it."""
+    if options or other.ndim != 2:
+        return func(input, other, **options)
+    return _linear(func, input, other.t())
+
+
 def _addmm(
-    func: Callable[..., Any], bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, **options: Any
+    func: Callable[..., Any], input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor, **options: Any
 ) -> torch.Tensor:
     """Compute the product of GPT-2's layers, whose weights are transposed."""
-    return func(bias, x, weight, **options) if options or bias.ndim != 1 else _product(x, weight, bias)
+    return func(input, mat1, mat2, **options) if options or input.ndim != 1 else _product(mat1, mat2, input)
 
 
 def _product(rows: torch.Tensor, columns: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -108,34 +117,74 @@ def _attention(
     **options: Any,
 ) -> torch.Tensor:
     options |= {"dropout_p": dropout_p, "is_causal": is_causal}
-    if query.device.type not in DEVICES_WITH_FP64:
+    if query.device.type not in DEVICES_WITH_FP64 or not query.numel():
         return func(query, key, value, attn_mask=attn_mask, **options)
     scores = query.shape[1:-1].numel() * key.shape[-2]
-    size = max(1, SCORES_AT_ONCE // max(1, scores))
+    count = len(query) if query.ndim < 3 else max(1, SCORES_AT_ONCE // max(1, scores))
     parts = []
-    for start in range(0, len(query), size):  # without a kernel of its own, fp64 holds all scores in memory
-        of = slice(start, start + size)
-        mask = attn_mask
-        if mask is not None:
-            mask = mask[of] if mask.ndim == query.ndim and len(mask) == len(query) else mask
-            mask = mask.double() if mask.is_floating_point() else mask
-        wide = (query[of].double(), key[of].double(), value[of].double())
-        parts.append(func(*wide, attn_mask=mask, **options).float())
+    for start in range(0, len(query), count):
+        rows = slice(start, start + count)
+        of = [_rows_of(tensor, rows, beside=query) for tensor in (query, key, value, attn_mask)]
+        parts.append(_attention_of_rows(func, *of, **options))
     return torch.cat(parts)
 
 
-def _in_fp64(func: Callable[..., Any], *args: Any, **options: Any) -> torch.Tensor:
-    if args[0].device.type not in DEVICES_WITH_FP64:
-        return func(*args, **options)
-    wide = [value.double() if isinstance(value, torch.Tensor) else value for value in args]
-    return func(*wide, **options).float()
+def _rows_of(tensor: torch.Tensor | None, rows: slice, *, beside: torch.Tensor) -> Any:
+    """Return some rows of a batch, or the whole tensor where all rows share it."""
+    shared = tensor is None or tensor.ndim < max(3, beside.ndim) or len(tensor) != len(beside)
+    return tensor if tensor is None or shared else tensor[rows]
+
+
+def _attention_of_rows(
+    func: Callable[..., Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    is_causal: bool,
+    **options: Any,
+) -> torch.Tensor:
+    """Attend in fp64 for some queries at a time: where fp64 has no kernel of its own, all their scores are in memory."""
+    length, seen = query.shape[-2], key.shape[-2]
+    count = max(1, SCORES_AT_ONCE // max(1, query.shape[:-2].numel() * seen))
+    if query.device.type == "cpu" and query.ndim == 4 and mask is None and key.shape[-1] == value.shape[-1]:
+        count = (
+            length  # this kernel holds few scores, and takes twice as long with a mask in place of is_causal
+        )
+    key, value, parts = key.double(), value.double(), []
+    for start in range(0, length, count):
+        stop, until, of, causal = start + count, seen, mask, is_causal
+        if mask is not None and mask.ndim > 1 and mask.shape[-2] == length:
+            of = mask[..., start:stop, :]
+        elif is_causal and mask is None and count < length:
+            until, causal = min(stop, length, seen), False
+            of = torch.ones(min(stop, length) - start, until, dtype=torch.bool, device=query.device).tril(
+                start
+            )
+        of = of.double() if of is not None and of.is_floating_point() else of
+        part = query[..., start:stop, :].double()
+        keys, values = key[..., :until, :], value[..., :until, :]
+        parts.append(func(part, keys, values, attn_mask=of, is_causal=causal, **options).float())
+    return torch.cat(parts, dim=-2)
+
+
+def _mean(func: Callable[..., Any], input: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    plain = input.dtype != torch.float32 or options.keys() & {"dtype", "out"}
+    if plain or input.device.type not in DEVICES_WITH_FP64:
+        return func(input, *args, **options)
+    return func(input.double(), *args, **options).float()
 
 
 _STEADY: dict[Any, Callable[..., torch.Tensor]] = {
     F.linear: _linear,
+    torch.matmul: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.__matmul__: _matmul,
     torch.addmm: _addmm,
     F.scaled_dot_product_attention: _attention,
-    torch.Tensor.mean: _in_fp64,
+    torch.mean: _mean,
+    torch.Tensor.mean: _mean,
 }
 
 
