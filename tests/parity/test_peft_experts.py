@@ -132,7 +132,8 @@ def test_twenty_steps_equal_peft(
     order = order_of_rows(data_file, options)
     expected, weights = reference_run(folder, options, order, make=reference)
     assert abs(ours[-1] - ours[0]) > 0.05, "a comparison of models that do not learn proves nothing"
-    assert ours == pytest.approx(expected, rel=1e-6)
+    # Sums over experts are rounded in another order: 1.1e-6 after twenty steps on a CPU with AVX512.
+    assert ours == pytest.approx(expected, rel=5e-6)
     saved = load_file(run / "adapter" / "adapter_model.safetensors")
     named = {
         name.replace(".default", "").replace("_vector.weight", "_vector"): w for name, w in weights.items()
