@@ -96,6 +96,10 @@ def _climb(own: argparse.Namespace, config: Config, *, names: Sequence[str], fol
     output = Output()
     if own.steps < FEW_STEPS:
         output.line(f"note     {own.steps} steps are too few for a verdict on speed; 30 or more are better")
+    if any((folder / "trials").glob("*.yaml")):
+        output.line(
+            "continue this ladder was begun before; its finished trials with the same options are taken over"
+        )
     with StopSignal().listening() as stop:
         warmup = min(own.steps - 1, max(2, own.steps // 6))
         trials = Trials(
