@@ -62,7 +62,7 @@ def result_bytes(folder: Path) -> bytes:
 def test_the_best_weights_are_the_result(
     tmp_path: Path, tiny_model: Path, data: tuple[str, str], capsys: Captured
 ) -> None:
-    config = options(tmp_path, tiny_model, data)
+    config = options(tmp_path, tiny_model, data, lr=0.05)
     words = [f"--{name}={value}" for name, value in config.items()]
     assert main(["train", *words, "--log_to", "stdout"]) == 0
     folder = tmp_path / "runs" / "over"
