@@ -132,15 +132,17 @@ def test_twenty_steps_equal_peft(
     order = order_of_rows(data_file, options)
     expected, weights = reference_run(folder, options, order, make=reference)
     assert abs(ours[-1] - ours[0]) > 0.05, "a comparison of models that do not learn proves nothing"
-    # Sums over experts are rounded in another order: 1.1e-6 after twenty steps on a CPU with AVX512.
-    assert ours == pytest.approx(expected, rel=5e-6)
+    # On CPUs with AVX512, sums over the experts of qwen3_moe are rounded in another order than PEFT's: 1.1e-6.
+    assert ours == pytest.approx(expected, rel=5e-6 if family == "qwen3_moe" else 1e-6)
     saved = load_file(run / "adapter" / "adapter_model.safetensors")
     named = {
         name.replace(".default", "").replace("_vector.weight", "_vector"): w for name, w in weights.items()
     }
     assert saved.keys() == named.keys()
     for name, weight in named.items():
-        # Adam takes a step of one size whatever the gradient, so single weights with almost none go either way.
+        if family != "qwen3_moe":
+            torch.testing.assert_close(saved[name], weight, rtol=1e-3, atol=2e-5)
+        # Adam takes a step of one size whatever the gradient: single weights with almost none go either way there.
         assert float((saved[name] - weight).norm()) <= 0.02 * float(weight.norm()), name
 
 

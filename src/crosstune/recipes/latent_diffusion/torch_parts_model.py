@@ -145,7 +145,7 @@ class Output:
     """The predictions of the model; None for those that it is not asked for."""
 
     logits: torch.Tensor | None
-    """Of the tokens at `places`, or of all."""
+    """Logits of the tokens at `places`, or of all."""
     latent: torch.Tensor | None
     length: torch.Tensor | None
     """Logits of the number of tokens, from 1."""
@@ -158,7 +158,7 @@ class LatentDiffusionModel(nn.Module):
         self.settings, self.compute_dtype = settings, compute_dtype
         self.keeps_text = self.keeps_latent = True
         self.aligns_logits = False
-        """Whether the logits of `places` get columns of -inf up to a width that a GPU multiplies fast."""
+        """True if the logits of `places` get columns of -inf up to a width that a GPU multiplies fast."""
         self._recomputes: dict[str, Any] | None = None
         self.token_embedding = nn.Embedding(settings.vocabulary, hidden)
         self.position_embedding = nn.Embedding(settings.max_tokens, hidden)

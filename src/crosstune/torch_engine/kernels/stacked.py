@@ -96,7 +96,7 @@ class Stacked:
 
     @property
     def quantize_inputs(self) -> Quantize | None:
-        """How inputs are quantized for the product; None if they are not."""
+        """Return how inputs are quantized for the product; None if they are not."""
         return Quantize() if self.weights.row_scales is not None else None
 
     @property
