@@ -22,6 +22,11 @@ OURS: dict[str, dict[str, Any]] = {
     "ours nf4": {"train_type": "qlora"},
     "ours nf4 graphs": {"train_type": "qlora", "cuda_graphs": True},
     "ours nf4 recompute": {"train_type": "qlora", "use_gradient_checkpointing": True},
+    "ours nf4 recompute offload": {
+        "train_type": "qlora",
+        "use_gradient_checkpointing": True,
+        "use_activation_cpu_offload": True,
+    },
     "ours fp8": {"base_precision": "fp8"},
     "ours fp8 graphs": {"base_precision": "fp8", "cuda_graphs": True},
     "ours nf4 in fp8": {"train_type": "qlora", "base_precision": "fp8"},

@@ -148,6 +148,11 @@ def test_4_bit_weights_are_bit_for_bit_those_of_bitsandbytes(double: bool, colum
         fused.make_nf4_dense(stored.tensors(), stored.facts, out[:, :columns])
         assert torch.equal(out[:, :columns], stored.dequantize(dtype))
         assert not out[:, columns:].any()
+        beside = draw(70, 20).to(dtype)[:, :12]
+        fused.make_nf4_dense(stored.tensors(), stored.facts, out[:, : columns + 12], columns=beside)
+        assert torch.equal(out[:, :columns], stored.dequantize(dtype))
+        assert torch.equal(out[:, columns : columns + 12], beside)
+        assert not out[:, columns + 12 :].any()
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["dense", "fp8"])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,27 +13,103 @@ from torch import nn
 
 SMALLEST_BYTES = 64 * 1024
 """Smaller tensors stay on the device: copying them costs more than their memory."""
+NUM_AHEAD = 2
+"""Tensors that are on their way back before the backward pass asks for them."""
 
 
 def offload_activations(device: torch.device, *, enabled: bool) -> contextlib.AbstractContextManager[Any]:
     """Copy tensors that autograd saves in the block to the host, and back when the backward pass needs them.
 
-    Parameters stay where they are: FSDP2 frees and gathers them itself.
+    On CUDA both copies run beside the computation, on a stream of their own. Parameters stay where they are: FSDP2 frees
+    and gathers them itself.
     """
     if not enabled or device.type == "cpu":
         return contextlib.nullcontext()
-    pinned = device.type == "cuda"
+    kept: Any = _KeptBeside(device) if device.type == "cuda" else _Kept(device)
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if not _is_activation(tensor, device):
-            return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-        return host.copy_(tensor, non_blocking=pinned)
+    def pack(tensor: torch.Tensor) -> Any:
+        return kept.send(tensor) if _is_activation(tensor, device) else tensor
 
-    def unpack(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.device.type == device.type else tensor.to(device, non_blocking=pinned)
+    def unpack(packed: Any) -> torch.Tensor:
+        return packed if isinstance(packed, torch.Tensor) else kept.fetch(packed)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+class OnHost:
+    """A tensor on the host and, while it is needed soon, its copy on the device."""
+
+    def __init__(self, host: torch.Tensor, place: int) -> None:
+        self.host, self.place = host, place
+        self.copy: torch.Tensor | None = None
+        self.arrived: torch.cuda.Event | None = None
+
+
+class _Kept:
+    """Copies in order with the computation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def send(self, tensor: torch.Tensor) -> OnHost:
+        return OnHost(tensor.to("cpu"), place=0)
+
+    def fetch(self, sent: OnHost) -> torch.Tensor:
+        return sent.host.to(self.device)
+
+
+class _KeptBeside:
+    """Copies to pinned memory on a stream of their own. The last tensors that were sent are the first to be needed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, _copy_stream(device)
+        self._sent: list[weakref.ref[OnHost]] = []
+
+    def send(self, tensor: torch.Tensor) -> OnHost:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self.stream)
+        sent = OnHost(host, place=len(self._sent))
+        self._sent.append(weakref.ref(sent))
+        return sent
+
+    def fetch(self, sent: OnHost) -> torch.Tensor:
+        """Return a tensor on the device, and start to bring back the ones that were sent before it."""
+        self._start(sent)  # needs no wait: memory for the copies is the copy stream's own
+        for before in _alive(self._sent[: sent.place], NUM_AHEAD):
+            self._start(before)
+        assert sent.copy is not None and sent.arrived is not None
+        current, found = torch.cuda.current_stream(self.device), sent.copy
+        current.wait_event(sent.arrived)
+        found.record_stream(current)
+        sent.copy = sent.arrived = None
+        return found
+
+    def _start(self, sent: OnHost) -> None:
+        if sent.copy is not None:
+            return
+        with torch.cuda.stream(self.stream):
+            sent.copy = sent.host.to(self.device, non_blocking=True)
+            sent.arrived = self.stream.record_event()
+
+
+def _alive(sent: Sequence[weakref.ref[OnHost]], count: int) -> list[OnHost]:
+    """Return the last tensors that a graph still holds, the latest first."""
+    found = (one for ref in reversed(sent) if (one := ref()) is not None)
+    return list(itertools.islice(found, count))
+
+
+_STREAMS: dict[int, torch.cuda.Stream] = {}
+
+
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream for the copies of a GPU: one for all passes, since memory that is freed stays with its stream."""
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    if index not in _STREAMS:
+        _STREAMS[index] = torch.cuda.Stream(device)
+    return _STREAMS[index]
 
 
 def _is_activation(tensor: torch.Tensor, device: torch.device) -> bool:

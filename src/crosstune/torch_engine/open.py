@@ -74,7 +74,9 @@ def open_session(
         recompute_activations(model, plan)
         notes: list[str] = []
         if trained and finishing is None and isinstance(task, CausalLM):
-            task.decoder, notes = open_decoder(model, adapters, plan=plan, precision=precision, device=device)
+            task.decoder, notes = open_decoder(
+                model, adapters, plan=plan, precision=precision, device=device, folder=model_folder
+            )
         elif trained and plan.config.kernels == "fast":
             notes = describe_general("the task of the recipe computes with the model itself")
         if trained:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from crosstune.config.plan import Plan
 from crosstune.core.fast_layers import kept_by
 from crosstune.torch_engine.adapters import Adapted
-from crosstune.torch_engine.kernels.calibrate import leave_out_of_fp8
+from crosstune.torch_engine.kernels.calibrate import LeftOut, leave_out_of_fp8
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.find_parts import why_general, why_other_adapters
 from crosstune.torch_engine.kernels.fp8_weights import why_no_fp8
@@ -35,6 +36,7 @@ def open_decoder(
     plan: Plan,
     precision: Precision,
     device: torch.device,
+    folder: Path | None,
 ) -> tuple[FastDecoder | None, list[str]]:
     """Return the fast decoder over a model's modules, or None where the general layers are used, and what the user should
     know of it. A reason that was a warning already is not repeated."""
@@ -51,7 +53,7 @@ def open_decoder(
     asked = plan.config.base_precision == "fp8" or plan.quantizer == "fp8"
     refused = why_no_fp8(device, dtype) if asked else None
     decoder = FastDecoder(model, dtype=dtype, fp8=asked and refused is None)
-    left_out = leave_out_of_fp8(decoder, seed=plan.config.seed)
+    left_out = leave_out_of_fp8(decoder, folder=folder, seed=plan.config.seed)
     decoder.set_recomputation(choose_recomputation(decoder, plan))
     return decoder, describe_decoder(decoder, refused=refused, left_out=left_out)
 
@@ -68,18 +70,16 @@ def describe_general(reason: str | None) -> list[str]:
     return [f"kernels: the general layers are used, since {reason}"] if reason else []
 
 
-def describe_decoder(
-    decoder: FastDecoder, *, refused: str | None, left_out: Sequence[tuple[str, float]]
-) -> list[str]:
+def describe_decoder(decoder: FastDecoder, *, refused: str | None, left_out: LeftOut) -> list[str]:
     """Return sentences about what memory and a first pass decided."""
     notes = []
     if refused is not None:
         notes.append(f"base_precision: products are computed in {decoder.dtype}, since {refused}")
-    if left_out:
-        name, error = left_out[0]
+    if left_out.names:
         notes.append(
-            f"base_precision: {len(left_out)} of {len(decoder.groups())} groups of layers do not multiply in fp8, such as "
-            f"{name}, whose products were off by {error:.0%}"
+            f"base_precision: {len(left_out.names)} of {len(decoder.groups())} groups of layers do not multiply in fp8, such as "
+            f"{left_out.names[0]}; with them the model's predictions were {left_out.before:.3f} nats per token away from "
+            f"those of its own weights, without them {left_out.after:.3f}"
         )
     if num_full := decoder.recompute.count("full"):
         notes.append(f"kernels: {num_full} of {len(decoder.layers)} layers are recomputed to save memory")

@@ -75,12 +75,17 @@ class QuantizedWeights:
             self.num_outputs, self.num_inputs + extra
         )  # made now, not in the middle of an evaluation
 
-    def matrix(self) -> torch.Tensor:
+    def matrix(self, columns: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the dense weights, with `columns` to their right if there is room for them."""
         dense = self._scratch.take(self.num_outputs, self.num_inputs + self.extra)
         start = 0
         for base in self.bases:
-            make_dense(base, dense[start : start + base.out_features, : self.num_inputs])
-            start += base.out_features
+            rows = slice(start, start + base.out_features)
+            if columns is None:
+                make_dense(base, dense[rows, : self.num_inputs])
+            else:
+                make_dense(base, dense[rows], columns=columns[rows])
+            start = rows.stop
         return dense
 
     def product(self, inputs: Rows) -> torch.Tensor:
@@ -90,17 +95,25 @@ class QuantizedWeights:
         return gradient.values @ self.matrix()
 
 
-def make_dense(base: QuantLinear, out: torch.Tensor, *, row_scales: torch.Tensor | None = None) -> None:
-    """Write the dense weight of a quantized layer into `out`, whose rows may be strided. NF4 weights on a GPU may be
-    divided by `row_scales`, for an `out` in e4m3."""
+def make_dense(
+    base: QuantLinear,
+    out: torch.Tensor,
+    *,
+    row_scales: torch.Tensor | None = None,
+    columns: torch.Tensor | None = None,
+) -> None:
+    """Write the dense weight of a quantized layer into `out`, whose rows may be strided, and `columns` to its right. NF4
+    weights on a GPU may be divided by `row_scales`, for an `out` in e4m3."""
     stored = base.stored
     if takes_row_scales(base, out.device):
         from crosstune.torch_engine.kernels.triton_operations import make_nf4_dense
 
-        make_nf4_dense(stored.tensors(), stored.facts, out, row_scales=row_scales)
-    else:
-        assert row_scales is None
-        out.copy_(stored.dequantize(out.dtype))
+        make_nf4_dense(stored.tensors(), stored.facts, out, row_scales=row_scales, columns=columns)
+        return
+    assert row_scales is None
+    out[:, : base.in_features] = stored.dequantize(out.dtype)
+    if columns is not None:
+        out[:, base.in_features :] = columns
 
 
 def takes_row_scales(base: QuantLinear, device: torch.device) -> bool:

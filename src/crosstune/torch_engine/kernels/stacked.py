@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,6 @@ from crosstune.torch_engine.kernels.frozen_weights import (
 )
 from crosstune.torch_engine.kernels.operations import Quantize, Rows
 from crosstune.torch_engine.quantized import linear_shape, weight_device
-
-OnProduct = Callable[["Stacked", torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +56,7 @@ class Stacked:
     ) -> None:
         """Stack layers. With `fp8`, a buffer for e4m3 weights, quantized ones multiply in fp8."""
         bases: list[Any] = [layer.base if isinstance(layer, AdaptedLinear) else layer for layer in layers]
-        self._bases, self._scratch = bases, scratch
-        self.on_product: OnProduct | None = None
-        """Called with the inputs and outputs of each fp8 product, while they are measured."""
+        self.bases, self._scratch = bases, scratch
         self.dtype = dtype
         self.adapters = _place_adapters(layers)
         self.num_inputs = linear_shape(bases[0])[1]
@@ -90,9 +86,13 @@ class Stacked:
     def in_fp8(self) -> bool:
         return self.weights.row_scales is not None
 
-    def make_dense(self) -> None:
-        """Multiply densely from now on instead of in fp8."""
-        self.weights = QuantizedWeights(self._bases, scratch=self._scratch, extra=0)
+    def leave_fp8(self, bases: Sequence[Any]) -> None:
+        """Multiply with these layers from now on, densely: those that the group has, or their original ones."""
+        self.bases = list(bases)
+        if all(is_dense(base) for base in bases):
+            self.weights = DenseWeights(bases, dtype=self.dtype, extra=0)
+        else:
+            self.weights = QuantizedWeights(bases, scratch=self._scratch, extra=0)
 
     @property
     def quantize_inputs(self) -> Quantize | None:
@@ -122,8 +122,6 @@ class Stacked:
                 return buffer @ matrix.t(), low
             return torch.addmm(self.bias, buffer, matrix.t()), low
         out = self.weights.product(inputs)
-        if self.on_product is not None:
-            self.on_product(self, inputs.values, out)
         if self.bias is not None:
             out += self.bias
         low = self.low(inputs.values)
@@ -206,9 +204,8 @@ class Stacked:
         return torch.zeros(self.weights.num_outputs, self.extra, dtype=self.dtype, device=self.device)
 
     def _matrix(self) -> torch.Tensor:
-        matrix: torch.Tensor = self.weights.matrix()
-        if not isinstance(self.weights, DenseWeights):
-            matrix[:, self.num_inputs :] = self._b_columns
+        dense = isinstance(self.weights, DenseWeights)
+        matrix: torch.Tensor = self.weights.matrix() if dense else self.weights.matrix(self._b_columns)
         return matrix
 
     def b_slots(self) -> list[torch.Tensor]:

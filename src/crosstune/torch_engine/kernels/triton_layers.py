@@ -189,17 +189,45 @@ def gate_backward(
 
 @triton.jit
 def nf4_words(
-    packed, absmax, table, nested_table, nested_absmax, offset, out, row_scales, num_words, out_stride, K,
-    GROUP: tl.constexpr, NESTED: tl.constexpr, WORDS: tl.constexpr, SCALED: tl.constexpr,
+    packed, absmax, table, nested_table, nested_absmax, offset, out, row_scales, columns,
+    num_words, out_stride, columns_stride, num_rows, K,
+    GROUP: tl.constexpr, NESTED: tl.constexpr, WORDS: tl.constexpr, SCALED: tl.constexpr, EXTRA: tl.constexpr,
+    EXTRA_BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Make 4-bit weights dense, a word of 8 to a thread, which then writes them at once.
 
     GROUP weights share a scale. With NESTED, a scale is an 8-bit code whose own scale is shared by NESTED codes; launch it
-    with enable_fp_fusion=False then, since bitsandbytes rounds the product before it adds the offset.
+    with enable_fp_fusion=False then, since bitsandbytes rounds the product before it adds the offset. The last programs copy
+    EXTRA columns to the right of the weights, ROWS rows each.
     """
-    word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    program = tl.program_id(0)
+    num_programs = tl.cdiv(num_words, 2 * WORDS)
+    if program < num_programs:
+        # Two words, so that the second one's loads are under way while the first one's are waited for.
+        word = program * 2 * WORDS + tl.arange(0, WORDS)
+        other = word + WORDS
+        bits = tl.load(packed + word, mask=word < num_words, other=0)
+        other_bits = tl.load(packed + other, mask=other < num_words, other=0)
+        size = _nf4_size(word, num_words, absmax, nested_table, nested_absmax, offset, GROUP, NESTED)
+        other_size = _nf4_size(other, num_words, absmax, nested_table, nested_absmax, offset, GROUP, NESTED)
+        _write_nf4(word, bits, size, num_words, table, out, out_stride, row_scales, K, WORDS, SCALED)
+        _write_nf4(
+            other, other_bits, other_size, num_words, table, out, out_stride, row_scales, K, WORDS, SCALED
+        )
+    elif EXTRA > 0:
+        row = ((program - num_programs) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        column = tl.arange(0, EXTRA_BLOCK)[None, :]
+        mask = (row < num_rows) & (column < EXTRA)
+        found = tl.load(columns + row * columns_stride + column, mask=mask, other=0.0)
+        tl.store(out + row * out_stride + K + column, found, mask=mask)
+
+
+@triton.jit
+def _nf4_size(
+    word, num_words, absmax, nested_table, nested_absmax, offset, GROUP: tl.constexpr, NESTED: tl.constexpr
+):  # fmt: skip
+    """Return the scale of the weights in each word."""
     inside = word < num_words
-    bits = tl.load(packed + word, mask=inside, other=0)
     group = word // (GROUP // 8)
     if NESTED > 0:
         code = tl.load(absmax + group, mask=inside, other=0).to(tl.int32)
@@ -207,6 +235,14 @@ def nf4_words(
         size += tl.load(offset)
     else:
         size = tl.load(absmax + group, mask=inside, other=0.0)
+    return size
+
+
+@triton.jit
+def _write_nf4(
+    word, bits, size, num_words, table, out, out_stride, row_scales, K, WORDS: tl.constexpr, SCALED: tl.constexpr
+):  # fmt: skip
+    inside = word < num_words
     even = tl.interleave(
         tl.interleave(_nf4(bits, 0, table, size), _nf4(bits, 4, table, size)),
         tl.interleave(_nf4(bits, 2, table, size), _nf4(bits, 6, table, size)),

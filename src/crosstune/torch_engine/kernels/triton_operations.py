@@ -15,7 +15,9 @@ from crosstune.torch_engine.kernels.torch_operations import split_heads
 _KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 _CHUNK = 2048
 _NF4_WORDS = 256
-"""Words of 4-bit weights to a program, each for one thread."""
+"""Words of 4-bit weights that a program takes at once, each for one thread."""
+_COLUMN_ROWS = 32
+"""Rows of the columns beside them that a program copies."""
 
 
 def rms_norm(
@@ -233,14 +235,19 @@ def make_nf4_dense(
     out: torch.Tensor,
     *,
     row_scales: torch.Tensor | None = None,
+    columns: torch.Tensor | None = None,
 ) -> None:
     """Write 4-bit weights into `out`, whose rows may be strided: bit for bit what bitsandbytes makes of them. With
-    `row_scales` they are divided by these, for an `out` in e4m3."""
-    rows, columns = out.shape
+    `row_scales` they are divided by these, for an `out` in e4m3. `columns` stand to the right of the weights in `out`."""
+    extra = 0 if columns is None else columns.shape[1]
+    rows, num_weights = out.shape[0], out.shape[1] - extra
     absmax = tensors["absmax"]
     nested = tensors.get("nested_absmax")
-    num_words = rows * columns // 8
-    triton_layers.nf4_words[(triton.cdiv(num_words, _NF4_WORDS),)](
+    num_words = rows * num_weights // 8
+    num_programs = triton.cdiv(num_words, 2 * _NF4_WORDS)
+    if extra:
+        num_programs += triton.cdiv(rows, _COLUMN_ROWS)
+    triton_layers.nf4_words[(num_programs,)](
         tensors["packed"].view(-1).view(torch.int32),
         absmax,
         tensors["quant_map"],
@@ -249,13 +256,19 @@ def make_nf4_dense(
         absmax if nested is None else tensors["nested_offset"],
         out,
         absmax if row_scales is None else row_scales,
+        out if columns is None else columns,
         num_words,
         out.stride(0),
-        columns,
+        0 if columns is None else columns.stride(0),
+        rows,
+        num_weights,
         GROUP=facts["blocksize"],
         NESTED=0 if nested is None else facts["nested_blocksize"],
         WORDS=_NF4_WORDS,
         SCALED=row_scales is not None,
+        EXTRA=extra,
+        EXTRA_BLOCK=triton.next_power_of_2(max(1, extra)),
+        ROWS=_COLUMN_ROWS,
         num_warps=_NF4_WORDS // 32,
         enable_fp_fusion=False,
     )
