@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -38,6 +38,16 @@ class Adapter:
     """Its place among the columns of x A of the group."""
 
 
+class Watch(Protocol):
+    """See what a group computes in a pass."""
+
+    def on_product(self, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
+        """Take the inputs and outputs of the product with the frozen weights."""
+
+    def on_gradient(self, gradient: torch.Tensor) -> None:
+        """Take the gradient of the outputs."""
+
+
 class Stacked:
     """y = x W^T + bias + adapters, for the stacked weights W of a group of layers.
 
@@ -57,6 +67,7 @@ class Stacked:
         """Stack layers. With `fp8`, a buffer for e4m3 weights, quantized ones multiply in fp8."""
         bases: list[Any] = [layer.base if isinstance(layer, AdaptedLinear) else layer for layer in layers]
         self.bases, self._scratch = bases, scratch
+        self.watch: Watch | None = None
         self.dtype = dtype
         self.adapters = _place_adapters(layers)
         self.num_inputs = linear_shape(bases[0])[1]
@@ -122,6 +133,8 @@ class Stacked:
                 return buffer @ matrix.t(), low
             return torch.addmm(self.bias, buffer, matrix.t()), low
         out = self.weights.product(inputs)
+        if self.watch is not None:
+            self.watch.on_product(inputs.values, out)
         if self.bias is not None:
             out += self.bias
         low = self.low(inputs.values)
@@ -152,6 +165,8 @@ class Stacked:
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Return the gradients of the inputs, if they are needed, and of x A."""
         values = gradient.values
+        if self.watch is not None:
+            self.watch.on_gradient(values)
         found: torch.Tensor | None = None
         if self.extended:
             matrix = self._matrix()
