@@ -352,39 +352,6 @@ def test_a_scalar_head_learns_and_is_transformers_sequence_classifier(
     assert any(0 < score < 10 for score in ours), "not all of them are cut to the scale"
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        ({"packing": True}, "--packing"),
-        ({"train_on_prompt": True}, "--train_on_prompt"),
-        ({"truncation": "cut"}, "--truncation cut"),
-        ({"head": "scalar", "train_type": "dora"}, "--head scalar"),
-        ({"verdict": "winner"}, "does not fit the data"),
-        ({"score_scale": "0-5"}, "outside the scale 0-5"),
-        ({"score_scale": "5-0"}, "score_scale"),
-        ({"columns": "answer=nonsense"}, "nonsense"),
-    ],
-)
-def test_requests_that_a_judge_refuses(
-    tiny_model: Path,
-    data: Path,
-    tmp_path: Path,
-    asked: dict[str, Any],
-    words: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    flags = options(tiny_model, data, "cpu", output_dir=str(tmp_path), name="x") | asked
-    assert main(["judge", "train", *words_of(flags)]) == 2
-    assert words in capsys.readouterr().err
-    assert not (tmp_path / "x").exists()
-
-
-def test_a_scalar_head_on_mlx_is_refused(tiny_model: Path, data: Path, tmp_path: Path, capsys: Any) -> None:
-    flags = options(tiny_model, data, "mlx", output_dir=str(tmp_path), name="x", head="scalar")
-    assert main(["judge", "train", *words_of(flags)]) == 2
-    assert "torch only" in capsys.readouterr().err
-
-
 def test_the_whole_test_split_is_judged_unless_limited(tiny_model: Path, data: Path, tmp_path: Path) -> None:
     """A preset limits the evaluations during training, not the test."""
     folder = tmp_path / "run"

@@ -15,13 +15,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from crosstune.torch_engine import steady_attention
+from crosstune.torch_engine.steady_products import product
+
 DEVICES_WITH_FP64 = ("cpu", "cuda")
-ROWS_AT_ONCE = {"cpu": 128}
-"""Rows of one product. More of them keep more cores busy, and are more padding for few rows."""
-ROWS_ON_GPU = 1024
-FEW_ROWS = 64
-"""Rows of one product with a head: few tokens reach it, and its output is wide."""
-WIDE = 16384
 SCORES_AT_ONCE = 2**25
 """Attention scores that are held in fp64 at once: 256 MiB."""
 
@@ -29,10 +26,9 @@ SCORES_AT_ONCE = 2**25
 class SteadyRounding(TorchFunctionMode):
     """Inside the block, a model without gradients rounds each row of a batch in fp32 as it would round it alone.
 
-    Products with weights are computed for a fixed number of rows at a time, the last ones filled up with zeros: one shape, so
-    one kernel and one order of additions. Attention adds over the tokens of a row and over its padding, and the mean of a
-    norm in an order of its own: these are computed in fp64 and rounded once, which gives the same fp32 number in any order,
-    but for a few in a million. A device without fp64 keeps them as they are. 16-bit numbers are left alone.
+    Products with weights are computed for numbers of rows that round alike, and attention on a CPU for numbers of keys that
+    do. Other attention, and the mean of a norm, are computed in fp64 and rounded once, which gives the same fp32 number in any
+    order, but for a few in a million. A device without fp64 keeps them as they are. 16-bit numbers are left alone.
     """
 
     def __torch_function__(
@@ -42,7 +38,7 @@ class SteadyRounding(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        steady, options = _STEADY.get(func), dict(kwargs or {})
+        steady, options = _STEADY.get(func), kwargs or {}
         if steady is None or not _is_plain_fp32([*args, *options.values()]):
             return func(*args, **options)
         return steady(func, *args, **options)
@@ -64,7 +60,7 @@ def _linear(
 ) -> torch.Tensor:
     if weight.ndim != 2:
         return func(input, weight, bias)
-    found = _product(input.reshape(-1, input.shape[-1]), weight.t(), bias)
+    found = product(input.reshape(-1, input.shape[-1]), weight.t(), bias)
     return found.reshape(*input.shape[:-1], len(weight))
 
 
@@ -81,29 +77,7 @@ def _addmm(
     func: Callable[..., Any], input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor, **options: Any
 ) -> torch.Tensor:
     """Compute the product of GPT-2's layers, whose weights are transposed."""
-    return func(input, mat1, mat2, **options) if options or input.ndim != 1 else _product(mat1, mat2, input)
-
-
-def _product(rows: torch.Tensor, columns: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Multiply a fixed number of rows at a time. Written in place: joining the parts would cost as much as a product."""
-    size = _rows_at_once(rows.device, outputs=columns.shape[1])
-    found = rows.new_empty(len(rows), columns.shape[1])
-    for start in range(0, len(rows), size):
-        part, place = rows[start : start + size], found[start : start + size]
-        missing = size - len(part)
-        if missing:
-            part, place = F.pad(part, (0, 0, 0, missing)), rows.new_empty(size, columns.shape[1])
-        if bias is None:
-            torch.mm(part, columns, out=place)
-        else:
-            torch.addmm(bias, part, columns, out=place)
-        if missing:
-            found[start:] = place[: size - missing]
-    return found
-
-
-def _rows_at_once(device: torch.device, *, outputs: int) -> int:
-    return FEW_ROWS if outputs > WIDE else ROWS_AT_ONCE.get(device.type, ROWS_ON_GPU)
+    return func(input, mat1, mat2, **options) if options or input.ndim != 1 else product(mat1, mat2, input)
 
 
 def _attention(
@@ -116,6 +90,10 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> torch.Tensor:
+    if not dropout_p:
+        found = steady_attention.attention(query, key, value, attn_mask, is_causal=is_causal, **options)
+        if found is not None:
+            return found
     options |= {"dropout_p": dropout_p, "is_causal": is_causal}
     if query.device.type not in DEVICES_WITH_FP64 or not query.numel():
         return func(query, key, value, attn_mask=attn_mask, **options)
