@@ -11,7 +11,7 @@ from torch.nn import functional  # noqa: E402
 
 from crosstune.torch_engine import steady_attention, steady_products  # noqa: E402
 from crosstune.torch_engine.steady_attention import BLOCK, find_alike_widths, width_of  # noqa: E402
-from crosstune.torch_engine.steady_products import MOST_ROWS, AlikeSizes, product  # noqa: E402
+from crosstune.torch_engine.steady_products import ON_CPU, AlikeSizes, product  # noqa: E402
 from crosstune.torch_engine.steady_rounding import SteadyRounding  # noqa: E402
 
 INPUTS, OUTPUTS = 96, 24
@@ -47,7 +47,7 @@ class Library:
 
 
 def sizes(library: Library) -> AlikeSizes:
-    return AlikeSizes.first(library, inputs=INPUTS, outputs=OUTPUTS)
+    return AlikeSizes.first(library, inputs=INPUTS, outputs=OUTPUTS, device=torch.device("cpu"))
 
 
 def test_a_product_is_whole_where_its_size_rounds_alike() -> None:
@@ -65,7 +65,7 @@ def test_a_product_is_whole_where_its_size_rounds_alike() -> None:
         60: [32, 32],
         100: [56, 48],
     }
-    wanted |= {MOST_ROWS + 40: [MOST_ROWS, 40]}
+    wanted |= {ON_CPU.most + 40: [ON_CPU.most, 40]}
     assert {count: found.cover(count, library) for count in wanted} == wanted
     for count, cover in found.covers.items():
         assert sum(cover[:-1]) < count <= sum(cover), "only the last part is filled up"
@@ -90,7 +90,7 @@ def test_one_size_where_all_round_differently() -> None:
 
     library = Each()
     found = sizes(library)
-    assert found.reference == steady_products.FIXED_SIZE
+    assert found.reference == ON_CPU.fixed
     assert found.cover(100, library) == [128] and found.cover(300, library) == [128, 128, 128]
 
 

@@ -13,19 +13,33 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-STEP = 8
-"""Rows of a product on a CPU are a multiple of this: few numbers to try, and little padding."""
-MOST_ROWS = 1024
-"""Rows of the largest product on a CPU, and of each product on another device, where no sizes are tried."""
-FIRST_SIZES, FIXED_SIZE = (32, 64, 128, 256, 512), 128
-FIRST_WIDE_SIZES, FIXED_WIDE_SIZE = (16, 32, 64), 64
-"""For a head: few tokens reach it, and its output is wide."""
 WIDE = 16384
 SAMPLES = 64
 """Sums that are compared for each place among the rows: in some of them, another order of additions gives the same bits."""
 ALIGNMENT_BYTES = 64
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Which numbers of rows are tried."""
+
+    step: int
+    """All are multiples of this: few numbers to try, and little padding."""
+    most: int
+    first: tuple[int, ...]
+    """The reference is one of these, tried before all others."""
+    fixed: int
+    """The only one where all of these differ."""
+
+
+ON_CPU = Choice(step=8, most=1024, first=(32, 64, 128, 256, 512), fixed=128)
+ON_GPU = Choice(step=512, most=16384, first=(512, 1024, 2048, 4096, 8192), fixed=1024)
+"""Few rows do not keep a GPU busy."""
+WIDE_ON_CPU = Choice(step=8, most=1024, first=(16, 32, 64), fixed=64)
+WIDE_ON_GPU = Choice(step=64, most=1024, first=(64, 128, 256), fixed=64)
+"""For a head: few tokens reach it, and its output is wide."""
 
 
 def product(rows: torch.Tensor, columns: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -59,11 +73,8 @@ def _multiply(
 def _sizes(count: int, columns: torch.Tensor, bias: torch.Tensor | None) -> Sequence[int]:
     """Return the numbers of rows to multiply at a time."""
     inputs, outputs = columns.shape
-    if columns.device.type != "cpu":
-        size = FIXED_WIDE_SIZE if outputs > WIDE else MOST_ROWS
-        return [size] * math.ceil(count / size)
     shape = (inputs, outputs, *columns.stride(), columns.data_ptr() % ALIGNMENT_BYTES)
-    of = (*shape, bias is not None, torch.get_num_threads())
+    of = (str(columns.device), *shape, bias is not None, torch.get_num_threads())
     if of not in _TRIED and not columns.any():  # an adapter before training: zeros, in any order of additions
         return [count]
 
@@ -71,7 +82,7 @@ def _sizes(count: int, columns: torch.Tensor, bias: torch.Tensor | None) -> Sequ
         return _multiply(rows, columns, bias)
 
     if of not in _TRIED:
-        _TRIED[of] = AlikeSizes.first(multiply, inputs=inputs, outputs=outputs)
+        _TRIED[of] = AlikeSizes.first(multiply, inputs=inputs, outputs=outputs, device=columns.device)
     return _TRIED[of].cover(count, multiply)
 
 
@@ -85,17 +96,19 @@ class AlikeSizes:
 
     inputs: int
     outputs: int
+    device: torch.device
+    choice: Choice
     reference: int
     known: dict[int, bool]
     covers: dict[int, list[int]]
 
     @classmethod
-    def first(cls, multiply: Multiply, *, inputs: int, outputs: int) -> AlikeSizes:
+    def first(cls, multiply: Multiply, *, inputs: int, outputs: int, device: torch.device) -> AlikeSizes:
         """Take as the reference the smallest size of the largest group that rounds alike, or one in the middle if all differ."""
-        is_wide = outputs > WIDE
+        choice = _CHOICES[device.type == "cpu", outputs > WIDE]
         groups: list[tuple[torch.Tensor, list[int]]] = []
-        for size in FIRST_WIDE_SIZES if is_wide else FIRST_SIZES:
-            found = row_in_all_places(multiply, size, inputs=inputs, outputs=outputs)
+        for size in choice.first:
+            found = row_in_all_places(multiply, size, inputs=inputs, outputs=outputs, device=device)
             if found is None:
                 continue
             for other, sizes in groups:
@@ -105,13 +118,23 @@ class AlikeSizes:
             else:
                 groups.append((found, [size]))
         largest = max((sizes for _, sizes in groups), key=len, default=[])
-        reference = largest[0] if len(largest) > 1 else FIXED_WIDE_SIZE if is_wide else FIXED_SIZE
-        return cls(inputs=inputs, outputs=outputs, reference=reference, known={reference: True}, covers={})
+        reference = largest[0] if len(largest) > 1 else choice.fixed
+        return cls(
+            inputs=inputs,
+            outputs=outputs,
+            device=device,
+            choice=choice,
+            reference=reference,
+            known={reference: True},
+            covers={},
+        )
 
     def is_alike(self, size: int, multiply: Multiply) -> bool:
         if size not in self.known:
             found, wanted = (
-                row_in_all_places(multiply, rows, inputs=self.inputs, outputs=self.outputs)
+                row_in_all_places(
+                    multiply, rows, inputs=self.inputs, outputs=self.outputs, device=self.device
+                )
                 for rows in (size, self.reference)
             )
             self.known[size] = found is not None and wanted is not None and torch.equal(found, wanted)
@@ -124,22 +147,25 @@ class AlikeSizes:
         return self.covers[count]
 
     def _cover(self, count: int, multiply: Multiply) -> list[int]:
-        if count > MOST_ROWS:
-            return self.cover(MOST_ROWS, multiply) + self.cover(count - MOST_ROWS, multiply)
-        filled = math.ceil(count / STEP) * STEP
-        for size in range(filled, max(filled, self.reference) + 1, STEP):
+        step, most = self.choice.step, self.choice.most
+        if count > most:
+            return self.cover(most, multiply) + self.cover(count - most, multiply)
+        filled = math.ceil(count / step) * step
+        for size in range(filled, max(filled, self.reference) + 1, step):
             if self.is_alike(size, multiply):
                 return [size]
-        first = self.cover(max(self.reference, math.ceil(filled / 2 / STEP) * STEP), multiply)
+        first = self.cover(max(self.reference, math.ceil(filled / 2 / step) * step), multiply)
         rest = count - sum(first)
         return first + self.cover(rest, multiply) if rest > 0 else first
 
 
-def row_in_all_places(multiply: Multiply, size: int, *, inputs: int, outputs: int) -> torch.Tensor | None:
+def row_in_all_places(
+    multiply: Multiply, size: int, *, inputs: int, outputs: int, device: torch.device
+) -> torch.Tensor | None:
     """Return the product of some rows, each repeated so many times; None if it depends on the place among them."""
     found = []
     generator = torch.Generator().manual_seed(0)
-    for row in torch.randn(math.ceil(SAMPLES / outputs), inputs, generator=generator):
+    for row in torch.randn(math.ceil(SAMPLES / outputs), inputs, generator=generator).to(device):
         products = multiply(row.repeat(size, 1))
         if not bool((products == products[0]).all()):
             return None
@@ -147,4 +173,11 @@ def row_in_all_places(multiply: Multiply, size: int, *, inputs: int, outputs: in
     return torch.cat(found)
 
 
-_TRIED: dict[tuple[int | bool, ...], AlikeSizes] = {}
+_CHOICES = {
+    (True, False): ON_CPU,
+    (True, True): WIDE_ON_CPU,
+    (False, False): ON_GPU,
+    (False, True): WIDE_ON_GPU,
+}
+"""By whether it is a CPU, and whether the output is wide."""
+_TRIED: dict[tuple[int | bool | str, ...], AlikeSizes] = {}
