@@ -46,6 +46,14 @@ class MethodOptions:
         choices=("auto", "fp8"),
         needs=(ADAPTERS, TORCH_ENGINE),
     )
+    fp8_tolerance: float = option(
+        0.005,
+        "How far, in nats per token, the predictions over a base in fp8 may be from those over its own weights: groups of "
+        "layers leave fp8 until they are near enough; 0: all multiply in fp8. A pass before training measures it",
+        low=0,
+        high=100,
+        needs=(ADAPTERS, TORCH_ENGINE),
+    )
     lora_rank: int = option(
         16, "Rank of the adapters", low=1, high=2**16, needs=(ADAPTERS,), on_resume=OnResume.ADAPTER
     )

@@ -20,8 +20,6 @@ from crosstune.torch_engine.kernels.stacked import Stacked
 from crosstune.torch_engine.quantized import QuantLinear
 from crosstune.torch_engine.stream import Place, find_tensors, read_tensor
 
-FARTHEST = 0.005
-"""The largest distance in nats per token."""
 NUM_ROWS, NUM_TOKENS, NUM_TOKENS_ON_CPU = 8, 48, 8
 """How much text is written. A CPU computes fp8 products by making e4m3 numbers wide first, which takes seconds in a pass."""
 _DENSE = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,18 +34,18 @@ class LeftOut:
     after: float = 0.0
 
 
-def leave_out_of_fp8(decoder: FastDecoder, *, folder: Path | None, seed: int) -> LeftOut:
-    """Take the groups that cost most out of fp8, as many as it takes. They get the weights of `folder` back, where it has
-    them, and multiply densely."""
+def leave_out_of_fp8(decoder: FastDecoder, *, folder: Path | None, tolerance: float, seed: int) -> LeftOut:
+    """Take the groups that cost most out of fp8, until the rest are within the tolerance, in nats per token; none with a
+    tolerance of 0. They get the weights of `folder` back, where it has them, and multiply densely."""
     groups = {name: stacked for name, stacked in decoder.groups().items() if stacked.in_fp8}
-    if not groups:
+    if not groups or not tolerance:
         return LeftOut()
     originals = Originals(decoder, folder)
     shares = measure_shares(decoder, groups, originals, write_text(decoder, seed=seed))
     before = after = sum(shares.values())
     chosen: list[str] = []
     for name in sorted(shares, key=shares.__getitem__, reverse=True):
-        if not after > FARTHEST:
+        if not after > tolerance:
             break
         chosen.append(name)
         after = sum(share for other, share in shares.items() if other not in chosen)

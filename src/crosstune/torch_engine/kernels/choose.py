@@ -53,7 +53,9 @@ def open_decoder(
     asked = plan.config.base_precision == "fp8" or plan.quantizer == "fp8"
     refused = why_no_fp8(device, dtype) if asked else None
     decoder = FastDecoder(model, dtype=dtype, fp8=asked and refused is None)
-    left_out = leave_out_of_fp8(decoder, folder=folder, seed=plan.config.seed)
+    left_out = leave_out_of_fp8(
+        decoder, folder=folder, tolerance=plan.config.fp8_tolerance, seed=plan.config.seed
+    )
     decoder.set_recomputation(choose_recomputation(decoder, plan))
     return decoder, describe_decoder(decoder, refused=refused, left_out=left_out)
 
@@ -79,7 +81,7 @@ def describe_decoder(decoder: FastDecoder, *, refused: str | None, left_out: Lef
         notes.append(
             f"base_precision: {len(left_out.names)} of {len(decoder.groups())} groups of layers do not multiply in fp8, such as "
             f"{left_out.names[0]}; with them the model's predictions were {left_out.before:.3f} nats per token away from "
-            f"those of its own weights, without them {left_out.after:.3f}"
+            f"those of its own weights, without them {left_out.after:.3f} (--fp8_tolerance)"
         )
     if num_full := decoder.recompute.count("full"):
         notes.append(f"kernels: {num_full} of {len(decoder.layers)} layers are recomputed to save memory")
