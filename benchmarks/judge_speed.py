@@ -54,16 +54,21 @@ def main() -> None:
     items = list(judge_data(run).test)[: own.items]
     sharing = open_trained(run, own, items=items)
     alone = dataclasses.replace(sharing, share_prefixes=False)
-    results = _compare_generation(alone, items, own.max_new_tokens)
+    results = _compare_generation(alone, sharing, items, own.max_new_tokens)
     write_results(own.out, results)
     results |= _compare_prefixes(sharing, alone, [dataclasses.replace(item, rubric=RUBRIC) for item in items])
     write_results(own.out, results)
 
 
-def _compare_generation(judge: Judge, items: Sequence[Item], max_new_tokens: int) -> dict[str, Any]:
-    """Judge by probabilities and by generation, both without a shared prefix."""
-    judge.judge(items[: judge.batch_size])  # the first call of each shape is slower
+def _compare_generation(
+    judge: Judge, sharing: Judge, items: Sequence[Item], max_new_tokens: int
+) -> dict[str, Any]:
+    """Judge by probabilities and by generation, both without a shared prefix, and by probabilities with it, as is usual:
+    prompts begin with the same instructions."""
+    for one in (judge, sharing):
+        one.judge(items[: judge.batch_size])  # the first call of each shape is slower
     probabilities, probabilities_s = timed(judge, items, what="by probabilities")
+    _, usual_s = timed(sharing, items, what="by probabilities, instructions once")
     generated, generation_s = timed(
         judge, items, what="by generation", by="generation", max_new_tokens=max_new_tokens
     )
@@ -82,6 +87,9 @@ def _compare_generation(judge: Judge, items: Sequence[Item], max_new_tokens: int
             "generation_s_per_item": generation_s,
             "probabilities_s_per_item": probabilities_s,
             "probabilities_over_generation": generation_s / probabilities_s,
+            "common_tokens": float(common_length(judge.prompts(items))),
+            "usual_probabilities_s_per_item": usual_s,
+            "usual_probabilities_over_generation": generation_s / usual_s,
             "unreadable": len(items) - len(readable),
             "most_probable_is_generated": float((likeliest == second).mean()),
             "agreement_within_1": share_within(first, second, distance=1.0),

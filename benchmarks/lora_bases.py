@@ -55,6 +55,9 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--bases", default=",".join(BASES))
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument(
+        "--seed", type=int, help="losses of equal runs differ by about 0.005: compare several seeds"
+    )
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
@@ -96,6 +99,8 @@ def train(own: argparse.Namespace, base: str, data: dict[str, str], folder: Path
         "output_dir": str(folder / "runs"),
         "name": base.replace(" ", "-"),
     }
+    if own.seed is not None:
+        options["seed"] = own.seed
     run = crosstune.train(progress=False, **options | data | BASES[base])
     summary = run.summary
     return {

@@ -17,7 +17,7 @@ from torch import nn
 from crosstune.core.quantization import QuantSpec
 from crosstune.torch_engine.adapters import Adapted
 from crosstune.torch_engine.kernels import torch_operations
-from crosstune.torch_engine.kernels.calibrate import leave_out_of_fp8, write_text
+from crosstune.torch_engine.kernels.calibrate import Originals, leave_out_of_fp8, measure_shares, write_text
 from crosstune.torch_engine.kernels.choose import describe_decoder
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.fp8_weights import Fp8Weights
@@ -139,6 +139,27 @@ def test_the_group_that_costs_most_leaves_first(sharp_model: Any, monkeypatch: p
     measured = weights.product
     monkeypatch.setattr(weights, "product", lambda rows: -3 * measured(rows))
     assert leave_out_of_fp8(decoder, folder=folder, tolerance=TOLERANCE, seed=0).names[0] == "layers.1.down"
+
+
+def test_layers_before_the_first_adapter_have_a_share(sharp_model: Any) -> None:
+    model, adapters, folder = sharp_model
+    quantize_base(adapters, IN_FP8)
+    for name, adapter in adapters.items():
+        for parameter in (adapter.lora_A, adapter.lora_B):
+            parameter.requires_grad_("layers.2." in name)
+    decoder = FastDecoder(model, dtype=torch.float32, fp8=True)
+    groups = {name: stacked for name, stacked in decoder.groups().items() if stacked.in_fp8}
+    shares = measure_shares(decoder, groups, Originals(decoder, folder), write_text(decoder, seed=0))
+    assert shares.keys() == groups.keys() and min(shares.values()) > 0
+    assert not model.model.embed_tokens.weight.requires_grad
+
+
+def test_a_model_without_numbers_for_predictions_leaves_fp8_as_it_is(sharp_model: Any) -> None:
+    model, adapters, folder = sharp_model
+    quantize_base(adapters, IN_FP8)
+    model.lm_head.weight.data[3, 3] = torch.nan
+    decoder = FastDecoder(model, dtype=torch.float32, fp8=True)
+    assert leave_out_of_fp8(decoder, folder=folder, tolerance=TOLERANCE, seed=0).names == ()
 
 
 def test_without_original_weights_groups_multiply_densely_with_the_stored_ones(sharp_model: Any) -> None:

@@ -64,6 +64,8 @@ def write_text(decoder: FastDecoder, *, seed: int) -> torch.Tensor:
         # What stands after a token does not change it, and one shape needs no second choice of kernels.
         hidden = decoder.hidden(ids.to(decoder.device)).view(NUM_ROWS, length, -1)[:, place - 1]
         chances = decoder.logits(hidden).float().softmax(dim=-1).cpu()
+        if not bool(chances.isfinite().all()):  # the first step will say what is wrong
+            chances = torch.ones_like(chances)
         ids[:, place] = torch.multinomial(chances, 1, generator=draw)[:, 0]
     return ids.to(decoder.device)
 
@@ -73,17 +75,21 @@ def measure_shares(
 ) -> dict[str, float]:
     """Return the divergence in nats per token that each group's rounding to e4m3 causes, on text of the model itself."""
     watches = {name: _Errors(stacked, originals) for name, stacked in groups.items()}
-    trained = [parameter for stacked in decoder.groups().values() for parameter in stacked.parameters]
-    count, length = ids.shape
+    first: nn.Parameter = (
+        decoder.inner.embed_tokens.weight
+    )  # its gradient comes through all layers, adapted or not
+    was_trained, (count, length) = first.requires_grad, ids.shape
     try:
+        first.requires_grad_(True)
         for name, watch in watches.items():
             groups[name].watch = watch
         with torch.enable_grad():
             hidden = decoder.hidden(ids).view(count, length, -1)[:, :-1]
             log_probs = decoder.logits(hidden).float().log_softmax(dim=-1)
             text = log_probs.gather(-1, ids[:, 1:, None]).sum()
-            torch.autograd.grad(text, trained)
+            torch.autograd.grad(text, first)
     finally:
+        first.requires_grad_(was_trained)
         for stacked in groups.values():
             stacked.watch = None
     return {name: float(watch.squares) / 2 / (count * (length - 1)) for name, watch in watches.items()}
