@@ -14,6 +14,7 @@ import transformers
 from latent_encoders import make_tokenizer, write_encoder
 from torch.nn import functional
 
+from crosstune.core.errors import UserError
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.recipes.latent_diffusion import torch_parts_encoder
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
@@ -54,6 +55,16 @@ def test_the_encoder_pools_and_normalises(
     monkeypatch.setattr(torch_parts_encoder, "_BATCH", 2)
     expected = embed_singly(folder, texts, pooling=pooling)
     np.testing.assert_allclose(encoder.encode(texts), expected, atol=1e-5)
+
+
+def test_an_encoder_whose_weights_are_cut_off_is_named(tmp_path: Path) -> None:
+    damaged = write_encoder(tmp_path)
+    file = damaged / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        SentenceEncoder(
+            damaged, record={"name": "x", "dim": 16, "sha256": "", "pooling": "mean"}, device="cpu"
+        )
 
 
 @pytest.mark.parametrize("template", ["$A", "$A [SEP]"])

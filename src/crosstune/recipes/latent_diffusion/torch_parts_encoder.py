@@ -14,6 +14,7 @@ from torch import nn
 
 from crosstune.core.errors import UserError
 from crosstune.core.quiet import hide_output
+from crosstune.core.safetensors_header import read_header
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.recipes.latent_diffusion.encoder_input import EncoderInput
 from crosstune.recipes.latent_diffusion.encoders import longest_input
@@ -95,6 +96,8 @@ def _load(folder: Path) -> nn.Module:
         from transformers import AutoModel
     except ImportError as error:
         raise UserError("Embedding texts needs transformers.", do="pip install 'crosstune[torch]'") from error
+    for file in sorted(folder.glob("*.safetensors")):
+        read_header(file)  # raises for a damaged file, which transformers does without its name
     with hide_output():
         model: nn.Module = AutoModel.from_pretrained(
             str(folder),
