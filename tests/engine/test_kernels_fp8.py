@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 import transformers as hf
-from fast_models import SHAPE, fast_loss, general_loss, gradients, make_model, quantize_base
+from fast_models import CONFIGS, SHAPE, fast_loss, general_loss, gradients, make_model, quantize_base
 from safetensors.torch import save_file
 from torch import nn
 
@@ -79,18 +79,24 @@ def test_an_fp8_product_is_the_product_of_what_was_rounded() -> None:
     assert (weights.input_gradient(rows) - gradient @ weight).norm() / (gradient @ weight).norm() < 0.08
 
 
-@pytest.fixture
-def sharp_model(tmp_path: Path) -> tuple[nn.Module, dict[str, Adapted], Path]:
-    """Make a model whose predictions depend on every layer, and its folder."""
-    model, adapters = make_model("llama", tie_word_embeddings=False)
+def make_sharp(
+    name: str, folder: Path, *, prefix: str = "model."
+) -> tuple[nn.Module, dict[str, Adapted], Path]:
+    """Make a model whose predictions depend on every layer, and its folder, where names begin with `prefix`."""
+    model, adapters = make_model(name, tie_word_embeddings=False)
     model.lm_head.weight.data *= 8
     weights = {
-        name.replace(".base.", "."): tensor.contiguous()
+        name.replace(".base.", ".").replace("model.", prefix, 1): tensor.contiguous()
         for name, tensor in model.state_dict().items()
         if "lora_" not in name
     }
-    save_file(weights, tmp_path / "model.safetensors")
-    return model, adapters, tmp_path
+    save_file(weights, folder / "model.safetensors")
+    return model, adapters, folder
+
+
+@pytest.fixture
+def sharp_model(tmp_path: Path) -> tuple[nn.Module, dict[str, Adapted], Path]:
+    return make_sharp("llama", tmp_path)
 
 
 def test_a_model_whose_predictions_stay_near_keeps_all_groups_in_fp8() -> None:
@@ -128,7 +134,25 @@ def test_groups_leave_fp8_until_predictions_are_near_those_of_the_folder(sharp_m
     # The modules that text and merging read are the same ones.
     assert general_loss(model, None).item() == pytest.approx(fast_loss(decoder, None).item(), rel=2e-2)
     [sentence] = describe_decoder(decoder, refused=None, left_out=found)
-    assert sentence.startswith(f"base_precision: {len(found.names)} of 12 groups") and name in sentence
+    assert (
+        sentence.startswith(f"base_precision: {len(found.names)} of {len(in_fp8)} groups")
+        and name in sentence
+    )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_groups_of_every_family_leave_fp8(name: str, prefix: str, tmp_path: Path) -> None:
+    model, adapters, folder = make_sharp(name, tmp_path, prefix=prefix)
+    quantize_base(
+        {name: adapter for name, adapter in adapters.items() if not name.endswith("down_proj")}, IN_FP8
+    )
+    before = general_loss(model, None).item()
+    decoder = FastDecoder(model, dtype=torch.float32, fp8=True)
+    assert leave_out_of_fp8(decoder, folder=folder, tolerance=1e-9, seed=0).names
+    assert not any(isinstance(module, QuantLinear) for module in model.modules())
+    exact = general_loss(model, None).item()
+    assert exact != before and fast_loss(decoder, None).item() == pytest.approx(exact, rel=1e-5)
 
 
 def test_the_group_that_costs_most_leaves_first(sharp_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,6 +131,16 @@ def test_a_result_far_from_what_was_trained_is_said(
         assert written["against_trained"]["original"]["relative"] > 0.1
 
 
+def test_layers_that_fp8_keeps_as_they_are_are_merged_as_they_are(
+    tiny_model: Path, window: list[TokenBatch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, adapter = train(tiny_model, window, tmp_path, base_precision="fp8", fp8_tolerance=0)
+    words = ["merge", str(adapter), "--into", "dequantized", "--out", str(tmp_path / "out"), "--json"]
+    assert main([*words, "--dtype", "fp32", "--backend", "cpu"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["verified"] and report["agreement"]["max_abs"] < 1e-4
+
+
 def test_the_command_reports_what_both_ways_cost(
     tiny_model: Path, window: list[TokenBatch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

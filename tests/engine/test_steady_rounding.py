@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -105,6 +106,33 @@ def test_a_mean_is_rounded_once() -> None:
         assert torch.equal(torch.mean(input=rows, dim=0), rows.double().mean(0).float())
         assert rows.mean(-1, dtype=torch.float64).dtype == torch.float64
         assert rows.mean(-1, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("threads", [1, 5])
+@pytest.mark.parametrize(
+    "act",
+    [
+        functional.silu,
+        functools.partial(functional.gelu, approximate="tanh"),
+        torch.sigmoid,
+        functional.softplus,
+        functional.mish,
+        torch.nn.SiLU(),
+    ],
+    ids=["silu", "gelu", "sigmoid", "softplus", "mish", "module"],
+)
+def test_an_activation_does_not_depend_on_the_rows_beside_it(act: Any, threads: int) -> None:
+    """torch computes the last elements of each thread's part by other code."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        rows = draw(53 * 37, 1536 + 7)
+        with torch.inference_mode(), SteadyRounding():
+            whole, parts = act(rows), [act(part) for part in rows.split([1, 36, 53, 1871])]
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(whole, act(rows))
+    assert torch.equal(torch.cat(parts), whole)
 
 
 @pytest.mark.parametrize("multiply", [torch.matmul, torch.Tensor.matmul, lambda rows, weight: rows @ weight])

@@ -169,3 +169,14 @@ def test_prompts_beside_each_other_after_a_prefix_see_the_same_numbers() -> None
             query, *(tensor[:, :2].repeat_interleave(2, dim=1) for tensor in (key, value)), is_causal=True
         )
     assert not nothing.any() and torch.equal(grouped, repeated)
+
+
+def test_a_weight_of_few_numbers_does_not_decide_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sums are exact in any order, so that all numbers of rows seem to round alike."""
+    monkeypatch.setattr(steady_products, "_TRIED", {})
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = (torch.randn(size, generator=generator) for size in ((1024, 576), (576, 576)))
+    diagonal = torch.eye(576)
+    assert torch.equal(product(rows, diagonal.t(), None), rows) and not steady_products._TRIED
+    whole = product(rows, weight.t(), None)
+    assert all(torch.equal(product(rows[:count], weight.t(), None), whole[:count]) for count in (3, 8, 100))

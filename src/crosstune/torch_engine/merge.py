@@ -17,7 +17,7 @@ from crosstune.torch_engine import export
 from crosstune.torch_engine.adapters import split_by_expert
 from crosstune.torch_engine.blocks import in_blocks
 from crosstune.torch_engine.file_layout import FileLayout, Group
-from crosstune.torch_engine.load import empty_model, read_config
+from crosstune.torch_engine.load import empty_model, forms_to_quantize, read_config
 from crosstune.torch_engine.prequantized import read_prequantized
 from crosstune.torch_engine.quantized import quantize_weight
 from crosstune.torch_engine.stream import find_tensors
@@ -105,6 +105,7 @@ class BaseTensors:
         self.places = find_tensors(base.folder) if self.prequantized is None else self.prequantized.dense
         self.layout = FileLayout(self.model, self.places)
         self.forms = weight_forms(self.model)
+        self.quantized = forms_to_quantize(self.model, base.spec) if base.spec is not None else {}
         self.held = self.prequantized.forms(self.model) if self.prequantized is not None else {}
 
     @property
@@ -136,7 +137,7 @@ class BaseTensors:
         return self.prequantized.compute
 
     def _as_trained(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        base, form = self.base, self.forms.get(name)
+        base, form = self.base, self.quantized.get(name)
         if base.spec is None or self.held or form is None or in_blocks(name, base.new_blocks):
             return tensor
         matrices = [

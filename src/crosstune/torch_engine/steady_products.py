@@ -75,8 +75,10 @@ def _sizes(count: int, columns: torch.Tensor, bias: torch.Tensor | None) -> Sequ
     inputs, outputs = columns.shape
     shape = (inputs, outputs, *columns.stride(), columns.data_ptr() % ALIGNMENT_BYTES)
     of = (str(columns.device), *shape, bias is not None, torch.get_num_threads())
-    if of not in _TRIED and not columns.any():  # an adapter before training: zeros, in any order of additions
-        return [count]
+    if of not in _TRIED and 2 * (used := int(columns.count_nonzero())) < columns.numel():
+        # Sums of mostly zeros hide their order. All zeros, an adapter before training, have none.
+        fixed = _CHOICES[columns.device.type == "cpu", outputs > WIDE].fixed if used else count
+        return [fixed] * math.ceil(count / fixed)
 
     def multiply(rows: torch.Tensor) -> torch.Tensor:
         return _multiply(rows, columns, bias)

@@ -27,7 +27,7 @@ class SteadyRounding(TorchFunctionMode):
     """Inside the block, a model without gradients rounds each row of a batch in fp32 as it would round it alone.
 
     Products with weights are computed for numbers of rows that round alike, and attention on a CPU for numbers of keys that
-    do. Other attention, and the mean of a norm, are computed in fp64 and rounded once, which gives the same fp32 number in any
+    do. Other attention, activations on a CPU, and the mean of a norm, are computed in fp64 and rounded once, which gives the same fp32 number in any
     order, but for a few in a million. A device without fp64 keeps them as they are. 16-bit numbers are left alone.
     """
 
@@ -154,6 +154,13 @@ def _mean(func: Callable[..., Any], input: torch.Tensor, *args: Any, **options: 
     return func(input.double(), *args, **options).float()
 
 
+def _activation(func: Callable[..., Any], input: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    """Compute an activation that torch rounds in another way for the last elements of a thread's part on a CPU."""
+    if input.device.type != "cpu" or options.get("inplace"):
+        return func(input, *args, **options)
+    return func(input.double(), *args, **options).float()
+
+
 _STEADY: dict[Any, Callable[..., torch.Tensor]] = {
     F.linear: _linear,
     torch.matmul: _matmul,
@@ -163,6 +170,12 @@ _STEADY: dict[Any, Callable[..., torch.Tensor]] = {
     F.scaled_dot_product_attention: _attention,
     torch.mean: _mean,
     torch.Tensor.mean: _mean,
+    F.silu: _activation,
+    F.gelu: _activation,
+    F.softplus: _activation,
+    F.mish: _activation,
+    torch.sigmoid: _activation,
+    torch.Tensor.sigmoid: _activation,
 }
 
 

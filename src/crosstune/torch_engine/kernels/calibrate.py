@@ -22,7 +22,7 @@ from crosstune.torch_engine.stream import Place, find_tensors, read_tensor
 
 NUM_ROWS, NUM_TOKENS, NUM_TOKENS_ON_CPU = 8, 48, 8
 """How much text is written. A CPU computes fp8 products by making e4m3 numbers wide first, which takes seconds in a pass."""
-_DENSE = (torch.float32, torch.bfloat16, torch.float16)
+_DENSE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,13 +134,16 @@ class Originals:
             return base
         dense = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")
         dense.weight = nn.Parameter(self.read(base), requires_grad=False)
-        dense.bias = base.bias
+        if base.bias is not None:
+            dense.bias = nn.Parameter(base.bias.detach().to(self.dtype), requires_grad=False)
         parent, _, child = self._names[base].rpartition(".")
         setattr(self.model.get_submodule(parent), child, dense)
         return dense
 
     def _place(self, base: QuantLinear) -> Place | None:
         """Return where the dense weight of a layer is. Weights of other quantizers are those that were asked for."""
-        place = self._places.get(f"{self._names[base].removesuffix('.base')}.weight")
+        name = f"{self._names[base].removesuffix('.base')}.weight"
+        prefix = f"{getattr(self.model, 'base_model_prefix', '')}."
+        place = self._places.get(name) or self._places.get(name.removeprefix(prefix))
         is_its = place is not None and place.dtype in _DENSE and place.shape == tuple(base.stored.shape)
         return place if is_its and base.stored.quantizer == "fp8" else None

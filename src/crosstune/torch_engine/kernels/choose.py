@@ -78,10 +78,11 @@ def describe_decoder(decoder: FastDecoder, *, refused: str | None, left_out: Lef
     if refused is not None:
         notes.append(f"base_precision: products are computed in {decoder.dtype}, since {refused}")
     if left_out.names:
+        still = sum(stacked.in_fp8 for stacked in decoder.groups().values())
         notes.append(
-            f"base_precision: {len(left_out.names)} of {len(decoder.groups())} groups of layers do not multiply in fp8, such as "
-            f"{left_out.names[0]}; with them the model's predictions were {left_out.before:.3f} nats per token away from "
-            f"those of its own weights, without them {left_out.after:.3f} (--fp8_tolerance)"
+            f"base_precision: {len(left_out.names)} of {still + len(left_out.names)} groups of layers leave fp8, such as "
+            f"{left_out.names[0]}; with them the model's predictions were {left_out.before:.2g} nats per token away from "
+            f"those of its own weights, without them {left_out.after:.2g} (--fp8_tolerance)"
         )
     if num_full := decoder.recompute.count("full"):
         notes.append(f"kernels: {num_full} of {len(decoder.layers)} layers are recomputed to save memory")
