@@ -16,7 +16,7 @@ STEP = 16
 BLOCK = 512
 """Keys that torch's kernel takes at a time."""
 HIDDEN = -1e30
-"""What is added to the score of a hidden key is below this."""
+"""A mask that adds less than this to a score hides its key."""
 QUERIES = 256
 """Queries of one call, which then needs the keys up to its last query alone: the kernel skips none inside a block."""
 

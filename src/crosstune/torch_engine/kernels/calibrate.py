@@ -21,13 +21,13 @@ from crosstune.torch_engine.quantized import QuantLinear
 from crosstune.torch_engine.stream import Place, find_tensors, read_tensor
 
 NUM_ROWS, NUM_TOKENS, NUM_TOKENS_ON_CPU = 8, 48, 8
-"""How much text is written. A CPU computes fp8 products by making e4m3 numbers wide first, which takes seconds in a pass."""
+"""The size of the text. A CPU computes fp8 products by making e4m3 numbers wide first, which takes seconds in a pass."""
 _DENSE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """Which groups of layers do not multiply in fp8, and how far the predictions were off with them and are without."""
+    """Name the groups of layers that left fp8, and tell how far predictions were off with them and are without them."""
 
     names: tuple[str, ...] = ()
     before: float = 0.0
@@ -75,9 +75,8 @@ def measure_shares(
 ) -> dict[str, float]:
     """Return the divergence in nats per token that each group's rounding to e4m3 causes, on text of the model itself."""
     watches = {name: _Errors(stacked, originals) for name, stacked in groups.items()}
-    first: nn.Parameter = (
-        decoder.inner.embed_tokens.weight
-    )  # its gradient comes through all layers, adapted or not
+    # The gradient of the embeddings comes through all layers, adapted or not.
+    first: nn.Parameter = decoder.inner.embed_tokens.weight
     was_trained, (count, length) = first.requires_grad, ids.shape
     try:
         first.requires_grad_(True)
