@@ -61,6 +61,11 @@ def make_norm(size: int) -> Norm:
     return Norm(draw(size), 1e-5, offset=1.0)
 
 
+def make_places(count: int, width: int) -> list[torch.Tensor]:
+    """Return zeros with 16 more columns than are to be written."""
+    return [torch.zeros(TOKENS, width + 16, device=DEVICE) for _ in range(count)]
+
+
 @pytest.mark.parametrize("quantize", [None, Quantize()], ids=["plain", "fp8"])
 @pytest.mark.parametrize("with_added", [False, True])
 def test_rms_norm(with_added: bool, quantize: Quantize | None) -> None:
@@ -77,12 +82,14 @@ def test_rms_norm(with_added: bool, quantize: Quantize | None) -> None:
     fused.rms_norm_again(expected[0], expected[1], norm, outs[2][:, :WIDTH])
     assert_close(outs[2], outs[1])
     gradient = draw(TOKENS, WIDTH + 7)[:, :WIDTH]
-    for residual in (None, x):
+    for residual in (None, x, draw(TOKENS, WIDTH + 8)[:, :WIDTH]):
+        places = make_places(2, WIDTH)
         back, wanted = (
-            way.rms_norm_backward(gradient, expected[0], expected[1], norm, residual)
-            for way in (fused, plain)
+            way.rms_norm_backward(gradient, expected[0], expected[1], norm, residual, place[:, :WIDTH])
+            for way, place in zip((fused, plain), places, strict=True)
         )
         assert_close(back, wanted)
+        assert not places[0][:, WIDTH:].any()
 
 
 @pytest.mark.parametrize(
@@ -101,10 +108,13 @@ def test_rotation(heads: Heads, normed: bool, period: int) -> None:
     gradients: Any = tuple(draw(2, count, 5, heads.size).transpose(1, 2) for count in counts)
     raw = qkv if normed else None
     for quantize in (None, Quantize(torch.rand(heads.width, device=DEVICE) + 0.5)):
+        places = make_places(2, heads.width)
         back, before = (
-            way.rotate_backward(gradients, cos, sin, heads, norms, raw, quantize) for way in (fused, plain)
+            way.rotate_backward(gradients, cos, sin, heads, norms, raw, place[:, : heads.width], quantize)
+            for way, place in zip((fused, plain), places, strict=True)
         )
         assert_same_rows(back, before)
+        assert not places[0][:, heads.width :].any()
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
@@ -119,13 +129,16 @@ def test_gated_activations(kind: str, fp8: bool, monkeypatch: pytest.MonkeyPatch
     )
     assert_same_rows(found, expected)
     asked = Quantize(torch.rand(2 * INNER, device=DEVICE) + 0.5) if fp8 else None
+    places = make_places(3, 2 * INNER)
+    inside = [place[:, : 2 * INNER] for place in places]
     back, before = (
-        way.gate_backward(gradient, both, kind, out[:, :INNER], asked)
-        for way, out in zip((fused, plain), outs[2:], strict=True)
+        way.gate_backward(gradient, both, kind, out[:, :INNER], place, asked)
+        for way, out, place in zip((fused, plain), outs[2:], inside, strict=False)
     )
     assert_same_rows(back, before)
     assert_close(outs[2], outs[3])
-    assert_same_rows(fused.gate_backward(gradient, both, kind, None, asked), before)
+    assert_same_rows(fused.gate_backward(gradient, both, kind, None, inside[2], asked), before)
+    assert not places[0][:, 2 * INNER :].any()
 
 
 def test_cross_entropy_and_its_gradient() -> None:
@@ -149,10 +162,17 @@ def test_4_bit_weights_are_bit_for_bit_those_of_bitsandbytes(double: bool, colum
         assert torch.equal(out[:, :columns], stored.dequantize(dtype))
         assert not out[:, columns:].any()
         beside = draw(70, 20).to(dtype)[:, :12]
-        fused.make_nf4_dense(stored.tensors(), stored.facts, out[:, : columns + 12], columns=beside)
+        copied = (beside, out[:, columns : columns + 12])
+        fused.make_nf4_dense(stored.tensors(), stored.facts, out[:, :columns], copied=copied)
         assert torch.equal(out[:, :columns], stored.dequantize(dtype))
         assert torch.equal(out[:, columns : columns + 12], beside)
         assert not out[:, columns + 12 :].any()
+        out = torch.zeros(70 + 48, columns, dtype=dtype, device=DEVICE)
+        under = draw(40, columns + 4).to(dtype)[:, :columns]
+        fused.make_nf4_dense(stored.tensors(), stored.facts, out[:70], copied=(under, out[70:110]))
+        assert torch.equal(out[:70], stored.dequantize(dtype))
+        assert torch.equal(out[70:110], under)
+        assert not out[110:].any()
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["dense", "fp8"])

@@ -20,9 +20,11 @@ from fast_models import (
 
 from crosstune.core.quantization import QuantSpec
 from crosstune.torch_engine.adapters import add_adapters
+from crosstune.torch_engine.kernels import stacked
 from crosstune.torch_engine.kernels.attention import Documents, attend
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.find_parts import why_general, why_other_adapters
+from crosstune.torch_engine.kernels.stacked import rows_with_room, whole_rows
 
 PACKED = torch.cat([torch.arange(7), torch.arange(13)]).repeat(2, 1)
 
@@ -179,3 +181,32 @@ def test_a_graph_that_is_kept_is_gone_through_twice(recompute: Any) -> None:
     loss = fast_loss(decoder, None)
     first = torch.autograd.grad(loss, trained, retain_graph=True)
     assert all(map(torch.equal, first, torch.autograd.grad(loss, trained)))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2 without caps"])
+def test_input_gradients_take_the_adapters_in_the_same_product(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every group finds room beside its gradient, but the first, whose input needs none."""
+    model, adapters = make_model(name)
+    decoder = FastDecoder(model, dtype=torch.float32)
+    found: list[bool] = []
+
+    def watch(values: torch.Tensor, room: int) -> torch.Tensor | None:
+        whole = whole_rows(values, room)
+        found.append(whole is not None)
+        return whole
+
+    monkeypatch.setattr(stacked, "whole_rows", watch)
+    gradients(fast_loss(decoder, None), adapters)
+    assert found == [True] * (len(decoder.groups()) - 1)
+
+
+def test_only_rows_that_were_made_with_room_have_it() -> None:
+    made = rows_with_room(3, 8, 4, dtype=torch.float32, device=torch.device("cpu"))
+    whole = whole_rows(made, 4)
+    assert whole is not None and whole.shape == (3, 12) and whole.data_ptr() == made.data_ptr()
+    assert whole_rows(made, 5) is None
+    assert whole_rows(torch.zeros(3, 8), 4) is None
+    assert whole_rows(torch.zeros(4, 12)[:3, :8], 4) is None
+    assert whole_rows(torch.zeros(3, 12)[:, 4:], 4) is None

@@ -46,10 +46,11 @@ def test_norms(dtype: torch.dtype, bound: float, residual: bool) -> None:
     assert_close(rows.values, normalized.detach(), bound)
     plain.rms_norm_again(kept, rstd, norm, outs[1][:, :WIDTH])
     assert torch.equal(*outs) and not outs[0][:, WIDTH:].any()
+    place = torch.zeros(TOKENS, WIDTH + 8, dtype=dtype)
     found = plain.rms_norm_backward(
-        upstream.to(dtype), kept, rstd, norm, beside.to(dtype) if residual else None
+        upstream.to(dtype), kept, rstd, norm, beside.to(dtype) if residual else None, place[:, :WIDTH]
     )
-    assert found.dtype == dtype
+    assert found.data_ptr() == place.data_ptr() and not place[:, WIDTH:].any()
     assert_close(found, expected + beside if residual else expected, bound)
 
 
@@ -73,8 +74,11 @@ def test_rotations(dtype: torch.dtype, bound: float, heads: Heads, normed: bool)
         assert_close(found, wanted.detach(), bound)
     given: Any = tuple(part.to(dtype).unflatten(0, (2, -1)) for part in upstream)
     before = [part.clone() for part in given]
-    back = plain.rotate_backward(given, cos, sin, heads, norms, raw if normed else None)
-    assert back.values.dtype == dtype
+    place = torch.zeros(TOKENS, heads.width + 8, dtype=dtype)
+    back = plain.rotate_backward(
+        given, cos, sin, heads, norms, raw if normed else None, place[:, : heads.width]
+    )
+    assert back.values.data_ptr() == place.data_ptr() and not place[:, heads.width :].any()
     assert_close(back.values, expected, bound)
     assert all(torch.equal(*pair) for pair in zip(given, before, strict=True)), "gradients stay as they were"
 
@@ -103,10 +107,13 @@ def test_gated_activations(dtype: torch.dtype, bound: float, kind: str) -> None:
     given = both.detach().to(dtype)
     plain.gate(given, kind, outs[0][:, :INNER])
     assert_close(outs[0][:, :INNER], product.detach(), bound)
-    found = plain.gate_backward(upstream.to(dtype), given, kind, outs[1][:, :INNER])
+    places = [torch.zeros(TOKENS, 2 * INNER + 8, dtype=dtype) for _ in range(2)]
+    inside = [place[:, : 2 * INNER] for place in places]
+    found = plain.gate_backward(upstream.to(dtype), given, kind, outs[1][:, :INNER], inside[0])
     assert torch.equal(*outs) and not outs[0][:, INNER:].any()
     assert_close(found.values, expected, bound)
-    assert torch.equal(plain.gate_backward(upstream.to(dtype), given, kind, None).values, found.values)
+    plain.gate_backward(upstream.to(dtype), given, kind, None, inside[1])
+    assert torch.equal(*places) and not places[0][:, 2 * INNER :].any()
 
 
 @Bounds

@@ -79,16 +79,11 @@ class FastDecoder:
                 operations=self.operations,
                 documents=documents,
                 tables=self._tables(positions, length),
+                room=max(group.below for half in self.layers for group in (half[0].out, half[1].down)),
             )
             for layer, recompute in zip(self.layers, self.recompute, strict=True):
                 stream = self._run(layer, stream, given, recompute)
-            if rows is not None:
-                total, added = stream
-                stream = (
-                    total.index_select(0, rows),
-                    added.index_select(0, rows) if added is not None else None,
-                )
-            return add_and_normalize(stream, self.norm, self.operations)
+            return add_and_normalize(stream, self.norm, given, rows)
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the summed cross entropy of normalized hidden states."""

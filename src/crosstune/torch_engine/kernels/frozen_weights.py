@@ -2,13 +2,14 @@
 use.
 
 All forms of weights, those in fp8 too, have `num_outputs`, `num_inputs`, `product` (inputs @ W.T), `input_gradient`
-(gradient @ W) and `row_scales`, which is None unless gradients are quantized for them. `matrix` of the dense forms has `extra`
-columns on the right, which belong to the caller.
+(gradient @ W) and `row_scales`, which is None unless gradients are quantized for them. Those that multiply densely also give the
+`matrix` itself, `beside` some columns, which then stand to its right, and `above` some rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,20 +20,24 @@ from crosstune.torch_engine.quantized import QuantLinear, linear_shape
 
 
 class DenseWeights:
-    """Dense weights, stacked once. The layers keep views of their rows, so there is no second copy."""
+    """Dense weights, stacked once. The layers keep views of their rows, so there is no second copy. `columns` to their right
+    and `rows` below them belong to the caller, who fills them."""
 
     row_scales: torch.Tensor | None = None
 
-    def __init__(self, bases: Sequence[Any], *, dtype: torch.dtype, extra: int) -> None:
+    def __init__(self, bases: Sequence[Any], *, dtype: torch.dtype, right: int = 0, below: int = 0) -> None:
         self.num_outputs = sum(linear_shape(base)[0] for base in bases)
         self.num_inputs = linear_shape(bases[0])[1]
-        self.extra = extra
-        if len(bases) == 1 and not extra and bases[0].weight.dtype == dtype:
+        if len(bases) == 1 and not right and not below and bases[0].weight.dtype == dtype:
             self._matrix = bases[0].weight.detach()
-            return
-        first = bases[0].weight
-        width = self.num_inputs + extra
-        self._matrix = torch.zeros(self.num_outputs, width, dtype=dtype, device=first.device)
+        else:
+            size = (self.num_outputs + below, self.num_inputs + right)
+            self._matrix = torch.zeros(size, dtype=dtype, device=bases[0].weight.device)
+            self._move_in(bases)
+        self.columns = self._matrix[: self.num_outputs, self.num_inputs :]
+        self.rows = self._matrix[self.num_outputs :, : self.num_inputs]
+
+    def _move_in(self, bases: Sequence[Any]) -> None:
         start = 0
         for base in bases:
             rows = self._matrix[start : start + base.out_features, : self.num_inputs]
@@ -41,13 +46,21 @@ class DenseWeights:
             start += base.out_features
 
     def matrix(self) -> torch.Tensor:
-        return self._matrix
+        return self._matrix[: self.num_outputs, : self.num_inputs]
+
+    def beside(self, columns: torch.Tensor) -> torch.Tensor:
+        assert columns.data_ptr() == self.columns.data_ptr()
+        return self._matrix[: self.num_outputs]
+
+    def above(self, rows: torch.Tensor) -> torch.Tensor:
+        assert rows.data_ptr() == self.rows.data_ptr()
+        return self._matrix[:, : self.num_inputs]
 
     def product(self, inputs: Rows) -> torch.Tensor:
-        return inputs.values @ self._matrix.t()
+        return inputs.values @ self.matrix().t()
 
     def input_gradient(self, gradient: Rows) -> torch.Tensor:
-        return gradient.values @ self._matrix
+        return gradient.values @ self.matrix()
 
 
 class Scratch:
@@ -67,25 +80,29 @@ class QuantizedWeights:
 
     row_scales: torch.Tensor | None = None
 
-    def __init__(self, bases: Sequence[QuantLinear], *, scratch: Scratch, extra: int) -> None:
-        self.bases, self.extra, self._scratch = bases, extra, scratch
+    def __init__(
+        self, bases: Sequence[QuantLinear], *, scratch: Scratch, right: int = 0, below: int = 0
+    ) -> None:
+        self.bases, self._scratch = bases, scratch
         self.num_outputs = sum(base.out_features for base in bases)
         self.num_inputs = bases[0].in_features
-        scratch.take(
-            self.num_outputs, self.num_inputs + extra
-        )  # made now, not in the middle of an evaluation
+        # Made now, not in the middle of an evaluation.
+        scratch.take(self.num_outputs, self.num_inputs + right)
+        scratch.take(self.num_outputs + below, self.num_inputs)
 
-    def matrix(self, columns: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the dense weights, with `columns` to their right if there is room for them."""
-        dense = self._scratch.take(self.num_outputs, self.num_inputs + self.extra)
-        start = 0
-        for base in self.bases:
-            rows = slice(start, start + base.out_features)
-            if columns is None:
-                make_dense(base, dense[rows, : self.num_inputs])
-            else:
-                make_dense(base, dense[rows], columns=columns[rows])
-            start = rows.stop
+    def matrix(self) -> torch.Tensor:
+        dense = self._scratch.take(self.num_outputs, self.num_inputs)
+        self._make_dense(dense, None)
+        return dense
+
+    def beside(self, columns: torch.Tensor) -> torch.Tensor:
+        dense = self._scratch.take(self.num_outputs, self.num_inputs + columns.shape[1])
+        self._make_dense(dense[:, : self.num_inputs], Copy(columns, dense[:, self.num_inputs :]))
+        return dense
+
+    def above(self, rows: torch.Tensor) -> torch.Tensor:
+        dense = self._scratch.take(self.num_outputs + len(rows), self.num_inputs)
+        self._make_dense(dense[: self.num_outputs], Copy(rows, dense[self.num_outputs :]))
         return dense
 
     def product(self, inputs: Rows) -> torch.Tensor:
@@ -94,26 +111,41 @@ class QuantizedWeights:
     def input_gradient(self, gradient: Rows) -> torch.Tensor:
         return gradient.values @ self.matrix()
 
+    def _make_dense(self, out: torch.Tensor, copy: Copy | None) -> None:
+        start = 0
+        for base in self.bases:
+            make_dense(base, out[start : start + base.out_features], copy=None if start else copy)
+            start += base.out_features
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A matrix to copy in the same launch as weights are made dense."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+
 
 def make_dense(
     base: QuantLinear,
     out: torch.Tensor,
     *,
     row_scales: torch.Tensor | None = None,
-    columns: torch.Tensor | None = None,
+    copy: Copy | None = None,
 ) -> None:
-    """Write the dense weight of a quantized layer into `out`, whose rows may be strided, and `columns` to its right. NF4
+    """Write the dense weight of a quantized layer into `out`, whose rows may be strided, and make a copy beside it. NF4
     weights on a GPU may be divided by `row_scales`, for an `out` in e4m3."""
     stored = base.stored
     if takes_row_scales(base, out.device):
         from crosstune.torch_engine.kernels.triton_operations import make_nf4_dense
 
-        make_nf4_dense(stored.tensors(), stored.facts, out, row_scales=row_scales, columns=columns)
+        copied = (copy.source, copy.target) if copy is not None else None
+        make_nf4_dense(stored.tensors(), stored.facts, out, row_scales=row_scales, copied=copied)
         return
     assert row_scales is None
-    out[:, : base.in_features] = stored.dequantize(out.dtype)
-    if columns is not None:
-        out[:, base.in_features :] = columns
+    out.copy_(stored.dequantize(out.dtype))
+    if copy is not None:
+        copy.target.copy_(copy.source)
 
 
 def takes_row_scales(base: QuantLinear, device: torch.device) -> bool:

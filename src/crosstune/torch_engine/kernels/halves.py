@@ -15,7 +15,7 @@ import torch
 
 from crosstune.torch_engine.kernels.attention import Documents, attend
 from crosstune.torch_engine.kernels.operations import Heads, Norm, Operations, QKNorms, Rows
-from crosstune.torch_engine.kernels.stacked import Stacked
+from crosstune.torch_engine.kernels.stacked import Stacked, rows_with_room
 
 Stream = tuple[torch.Tensor, torch.Tensor | None]
 """The residual stream, tokens x width, and what has still to be added to it."""
@@ -72,6 +72,14 @@ class Pass:
     tables: dict[str, tuple[torch.Tensor, torch.Tensor]]
     """The cosines and sines of each kind of rotary table: tokens of a row, or of all rows, x rotary / 2."""
     again: Again = field(default_factory=Again)
+    room: int = 0
+    """The columns that the last products of the halves want to the right of the stream's gradient."""
+
+    def make_gradient(self, total: torch.Tensor, num_rows: int | None = None) -> torch.Tensor:
+        """Return a place for the gradient of the stream, of which `total` are all rows or some."""
+        count, width = total.shape
+        num_rows = count if num_rows is None else num_rows
+        return rows_with_room(num_rows, width, self.room, dtype=total.dtype, device=total.device)
 
 
 def run_attention(stream: Stream, half: AttentionHalf, given: Pass, *, keep: bool) -> Stream:
@@ -87,9 +95,9 @@ def run_mlp(stream: Stream, half: MLPHalf, given: Pass, *, keep: bool) -> Stream
     return total, added
 
 
-def add_and_normalize(stream: Stream, norm: Norm, operations: Operations) -> torch.Tensor:
-    """Return the normalized sum of the stream."""
-    normalized: torch.Tensor = _AddAndNormalize.apply(*stream, norm, operations)
+def add_and_normalize(stream: Stream, norm: Norm, given: Pass, rows: torch.Tensor | None) -> torch.Tensor:
+    """Return the normalized sum of the stream, of all its rows or of these."""
+    normalized: torch.Tensor = _AddAndNormalize.apply(*stream, norm, given, rows)
     return normalized
 
 
@@ -136,6 +144,7 @@ class _AttentionInput(torch.autograd.Function):
             half.heads,
             half.qk_norms,
             raw,
+            half.qkv.make_gradient(len(total)),
             half.qkv.quantize_gradients,
         )
         buffer = _rebuild_norm(operations, total, rstd, half.norm, half.qkv, buffer)
@@ -143,7 +152,8 @@ class _AttentionInput(torch.autograd.Function):
         found, adapters = half.qkv.backward(rows, buffer, low, need_input=need_input)
         if found is None:
             return None, None, None, None, None, *adapters
-        stream = operations.rms_norm_backward(found, total, rstd, half.norm, residual)
+        place = ctx.given.make_gradient(total)
+        stream = operations.rms_norm_backward(found, total, rstd, half.norm, residual, place)
         return stream, _added(ctx, stream), None, None, None, *adapters
 
 
@@ -203,14 +213,14 @@ class _MLP(torch.autograd.Function):
             out, low_down, product, post_rstd = _product(
                 inner, down, half.post_norm, operations, rows=_whole(rows, inner)
             )
-        ctx.half, ctx.operations, ctx.added = half, operations, added.dtype
+        ctx.half, ctx.given, ctx.added = half, given, added.dtype
         lows = (low if keep else _kept(low), _kept(low_down))
         ctx.save_for_backward(total, rstd, both, *lows, buffer if keep else None, product, post_rstd)
         return total, out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        half, operations = ctx.half, ctx.operations
+        half, operations = ctx.half, ctx.given.operations
         total, rstd, both, low, low_down, buffer, product, post_rstd = ctx.saved_tensors
         residual, gradient = gradients
         rows = _before_post_norm(gradient, product, post_rstd, half.post_norm, half.down, operations)
@@ -221,6 +231,7 @@ class _MLP(torch.autograd.Function):
             both,
             half.activation,
             half.down.inputs_in(inner),
+            half.gate_up.make_gradient(len(total)),
             half.gate_up.quantize_gradients,
         )
         down_adapters = half.down.adapter_gradients(rows.values, inner, low_down, low_gradient)
@@ -228,25 +239,38 @@ class _MLP(torch.autograd.Function):
         need_input = any(ctx.needs_input_grad[:2])
         stream, adapters = half.gate_up.backward(found, buffer, low, need_input=need_input)
         if stream is not None:
-            stream = operations.rms_norm_backward(stream, total, rstd, half.norm, residual)
+            place = ctx.given.make_gradient(total)
+            stream = operations.rms_norm_backward(stream, total, rstd, half.norm, residual, place)
         return stream, _added(ctx, stream), None, None, None, *adapters, *down_adapters
 
 
 class _AddAndNormalize(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, stream: torch.Tensor, added: torch.Tensor | None, norm: Norm, operations: Operations
+        ctx: Any,
+        stream: torch.Tensor,
+        added: torch.Tensor | None,
+        norm: Norm,
+        given: Pass,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        total, rstd, rows = operations.rms_norm(stream, added, norm, torch.empty_like(stream))
-        ctx.norm, ctx.operations, ctx.added = norm, operations, added.dtype if added is not None else None
-        ctx.save_for_backward(total, rstd)
-        return rows.values
+        ctx.num_rows = len(stream)
+        if rows is not None:
+            stream = stream.index_select(0, rows)
+            added = added.index_select(0, rows) if added is not None else None
+        total, rstd, normalized = given.operations.rms_norm(stream, added, norm, torch.empty_like(stream))
+        ctx.norm, ctx.given, ctx.added = norm, given, added.dtype if added is not None else None
+        ctx.save_for_backward(total, rstd, rows)
+        return normalized.values
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        total, rstd = ctx.saved_tensors
-        stream = ctx.operations.rms_norm_backward(gradients[0], total, rstd, ctx.norm, None)
-        return stream, _added(ctx, stream), None, None
+        total, rstd, rows = ctx.saved_tensors
+        place = ctx.given.make_gradient(total)
+        stream = ctx.given.operations.rms_norm_backward(gradients[0], total, rstd, ctx.norm, None, place)
+        if rows is not None:
+            stream = ctx.given.make_gradient(total, ctx.num_rows).zero_().index_add_(0, rows, stream)
+        return stream, _added(ctx, stream), None, None, None
 
 
 def _product(
@@ -277,7 +301,8 @@ def _before_post_norm(
 ) -> Rows:
     """Return the gradient of a half's last product, quantized if the product was."""
     if post_norm is not None and product is not None and rstd is not None:
-        gradient = operations.rms_norm_backward(gradient, product, rstd, post_norm, None)
+        place = stacked.make_gradient(len(product))
+        gradient = operations.rms_norm_backward(gradient, product, rstd, post_norm, None, place)
     asked = stacked.quantize_gradients
     return Rows(gradient) if asked is None else operations.quantize_rows(gradient, asked)
 

@@ -85,8 +85,9 @@ class Operations(Protocol):
         rstd: torch.Tensor,
         norm: Norm,
         residual: torch.Tensor | None,
+        out: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the gradient of the norm's input, plus `residual`."""
+        """Write the gradient of the norm's input, plus `residual`, into `out`."""
         ...
 
     def rotate(
@@ -104,9 +105,10 @@ class Operations(Protocol):
         heads: Heads,
         norms: QKNorms,
         raw: torch.Tensor | None,
+        out: torch.Tensor,
         quantize: Quantize | None = None,
     ) -> Rows:
-        """Return the gradient of the packed rows. With norms, `raw` are the rows before them."""
+        """Write the gradient of the packed rows into `out`. With norms, `raw` are the rows before them."""
         ...
 
     def gate(
@@ -121,9 +123,10 @@ class Operations(Protocol):
         gate_up: torch.Tensor,
         kind: str,
         product: torch.Tensor | None,
+        out: torch.Tensor,
         quantize: Quantize | None = None,
     ) -> Rows:
-        """Return the gradients of gate and up, packed; rebuild act(gate) * up in `product`, if it is given."""
+        """Write the gradients of gate and up, packed, into `out`; rebuild act(gate) * up in `product`, if it is given."""
         ...
 
     def quantize_rows(self, values: torch.Tensor, quantize: Quantize) -> Rows:

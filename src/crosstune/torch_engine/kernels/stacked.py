@@ -51,8 +51,8 @@ class Watch(Protocol):
 class Stacked:
     """y = x W^T + bias + adapters, for the stacked weights W of a group of layers.
 
-    Where its inputs are made by our own kernels, the group is `extended`: B stands to the right of W and x A to the right
-    of x, so that one product does both, and the input gradient of that product gives the gradient of x A for nothing.
+    One product does both, where there is room: B stands to the right of W, and x A to the right of x in inputs that our own
+    kernels make (the group is `extended`); A stands below W, and the gradient of x A to the right of that of y.
     """
 
     def __init__(
@@ -75,17 +75,22 @@ class Stacked:
         self.device = weight_device(bases[0])
         self.extra = adapter_columns(used, on_gpu=self.device.type != "cpu")
         in_fp8 = fp8 is not None and not any(is_dense(base) for base in bases) and takes_fp8(bases)
-        self.extended = not in_fp8 and may_extend and 0 < self.extra <= MOST_COLUMNS
-        room = self.extra if self.extended else 0
+        self.below = self.extra if not in_fp8 and self.extra <= MOST_COLUMNS else 0
+        """The rows of A below W."""
+        self.extended = may_extend and self.below > 0
+        room = {"right": self.extra if self.extended else 0, "below": self.below}
         self.weights: Any
         if fp8 is not None and in_fp8:
             self.weights = fp8_weights(bases, dtype=dtype, scratch=scratch, packed_scratch=fp8)
         elif all(is_dense(base) for base in bases):
-            self.weights = DenseWeights(bases, dtype=dtype, extra=room)
+            self.weights = DenseWeights(bases, dtype=dtype, **room)
         else:
-            self.weights = QuantizedWeights(bases, scratch=scratch, extra=room)
+            self.weights = QuantizedWeights(bases, scratch=scratch, **room)
         self.bias = stack_biases(bases, dtype=dtype)
-        self._a = torch.zeros(self.extra, self.num_inputs, dtype=dtype, device=self.device)
+        if self.below and isinstance(self.weights, DenseWeights):
+            self._a = self.weights.rows
+        else:
+            self._a = torch.zeros(self.extra, self.num_inputs, dtype=dtype, device=self.device)
         self._b = [torch.zeros_like(adapter.b, dtype=dtype) for adapter in self.adapters]
         self._b_columns = self._place_b()
 
@@ -101,9 +106,9 @@ class Stacked:
         """Multiply with these layers from now on, densely: those that the group has, or their original ones."""
         self.bases = list(bases)
         if all(is_dense(base) for base in bases):
-            self.weights = DenseWeights(bases, dtype=self.dtype, extra=0)
+            self.weights = DenseWeights(bases, dtype=self.dtype)
         else:
-            self.weights = QuantizedWeights(bases, scratch=self._scratch, extra=0)
+            self.weights = QuantizedWeights(bases, scratch=self._scratch)
 
     @property
     def quantize_inputs(self) -> Quantize | None:
@@ -123,12 +128,19 @@ class Stacked:
     def inputs_in(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer[:, : self.num_inputs]
 
+    def make_gradient(self, num_rows: int) -> torch.Tensor:
+        """Return a place for the gradients of the outputs, with room to its right for those of x A."""
+        return rows_with_room(
+            num_rows, self.weights.num_outputs, self.below, dtype=self.dtype, device=self.device
+        )
+
     def forward(self, inputs: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the outputs and x A. `inputs` holds a whole buffer of `make_input`."""
         if self.extended:
             buffer = inputs.values
             low = self.low(buffer)
-            matrix = self._matrix()
+            assert self._b_columns is not None
+            matrix = self.weights.beside(self._b_columns)
             if self.bias is None:
                 return buffer @ matrix.t(), low
             return torch.addmm(self.bias, buffer, matrix.t()), low
@@ -167,22 +179,18 @@ class Stacked:
         values = gradient.values
         if self.watch is not None:
             self.watch.on_gradient(values)
-        found: torch.Tensor | None = None
-        if self.extended:
-            matrix = self._matrix()
-            if need_input:
-                both = values @ matrix
-                found, low_gradient = both[:, : self.num_inputs], both[:, self.num_inputs :]
-            else:
-                low_gradient = values @ matrix[:, self.num_inputs :]
+        whole = whole_rows(values, self.below) if self.below and need_input else None
+        if whole is not None:
+            low_gradient = whole[:, self.weights.num_outputs :]
+            torch.mm(values, self._b_columns, out=low_gradient)
+            return whole @ self.weights.above(self._a), low_gradient
+        if self._b_columns is not None:
+            low_gradient = values @ self._b_columns
         else:
-            if self._b_columns is not None:
-                low_gradient = values @ self._b_columns
-            else:
-                low_gradient = values.new_zeros(len(values), self.extra)
-                for adapter, b in zip(self.adapters, self._b, strict=True):
-                    torch.mm(values[:, adapter.rows], b, out=low_gradient[:, adapter.columns])
-            found = self.weights.input_gradient(gradient) if need_input else None
+            low_gradient = values.new_zeros(len(values), self.extra)
+            for adapter, b in zip(self.adapters, self._b, strict=True):
+                torch.mm(values[:, adapter.rows], b, out=low_gradient[:, adapter.columns])
+        found = self.weights.input_gradient(gradient) if need_input else None
         if found is not None and self.extra:
             found.addmm_(low_gradient, self._a)
         return found, low_gradient
@@ -215,19 +223,31 @@ class Stacked:
         if not 0 < self.extra <= MOST_COLUMNS:
             return None
         if self.extended and isinstance(self.weights, DenseWeights):
-            return self.weights.matrix()[:, self.num_inputs :]
+            return self.weights.columns
         return torch.zeros(self.weights.num_outputs, self.extra, dtype=self.dtype, device=self.device)
-
-    def _matrix(self) -> torch.Tensor:
-        dense = isinstance(self.weights, DenseWeights)
-        matrix: torch.Tensor = self.weights.matrix() if dense else self.weights.matrix(self._b_columns)
-        return matrix
 
     def b_slots(self) -> list[torch.Tensor]:
         """Return the places of each B in the extra columns."""
         if self._b_columns is None:
             return []
         return [self._b_columns[adapter.rows, adapter.columns] for adapter in self.adapters]
+
+
+def rows_with_room(
+    num_rows: int, width: int, room: int, *, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return an empty matrix that is the left part of a wider one. Who multiplies with it may write into the rest."""
+    return torch.empty(num_rows, width + room, dtype=dtype, device=device)[:, :width]
+
+
+def whole_rows(values: torch.Tensor, room: int) -> torch.Tensor | None:
+    """Return the wider matrix that `rows_with_room` made `values` with; None if they were made another way."""
+    num_rows, width = values.shape
+    stride = values.stride(0)
+    is_left = values.storage_offset() == 0 and values.stride(1) == 1 and stride >= width + room
+    if not is_left or values.untyped_storage().nbytes() != num_rows * stride * values.itemsize:
+        return None
+    return values.as_strided((num_rows, width + room), (stride, 1))
 
 
 class Publishing:

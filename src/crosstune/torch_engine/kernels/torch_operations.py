@@ -50,14 +50,15 @@ def rms_norm_backward(
     rstd: torch.Tensor,
     norm: Norm,
     residual: torch.Tensor | None,
+    out: torch.Tensor,
 ) -> torch.Tensor:
     values = _wide(total)
     found = _wide(gradient) * _gain(norm, values)
     along = (found * values).sum(-1).mul_(rstd).mul_(rstd).mul_(rstd).div_(-values.shape[-1])
     found.mul_(rstd[..., None]).addcmul_(values, along[..., None])
-    if residual is not None:
-        found.add_(residual)
-    return found.to(total.dtype)
+    if residual is not None and out.dtype == found.dtype:
+        return torch.add(found, residual, out=out)
+    return out.copy_(found if residual is None else found.add_(residual))
 
 
 def rotate(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: Heads, norms: QKNorms) -> Triple:
@@ -78,17 +79,19 @@ def rotate_backward(
     heads: Heads,
     norms: QKNorms,
     raw: torch.Tensor | None,
+    out: torch.Tensor,
     quantize: Quantize | None = None,
 ) -> Rows:
-    packed = torch.cat([part.reshape(-1, *part.shape[-2:]) for part in gradients], dim=1).flatten(1)
-    _turn(_rotated(packed, heads), cos, -sin, heads.rotary)
+    for part, gradient in zip(split_heads(out, heads), gradients, strict=True):
+        part.copy_(gradient.flatten(0, 1))
+    _turn(_rotated(out, heads), cos, -sin, heads.rotary)
     if norms is not None and raw is not None:
-        pairs = zip(split_heads(packed, heads)[:2], split_heads(raw, heads)[:2], norms, strict=True)
+        pairs = zip(split_heads(out, heads)[:2], split_heads(raw, heads)[:2], norms, strict=True)
         for gradient, part, norm in pairs:
             values = _wide(part)
             rstd = torch.rsqrt(values.square().mean(-1) + norm.eps)
-            gradient.copy_(rms_norm_backward(gradient, values, rstd, norm, None))
-    return Rows(packed) if quantize is None else quantize_rows(packed, quantize)
+            rms_norm_backward(gradient, values, rstd, norm, None, gradient)
+    return Rows(out) if quantize is None else quantize_rows(out, quantize)
 
 
 def gate(gate_up: torch.Tensor, kind: str, out: torch.Tensor, quantize: Quantize | None = None) -> Rows:
@@ -102,6 +105,7 @@ def gate_backward(
     gate_up: torch.Tensor,
     kind: str,
     product: torch.Tensor | None,
+    out: torch.Tensor,
     quantize: Quantize | None = None,
 ) -> Rows:
     gates, ups = gate_up.chunk(2, dim=-1)
@@ -109,12 +113,11 @@ def gate_backward(
     active = activate(gates)
     if product is not None:
         torch.mul(active, ups, out=product)
-    found = torch.empty_like(gate_up)
-    gate_part, up_part = found.chunk(2, dim=-1)
+    gate_part, up_part = out.chunk(2, dim=-1)
     torch.mul(gradient, active, out=up_part)
     torch.mul(gradient, ups, out=active)  # its memory is free now
     activate_backward(active, gates, grad_input=gate_part)
-    return Rows(found) if quantize is None else quantize_rows(found, quantize)
+    return Rows(out) if quantize is None else quantize_rows(out, quantize)
 
 
 def quantize_rows(values: torch.Tensor, quantize: Quantize) -> Rows:
@@ -140,7 +143,7 @@ def cross_entropy(
 
 def split_heads(qkv: torch.Tensor, heads: Heads) -> Triple:
     """Return views of the queries, keys and values of packed rows: tokens x heads x size."""
-    by_head = qkv.view(len(qkv), -1, heads.size)
+    by_head = qkv.unflatten(1, (-1, heads.size))
     q, k, v = by_head.split([heads.num_queries, heads.num_keys, heads.num_keys], dim=1)
     return q, k, v
 
@@ -164,7 +167,7 @@ def _head_norm(part: torch.Tensor, norm: Norm | None) -> torch.Tensor:
 
 def _rotated(qkv: torch.Tensor, heads: Heads) -> torch.Tensor:
     """Return a view of queries and keys of packed rows, which stand beside each other: tokens x heads x size."""
-    return qkv.view(len(qkv), -1, heads.size)[:, : heads.num_queries + heads.num_keys]
+    return qkv.unflatten(1, (-1, heads.size))[:, : heads.num_queries + heads.num_keys]
 
 
 def _turn(values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: int) -> None:

@@ -52,7 +52,7 @@ def rotate(
 @triton.jit
 def rotate_backward(
     gradient, out, cos, sin, raw, weight, period, length, row_stride, token_stride, head_stride, out_stride,
-    start, eps, offset,
+    raw_stride, start, eps, offset,
     COUNT: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
     REST: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +78,7 @@ def rotate_backward(
         first = x * c + y * s
         second = y * c - x * s
         if NORM:
-            before = raw + token * out_stride + start + head * SIZE
+            before = raw + token * raw_stride + start + head * SIZE
             a = tl.load(before + pair, mask=mask, other=0.0).to(tl.float32)
             b = tl.load(before + HALF + pair, mask=mask, other=0.0).to(tl.float32)
             d = tl.load(before + 2 * HALF + other, mask=keep, other=0.0).to(tl.float32)
@@ -152,7 +152,7 @@ def gate_product(
 
 @triton.jit
 def gate_backward(
-    gradient, gate_up, product, out, columns, packed, scale, gradient_stride, product_stride,
+    gradient, gate_up, product, out, columns, packed, scale, gradient_stride, product_stride, out_stride,
     N: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, REBUILD: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -169,8 +169,8 @@ def gate_backward(
             tl.store(product + row * product_stride + column, rebuilt, mask=mask)
         for_gate = given * up * slope
         for_up = given * active
-        tl.store(out + row * 2 * N + column, for_gate.to(out.dtype.element_ty), mask=mask)
-        tl.store(out + row * 2 * N + N + column, for_up.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + row * out_stride + column, for_gate.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + row * out_stride + N + column, for_up.to(out.dtype.element_ty), mask=mask)
         if QUANTIZE:
             for_gate *= tl.load(columns + column, mask=mask, other=0.0)
             for_up *= tl.load(columns + N + column, mask=mask, other=0.0)
@@ -182,23 +182,23 @@ def gate_backward(
         for start in range(0, 2 * N, BLOCK):
             column = start + tl.arange(0, BLOCK)
             mask = column < 2 * N
-            found = tl.load(out + row * 2 * N + column, mask=mask, other=0.0).to(tl.float32)
+            found = tl.load(out + row * out_stride + column, mask=mask, other=0.0).to(tl.float32)
             found *= tl.load(columns + column, mask=mask, other=0.0)
             tl.store(packed + row * 2 * N + column, (found / factor).to(tl.float8e4nv), mask=mask)
 
 
 @triton.jit
 def nf4_words(
-    packed, absmax, table, nested_table, nested_absmax, offset, out, row_scales, columns,
-    num_words, out_stride, columns_stride, num_rows, K,
-    GROUP: tl.constexpr, NESTED: tl.constexpr, WORDS: tl.constexpr, SCALED: tl.constexpr, EXTRA: tl.constexpr,
-    EXTRA_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    packed, absmax, table, nested_table, nested_absmax, offset, out, row_scales, source, target,
+    num_words, out_stride, K, num_rows, num_columns, source_stride, target_stride,
+    GROUP: tl.constexpr, NESTED: tl.constexpr, WORDS: tl.constexpr, SCALED: tl.constexpr, COPY: tl.constexpr,
+    COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Make 4-bit weights dense, a word of 8 to a thread, which then writes them at once.
 
     GROUP weights share a scale. With NESTED, a scale is an 8-bit code whose own scale is shared by NESTED codes; launch it
-    with enable_fp_fusion=False then, since bitsandbytes rounds the product before it adds the offset. The last programs copy
-    EXTRA columns to the right of the weights, ROWS rows each.
+    with enable_fp_fusion=False then, since bitsandbytes rounds the product before it adds the offset. With COPY, the last
+    programs copy a matrix of num_rows x num_columns, a tile each.
     """
     program = tl.program_id(0)
     num_programs = tl.cdiv(num_words, 2 * WORDS)
@@ -214,12 +214,14 @@ def nf4_words(
         _write_nf4(
             other, other_bits, other_size, num_words, table, out, out_stride, row_scales, K, WORDS, SCALED
         )
-    elif EXTRA > 0:
-        row = ((program - num_programs) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        column = tl.arange(0, EXTRA_BLOCK)[None, :]
-        mask = (row < num_rows) & (column < EXTRA)
-        found = tl.load(columns + row * columns_stride + column, mask=mask, other=0.0)
-        tl.store(out + row * out_stride + K + column, found, mask=mask)
+    elif COPY:
+        tile = program - num_programs
+        across = tl.cdiv(num_columns, COPY_COLUMNS)
+        row = ((tile // across) * COPY_ROWS + tl.arange(0, COPY_ROWS)).to(tl.int64)[:, None]
+        column = ((tile % across) * COPY_COLUMNS + tl.arange(0, COPY_COLUMNS))[None, :]
+        mask = (row < num_rows) & (column < num_columns)
+        found = tl.load(source + row * source_stride + column, mask=mask, other=0.0)
+        tl.store(target + row * target_stride + column, found, mask=mask)
 
 
 @triton.jit

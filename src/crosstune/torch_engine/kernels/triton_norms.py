@@ -43,7 +43,7 @@ def rms_norm_again(total, rstd, weight, out, out_stride, offset, N: tl.constexpr
 
 @triton.jit
 def rms_norm_backward(
-    gradient, total, rstd, weight, residual, out, gradient_stride, offset,
+    gradient, total, rstd, weight, residual, out, gradient_stride, residual_stride, out_stride, offset,
     N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -55,8 +55,8 @@ def rms_norm_backward(
     weighted = tl.load(gradient + row * gradient_stride + column, mask=mask, other=0.0).to(tl.float32) * gain
     found = (weighted - values * (tl.sum(weighted * values) / N)) * inverse
     if ADD:
-        found += tl.load(residual + row * N + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * N + column, found.to(out.dtype.element_ty), mask=mask)
+        found += tl.load(residual + row * residual_stride + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + column, found.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

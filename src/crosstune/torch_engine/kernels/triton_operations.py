@@ -16,8 +16,8 @@ _KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 _CHUNK = 2048
 _NF4_WORDS = 256
 """Words of 4-bit weights that a program takes at once, each for one thread."""
-_COLUMN_ROWS = 32
-"""Rows of the columns beside them that a program copies."""
+_COPY_ROWS, _COPY_COLUMNS = 32, 64
+"""The tile of a matrix beside them that a program copies."""
 
 
 def rms_norm(
@@ -64,17 +64,20 @@ def rms_norm_backward(
     rstd: torch.Tensor,
     norm: Norm,
     residual: torch.Tensor | None,
+    out: torch.Tensor,
 ) -> torch.Tensor:
-    out = torch.empty_like(total)
     gradient = _dense_rows(gradient)
+    residual = None if residual is None else _dense_rows(residual)
     triton_norms.rms_norm_backward[(len(total),)](
         gradient,
         total,
         rstd,
         norm.weight,
-        total if residual is None else residual.contiguous(),
+        total if residual is None else residual,
         out,
         gradient.stride(0),
+        0 if residual is None else residual.stride(0),
+        out.stride(0),
         norm.offset,
         ADD=residual is not None,
         **_whole_row(total),
@@ -120,10 +123,10 @@ def rotate_backward(
     heads: Heads,
     norms: QKNorms,
     raw: torch.Tensor | None,
+    out: torch.Tensor,
     quantize: Quantize | None = None,
 ) -> Rows:
-    num_rows, length = gradients[0].shape[:2]
-    out = torch.empty(num_rows * length, heads.width, dtype=gradients[0].dtype, device=gradients[0].device)
+    length = gradients[0].shape[1]
     start = 0
     counts = (heads.num_queries, heads.num_keys, heads.num_keys)
     for index, (gradient, count) in enumerate(zip(gradients, counts, strict=True)):
@@ -142,7 +145,8 @@ def rotate_backward(
             gradient.stride(0),
             gradient.stride(1),
             gradient.stride(2),
-            heads.width,
+            out.stride(0),
+            0 if raw is None else raw.stride(0),
             start,
             0.0 if norm is None else norm.eps,
             0.0 if norm is None else norm.offset,
@@ -178,20 +182,22 @@ def gate_backward(
     gate_up: torch.Tensor,
     kind: str,
     product: torch.Tensor | None,
+    out: torch.Tensor,
     quantize: Quantize | None = None,
 ) -> Rows:
     gradient = _dense_rows(gradient)
-    rows = _empty_rows(torch.empty_like(gate_up), quantize)
+    rows = _empty_rows(out, quantize)
     triton_layers.gate_backward[(len(gate_up),)](
         gradient,
         gate_up,
         gate_up if product is None else product,
-        rows.values,
+        out,
         gate_up if quantize is None else quantize.columns,
         gate_up if rows.packed is None else rows.packed,
         gate_up if rows.scale is None else rows.scale,
         gradient.stride(0),
         0 if product is None else product.stride(0),
+        out.stride(0),
         N=gate_up.shape[1] // 2,
         BLOCK=_chunk(gate_up.shape[1] // 2),
         KIND=_KINDS[kind],
@@ -235,18 +241,18 @@ def make_nf4_dense(
     out: torch.Tensor,
     *,
     row_scales: torch.Tensor | None = None,
-    columns: torch.Tensor | None = None,
+    copied: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Write 4-bit weights into `out`, whose rows may be strided: bit for bit what bitsandbytes makes of them. With
-    `row_scales` they are divided by these, for an `out` in e4m3. `columns` stand to the right of the weights in `out`."""
-    extra = 0 if columns is None else columns.shape[1]
-    rows, num_weights = out.shape[0], out.shape[1] - extra
+    `row_scales` they are divided by these, for an `out` in e4m3. `copied` are a matrix and where a copy of it goes."""
+    rows, num_weights = out.shape
+    source, target = copied if copied is not None else (out, out)
     absmax = tensors["absmax"]
     nested = tensors.get("nested_absmax")
     num_words = rows * num_weights // 8
     num_programs = triton.cdiv(num_words, 2 * _NF4_WORDS)
-    if extra:
-        num_programs += triton.cdiv(rows, _COLUMN_ROWS)
+    if copied is not None:
+        num_programs += triton.cdiv(source.shape[0], _COPY_ROWS) * triton.cdiv(source.shape[1], _COPY_COLUMNS)
     triton_layers.nf4_words[(num_programs,)](
         tensors["packed"].view(-1).view(torch.int32),
         absmax,
@@ -256,19 +262,22 @@ def make_nf4_dense(
         absmax if nested is None else tensors["nested_offset"],
         out,
         absmax if row_scales is None else row_scales,
-        out if columns is None else columns,
+        source,
+        target,
         num_words,
         out.stride(0),
-        0 if columns is None else columns.stride(0),
-        rows,
         num_weights,
+        source.shape[0],
+        source.shape[1],
+        source.stride(0),
+        target.stride(0),
         GROUP=facts["blocksize"],
         NESTED=0 if nested is None else facts["nested_blocksize"],
         WORDS=_NF4_WORDS,
         SCALED=row_scales is not None,
-        EXTRA=extra,
-        EXTRA_BLOCK=triton.next_power_of_2(max(1, extra)),
-        ROWS=_COLUMN_ROWS,
+        COPY=copied is not None,
+        COPY_ROWS=_COPY_ROWS,
+        COPY_COLUMNS=_COPY_COLUMNS,
         num_warps=_NF4_WORDS // 32,
         enable_fp_fusion=False,
     )
