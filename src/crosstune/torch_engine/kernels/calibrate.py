@@ -49,7 +49,7 @@ def leave_out_of_fp8(decoder: FastDecoder, *, folder: Path | None, tolerance: fl
             break
         chosen.append(name)
         after = sum(share for other, share in shares.items() if other not in chosen)
-        groups[name].leave_fp8([originals.put_back(base) for base in groups[name].bases])
+    decoder.leave_fp8({name: [originals.put_back(base) for base in groups[name].bases] for name in chosen})
     return LeftOut(names=tuple(chosen), before=before, after=after)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -108,6 +108,13 @@ class FastDecoder:
                 ("down", mlp.down),
             )
         }
+
+    def leave_fp8(self, layers: Mapping[str, Sequence[Any]]) -> None:
+        """Multiply from now on densely with these layers of the groups of these names."""
+        groups = self.groups()
+        for name, bases in layers.items():
+            groups[name].leave_fp8(bases)
+        self._publishing = Publishing(list(groups.values()))
 
     def publish(self) -> None:
         """Take over the adapters as they are now; every pass does it first."""

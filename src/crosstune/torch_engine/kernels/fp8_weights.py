@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from crosstune.torch_engine.kernels.frozen_weights import Scratch, make_dense, takes_row_scales
-from crosstune.torch_engine.kernels.operations import Rows
+from crosstune.torch_engine.kernels.operations import NUM_PARTS, Rows, has_triton
 from crosstune.torch_engine.quant.fp8 import row_scales
 from crosstune.torch_engine.quantized import QuantLinear
 
@@ -20,30 +20,50 @@ _ALIGNED = 16
 
 class Fp8Weights:
     """Weights that the quantizer fp8 stored. The layers keep views of the stacked rows; the transposed copy is for input
-    gradients, since tensor cores read e4m3 in one layout only."""
+    gradients, since tensor cores read e4m3 in one layout only. Both have `room` on the right for adapters."""
 
-    def __init__(self, bases: Sequence[QuantLinear], *, dtype: torch.dtype) -> None:
+    def __init__(self, bases: Sequence[QuantLinear], *, dtype: torch.dtype, room: int = 0) -> None:
         self.num_outputs, self.num_inputs = _shape(bases)
-        self.dtype = dtype
-        packed = torch.cat([base.stored.tensors()["packed"] for base in bases])
+        self.dtype, self.room = dtype, room
+        self.row_scales = torch.cat([base.stored.tensors()["scale"] for base in bases]).float()
+        like = bases[0].stored.tensors()["packed"]
+        packed = like.new_zeros(self.num_outputs, self.num_inputs + room)
         start = 0
         for base in bases:
-            rows = packed[start : start + base.out_features]
+            rows = packed[start : start + base.out_features, : self.num_inputs]
+            rows.copy_(base.stored.tensors()["packed"])
             base.stored.packed = nn.Parameter(rows, requires_grad=False)
             start += base.out_features
-        self._weights = packed.view(E4M3)
-        self._transposed = packed.t().contiguous().view(E4M3)
-        self.row_scales = torch.cat([base.stored.tensors()["scale"] for base in bases]).float()
+        self.weights = packed.view(E4M3)
+        transposed = like.new_zeros(self.num_inputs, self.num_outputs + room)
+        transposed[:, : self.num_outputs] = packed[:, : self.num_inputs].t()
+        self.transposed = transposed.view(E4M3)
         self._ones = torch.ones(1, self.num_inputs, device=packed.device)
 
     def product(self, inputs: Rows) -> torch.Tensor:
-        return scaled_product(inputs, self._weights, self.row_scales[None], self.dtype, fast=True)
+        return self._product(inputs, self.num_inputs)
 
     def input_gradient(self, gradient: Rows) -> torch.Tensor:
-        return scaled_product(gradient, self._transposed, self._ones, self.dtype, fast=True)
+        return self._input_gradient(gradient, self.num_outputs)
+
+    def product_with(self, inputs: Rows, low: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """Return the product of inputs and of x A, which stands beside them in two parts each."""
+        append_low(inputs, low, factors)
+        return self._product(inputs, self.num_inputs + self.room)
+
+    def input_gradient_with(self, gradient: Rows, low: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        append_low(gradient, low, factors, columns=self.row_scales)
+        return self._input_gradient(gradient, self.num_outputs + self.room)
 
     def dense(self) -> torch.Tensor:
-        return (self._weights.float() * self.row_scales[:, None]).to(self.dtype)
+        return (self.weights[:, : self.num_inputs].float() * self.row_scales[:, None]).to(self.dtype)
+
+    def _product(self, inputs: Rows, width: int) -> torch.Tensor:
+        scales = self.row_scales[None]
+        return scaled_product(inputs, self.weights[:, :width], scales, self.dtype, fast=True)
+
+    def _input_gradient(self, gradient: Rows, width: int) -> torch.Tensor:
+        return scaled_product(gradient, self.transposed[:, :width], self._ones, self.dtype, fast=True)
 
 
 class ComputedInFp8:
@@ -89,29 +109,39 @@ class ComputedInFp8:
 
 
 def fp8_weights(
-    bases: Sequence[QuantLinear], *, dtype: torch.dtype, scratch: Scratch, packed_scratch: Scratch
+    bases: Sequence[QuantLinear],
+    *,
+    dtype: torch.dtype,
+    columns: int,
+    scratch: Scratch,
+    packed_scratch: Scratch,
 ) -> Fp8Weights | ComputedInFp8:
-    """Return the fp8 form of a group's quantized weights."""
+    """Return the fp8 form of a group's quantized weights, with room for that many columns of adapters where they can be
+    multiplied with them."""
     if all(base.stored.quantizer == "fp8" for base in bases):
-        return Fp8Weights(bases, dtype=dtype)
+        device = bases[0].stored.packed.device
+        room = NUM_PARTS * _aligned(columns) if device.type == "cuda" and has_triton() else 0
+        return Fp8Weights(bases, dtype=dtype, room=room)
     return ComputedInFp8(bases, dtype=dtype, scratch=scratch, packed_scratch=packed_scratch)
 
 
 def scaled_product(
     rows: Rows, weights: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, *, fast: bool
 ) -> torch.Tensor:
-    """Return rows @ weights.T of e4m3 matrices with the scales of both. `fast` lets tensor cores add in fewer bits."""
+    """Return rows @ weights.T of e4m3 matrices with the scales of both. `fast` lets tensor cores add in fewer bits. Rows may be
+    wider than the weights: what stands beside them is left out."""
     assert rows.packed is not None and rows.scale is not None
-    if rows.packed.device.type == "cuda":
+    packed = rows.packed[:, : weights.shape[1]]
+    if packed.device.type == "cuda":
         return torch._scaled_mm(
-            rows.packed,
+            packed,
             weights.t(),
             scale_a=rows.scale,
             scale_b=scales,
             out_dtype=dtype,
             use_fast_accum=fast,
         )
-    return ((rows.packed.float() @ weights.float().t()) * rows.scale * scales).to(dtype)
+    return ((packed.float() @ weights.float().t()) * rows.scale * scales).to(dtype)
 
 
 def takes_fp8(bases: Sequence[Any]) -> bool:
@@ -140,6 +170,18 @@ def why_no_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
     except RuntimeError as error:
         return str(error).splitlines()[0]
     return None
+
+
+def append_low(
+    rows: Rows, low: torch.Tensor, factors: torch.Tensor, columns: torch.Tensor | None = None
+) -> None:
+    from crosstune.torch_engine.kernels import triton_operations
+
+    triton_operations.append_low(rows, low, factors, columns)
+
+
+def _aligned(columns: int) -> int:
+    return -(-columns // _ALIGNED) * _ALIGNED
 
 
 def _shape(bases: Sequence[Any]) -> tuple[int, int]:

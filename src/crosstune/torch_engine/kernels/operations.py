@@ -9,6 +9,9 @@ from typing import Protocol
 import torch
 
 E4M3_MAX = 448.0
+NUM_PARTS = 3
+"""Columns of an fp8 product for one column of an adapter: a number is the sum of two e4m3 parts, and the product of two such
+sums has three terms that count."""
 SMALLEST_AMAX = 1e-12
 """A row of zeros gets this as its largest value, so that its scale is not zero."""
 
@@ -40,9 +43,10 @@ class Heads:
 @dataclass(frozen=True)
 class Quantize:
     """Ask a producing kernel for an e4m3 copy of its rows. `columns` multiplies them first, for products with a weight
-    whose scales belong to these columns."""
+    whose scales belong to these columns. The copy has `room` for more columns on the right."""
 
     columns: torch.Tensor | None = None
+    room: int = 0
 
 
 @dataclass

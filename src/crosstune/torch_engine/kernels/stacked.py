@@ -11,7 +11,8 @@ from torch import nn
 
 from crosstune.core.fast_layers import MOST_COLUMNS, adapter_columns
 from crosstune.torch_engine.adapters import AdaptedLinear
-from crosstune.torch_engine.kernels.fp8_weights import fp8_weights, takes_fp8
+from crosstune.torch_engine.kernels.fp8_adapters import Fp8Adapter, Fp8Adapters
+from crosstune.torch_engine.kernels.fp8_weights import Fp8Weights, fp8_weights, takes_fp8
 from crosstune.torch_engine.kernels.frozen_weights import (
     DenseWeights,
     QuantizedWeights,
@@ -19,7 +20,7 @@ from crosstune.torch_engine.kernels.frozen_weights import (
     is_dense,
     stack_biases,
 )
-from crosstune.torch_engine.kernels.operations import Quantize, Rows
+from crosstune.torch_engine.kernels.operations import NUM_PARTS, Quantize, Rows
 from crosstune.torch_engine.quantized import linear_shape, weight_device
 
 
@@ -68,6 +69,8 @@ class Stacked:
         bases: list[Any] = [layer.base if isinstance(layer, AdaptedLinear) else layer for layer in layers]
         self.bases, self._scratch = bases, scratch
         self.watch: Watch | None = None
+        self.fp8_factors: tuple[torch.Tensor, ...] = ()
+        """What the columns of x A and of its gradient are multiplied with in fp8 products."""
         self.dtype = dtype
         self.adapters = _place_adapters(layers)
         self.num_inputs = linear_shape(bases[0])[1]
@@ -81,7 +84,10 @@ class Stacked:
         room = {"right": self.extra if self.extended else 0, "below": self.below}
         self.weights: Any
         if fp8 is not None and in_fp8:
-            self.weights = fp8_weights(bases, dtype=dtype, scratch=scratch, packed_scratch=fp8)
+            columns = used if self.extra <= MOST_COLUMNS else 0
+            self.weights = fp8_weights(
+                bases, dtype=dtype, columns=columns, scratch=scratch, packed_scratch=fp8
+            )
         elif all(is_dense(base) for base in bases):
             self.weights = DenseWeights(bases, dtype=dtype, **room)
         else:
@@ -113,12 +119,23 @@ class Stacked:
     @property
     def quantize_inputs(self) -> Quantize | None:
         """Return how inputs are quantized for the product; None if they are not."""
-        return Quantize() if self.weights.row_scales is not None else None
+        return Quantize(room=self._fp8_room) if self.in_fp8 else None
 
     @property
     def quantize_gradients(self) -> Quantize | None:
-        scales = self.weights.row_scales
-        return Quantize(scales) if scales is not None else None
+        return Quantize(self.weights.row_scales, room=self._fp8_room) if self.in_fp8 else None
+
+    @property
+    def _fp8_room(self) -> int:
+        return self.weights.room if isinstance(self.weights, Fp8Weights) else 0
+
+    def fp8_adapter(self) -> Fp8Adapter | None:
+        """Return the adapters as columns of the fp8 products; None if they are multiplied by themselves."""
+        if not self._fp8_room:
+            return None
+        assert self._b_columns is not None
+        count = self._fp8_room // NUM_PARTS
+        return Fp8Adapter(weights=self.weights, a=self._a[:count], b=self._b_columns[:, :count])
 
     def make_input(self, num_rows: int) -> torch.Tensor:
         """Return a buffer for the inputs, with room for x A if the group is extended."""
@@ -144,12 +161,15 @@ class Stacked:
             if self.bias is None:
                 return buffer @ matrix.t(), low
             return torch.addmm(self.bias, buffer, matrix.t()), low
+        low = self.low(inputs.values)
+        if self._fp8_room and self.watch is None:
+            out = self.weights.product_with(inputs, low, self.fp8_factors[0])
+            return (out if self.bias is None else out.add_(self.bias)), low
         out = self.weights.product(inputs)
         if self.watch is not None:
             self.watch.on_product(inputs.values, out)
         if self.bias is not None:
             out += self.bias
-        low = self.low(inputs.values)
         if self._b_columns is not None:
             out.addmm_(low, self._b_columns.t())
         else:
@@ -190,6 +210,9 @@ class Stacked:
             low_gradient = values.new_zeros(len(values), self.extra)
             for adapter, b in zip(self.adapters, self._b, strict=True):
                 torch.mm(values[:, adapter.rows], b, out=low_gradient[:, adapter.columns])
+        if self._fp8_room and self.watch is None and need_input:
+            found = self.weights.input_gradient_with(gradient, low_gradient, self.fp8_factors[1])
+            return found, low_gradient
         found = self.weights.input_gradient(gradient) if need_input else None
         if found is not None and self.extra:
             found.addmm_(low_gradient, self._a)
@@ -262,6 +285,11 @@ class Publishing:
         self._b_copies = [group._b[index] for group, index in adapters]
         self._placed = [b for group in groups if group._b_columns is not None for b in group._b]
         self._places = [slot for group in groups for slot in group.b_slots()]
+        in_fp8 = [(group, adapter) for group in groups if (adapter := group.fp8_adapter()) is not None]
+        self._fp8 = Fp8Adapters([adapter for _, adapter in in_fp8]) if in_fp8 else None
+        for index, (group, _) in enumerate(in_fp8):
+            assert self._fp8 is not None
+            group.fp8_factors = self._fp8.factors_of(index)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -271,6 +299,8 @@ class Publishing:
         torch._foreach_copy_(self._b_copies, torch._foreach_mul(self._b, self._scales))
         if self._places:
             torch._foreach_copy_(self._places, self._placed)
+        if self._fp8 is not None:
+            self._fp8.publish()
 
 
 def _place_adapters(layers: Sequence[Any]) -> list[Adapter]:

@@ -124,7 +124,7 @@ def activation(gate, KIND: tl.constexpr):
 
 @triton.jit
 def gate_product(
-    gate_up, out, packed, scale, out_stride,
+    gate_up, out, packed, scale, out_stride, packed_stride,
     N: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
     """Write act(gate) * up of a row, and its e4m3 copy in a second pass over what the first one wrote."""
@@ -147,12 +147,13 @@ def gate_product(
             column = start + tl.arange(0, BLOCK)
             mask = column < N
             product = tl.load(out + row * out_stride + column, mask=mask, other=0.0).to(tl.float32)
-            tl.store(packed + row * N + column, (product / factor).to(tl.float8e4nv), mask=mask)
+            tl.store(packed + row * packed_stride + column, (product / factor).to(tl.float8e4nv), mask=mask)
 
 
 @triton.jit
 def gate_backward(
     gradient, gate_up, product, out, columns, packed, scale, gradient_stride, product_stride, out_stride,
+    packed_stride,
     N: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, REBUILD: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -184,7 +185,7 @@ def gate_backward(
             mask = column < 2 * N
             found = tl.load(out + row * out_stride + column, mask=mask, other=0.0).to(tl.float32)
             found *= tl.load(columns + column, mask=mask, other=0.0)
-            tl.store(packed + row * 2 * N + column, (found / factor).to(tl.float8e4nv), mask=mask)
+            tl.store(packed + row * packed_stride + column, (found / factor).to(tl.float8e4nv), mask=mask)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def rms_norm(
-    x, added, total, out, rstd, weight, packed, scale, out_stride, eps, offset,
+    x, added, total, out, rstd, weight, packed, scale, out_stride, packed_stride, eps, offset,
     N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -27,7 +27,7 @@ def rms_norm(
         normal = tl.where(mask, normal, 0.0)
         factor = tl.maximum(tl.max(tl.abs(normal)), 1e-12) / 448.0
         tl.store(scale + row, factor)
-        tl.store(packed + row * N + column, (normal / factor).to(tl.float8e4nv), mask=mask)
+        tl.store(packed + row * packed_stride + column, (normal / factor).to(tl.float8e4nv), mask=mask)
 
 
 @triton.jit
@@ -61,8 +61,9 @@ def rms_norm_backward(
 
 @triton.jit
 def quantize_rows(
-    values, columns, packed, scale, stride, N: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr
-):
+    values, columns, packed, scale, stride, packed_stride,
+    N: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, N, BLOCK):
@@ -80,7 +81,7 @@ def quantize_rows(
         part = tl.load(values + row * stride + column, mask=mask, other=0.0).to(tl.float32)
         if SCALED:
             part *= tl.load(columns + column, mask=mask, other=0.0)
-        tl.store(packed + row * N + column, (part / factor).to(tl.float8e4nv), mask=mask)
+        tl.store(packed + row * packed_stride + column, (part / factor).to(tl.float8e4nv), mask=mask)
 
 
 @triton.jit

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import triton
 
-from crosstune.torch_engine.kernels import triton_layers, triton_norms
-from crosstune.torch_engine.kernels.operations import Heads, Norm, QKNorms, Quantize, Rows, Triple
+from crosstune.torch_engine.kernels import triton_fp8_adapters, triton_layers, triton_norms
+from crosstune.torch_engine.kernels.fp8_adapters import LINES_IN_TILE, Fp8Adapters
+from crosstune.torch_engine.kernels.operations import NUM_PARTS, Heads, Norm, QKNorms, Quantize, Rows, Triple
 from crosstune.torch_engine.kernels.torch_operations import split_heads
 
 _KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
@@ -42,6 +43,7 @@ def rms_norm(
         out if rows.packed is None else rows.packed,
         rstd if rows.scale is None else rows.scale,
         out.stride(0),
+        _packed_stride(rows),
         norm.eps,
         norm.offset,
         ADD=added is not None,
@@ -168,6 +170,7 @@ def gate(gate_up: torch.Tensor, kind: str, out: torch.Tensor, quantize: Quantize
         out if rows.packed is None else rows.packed,
         out if rows.scale is None else rows.scale,
         out.stride(0),
+        _packed_stride(rows),
         N=out.shape[1],
         BLOCK=_chunk(out.shape[1]),
         KIND=_KINDS[kind],
@@ -198,6 +201,7 @@ def gate_backward(
         gradient.stride(0),
         0 if product is None else product.stride(0),
         out.stride(0),
+        _packed_stride(rows),
         N=gate_up.shape[1] // 2,
         BLOCK=_chunk(gate_up.shape[1] // 2),
         KIND=_KINDS[kind],
@@ -217,12 +221,59 @@ def quantize_rows(values: torch.Tensor, quantize: Quantize) -> Rows:
         rows.packed,
         rows.scale,
         values.stride(0),
+        _packed_stride(rows),
         N=values.shape[1],
         BLOCK=_chunk(values.shape[1]),
         SCALED=quantize.columns is not None,
         num_warps=8,
     )
     return rows
+
+
+def append_low(
+    rows: Rows, low: torch.Tensor, factors: torch.Tensor, columns: torch.Tensor | None = None
+) -> None:
+    """Write `low`, times a factor for each column, beside the e4m3 copy of rows, in two parts. `columns` are those that the
+    rows were multiplied with before."""
+    assert rows.packed is not None
+    num_rows, width = rows.values.shape
+    count = (rows.packed.shape[1] - width) // NUM_PARTS
+    values = _dense_rows(rows.values)
+    triton_fp8_adapters.append_low[(num_rows,)](
+        low,
+        factors,
+        values,
+        factors if columns is None else columns,
+        rows.packed,
+        rows.scale,
+        low.stride(0),
+        values.stride(0),
+        rows.packed.stride(0),
+        count,
+        N=width,
+        COLUMNS=triton.next_power_of_2(count),
+        BLOCK=1024,
+        SCALED=columns is not None,
+        num_warps=1,
+    )
+
+
+def write_fp8_adapters(adapters: Fp8Adapters) -> None:
+    """Write the adapters of groups in fp8 beside their weights, as they are now."""
+    blocks = {
+        "DTYPE": {torch.bfloat16: triton.language.bfloat16, torch.float32: triton.language.float32}[
+            adapters.dtype
+        ],
+        "LINES": LINES_IN_TILE,
+        "COLUMNS": adapters.factors.shape[1],
+    }
+    tiles = adapters.tile_sides, adapters.tile_starts
+    grid = (len(adapters.tile_sides),)
+    adapters.largest.zero_()
+    triton_fp8_adapters.largest_of_columns[grid](adapters.table, *tiles, adapters.largest, **blocks)
+    triton_fp8_adapters.write_parts[grid](
+        adapters.table, *tiles, adapters.largest, adapters.factors, **blocks
+    )
 
 
 def cross_entropy(
@@ -286,8 +337,13 @@ def make_nf4_dense(
 def _empty_rows(values: torch.Tensor, quantize: Quantize | None) -> Rows:
     if quantize is None:
         return Rows(values)
-    packed = torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=values.device)
+    num_rows, width = values.shape
+    packed = torch.empty(num_rows, width + quantize.room, dtype=torch.float8_e4m3fn, device=values.device)
     return Rows(values, packed, torch.empty(len(values), 1, dtype=torch.float32, device=values.device))
+
+
+def _packed_stride(rows: Rows) -> int:
+    return 0 if rows.packed is None else rows.packed.stride(0)
 
 
 def _dense_rows(values: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,110 @@
+"""Put the adapters of groups in fp8 beside their frozen weights, in two e4m3 parts each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from crosstune.torch_engine.kernels.fp8_weights import Fp8Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One of the two matrices of an adapter, and where its parts go. A line of it belongs to a row of the frozen matrix."""
+
+    lines: torch.Tensor
+    """Lines x columns, in any strides."""
+    scales: torch.Tensor | None
+    """What the lines are divided by."""
+    target: torch.Tensor
+    """The place for the parts: lines x (3 times the columns), in e4m3."""
+    length: int
+    """The numbers in a sum that gives what the other side multiplies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Adapter:
+    """The adapters of a group as columns of its fp8 products."""
+
+    weights: Fp8Weights
+    a: torch.Tensor
+    """Columns x inputs."""
+    b: torch.Tensor
+    """Outputs x columns, with the scale of each adapter."""
+
+    def sides(self) -> tuple[Side, Side]:
+        """Return what is multiplied with x A, and what is multiplied with the gradient of x A."""
+        weights = self.weights
+        forward = Side(
+            lines=self.b,
+            scales=weights.row_scales,
+            target=weights.weights[:, weights.num_inputs :],
+            length=weights.num_inputs,
+        )
+        backward = Side(
+            lines=self.a.t(),
+            scales=None,
+            target=weights.transposed[:, weights.num_outputs :],
+            length=weights.num_outputs,
+        )
+        return forward, backward
+
+
+class Fp8Adapters:
+    """Write the adapters of all groups beside their weights in two launches: in a step there are hundreds of them."""
+
+    def __init__(self, adapters: Sequence[Fp8Adapter]) -> None:
+        sides = [side for adapter in adapters for side in adapter.sides()]
+        self._keep = sides  # their addresses are in the table
+        self.num_columns = max(side.lines.shape[1] for side in sides)
+        device = sides[0].lines.device
+        ones = torch.ones(max(len(side.lines) for side in sides), device=device)
+        self._keep_ones = ones
+        self.dtype = sides[0].lines.dtype
+        self.table = torch.tensor([_fields(side, ones) for side in sides], device=device)
+        tiles = [
+            (index, start)
+            for index, side in enumerate(sides)
+            for start in range(0, len(side.lines), LINES_IN_TILE)
+        ]
+        self.tile_sides, self.tile_starts = (
+            torch.tensor([tile[place] for tile in tiles], dtype=torch.int32, device=device)
+            for place in range(2)
+        )
+        width = _power_of_two(self.num_columns)
+        self.largest = torch.zeros(len(sides), width, dtype=torch.int32, device=device)
+        self.factors = torch.ones(len(sides), width, device=device)
+
+    def publish(self) -> None:
+        from crosstune.torch_engine.kernels import triton_operations
+
+        triton_operations.write_fp8_adapters(self)
+
+    def factors_of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the columns of x A and of its gradient are multiplied with, for the adapter of that index."""
+        return self.factors[2 * index], self.factors[2 * index + 1]
+
+
+LINES_IN_TILE = 128
+
+
+def _fields(side: Side, ones: torch.Tensor) -> list[int]:
+    num_lines, num_columns = side.lines.shape
+    scales = ones if side.scales is None else side.scales
+    assert side.target.shape[0] == num_lines and scales.dtype == torch.float32 and len(scales) >= num_lines
+    return [
+        side.lines.data_ptr(),
+        *side.lines.stride(),
+        num_lines,
+        scales.data_ptr(),
+        side.target.data_ptr(),
+        side.target.stride(0),
+        num_columns,
+        side.length,
+    ]
+
+
+def _power_of_two(number: int) -> int:
+    return int(1 << max(0, number - 1).bit_length())
