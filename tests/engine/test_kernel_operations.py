@@ -21,7 +21,7 @@ from crosstune.torch_engine.kernels import triton_operations as fused
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.fp8_adapters import Fp8Adapter, Fp8Adapters
 from crosstune.torch_engine.kernels.fp8_weights import Fp8Weights
-from crosstune.torch_engine.kernels.operations import NUM_PARTS, Heads, Norm, Quantize, Rows
+from crosstune.torch_engine.kernels.operations import Heads, Norm, Quantize, Rows
 from crosstune.torch_engine.quantized import QuantLinear, quantize_weight
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -180,14 +180,14 @@ def test_4_bit_weights_are_bit_for_bit_those_of_bitsandbytes(double: bool, colum
 @pytest.mark.parametrize("size", [1e-6, 1e-3, 1.0, 1e3])
 def test_adapters_are_multiplied_in_fp8_products(size: float) -> None:
     """Both products with adapters beside e4m3 matrices are those without them plus the adapters' own, to the bits of bf16."""
-    outputs, inputs, columns = 160, 96, 16
+    outputs, inputs, columns = 384, 256, 16
     spec = QuantSpec(quantizer="fp8", bits=8, group_size=0)
     layer = torch.nn.Linear(inputs, outputs, bias=False, device=DEVICE)
     base: Any = QuantLinear(quantize_weight(layer.weight.detach(), spec, torch.float32), None)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    weights = Fp8Weights([base], dtype=dtype, room=NUM_PARTS * columns)
-    # Columns of very different sizes, one of zeros, and one that is larger than any weight.
-    a = (0.1 * draw(columns, inputs) * 2.0 ** torch.arange(-8, 8, device=DEVICE)[:, None]).to(dtype)
+    weights = Fp8Weights([base], dtype=dtype, columns=columns)
+    # Columns of very different sizes, and one of zeros.
+    a = (0.01 * draw(columns, inputs) * 2.0 ** torch.arange(-10, 6, device=DEVICE)[:, None]).to(dtype)
     b = (size * draw(outputs, columns)).to(dtype)
     b[:, 3] = 0
     adapters = Fp8Adapters([Fp8Adapter(weights=weights, a=a, b=b)])
@@ -196,20 +196,28 @@ def test_adapters_are_multiplied_in_fp8_products(size: float) -> None:
     forward, backward = adapters.factors_of(0)
     x, gradient = draw(TOKENS, inputs).to(dtype), draw(TOKENS, outputs).to(dtype)
     x[1] = 0
-    asked = Quantize(room=NUM_PARTS * columns), Quantize(weights.row_scales, room=NUM_PARTS * columns)
+    asked = Quantize(room=weights.room), Quantize(weights.row_scales, room=weights.room)
     for values, quantize, low, both, alone, other, factors in (
         (x, asked[0], x @ a.t(), weights.product_with, weights.product, b.t(), forward),
         (gradient, asked[1], gradient @ b, weights.input_gradient_with, weights.input_gradient, a, backward),
     ):
         low[2] *= 1000  # more than the row's own numbers: it is scaled anew
         rows = fused.quantize_rows(values, quantize)
-        expected = alone(rows).float() + low.float() @ other.float()
+        assert rows.scale is not None
+        scale = rows.scale.clone()
+        before, part = alone(rows).float(), low.float() @ other.float()
         found = both(rows, low, factors[:columns]).float()
-        distance = (found - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(1e-30)
-        usual = torch.arange(TOKENS, device=DEVICE) != 2
-        # The interpreter loses carries of e4m3 numbers.
-        assert distance[usual].max() < (0.01 if DEVICE == "cuda" else 0.3), distance
-        assert distance[2] < (0.02 if DEVICE == "cuda" else 0.3), distance
+        distance = (found - before - part).norm(dim=1) / (before + part).norm(dim=1).clamp_min(1e-30)
+        anew = (rows.scale != scale)[:, 0]
+        assert bool(anew[2]) and (int(anew.sum()) <= 2 or size >= 1), "only rows that adapters do not fit"
+        # A row that was scaled anew is rounded anew. The interpreter loses carries of e4m3 numbers.
+        bound = torch.where(anew, 0.06, 0.005) if DEVICE == "cuda" else torch.full((TOKENS,), 0.3)
+        assert bool((distance < bound).all()), distance
+        usual = ~anew[:, None]
+        if DEVICE == "cuda" and bool(usual.any()):
+            share = ((found - before) * part * usual).sum() / (part * part * usual).sum()
+            noise = 2**-9 * before.norm() / (part * usual).norm() / (part.numel() ** 0.5)
+            assert abs(share - 1) < 0.05 + 4 * noise, "adapters are lost in larger sums"
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["dense", "fp8"])

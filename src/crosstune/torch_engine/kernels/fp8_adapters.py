@@ -1,4 +1,4 @@
-"""Put the adapters of groups in fp8 beside their frozen weights, in two e4m3 parts each."""
+"""Put the adapters of groups in fp8 left of their frozen weights, in two e4m3 parts each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Side:
     scales: torch.Tensor | None
     """What the lines are divided by."""
     target: torch.Tensor
-    """The place for the parts: lines x (3 times the columns), in e4m3."""
+    """The place for the parts: lines x (3 times the columns, or more), in e4m3."""
     length: int
     """The numbers in a sum that gives what the other side multiplies."""
 
@@ -40,28 +40,27 @@ class Fp8Adapter:
         forward = Side(
             lines=self.b,
             scales=weights.row_scales,
-            target=weights.weights[:, weights.num_inputs :],
+            target=weights.weights[:, : weights.room],
             length=weights.num_inputs,
         )
         backward = Side(
             lines=self.a.t(),
             scales=None,
-            target=weights.transposed[:, weights.num_outputs :],
+            target=weights.transposed[:, : weights.room],
             length=weights.num_outputs,
         )
         return forward, backward
 
 
 class Fp8Adapters:
-    """Write the adapters of all groups beside their weights in two launches: in a step there are hundreds of them."""
+    """Write the adapters of all groups left of their weights in two launches: in a step there are hundreds of them."""
 
     def __init__(self, adapters: Sequence[Fp8Adapter]) -> None:
         sides = [side for adapter in adapters for side in adapter.sides()]
-        self._keep = sides  # their addresses are in the table
         self.num_columns = max(side.lines.shape[1] for side in sides)
         device = sides[0].lines.device
         ones = torch.ones(max(len(side.lines) for side in sides), device=device)
-        self._keep_ones = ones
+        self._keep = (sides, ones)  # their addresses are in the table
         self.dtype = sides[0].lines.dtype
         self.table = torch.tensor([_fields(side, ones) for side in sides], device=device)
         tiles = [
@@ -87,7 +86,7 @@ class Fp8Adapters:
         return self.factors[2 * index], self.factors[2 * index + 1]
 
 
-LINES_IN_TILE = 128
+LINES_IN_TILE = 32
 
 
 def _fields(side: Side, ones: torch.Tensor) -> list[int]:

@@ -16,54 +16,57 @@ from crosstune.torch_engine.quantized import QuantLinear
 E4M3 = torch.float8_e4m3fn
 _ALIGNED = 16
 """Tensor cores take matrices whose sides are multiples of this."""
+_ALIGNED_ROOM = 64
+"""The room for adapters is a multiple of this: products whose rows are not took a fifth longer."""
 
 
 class Fp8Weights:
     """Weights that the quantizer fp8 stored. The layers keep views of the stacked rows; the transposed copy is for input
-    gradients, since tensor cores read e4m3 in one layout only. Both have `room` on the right for adapters."""
+    gradients, since tensor cores read e4m3 in one layout only. Both have `room` on the left for `columns` of adapters."""
 
-    def __init__(self, bases: Sequence[QuantLinear], *, dtype: torch.dtype, room: int = 0) -> None:
+    def __init__(self, bases: Sequence[QuantLinear], *, dtype: torch.dtype, columns: int = 0) -> None:
         self.num_outputs, self.num_inputs = _shape(bases)
-        self.dtype, self.room = dtype, room
+        self.dtype, self.columns = dtype, columns
+        room = self.room = _round_up(NUM_PARTS * columns, _ALIGNED_ROOM)
         self.row_scales = torch.cat([base.stored.tensors()["scale"] for base in bases]).float()
         like = bases[0].stored.tensors()["packed"]
         packed = like.new_zeros(self.num_outputs, self.num_inputs + room)
         start = 0
         for base in bases:
-            rows = packed[start : start + base.out_features, : self.num_inputs]
+            rows = packed[start : start + base.out_features, room:]
             rows.copy_(base.stored.tensors()["packed"])
             base.stored.packed = nn.Parameter(rows, requires_grad=False)
             start += base.out_features
         self.weights = packed.view(E4M3)
         transposed = like.new_zeros(self.num_inputs, self.num_outputs + room)
-        transposed[:, : self.num_outputs] = packed[:, : self.num_inputs].t()
+        transposed[:, room:] = packed[:, room:].t()
         self.transposed = transposed.view(E4M3)
         self._ones = torch.ones(1, self.num_inputs, device=packed.device)
 
     def product(self, inputs: Rows) -> torch.Tensor:
-        return self._product(inputs, self.num_inputs)
+        return self._product(inputs, self.weights[:, self.room :])
 
     def input_gradient(self, gradient: Rows) -> torch.Tensor:
-        return self._input_gradient(gradient, self.num_outputs)
+        return self._input_gradient(gradient, self.transposed[:, self.room :])
 
     def product_with(self, inputs: Rows, low: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Return the product of inputs and of x A, which stands beside them in two parts each."""
-        append_low(inputs, low, factors)
-        return self._product(inputs, self.num_inputs + self.room)
+        """Return the product of inputs with the weights, plus that of x A with B."""
+        append_low(inputs, low, self.columns, factors)
+        return self._product(inputs, self.weights)
 
     def input_gradient_with(self, gradient: Rows, low: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        append_low(gradient, low, factors, columns=self.row_scales)
-        return self._input_gradient(gradient, self.num_outputs + self.room)
+        """Return the product of gradients with the weights, plus that of the gradients of x A with A."""
+        append_low(gradient, low, self.columns, factors, self.row_scales)
+        return self._input_gradient(gradient, self.transposed)
 
     def dense(self) -> torch.Tensor:
-        return (self.weights[:, : self.num_inputs].float() * self.row_scales[:, None]).to(self.dtype)
+        return (self.weights[:, self.room :].float() * self.row_scales[:, None]).to(self.dtype)
 
-    def _product(self, inputs: Rows, width: int) -> torch.Tensor:
-        scales = self.row_scales[None]
-        return scaled_product(inputs, self.weights[:, :width], scales, self.dtype, fast=True)
+    def _product(self, inputs: Rows, weights: torch.Tensor) -> torch.Tensor:
+        return scaled_product(inputs, weights, self.row_scales[None], self.dtype, fast=True)
 
-    def _input_gradient(self, gradient: Rows, width: int) -> torch.Tensor:
-        return scaled_product(gradient, self.transposed[:, :width], self._ones, self.dtype, fast=True)
+    def _input_gradient(self, gradient: Rows, weights: torch.Tensor) -> torch.Tensor:
+        return scaled_product(gradient, weights, self._ones, self.dtype, fast=True)
 
 
 class ComputedInFp8:
@@ -120,8 +123,8 @@ def fp8_weights(
     multiplied with them."""
     if all(base.stored.quantizer == "fp8" for base in bases):
         device = bases[0].stored.packed.device
-        room = NUM_PARTS * _aligned(columns) if device.type == "cuda" and has_triton() else 0
-        return Fp8Weights(bases, dtype=dtype, room=room)
+        in_products = device.type == "cuda" and has_triton()
+        return Fp8Weights(bases, dtype=dtype, columns=_round_up(columns, _ALIGNED) if in_products else 0)
     return ComputedInFp8(bases, dtype=dtype, scratch=scratch, packed_scratch=packed_scratch)
 
 
@@ -129,9 +132,9 @@ def scaled_product(
     rows: Rows, weights: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, *, fast: bool
 ) -> torch.Tensor:
     """Return rows @ weights.T of e4m3 matrices with the scales of both. `fast` lets tensor cores add in fewer bits. Rows may be
-    wider than the weights: what stands beside them is left out."""
+    wider than the weights: what stands left of them is left out."""
     assert rows.packed is not None and rows.scale is not None
-    packed = rows.packed[:, : weights.shape[1]]
+    packed = rows.packed[:, rows.packed.shape[1] - weights.shape[1] :]
     if packed.device.type == "cuda":
         return torch._scaled_mm(
             packed,
@@ -173,15 +176,15 @@ def why_no_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def append_low(
-    rows: Rows, low: torch.Tensor, factors: torch.Tensor, columns: torch.Tensor | None = None
+    rows: Rows, low: torch.Tensor, count: int, factors: torch.Tensor, columns: torch.Tensor | None = None
 ) -> None:
     from crosstune.torch_engine.kernels import triton_operations
 
-    triton_operations.append_low(rows, low, factors, columns)
+    triton_operations.append_low(rows, low, count, factors, columns)
 
 
-def _aligned(columns: int) -> int:
-    return -(-columns // _ALIGNED) * _ALIGNED
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step
 
 
 def _shape(bases: Sequence[Any]) -> tuple[int, int]:

@@ -43,7 +43,7 @@ class Heads:
 @dataclass(frozen=True)
 class Quantize:
     """Ask a producing kernel for an e4m3 copy of its rows. `columns` multiplies them first, for products with a weight
-    whose scales belong to these columns. The copy has `room` for more columns on the right."""
+    whose scales belong to these columns. The copy has `room` for more columns on the left."""
 
     columns: torch.Tensor | None = None
     room: int = 0
@@ -51,7 +51,8 @@ class Quantize:
 
 @dataclass
 class Rows:
-    """Activations or gradients with a row per token; for an fp8 product also their e4m3 copy and a scale per row."""
+    """Activations or gradients with a row per token; for an fp8 product also their e4m3 copy and a scale per row. The copy is
+    wider where it has room on the left."""
 
     values: torch.Tensor
     packed: torch.Tensor | None = None

@@ -20,7 +20,7 @@ from crosstune.torch_engine.kernels.frozen_weights import (
     is_dense,
     stack_biases,
 )
-from crosstune.torch_engine.kernels.operations import NUM_PARTS, Quantize, Rows
+from crosstune.torch_engine.kernels.operations import Quantize, Rows
 from crosstune.torch_engine.quantized import linear_shape, weight_device
 
 
@@ -134,7 +134,7 @@ class Stacked:
         if not self._fp8_room:
             return None
         assert self._b_columns is not None
-        count = self._fp8_room // NUM_PARTS
+        count = self.weights.columns
         return Fp8Adapter(weights=self.weights, a=self._a[:count], b=self._b_columns[:, :count])
 
     def make_input(self, num_rows: int) -> torch.Tensor:

@@ -1,9 +1,12 @@
-"""Triton kernels that put adapters beside e4m3 matrices, so that one fp8 product multiplies both.
+"""Triton kernels that put adapters left of e4m3 matrices, so that one fp8 product multiplies both.
 
 A number of an adapter is the sum of two e4m3 parts, which have as many bits together as bf16. Of the product of two such sums
 three terms count: first x first, first x second, second x first. One matrix has the columns first, first, second beside it,
 the other first, second, first. Both share the scales of the rows that they stand beside; a power of two for each column, which
 one side is multiplied with and the other divided by, keeps both in the range of e4m3.
+
+Adapters come first in the sums, since tensor cores add e4m3 products in few bits: a small term that comes last is cut off, while
+one that comes first moves where later terms are cut.
 """
 
 import triton
@@ -32,7 +35,7 @@ def write_parts(
     sides, tile_sides, tile_starts, largest, factors,
     DTYPE: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the parts of an adapter beside a frozen matrix, and the factor of each column for the other side."""
+    """Write the parts of an adapter left of a frozen matrix, and the factor of each column for the other side."""
     side = tl.load(tile_sides + tl.program_id(0))
     start = tl.load(tile_starts + tl.program_id(0))
     values, mask = _read_tile(sides, side, start, DTYPE, LINES, COLUMNS)
@@ -60,10 +63,11 @@ def write_parts(
 
 @triton.jit
 def append_low(
-    low, factors, values, columns, packed, scale, low_stride, values_stride, packed_stride, count,
-    N: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
+    low, factors, values, columns, packed, scale, low_stride, values_stride, packed_stride, count, room,
+    N: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, SPARE: tl.constexpr,
 ):  # fmt: skip
-    """Write the parts of a row of `low` to the right of its e4m3 row. A row that they do not fit is scaled anew."""
+    """Write the parts of a row of `low` to the left of its e4m3 row, and zeros into the rest of the room, which is at most
+    SPARE. A row that they do not fit is scaled anew."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     mask = column < count
@@ -80,12 +84,17 @@ def append_low(
             part = tl.load(values + row * values_stride + place, mask=inside, other=0.0).to(tl.float32)
             if SCALED:
                 part *= tl.load(columns + place, mask=inside, other=0.0)
-            tl.store(packed + row * packed_stride + place, (part / factor).to(tl.float8e4nv), mask=inside)
+            tl.store(
+                packed + row * packed_stride + room + place, (part / factor).to(tl.float8e4nv), mask=inside
+            )
     first, second = _split(found / factor)
-    target = packed + row * packed_stride + N + column
+    target = packed + row * packed_stride + column
     tl.store(target, first, mask=mask)
     tl.store(target + count, first, mask=mask)
     tl.store(target + 2 * count, second, mask=mask)
+    rest = 3 * count + tl.arange(0, SPARE)
+    zeros = tl.zeros([SPARE], dtype=tl.float32).to(tl.float8e4nv)
+    tl.store(packed + row * packed_stride + rest, zeros, mask=rest < room)
 
 
 @triton.jit

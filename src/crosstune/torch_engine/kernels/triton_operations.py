@@ -40,7 +40,7 @@ def rms_norm(
         out,
         rstd,
         norm.weight,
-        out if rows.packed is None else rows.packed,
+        _packed(rows),
         rstd if rows.scale is None else rows.scale,
         out.stride(0),
         _packed_stride(rows),
@@ -167,7 +167,7 @@ def gate(gate_up: torch.Tensor, kind: str, out: torch.Tensor, quantize: Quantize
     triton_layers.gate_product[(len(gate_up),)](
         gate_up,
         out,
-        out if rows.packed is None else rows.packed,
+        _packed(rows),
         out if rows.scale is None else rows.scale,
         out.stride(0),
         _packed_stride(rows),
@@ -196,7 +196,7 @@ def gate_backward(
         gate_up if product is None else product,
         out,
         gate_up if quantize is None else quantize.columns,
-        gate_up if rows.packed is None else rows.packed,
+        _packed(rows),
         gate_up if rows.scale is None else rows.scale,
         gradient.stride(0),
         0 if product is None else product.stride(0),
@@ -218,7 +218,7 @@ def quantize_rows(values: torch.Tensor, quantize: Quantize) -> Rows:
     triton_norms.quantize_rows[(len(values),)](
         values,
         values if quantize.columns is None else quantize.columns,
-        rows.packed,
+        _packed(rows),
         rows.scale,
         values.stride(0),
         _packed_stride(rows),
@@ -231,13 +231,13 @@ def quantize_rows(values: torch.Tensor, quantize: Quantize) -> Rows:
 
 
 def append_low(
-    rows: Rows, low: torch.Tensor, factors: torch.Tensor, columns: torch.Tensor | None = None
+    rows: Rows, low: torch.Tensor, count: int, factors: torch.Tensor, columns: torch.Tensor | None = None
 ) -> None:
-    """Write `low`, times a factor for each column, beside the e4m3 copy of rows, in two parts. `columns` are those that the
+    """Write the first `count` columns of `low`, times a factor for each column, left of the e4m3 copy of rows, in two parts. `columns` are those that the
     rows were multiplied with before."""
     assert rows.packed is not None
     num_rows, width = rows.values.shape
-    count = (rows.packed.shape[1] - width) // NUM_PARTS
+    room = rows.packed.shape[1] - width
     values = _dense_rows(rows.values)
     triton_fp8_adapters.append_low[(num_rows,)](
         low,
@@ -250,10 +250,12 @@ def append_low(
         values.stride(0),
         rows.packed.stride(0),
         count,
+        room,
         N=width,
         COLUMNS=triton.next_power_of_2(count),
         BLOCK=1024,
         SCALED=columns is not None,
+        SPARE=triton.next_power_of_2(max(1, room - NUM_PARTS * count)),
         num_warps=1,
     )
 
@@ -340,6 +342,13 @@ def _empty_rows(values: torch.Tensor, quantize: Quantize | None) -> Rows:
     num_rows, width = values.shape
     packed = torch.empty(num_rows, width + quantize.room, dtype=torch.float8_e4m3fn, device=values.device)
     return Rows(values, packed, torch.empty(len(values), 1, dtype=torch.float32, device=values.device))
+
+
+def _packed(rows: Rows) -> torch.Tensor:
+    """Return the e4m3 copy without what stands left of it; where there is none, what a kernel may take for it."""
+    return (
+        rows.values if rows.packed is None else rows.packed[:, rows.packed.shape[1] - rows.values.shape[1] :]
+    )
 
 
 def _packed_stride(rows: Rows) -> int:
