@@ -209,12 +209,12 @@ def test_adapters_are_multiplied_in_fp8_products(size: float) -> None:
         found = both(rows, low, factors[:columns]).float()
         distance = (found - before - part).norm(dim=1) / (before + part).norm(dim=1).clamp_min(1e-30)
         anew = (rows.scale != scale)[:, 0]
-        assert bool(anew[2]) and (int(anew.sum()) <= 2 or size >= 1), "only rows that adapters do not fit"
+        assert bool(anew[2]) and (int(anew.sum()) == 1 or size > 1e-6), "only rows that adapters do not fit"
         # A row that was scaled anew is rounded anew. The interpreter loses carries of e4m3 numbers.
         bound = torch.where(anew, 0.06, 0.005) if DEVICE == "cuda" else torch.full((TOKENS,), 0.3)
         assert bool((distance < bound).all()), distance
         usual = ~anew[:, None]
-        if DEVICE == "cuda" and bool(usual.any()):
+        if DEVICE == "cuda" and bool((part * usual).any()):
             share = ((found - before) * part * usual).sum() / (part * part * usual).sum()
             noise = 2**-9 * before.norm() / (part * usual).norm() / (part.numel() ** 0.5)
             assert abs(share - 1) < 0.05 + 4 * noise, "adapters are lost in larger sums"
