@@ -15,6 +15,8 @@ from crosstune.core.sampling import GREEDY, Sampling
 
 Array = NDArray[Any]
 Metrics = Mapping[str, float]
+UNSURE = -1
+"""In the place of a predicted token: another one is almost as likely, so that rounding decides between them."""
 
 
 class Batch(Protocol):
@@ -222,6 +224,16 @@ class Generates(Protocol):
         sampling: Sampling = GREEDY,
         on_token: Callable[[int], None] | None = None,
     ) -> list[list[int]]: ...
+
+
+@runtime_checkable
+class Predicts(Protocol):
+    """A session that can tell which tokens its model finds likeliest during an evaluation."""
+
+    def evaluate_and_predict(self, batches: Iterable[Batch]) -> tuple[EvalResult, Array | None]:
+        """Evaluate, and return the likeliest token, or UNSURE, at every supervised position, row by row. None where
+        generation may round too differently, or this process does not see every batch."""
+        ...
 
 
 class Task(Protocol):

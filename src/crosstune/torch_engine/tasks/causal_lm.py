@@ -15,7 +15,7 @@ from torch import nn
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import measure_agreement
-from crosstune.core.protocols import Array
+from crosstune.core.protocols import UNSURE, Array
 from crosstune.data.token_batch import IGNORED, TokenBatch, without_padding
 from crosstune.models.folder_record import RECORD
 from crosstune.models.identity import identity
@@ -31,6 +31,9 @@ from crosstune.torch_engine.task import MetricSums, Opening, Tensors
 from crosstune.torch_engine.verify import model_logits
 
 _PROBE_TOKENS = 32
+_SURE_LEAD = 1e-3
+"""By how much the largest logit must lead, relative to it, to be the largest however fp32 rounds: some 100 times more than
+logits differ between one pass over a row and one over each of its tokens."""
 FAST_ARRAYS = ("input_ids", "positions", "unpadded_ids", "unpadded_positions", "bounds", "rows", "wanted")
 """The arrays of a batch that the fast layers read."""
 
@@ -46,6 +49,7 @@ class CausalLM:
         self.decoder: FastDecoder | None = None
         """Runs the model's layers instead of transformers, if --kernels is fast."""
         self._against_trained: dict[str, Any] | None = None
+        self._predicted: list[torch.Tensor] | None = None
 
     def build(self, opening: Opening) -> nn.Module:
         """Load the model folder, quantized and expanded as the plan says."""
@@ -86,6 +90,8 @@ class CausalLM:
         if self.decoder is not None and "rows" in tensors:
             return self.decoder.loss(self._fast_hidden(self.decoder, tensors), tensors["wanted"]), {}
         logits, targets, _ = self.supervised_logits(model, tensors)
+        if self._predicted is not None:
+            self._predicted.append(likeliest_tokens(logits).cpu())
         return cross_entropy_sum(logits, targets), {}
 
     def supervised_logits(
@@ -118,6 +124,16 @@ class CausalLM:
         """Check that the model can train on packed rows. The fast layers separate documents by themselves."""
         if "positions" in tensors and self.decoder is None:
             ensure_separates_documents(model, device=tensors["input_ids"].device)
+
+    @contextlib.contextmanager
+    def predicting(self) -> Iterator[list[torch.Tensor] | None]:
+        """Collect the likeliest tokens of each batch whose loss is computed inside the block. None with the fast layers,
+        which never hold all logits."""
+        self._predicted = [] if self.decoder is None else None
+        try:
+            yield self._predicted
+        finally:
+            self._predicted = None
 
     @contextlib.contextmanager
     def general_layers(self) -> Iterator[None]:
@@ -215,6 +231,13 @@ def fast_arrays(batch: TokenBatch, *, drop_padding: bool) -> dict[str, Array]:
         [first] = starts.reshape(-1).nonzero()
         arrays["bounds"] = np.append(first, flat.size).astype("int32")
     return arrays
+
+
+def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """Return the token with the largest logit in each row, UNSURE where another is about as large."""
+    largest, tokens = logits.detach().topk(2, dim=-1)
+    lead = largest[:, 0] - largest[:, 1]
+    return torch.where(lead > _SURE_LEAD * largest[:, 0].abs().clamp(min=1.0), tokens[:, 0], UNSURE)
 
 
 def takes_logits_to_keep(model: nn.Module) -> bool:
