@@ -29,10 +29,12 @@ class Counting:
 
     def __init__(self, session: TextSession) -> None:
         self.prompts: list[list[int]] = []
+        self.session, self.averaged = session, set[bool]()
         self._generate, session.generate = session.generate, self  # type: ignore[method-assign, assignment]
 
     def __call__(self, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
         self.prompts += prompts
+        self.averaged.add(self.session._is_averaged)
         return self._generate(prompts, **options)
 
 
@@ -93,6 +95,19 @@ def test_every_answer_is_written_where_rounding_may_differ(
     recipe, session = opened
     monkeypatch.setattr(session.model.config, "rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e4})
     assert len(evaluate(recipe, session)[1]) == 5
+
+
+def test_answers_are_those_of_the_averaged_weights_whose_loss_is_measured(
+    opened: tuple[SftRecipe, TextSession], tiny_model: Path
+) -> None:
+    recipe, _ = opened
+    options = {"backend": "cpu", "precision": "fp32", "model_name": str(tiny_model), "ema_decay": 0.5}
+    session = open_session(make_plan(make_config(**options)), model_folder=tiny_model)
+    assert isinstance(session, TextSession)
+    train_step(session, recipe.window(0), lr=1e-3)
+    counting = Counting(session)
+    recipe.evaluate(session, observer=Observers())
+    assert counting.averaged == {True}
 
 
 def test_a_token_is_likeliest_only_with_a_lead_that_rounding_does_not_undo() -> None:

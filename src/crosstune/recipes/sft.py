@@ -15,6 +15,7 @@ from crosstune.config.load import cache_override
 from crosstune.config.schema import Config
 from crosstune.core.events import Evaluating, Observer, Observers
 from crosstune.core.protocols import EvalResult, Evaluation, Generates, Predicts, Sample, Session, Task
+from crosstune.core.weight_average import averaged
 from crosstune.data.batches import pack_rows, pad_rows, split_packed, split_rows
 from crosstune.data.chat_templates import plain_template, read_template
 from crosstune.data.check_rows import RowChecker
@@ -221,12 +222,13 @@ class SftRecipe:
         size = rows_per_evaluation(self.config)
         batches = split_rows(list(self.held_out), batch_size=size, pad_id=self.tokenizer.pad_id)
         num_batches = -(-len(self.held_out) // size)
-        result, foreseen = self._foresee(session, _reporting(batches, num_batches, observer))
-        metrics = {"loss": result.loss, **result.metrics}
         questions = (
             self.questions if self.metric() == "exact_match" else self.questions[: self.config.num_samples]
         )
-        samples = self._answer(session, questions, foreseen, observer)
+        with averaged(session):  # answers and loss of the same weights
+            result, foreseen = self._foresee(session, _reporting(batches, num_batches, observer))
+            samples = self._answer(session, questions, foreseen, observer)
+        metrics = {"loss": result.loss, **result.metrics}
         if self.metric() == "exact_match" and samples:
             metrics["exact_match"] = sum(s.answer == s.reference for s in samples) / len(samples)
         return Evaluation(metrics=metrics, samples=samples[: self.config.num_samples])
