@@ -12,6 +12,7 @@ import torch
 from support import tiny_of
 
 from crosstune.config.load import make_config
+from crosstune.core.ranks import Alone
 from crosstune.data.batches import pad_rows
 from crosstune.data.rendering import encode_conversation
 from crosstune.data.token_batch import TokenBatch
@@ -19,6 +20,8 @@ from crosstune.data.tokenizer import Tokenizer
 from crosstune.loop.step import prepare_window
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.judge.torch_parts import ScoreTokens
+from crosstune.recipes.sft import SftRecipe
+from crosstune.runs import find_batch
 from crosstune.torch_engine.open import open_session as open_torch
 from crosstune.torch_engine.session import TorchSession
 from crosstune.torch_engine.tasks.causal_lm import SHARING_MODELS
@@ -91,6 +94,25 @@ def test_models_with_windows_compute_rows_of_their_own(
 ) -> None:
     vocab = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
     assert not shares(open_session(tiny_of("mistral", tmp_path / "mistral", vocab)), batch)
+
+
+def test_a_batch_size_is_searched_with_rows_of_their_own(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest rows may begin alike where others do not, and need less memory then."""
+    plan = make_plan(make_config(backend="cpu", precision="fp32", model_name=str(tiny_model)))
+    recipe = SftRecipe(plan.config, model_folder=tiny_model)
+    tasks: list[Any] = []
+
+    def open_nothing(*_: Any, task: Any, **__: Any) -> None:
+        tasks.append(task)
+        raise InterruptedError
+
+    monkeypatch.setattr(find_batch, "open_session", open_nothing)
+    with pytest.raises(InterruptedError):
+        find_batch._search(plan, model=None, recipe=recipe, group=Alone())
+    assert [task.may_share_prefixes for task in tasks] == [False]
+    assert recipe.task("torch").may_share_prefixes  # type: ignore[attr-defined]
 
 
 def test_judges_compute_rows_of_their_own() -> None:

@@ -258,6 +258,13 @@ class Task(Protocol):
 
 
 @runtime_checkable
+class SharesPrefixes(Protocol):
+    """A task that may compute tokens once that all rows of a batch begin with."""
+
+    may_share_prefixes: bool
+
+
+@runtime_checkable
 class HasEvaluationData(Protocol):
     """A recipe whose evaluation data must be the same when a run is resumed."""
 

@@ -46,7 +46,7 @@ class CausalLM:
     """The task of `sft`, and of every recipe that trains a language model on tokens."""
 
     metric_names: Sequence[str] = ()
-    may_share_prefixes = True
+    may_share_prefixes: bool = True
     """Whether tokens that all rows of a batch begin with may be computed once."""
 
     def __init__(self) -> None:
