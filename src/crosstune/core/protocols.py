@@ -15,6 +15,8 @@ from crosstune.core.sampling import GREEDY, Sampling
 
 Array = NDArray[Any]
 Metrics = Mapping[str, float]
+UNSURE = -1
+"""In the place of a predicted token: another one is almost as likely, so that rounding decides between them."""
 
 
 class Batch(Protocol):
@@ -224,6 +226,16 @@ class Generates(Protocol):
     ) -> list[list[int]]: ...
 
 
+@runtime_checkable
+class Predicts(Protocol):
+    """A session that can tell which tokens its model finds likeliest during an evaluation."""
+
+    def evaluate_and_predict(self, batches: Iterable[Batch]) -> tuple[EvalResult, Array | None]:
+        """Evaluate, and return the likeliest token, or UNSURE, at every supervised position, row by row. None where
+        generation may round too differently, or this process does not see every batch."""
+        ...
+
+
 class Task(Protocol):
     """The model and the loss of a recipe in one engine. The engine's `task.py` defines the argument types."""
 
@@ -243,6 +255,13 @@ class Task(Protocol):
     def loss(self, model: Any, arrays: Mapping[str, Any]) -> tuple[Any, Mapping[str, tuple[Any, Any]]]:
         """Return the sum of the losses of a batch, not the mean, and metrics as name -> (sum, weight)."""
         ...
+
+
+@runtime_checkable
+class SharesPrefixes(Protocol):
+    """A task that may compute tokens once that all rows of a batch begin with."""
+
+    may_share_prefixes: bool
 
 
 @runtime_checkable

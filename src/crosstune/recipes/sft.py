@@ -14,13 +14,15 @@ import numpy as np
 from crosstune.config.load import cache_override
 from crosstune.config.schema import Config
 from crosstune.core.events import Evaluating, Observer, Observers
-from crosstune.core.protocols import Evaluation, Generates, Sample, Session, Task
+from crosstune.core.protocols import EvalResult, Evaluation, Generates, Predicts, Sample, Session, Task
+from crosstune.core.weight_average import averaged
 from crosstune.data.batches import pack_rows, pad_rows, split_packed, split_rows
 from crosstune.data.chat_templates import plain_template, read_template
 from crosstune.data.check_rows import RowChecker
 from crosstune.data.columns import parse_columns
 from crosstune.data.corpus import Corpus
 from crosstune.data.files import Row
+from crosstune.data.foreseen import Foreseen, Prompt, foresee_answers, has_left
 from crosstune.data.formats import to_conversation, tools_of
 from crosstune.data.named_datasets import BUNDLED, DUMMY
 from crosstune.data.open_data import DataOpener
@@ -220,35 +222,68 @@ class SftRecipe:
         size = rows_per_evaluation(self.config)
         batches = split_rows(list(self.held_out), batch_size=size, pad_id=self.tokenizer.pad_id)
         num_batches = -(-len(self.held_out) // size)
-        result = session.evaluate(_reporting(batches, num_batches, observer))
-        metrics = {"loss": result.loss, **result.metrics}
         questions = (
             self.questions if self.metric() == "exact_match" else self.questions[: self.config.num_samples]
         )
-        samples = self._answer(session, questions, observer)
+        with averaged(session):  # answers and loss of the same weights
+            result, foreseen = self._foresee(session, _reporting(batches, num_batches, observer))
+            samples = self._answer(session, questions, foreseen, observer)
+        metrics = {"loss": result.loss, **result.metrics}
         if self.metric() == "exact_match" and samples:
             metrics["exact_match"] = sum(s.answer == s.reference for s in samples) / len(samples)
         return Evaluation(metrics=metrics, samples=samples[: self.config.num_samples])
 
+    def _foresee(
+        self, session: Session, batches: Iterable[TokenBatch]
+    ) -> tuple[EvalResult, Mapping[Prompt, Foreseen]]:
+        """Compute the loss, and what its passes tell of the answers."""
+        if not isinstance(session, Predicts):
+            return session.evaluate(batches), {}
+        result, predicted = session.evaluate_and_predict(batches)
+        if predicted is None:
+            return result, {}
+        assert self.held_out is not None
+        stop_ids, limit = self.tokenizer.stop_ids, self.config.max_new_tokens
+        return result, foresee_answers(self.held_out, predicted, stop_ids=stop_ids, limit=limit)
+
     def complete_result(self, folder: Path) -> None:
         write_tokenizer(self.config, self.tokenizer, folder, has_turns=self.train.form not in ("text", DUMMY))
 
-    def _answer(self, session: Session, questions: Sequence[Question], observer: Observer) -> list[Sample]:
-        samples: list[Sample] = []
+    def _answer(
+        self,
+        session: Session,
+        questions: Sequence[Question],
+        foreseen: Mapping[Prompt, Foreseen],
+        observer: Observer,
+    ) -> list[Sample]:
+        """Answer the questions. Of answers that are only counted, those that are known to differ from their reference are
+        not written to their end."""
+        texts: dict[int, str] = {}
+        for place, question in enumerate(questions):
+            known = foreseen.get(tuple(question.tokens))
+            if known is None:
+                continue
+            text = self.tokenizer.decode(known.tokens).strip()
+            is_shown = place < self.config.num_samples
+            if known.is_whole or (not is_shown and has_left(text, question.reference)):
+                texts[place] = text
+        unknown = [place for place in range(len(questions)) if place not in texts]
         size = rows_per_evaluation(self.config, at_least=16)
-        for start in range(0, len(questions), size):
-            batch = questions[start : start + size]
+        for start in range(0, len(unknown), size):
+            batch = unknown[start : start + size]
             assert isinstance(session, Generates), "the task of this recipe generates"
             answers = session.generate(
-                [question.tokens for question in batch],
+                [questions[place].tokens for place in batch],
                 max_new_tokens=self.config.max_new_tokens,
                 stop_ids=sorted(self.tokenizer.stop_ids),
             )
-            for question, answer in zip(batch, answers, strict=True):
-                text = self.tokenizer.decode(answer).strip()
-                samples.append(Sample(prompt=question.text, answer=text, reference=question.reference))
-            observer.on_event(Evaluating(done=len(samples), total=len(questions)))
-        return samples
+            for place, answer in zip(batch, answers, strict=True):
+                texts[place] = self.tokenizer.decode(answer).strip()
+            observer.on_event(Evaluating(done=len(texts), total=len(questions)))
+        return [
+            Sample(prompt=question.text, answer=texts[place], reference=question.reference)
+            for place, question in enumerate(questions)
+        ]
 
     def _pack(self) -> PackedOrder | None:
         if not self.config.packing:

@@ -14,7 +14,7 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Loading, Observer
 from crosstune.core.memory import moment_bytes
-from crosstune.core.protocols import HasLongestRows, Recipe
+from crosstune.core.protocols import HasLongestRows, Recipe, SharesPrefixes
 from crosstune.core.ranks import Group
 from crosstune.models.locate import ModelFolder
 from crosstune.planner.remembered import recall, remember
@@ -77,7 +77,10 @@ def _search(plan: Plan, *, model: ModelFolder | None, recipe: HasLongestRows, gr
     """Search with a session of its own: the one that trains then begins as it would without a search."""
     config, report = plan.config, plan.backend
     group.activity.start("finding the batch size")
-    session = open_session(plan, model, task=recipe.task(plan.engine), group=group)
+    task = recipe.task(plan.engine)
+    if isinstance(task, SharesPrefixes):
+        task.may_share_prefixes = False  # the longest rows may begin alike where others do not
+    session = open_session(plan, model, task=task, group=group)
     trained = sum(math.prod(shape) for shape in session.trained_shapes().values())
     used = session.memory().used_bytes
     free = int(report.memory_free_bytes * plan.usable_bytes / max(1, report.memory_total_bytes))

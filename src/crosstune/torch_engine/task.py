@@ -97,3 +97,12 @@ class HasGeneralLayers(Protocol):
     def general_layers(self) -> AbstractContextManager[None]:
         """Run the model's own layers inside the block, which call their hooks."""
         ...
+
+
+@runtime_checkable
+class TellsPredictions(Protocol):
+    """A task whose loss is over tokens, which can tell the likeliest ones."""
+
+    def predicting(self) -> AbstractContextManager[list[torch.Tensor] | None]:
+        """Collect the likeliest token, or UNSURE, at every supervised position of the batches inside the block."""
+        ...

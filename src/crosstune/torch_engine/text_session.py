@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import torch
 
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.out_of_memory import EVALUATING, GENERATING
+from crosstune.core.protocols import Array, Batch, EvalResult
 from crosstune.core.sampling import GREEDY, Sampling
 from crosstune.torch_engine.device import evaluating, memory_errors
 from crosstune.torch_engine.generate import OnToken, generate
+from crosstune.torch_engine.precision import PRECISIONS
+from crosstune.torch_engine.rope_lengths import has_changing_rope
 from crosstune.torch_engine.session import TorchSession
+from crosstune.torch_engine.task import TellsPredictions
 from crosstune.torch_engine.verify import model_logits
 
 
 class TextSession(TorchSession):
+    def evaluate_and_predict(self, batches: Iterable[Batch]) -> tuple[EvalResult, Array | None]:
+        if not self._rounds_like_generation() or not isinstance(self.task, TellsPredictions):
+            return self.evaluate(batches), None
+        with self.task.predicting() as predicted:
+            result = self.evaluate(batches)
+        return result, torch.cat(predicted).numpy() if predicted else None
+
+    def _rounds_like_generation(self) -> bool:
+        """Return whether a pass over whole rows gives about the logits of generation, which makes one pass per token: in
+        fp32 on a CPU, with exact weights and rotary frequencies that do not depend on the length."""
+        exact = self.precision == PRECISIONS["fp32"] and self.plan.quant_spec is None
+        alone = self.parallel is None and self.device.type == "cpu"
+        return exact and alone and not has_changing_rope(self.model.config)
+
     def logits(self, prompts: Prompts) -> Logits:
         """Return the logits in eval mode, in the precision of training."""
         with self.connected(EVALUATING), evaluating(self.model), memory_errors(self.device, doing=EVALUATING):

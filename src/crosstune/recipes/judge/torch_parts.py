@@ -31,6 +31,8 @@ __all__ = ["ScalarHead", "ScoreTokens", "next_log_probs", "read_prefix", "scalar
 class ScoreTokens(CausalLM):
     """A language model whose targets may be divided between two tokens."""
 
+    may_share_prefixes = False
+
     def arrays(self, batch: JudgeBatch) -> Mapping[str, Array]:  # type: ignore[override]
         arrays = dict(super().arrays(batch))
         if not batch.shares.any():

@@ -15,7 +15,8 @@ from torch import nn
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import measure_agreement
-from crosstune.core.protocols import Array
+from crosstune.core.protocols import UNSURE, Array
+from crosstune.data.shared_prefix import SharedRow, share_prefix
 from crosstune.data.token_batch import IGNORED, TokenBatch, without_padding
 from crosstune.models.folder_record import RECORD
 from crosstune.models.identity import identity
@@ -26,11 +27,17 @@ from crosstune.torch_engine.device import evaluating
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.load import load_model
 from crosstune.torch_engine.original_weights import original_weights
+from crosstune.torch_engine.precision import PRECISIONS
+from crosstune.torch_engine.rope_lengths import has_changing_rope
 from crosstune.torch_engine.stream import find_tensors, read_tensor
 from crosstune.torch_engine.task import MetricSums, Opening, Tensors
 from crosstune.torch_engine.verify import model_logits
 
 _PROBE_TOKENS = 32
+_SURE_LEAD = 1e-3
+"""By how much the largest logit must lead, relative to it, to be the largest however fp32 rounds: some 100 times more than
+logits differ between one pass over a row and one over each of its tokens."""
+SHARING_MODELS = ("llama", "qwen2", "qwen3")
 FAST_ARRAYS = ("input_ids", "positions", "unpadded_ids", "unpadded_positions", "bounds", "rows", "wanted")
 """The arrays of a batch that the fast layers read."""
 
@@ -39,6 +46,8 @@ class CausalLM:
     """The task of `sft`, and of every recipe that trains a language model on tokens."""
 
     metric_names: Sequence[str] = ()
+    may_share_prefixes: bool = True
+    """Whether tokens that all rows of a batch begin with may be computed once."""
 
     def __init__(self) -> None:
         self.opening: Opening | None = None
@@ -46,6 +55,8 @@ class CausalLM:
         self.decoder: FastDecoder | None = None
         """Runs the model's layers instead of transformers, if --kernels is fast."""
         self._against_trained: dict[str, Any] | None = None
+        self._predicted: list[torch.Tensor] | None = None
+        self._shares_prefixes = False
 
     def build(self, opening: Opening) -> nn.Module:
         """Load the model folder, quantized and expanded as the plan says."""
@@ -58,10 +69,15 @@ class CausalLM:
             finish=opening.finish,
         )
         self.opening = opening
+        self._shares_prefixes = self.may_share_prefixes and takes_shared_rows(model, opening)
         return model
 
     def arrays(self, batch: TokenBatch) -> Mapping[str, Array]:
-        """Keep only columns where some row is supervised: most prompt tokens never reach the head."""
+        """Keep only columns where some row is supervised: most prompt tokens never reach the head. Rows that begin alike
+        may stand in one row, which computes their common tokens once."""
+        shared = share_prefix(batch) if self._shares_prefixes and self.decoder is None else None
+        if shared is not None:
+            return _shared_arrays(shared)
         columns = (batch.targets != IGNORED).any(axis=0).nonzero()[0]
         if not len(columns):
             columns = np.zeros(1, dtype=np.int64)
@@ -86,6 +102,8 @@ class CausalLM:
         if self.decoder is not None and "rows" in tensors:
             return self.decoder.loss(self._fast_hidden(self.decoder, tensors), tensors["wanted"]), {}
         logits, targets, _ = self.supervised_logits(model, tensors)
+        if self._predicted is not None:
+            self._predicted.append(likeliest_tokens(logits).cpu())
         return cross_entropy_sum(logits, targets), {}
 
     def supervised_logits(
@@ -105,6 +123,8 @@ class CausalLM:
         self.check_batch(model, tensors)
         if "positions" in tensors:
             options["position_ids"] = tensors["positions"]
+        if "seen" in tensors:
+            options["attention_mask"] = tensors["seen"]
         if takes_logits_to_keep(model):
             logits = model(**options, logits_to_keep=tensors["columns"]).logits
         else:
@@ -116,8 +136,18 @@ class CausalLM:
 
     def check_batch(self, model: nn.Module, tensors: Tensors) -> None:
         """Check that the model can train on packed rows. The fast layers separate documents by themselves."""
-        if "positions" in tensors and self.decoder is None:
+        if "positions" in tensors and "seen" not in tensors and self.decoder is None:
             ensure_separates_documents(model, device=tensors["input_ids"].device)
+
+    @contextlib.contextmanager
+    def predicting(self) -> Iterator[list[torch.Tensor] | None]:
+        """Collect the likeliest tokens of each batch whose loss is computed inside the block. None with the fast layers,
+        which never hold all logits."""
+        self._predicted = [] if self.decoder is None else None
+        try:
+            yield self._predicted
+        finally:
+            self._predicted = None
 
     @contextlib.contextmanager
     def general_layers(self) -> Iterator[None]:
@@ -215,6 +245,34 @@ def fast_arrays(batch: TokenBatch, *, drop_padding: bool) -> dict[str, Array]:
         [first] = starts.reshape(-1).nonzero()
         arrays["bounds"] = np.append(first, flat.size).astype("int32")
     return arrays
+
+
+def takes_shared_rows(model: nn.Module, opening: Opening) -> bool:
+    """Return whether rows may be computed as one whose tokens see what a mask says: in fp32 on a CPU, where it was
+    measured, and with models that take such a mask as it is."""
+    plan, config = opening.plan, model.config
+    measured = plan.backend.name == "cpu" and opening.precision == PRECISIONS["fp32"]
+    plain = not (plan.config.torch_compile or plan.config.lora_dropout or has_changing_rope(config))
+    masks = config.model_type in SHARING_MODELS and config._attn_implementation == "sdpa"
+    return measured and plain and masks and not getattr(config, "use_sliding_window", False)
+
+
+def _shared_arrays(row: SharedRow) -> dict[str, Array]:
+    [places] = (row.targets != IGNORED).nonzero()
+    return {
+        "input_ids": row.tokens[None].astype("int64"),
+        "positions": row.positions[None].astype("int64"),
+        "seen": row.seen[None, None],
+        "columns": places.astype("int64"),
+        "targets": row.targets[None, places].astype("int64"),
+    }
+
+
+def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """Return the token with the largest logit in each row, UNSURE where another is about as large."""
+    largest, tokens = logits.detach().topk(2, dim=-1)
+    lead = largest[:, 0] - largest[:, 1]
+    return torch.where(lead > _SURE_LEAD * largest[:, 0].abs().clamp(min=1.0), tokens[:, 0], UNSURE)
 
 
 def takes_logits_to_keep(model: nn.Module) -> bool:

@@ -1,0 +1,115 @@
+"""Evaluation by exact match: what the passes for the loss tell of the answers is what generation would have written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import chat, train_step
+
+from crosstune.config.load import make_config
+from crosstune.core.events import Observers
+from crosstune.core.protocols import UNSURE
+from crosstune.planner.gather import make_plan
+from crosstune.recipes.sft import SftRecipe
+from crosstune.torch_engine.open import open_session
+from crosstune.torch_engine.tasks.causal_lm import likeliest_tokens
+from crosstune.torch_engine.text_session import TextSession
+
+PAIRS = [("red", "warm"), ("blue", "cold"), ("green", "mild"), ("white", "plain"), ("black", "dark")]
+
+
+class Counting:
+    """Pass on calls of `generate`, and remember the prompts."""
+
+    def __init__(self, session: TextSession) -> None:
+        self.prompts: list[list[int]] = []
+        self.session, self.averaged = session, set[bool]()
+        self._generate, session.generate = session.generate, self  # type: ignore[method-assign, assignment]
+
+    def __call__(self, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
+        self.prompts += prompts
+        self.averaged.add(self.session._is_averaged)
+        return self._generate(prompts, **options)
+
+
+@pytest.fixture(scope="module")
+def opened(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[SftRecipe, TextSession]:
+    """A model that has learned three of five answers, which are all evaluated."""
+    folder = tmp_path_factory.mktemp("data")
+    rows = [chat(f"How is {colour}?", answer) for colour, answer in PAIRS]
+    for name, kept in (("train", rows[:3] * 8), ("eval", rows)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    config = make_config(
+        backend="cpu",
+        precision="fp32",
+        model_name=str(tiny_model),
+        train_type="full",
+        dataset=str(folder / "train.jsonl"),
+        eval_dataset=str(folder / "eval.jsonl"),
+        eval_metric="exact_match",
+        num_samples=4,
+        max_new_tokens=12,
+    )
+    plan = make_plan(config)
+    recipe = SftRecipe(plan.config, model_folder=tiny_model, cache=folder)
+    session = open_session(plan, model_folder=tiny_model)
+    assert isinstance(session, TextSession)
+    for _ in range(60):
+        if train_step(session, recipe.window(0), lr=3e-3).loss < 0.02:
+            break
+    return recipe, session
+
+
+def evaluate(recipe: SftRecipe, session: TextSession) -> tuple[Any, list[list[int]]]:
+    counting = Counting(session)
+    try:
+        return recipe.evaluate(session, observer=Observers()), counting.prompts
+    finally:
+        del session.generate
+
+
+def test_answers_and_metrics_are_those_of_generation(
+    opened: tuple[SftRecipe, TextSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, session = opened
+    found, written = evaluate(recipe, session)
+    monkeypatch.setattr(TextSession, "_rounds_like_generation", lambda _: False)
+    expected, every = evaluate(recipe, session)
+    assert found == expected
+    assert found.metrics["exact_match"] == pytest.approx(0.6)
+    assert [sample.answer == sample.reference for sample in found.samples] == [True, True, True, False]
+    assert len(every) == 5
+    # Learned answers are known; of the two others, only the one that is shown is written to its end.
+    assert written == [recipe.questions[3].tokens]
+
+
+def test_every_answer_is_written_where_rounding_may_differ(
+    opened: tuple[SftRecipe, TextSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, session = opened
+    monkeypatch.setattr(session.model.config, "rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e4})
+    assert len(evaluate(recipe, session)[1]) == 5
+
+
+def test_answers_are_those_of_the_averaged_weights_whose_loss_is_measured(
+    opened: tuple[SftRecipe, TextSession], tiny_model: Path
+) -> None:
+    recipe, _ = opened
+    options = {"backend": "cpu", "precision": "fp32", "model_name": str(tiny_model), "ema_decay": 0.5}
+    session = open_session(make_plan(make_config(**options)), model_folder=tiny_model)
+    assert isinstance(session, TextSession)
+    train_step(session, recipe.window(0), lr=1e-3)
+    counting = Counting(session)
+    recipe.evaluate(session, observer=Observers())
+    assert counting.averaged == {True}
+
+
+def test_a_token_is_likeliest_only_with_a_lead_that_rounding_does_not_undo() -> None:
+    logits = torch.tensor([[1.0, 30.0, 20.0], [30.0, 2.0, 29.98], [-5.0, -9.0, -5.0], [0.0, torch.nan, 1.0]])
+    np.testing.assert_array_equal(likeliest_tokens(logits), [1, UNSURE, UNSURE, UNSURE])
