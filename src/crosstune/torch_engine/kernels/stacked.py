@@ -63,8 +63,10 @@ class Stacked:
         scratch: Scratch,
         may_extend: bool,
         fp8: Scratch | None = None,
+        has_left: bool = False,
     ) -> None:
-        """Stack layers. With `fp8`, a buffer for e4m3 weights, quantized ones multiply in fp8."""
+        """Stack layers. With `fp8`, a buffer for e4m3 weights, quantized ones multiply in fp8. With `has_left`, compute as a
+        group that has left fp8, bit for bit."""
         bases: list[Any] = [layer.base if isinstance(layer, AdaptedLinear) else layer for layer in layers]
         self.bases, self._scratch = bases, scratch
         self.watch: Watch | None = None
@@ -75,7 +77,7 @@ class Stacked:
         self.device = weight_device(bases[0])
         self.extra = adapter_columns(used, on_gpu=self.device.type != "cpu")
         in_fp8 = fp8 is not None and not any(is_dense(base) for base in bases) and takes_fp8(bases)
-        self.below = self.extra if not in_fp8 and self.extra <= MOST_COLUMNS else 0
+        self.below = self.extra if not in_fp8 and not has_left and self.extra <= MOST_COLUMNS else 0
         """The rows of A below W."""
         self.extended = may_extend and self.below > 0
         room = {"right": self.extra if self.extended else 0, "below": self.below}
