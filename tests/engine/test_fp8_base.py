@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from support import chat, short_batches, train_step
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
+from crosstune.core.base_choice import BaseChoice
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observers
 from crosstune.core.json_files import read_json, read_jsonl
@@ -222,12 +224,17 @@ def test_a_base_that_began_with_the_general_layers_keeps_its_weights(
     first = manifest(run, 2)
     assert first["outside_fp8"] is None and "kept" not in first["identity"]["quantization"]
     checkpoint = run / "checkpoints" / "step-00000002"
-    # Only inputs are rounded now, which costs less.
-    asked |= {"fp8_tolerance": 0.001}
+    asked |= {"fp8_tolerance": 0.001}  # only inputs are rounded now, which costs less
     resumed = train(make_config(**asked, name="fast", resume=str(checkpoint))).folder
     last = manifest(resumed, 4)
     assert last["outside_fp8"] and last["identity"] == first["identity"]
     assert losses(resumed)[3] == pytest.approx(losses(run)[3], rel=1e-2)
+    plan = make_plan(make_config(**asked_in_fp8(sharp_model, fp8_tolerance=0.001)))
+    plan = replace(plan, base=BaseChoice(quantizer="fp8"))
+    opened: Any = open_session(plan, model_folder=sharp_model)
+    assert opened.plan.base.outside_fp8 and not opened.plan.base.kept
+    general = open_in_fp8(sharp_model, kernels="general")
+    assert distance(opened.logits(PROMPTS), general.logits(PROMPTS)) < 1e-6
 
 
 def test_a_record_of_layers_that_a_model_does_not_have_is_refused(sharp_model: Path) -> None:
