@@ -9,6 +9,7 @@ from crosstune.config.load import make_config
 from crosstune.config.plan import Adjustment, Plan
 from crosstune.config.resolve import resolve
 from crosstune.core.backend import backend_specs
+from crosstune.core.base_choice import BaseChoice
 from crosstune.core.machine import Machine
 from crosstune.core.model_shape import ModelShape
 from crosstune.core.quantizers import read_quantizers
@@ -17,7 +18,12 @@ from crosstune.machines.probe import load_machine
 
 
 def plan_on(
-    machine: str | Machine, *, shape: ModelShape | None = None, ranks: Ranks | None = None, **asked: Any
+    machine: str | Machine,
+    *,
+    shape: ModelShape | None = None,
+    ranks: Ranks | None = None,
+    base: BaseChoice | None = None,
+    **asked: Any,
 ) -> Plan:
     config = make_config(**asked)
     facts = Facts(
@@ -26,6 +32,7 @@ def plan_on(
         quantizers=read_quantizers(),
         shape=shape,
         ranks=ranks,
+        base=base,
     )
     return resolve(config, facts)
 

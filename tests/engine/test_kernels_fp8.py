@@ -173,7 +173,8 @@ def test_layers_before_the_first_adapter_have_a_share(sharp_model: Any) -> None:
             parameter.requires_grad_("layers.2." in name)
     decoder = FastDecoder(model, dtype=torch.float32, fp8=True)
     groups = {name: stacked for name, stacked in decoder.groups().items() if stacked.in_fp8}
-    shares = measure_shares(decoder, groups, Originals(decoder, folder), write_text(decoder, seed=0))
+    originals = Originals(model, dtype=torch.float32, device=decoder.device, folder=folder)
+    shares = measure_shares(decoder, groups, originals, write_text(decoder, seed=0))
     assert shares.keys() == groups.keys() and min(shares.values()) > 0
     assert not model.model.embed_tokens.weight.requires_grad
 

@@ -180,7 +180,7 @@ def test_a_fallback_is_a_warning_if_the_fast_layers_were_asked_for_and_a_note_if
     opening: Any = {"precision": PRECISIONS["fp32"], "device": torch.device("cpu")}
     for plan, warnings, notes in ((asked, [said], []), (chosen, [], [said])):
         assert warn_of_general(model, plan=plan) == warnings
-        assert open_decoder(model, {}, plan=plan, folder=None, **opening) == (None, notes)
+        assert open_decoder(model, {}, plan=plan, folder=None, **opening) == (None, None, notes)
 
 
 def test_divided_targets_of_a_judge(tiny_model: Path, window: list[TokenBatch]) -> None:

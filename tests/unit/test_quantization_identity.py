@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planned import plan_on
 
+from crosstune.core.base_choice import BaseChoice
 from crosstune.core.errors import UserError
 from crosstune.core.quantization import QuantSpec, read_spec, same_meaning
-from crosstune.runs.same_training import check_base, compare
+from crosstune.runs.same_training import base_fields, check_base, compare, identity_of_options, recorded_base
 
 BNB = {"quantizer": "bnb", "bits": 4, "group_size": 64}
+FP8 = {"quantizer": "fp8", "bits": 8, "group_size": 64}
 # As checkpoints, adapters of the torch engine and adapters of the MLX engine spelled it.
 OLDER = {"backend": "bnb", "bits": 4, "group_size": 64, "type": "auto", "double": True}
 MLX_ADAPTER = {"quantizer": "mlx", "bits": 4, "group_size": 64, "kind": "auto", "double": False}
@@ -47,6 +50,7 @@ def test_every_spelling_is_read() -> None:
         ({**BNB, "quantizer": "mlx", "bits": 8}, "mlx with 8 bits, groups of 64", "int"),
         ({**BNB, "quantizer": "quanto"}, "quanto with 4 bits, groups of 64, kind int", "int"),
         ({**BNB, "quantizer": "quanto", "bits": 7}, "quanto with 7 bits, groups of 64, kind int", "int"),
+        ({**FP8, "kept": ("a.up", "b.up")}, "fp8 with 8 bits, without 2 layers such as a.up", "float8"),
     ],
 )
 def test_a_quantization_in_words(spec: dict[str, Any], words: str, kind: str) -> None:
@@ -73,6 +77,9 @@ def test_a_quantization_in_words(spec: dict[str, Any], words: str, kind: str) ->
         ({**BNB, "quantizer": "other"}, {**BNB, "quantizer": "other"}, True),
         ({**BNB, "quantizer": "other", "bits": 8, "group_size": 32}, {**BNB, "quantizer": "other", "bits": 8}, False),
         ({**BNB, "quantizer": "other", "double": False}, {**BNB, "quantizer": "other"}, False),
+        ({**FP8, "kept": ("a.up", "a.down")}, {**FP8, "kept": ("a.down", "a.up")}, True),
+        ({**FP8, "kept": ("a.up",)}, FP8, False),
+        ({**FP8, "kept": ("a.up",)}, {**FP8, "kept": ("a.down",)}, False),
     ],
 )  # fmt: skip
 def test_what_changes_the_numbers(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:
@@ -91,6 +98,54 @@ def test_a_checkpoint_of_an_older_version_is_of_the_same_training() -> None:
     assert "groups of 128" in difference.sentence() and "groups of 64" in difference.sentence()
     [difference] = compare({"quantization": None}, now)
     assert difference.was is None
+
+
+def test_kept_layers_are_written_only_if_there_are_some() -> None:
+    assert "kept" not in QuantSpec(**FP8).to_json() and QuantSpec.from_json(FP8).kept == ()
+    spec = QuantSpec(**FP8, kept=("a.up", "b.up"))
+    written = json.loads(json.dumps(spec.to_json()))
+    assert written["kept"] == ["a.up", "b.up"] and QuantSpec.from_json(written) == spec
+    for wrong in ("a.up", [1], {"a.up": True}, None):
+        with pytest.raises(UserError, match="cannot be read") as caught:
+            QuantSpec.from_json({**FP8, "kept": wrong})
+        assert "at kept" in str(caught.value.why)
+
+
+def test_a_plan_takes_over_the_base_of_its_own_quantizer_alone() -> None:
+    base = BaseChoice(quantizer="fp8", kept=("a.up",), outside_fp8=("layers.0.gate_up",))
+    for asked, kept in (({"base_precision": "fp8"}, ("a.up",)), ({"train_type": "qlora"}, ())):
+        spec = plan_on("h200", base=base, **asked).quant_spec
+        assert spec is not None and spec.kept == kept
+    assert plan_on("h200", base=base).base is None
+    assert plan_on("h200", base_precision="fp8").quant_spec.kept == ()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("groups", [None, (), ("layers.1.down", "layers.0.qkv")])
+@pytest.mark.parametrize("kept", [(), ("a.down", "a.up")])
+def test_a_checkpoint_tells_what_was_decided_about_its_base(
+    groups: tuple[str, ...] | None, kept: tuple[str, ...]
+) -> None:
+    base = BaseChoice(quantizer="fp8", kept=kept, outside_fp8=groups)
+    plan = plan_on("h200", base=base, base_precision="fp8")
+    manifest = {"identity": identity_of_options(plan), **base_fields(plan)}
+    assert recorded_base(json.loads(json.dumps(manifest))) == base
+    assert compare(manifest["identity"], identity_of_options(plan)) == []
+    # Neither an older version nor a run without fp8 writes the fields, and nothing is known then.
+    plain = plan_on("h200", train_type="qlora")
+    assert base_fields(plain) == {} and recorded_base({"identity": identity_of_options(plain)}) is None
+    older = {"identity": identity_of_options(plan_on("h200", base_precision="fp8"))}
+    assert recorded_base(older) is None and recorded_base({"identity": {"quantization": None}}) is None
+
+
+def test_a_new_training_over_an_adapter_chooses_its_own_layers(tmp_path: Path) -> None:
+    record = {
+        "base": {"name": "tiny", "identity": {"version": 2, "sha256": "a" * 64}},
+        "quantization": {**FP8, "kept": ["a.up"]},
+    }
+    (tmp_path / "crosstune.json").write_text(json.dumps(record))
+    assert check_base(tmp_path, identity="a" * 64, quantization=QuantSpec(**FP8)) == []
+    [warning] = check_base(tmp_path, identity="a" * 64, quantization=QuantSpec(**BNB))
+    assert "fp8 with 8 bits" in warning
 
 
 @pytest.mark.parametrize("recorded", [MLX_ADAPTER, MLX_CHECKPOINT, {**MLX_ADAPTER, "double": True}])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from crosstune.core.json_fields import NOTHING, OBJECT, TEXT, Rule, map_of, real, whole, wrong_field
+from crosstune.core.json_fields import NOTHING, OBJECT, TEXT, Rule, list_of, map_of, real, whole, wrong_field
 from crosstune.core.quantization import wrong_spec
 
 _COUNT = whole(0) | NOTHING
@@ -44,6 +44,7 @@ _OPTIONAL = {
     "created": TEXT | NOTHING,
     "method": TEXT | NOTHING,
     "recipe": TEXT | NOTHING,
+    "outside_fp8": list_of(TEXT) | NOTHING,
     "asked": OBJECT | NOTHING,
     "options": OBJECT | NOTHING,
     "metadata": OBJECT | NOTHING,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from crosstune.core.backend import BackendSpec
+from crosstune.core.base_choice import BaseChoice
 from crosstune.core.machine import Machine
 from crosstune.core.memory import Correction
 from crosstune.core.model_shape import ModelShape
@@ -47,6 +48,8 @@ class Facts:
     shape: ModelShape | None = None
     stored: StoredQuantization | None = None
     """Set when the model is a folder of quantized weights."""
+    base: BaseChoice | None = None
+    """What was decided about the base by the training that is continued or opened; None for a new one."""
     mlx_settings: Mapping[str, Any] = field(default_factory=dict)
     """The settings in the file of --mlx_config."""
     longest_row: int | None = None

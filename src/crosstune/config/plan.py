@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from crosstune.config.schema import Config
 from crosstune.core.attention import Attention, choose_attention
+from crosstune.core.base_choice import BaseChoice
 from crosstune.core.events import Adjusted
 from crosstune.core.machine import BackendReport, Machine
 from crosstune.core.memory import Correction, Fitted
@@ -69,6 +70,8 @@ class Plan:
     """The step whose memory is estimated; None when the model's shape is not known."""
     correction: Correction | None = None
     """Corrections of the estimate by earlier runs on this machine."""
+    base: BaseChoice | None = None
+    """What is decided about the base already; None until the model of a new run is opened."""
 
     @property
     def engine(self) -> str:
@@ -100,6 +103,7 @@ class Plan:
             group_size=self.config.group_size,
             kind=self.config.quant_type,
             double=self.config.double_quant,
+            kept=self.base.kept if self.base is not None else (),
         )
 
     def to_json(self) -> dict[str, Any]:

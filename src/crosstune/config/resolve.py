@@ -84,6 +84,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         correction=facts.corrections.get(draft.report.name),
         usable_bytes=usable,
         adjustments=tuple(draft.adjustments),
+        base=facts.base if facts.base is not None and facts.base.quantizer == quantizer else None,
     )
 
 

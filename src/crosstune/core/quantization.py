@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from crosstune.core.errors import UserError
-from crosstune.core.json_fields import FLAG, TEXT, whole, wrong_field
+from crosstune.core.json_fields import FLAG, TEXT, list_of, whole, wrong_field
 from crosstune.core.quantizers import Quantizer, find_quantizer
 
 # Keys in records of older versions, which were named after the options.
@@ -18,6 +18,7 @@ _FIELDS = {
     "group_size": whole(0, 2**31),
     "kind": TEXT,
     "double": FLAG,
+    "kept": list_of(TEXT),
 }
 
 
@@ -32,6 +33,9 @@ class QuantSpec:
     """nf4 or fp4 (bnb), int or float8 (quanto); auto is the library's default."""
     double: bool = True
     """Quantize the scales too (bnb, 4 bits)."""
+    kept: tuple[str, ...] = ()
+    """Canonical names of layers that are not quantized although the quantizer takes them. Chosen when a model is opened for
+    training, never by the user."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> QuantSpec:
@@ -43,10 +47,14 @@ class QuantSpec:
                 why=f"{wrong}.",
                 do="use the version of crosstune that wrote it, or a newer one",
             )
-        return cls(**{_OLDER_KEYS.get(key, key): value for key, value in data.items()})
+        fields = {_OLDER_KEYS.get(key, key): value for key, value in data.items()}
+        return cls(**fields | {"kept": tuple(fields.get("kept", ()))})
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return the record. Without kept layers it has no key for them, as in older versions."""
+        fields = asdict(self)
+        kept = fields.pop("kept")
+        return fields | ({"kept": list(kept)} if kept else {})
 
     def name(self) -> str:
         """Return the short name that checkpoints and reports use, such as `bnb-4bit`."""
@@ -86,6 +94,7 @@ class QuantSpec:
             group_size=self.group_size if self.has_groups() else 0,
             kind=self.resolved_kind(),
             double=self.double and self.has_double(),
+            kept=tuple(sorted(set(self.kept))),
         )
 
     def describe(self) -> str:
@@ -95,6 +104,7 @@ class QuantSpec:
         declared = self._declared()
         parts += [f"kind {self.resolved_kind()}"] if declared is None or declared.takes_kind else []
         parts += ["scales quantized too" if self.double else "plain scales"] if self.has_double() else []
+        parts += [f"without {len(self.kept)} layers such as {self.kept[0]}"] if self.kept else []
         return ", ".join(parts)
 
 

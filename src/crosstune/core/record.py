@@ -133,6 +133,10 @@ class Record(Protocol):
 
     def on_event(self, event: Event) -> None: ...
 
+    def on_plan(self, plan: Mapping[str, Any]) -> None:
+        """Replace plan.json: opening the model decided something."""
+        ...
+
     def finish(self, summary: Mapping[str, Any]) -> None: ...
 
 
@@ -146,6 +150,9 @@ class SilentRecord:
         return None
 
     def on_event(self, event: Event) -> None:
+        return None
+
+    def on_plan(self, plan: Mapping[str, Any]) -> None:
         return None
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -249,6 +256,13 @@ class RunRecord:
             raise RecordFailed(path, error) from error
         with file:
             self._append(file, row)
+
+    def on_plan(self, plan: Mapping[str, Any]) -> None:
+        path = self.folder / "plan.json"
+        try:
+            write_json(path, redact_values(finite(plan)))
+        except OSError as error:
+            raise RecordFailed(path, error) from error
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         path = self.folder / "summary.json"

@@ -15,6 +15,7 @@ from crosstune.config.resolve import resolve
 from crosstune.config.schema import Config
 from crosstune.config.train_types import TRAIN_TYPE_PARTS
 from crosstune.core.backend import backend_specs
+from crosstune.core.base_choice import BaseChoice, recorded_choice
 from crosstune.core.errors import UserError
 from crosstune.core.machine import Machine, choose_backend
 from crosstune.core.names import load_plugin
@@ -33,9 +34,11 @@ def make_plan(
     machine: Machine | None = None,
     longest_row: int | None = None,
     ranks: Ranks | None = None,
+    base: BaseChoice | None = None,
 ) -> Plan:
-    """Plan what `train` would do with this configuration, on `machine` or on this one."""
-    return resolve(config, gather(config, machine=machine, longest_row=longest_row, ranks=ranks))
+    """Plan what `train` would do with this configuration, on `machine` or on this one. `base` is what an earlier training
+    decided about the base."""
+    return resolve(config, gather(config, machine=machine, longest_row=longest_row, ranks=ranks, base=base))
 
 
 def gather(
@@ -44,6 +47,7 @@ def gather(
     machine: Machine | None = None,
     longest_row: int | None = None,
     ranks: Ranks | None = None,
+    base: BaseChoice | None = None,
 ) -> Facts:
     """Return everything that `resolve` needs. The machine is probed unless one is given; nothing is downloaded."""
     machine = machine if machine is not None else probe_for(config)
@@ -59,6 +63,7 @@ def gather(
         preset=preset,
         corrections=read_corrections(machine),
         engines=_engines(config),
+        base=base,
         **model_facts(config, preset),
     )
 
@@ -169,7 +174,7 @@ def plan_over_quantized(like: Plan, spec: QuantSpec, *, folder: Path) -> Plan:
     """Plan to open a folder of quantized weights with the backend and precision of another plan; raise a UserError when
     its quantizer does not run."""
     options = quantization_options(spec) | {"train_type": "lora", "model_name": str(folder)}
-    plan = plan_like(like, options | {"precision": like.precision})
+    plan = plan_like(like, options | {"precision": like.precision}, base=recorded_choice(spec))
     if plan.quantizer != spec.quantizer:
         install = read_quantizers()[spec.quantizer].install_command
         raise UserError(
@@ -179,8 +184,9 @@ def plan_over_quantized(like: Plan, spec: QuantSpec, *, folder: Path) -> Plan:
     return plan
 
 
-def plan_like(plan: Plan, options: Mapping[str, Any]) -> Plan:
-    """Plan other options on the backend of a plan. The machine is probed again only to find quantizers."""
+def plan_like(plan: Plan, options: Mapping[str, Any], *, base: BaseChoice | None = None) -> Plan:
+    """Plan other options on the backend of a plan, over the recorded `base`. The machine is probed again only to find
+    quantizers."""
     needs_probe = "quantization_backend" in options and not plan.backend.quantizers
     config = make_config(**options, backend=plan.backend.name)
-    return make_plan(config, machine=None if needs_probe else plan.machine)
+    return make_plan(config, machine=None if needs_probe else plan.machine, base=base)

@@ -97,7 +97,7 @@ def open_chat_model(
     options = trained.options()
     if precision != "auto" or backend != "auto":
         options["precision"] = precision  # the precision of training may not work on another backend
-    plan = make_plan(make_config(**options, backend=backend))
+    plan = make_plan(make_config(**options, backend=backend), base=trained.base_choice)
     for adjustment in plan.adjustments:
         if adjustment.kind == "change":
             observer.on_event(adjustment.to_event())

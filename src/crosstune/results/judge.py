@@ -88,7 +88,7 @@ def open_judge(request: JudgeRequest, *, items: Sequence[Item], config: Config, 
     if request.untrained:
         options = {"model_name": _untrained_base(trained, request), "train_type": "full"}
     options |= {"backend": request.backend, "precision": request.precision}
-    plan = make_plan(make_config(**options))
+    plan = make_plan(make_config(**options), base=None if request.untrained else trained.base_choice)
     model = find_model(plan.config, observer)
     if not request.untrained:
         for sentence in check_base(trained, model):

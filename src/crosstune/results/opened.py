@@ -111,7 +111,8 @@ def open_adapter(opened: Opened, *, quantized: bool = True, folder: Path | None 
     path = folder or opened.model.path
     options = opened.trained.options(quantized=quantized)
     options |= {"precision": opened.precision, "model_name": str(path)}
-    return open_session(plan_like(opened.plan, options), replace(opened.model, path=path), trained=False)
+    plan = plan_like(opened.plan, options, base=opened.trained.base_choice)
+    return open_session(plan, replace(opened.model, path=path), trained=False)
 
 
 def read_logits(folder: Path, opened: Opened, *, gguf: str | None = None) -> Logits:
@@ -152,14 +153,14 @@ def _folds_with_mlx(trained: Trained, backend: str) -> bool:
 
 
 def _plan_mlx(trained: Trained) -> Plan:
-    return make_plan(make_config(**trained.options() | {"backend": "mlx"}))
+    return make_plan(make_config(**trained.options() | {"backend": "mlx"}), base=trained.base_choice)
 
 
 def _plan_torch(trained: Trained, backend: str) -> Plan:
     """Plan for a torch backend, also when `auto` would select MLX."""
     if backend == "auto":
         backend = load_config().backend  # the environment may set it
-    plan = make_plan(make_config(**trained.options(), backend=backend))
+    plan = make_plan(make_config(**trained.options(), backend=backend), base=trained.base_choice)
     if plan.engine != "torch":
         if backend != "auto":
             raise UserError(
@@ -173,7 +174,8 @@ def _plan_torch(trained: Trained, backend: str) -> Plan:
                 why="it is not installed here.",
                 do="pip install 'crosstune[torch]'",
             )
-        plan = make_plan(dataclasses.replace(plan.config, backend="cpu", precision="auto"))
+        config = dataclasses.replace(plan.config, backend="cpu", precision="auto")
+        plan = make_plan(config, base=trained.base_choice)
     if trained.adapter is None and plan.backend.is_torch_cpu:
         # fp32 needs no more memory than autocast here, and rounding does not hide differences.
         plan = plan_like(plan, trained.options() | {"precision": "fp32"})

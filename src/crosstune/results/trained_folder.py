@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.config.schema import Config
+from crosstune.core.base_choice import BaseChoice, recorded_choice
 from crosstune.core.errors import UserError, shown
 from crosstune.core.json_fields import NOTHING, TEXT, check_fields
 from crosstune.core.json_files import read_json
@@ -43,6 +44,11 @@ class Trained:
     @property
     def quantization(self) -> QuantSpec | None:
         return read_spec(self.record.get("quantization"))
+
+    @property
+    def base_choice(self) -> BaseChoice | None:
+        """What the training decided about its base, to plan with beside `options()`."""
+        return recorded_choice(self.quantization)
 
     @property
     def new_blocks(self) -> frozenset[int]:

@@ -181,7 +181,8 @@ def check_plan(
         left.append("whether data and model are those of the checkpoint")
     if needs_base_model(config):
         fetch_sizes(config.model_name, cache=cache_override())
-    facts = gather(config, machine=machine, ranks=ranks)
+    base = same_training.recorded_base(checkpoint.manifest) if checkpoint is not None else None
+    facts = gather(config, machine=machine, ranks=ranks, base=base)
     plan = resolve(config, facts)
     checked = check_request(plan, folder=folder, checkpoint=checkpoint, elsewhere=elsewhere)
     checked.not_checked += left

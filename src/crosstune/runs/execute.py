@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -48,10 +48,18 @@ from crosstune.runs.best_weights import best_weights
 from crosstune.runs.manifest_fields import manifest_fields
 from crosstune.runs.memory_failure import with_advice
 from crosstune.runs.restore_session import Start, restore_session
+from crosstune.runs.same_training import base_fields, identity_of_options
 from crosstune.runs.save_result import clear_leftovers as clear_results
 from crosstune.runs.save_result import cost_of_saving, save_result
 from crosstune.runs.watch_folder import FirstStep, FolderWatch
 from crosstune.tracking.observe import Tracking
+
+
+@runtime_checkable
+class HasPlan(Protocol):
+    """A session whose plan may say more about the base than the plan that it was opened with."""
+
+    plan: Plan
 
 
 @dataclass(kw_only=True)
@@ -106,6 +114,7 @@ class Execution:
         try:
             self.checkpoints = self._open_checkpoints()
             session = self._load(stop)
+            self._record_base(session)
             for note in session.notes if isinstance(session, HasNotes) else ():
                 observer.on_event(Warned(message=note))
             extra["trained_parameters"], extra["parameters"] = session.num_parameters()
@@ -217,6 +226,20 @@ class Execution:
                 return self.open_model()
         except OutOfMemory as error:
             raise with_advice(error, self.plan, longest_row=self.recipe.longest_row()) from error
+
+    def _record_base(self, session: Session) -> None:
+        """Record what opening the model decided about its base, in plan.json and in all checkpoints."""
+        base = session.plan.base if isinstance(session, HasPlan) else None
+        if base is None:
+            return
+        self.plan = replace(self.plan, base=base)
+        quantization = identity_of_options(self.plan)["quantization"]
+        identity = {**self.described["identity"], "quantization": quantization}
+        self.described = {**self.described, "identity": identity, **base_fields(self.plan)}
+        try:
+            self.record.on_plan(self.described)
+        except RecordFailed as error:
+            self.agreement.keep(error)
 
     def _train(self, session: Session, stop: StopSignal) -> UserError | None:
         """Train, and return the error that ended it early if the weights are still usable."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from crosstune.config.plan import Plan
 from crosstune.core.protocols import Recipe
-from crosstune.runs.same_training import quantization_name
+from crosstune.runs.same_training import base_fields, quantization_name
 
 
 def manifest_fields(
@@ -30,6 +30,7 @@ def manifest_fields(
         "backend": plan.backend.name,
         "precision": plan.precision,
         "quantization": quantization_name(plan),
+        **base_fields(plan),
         "method": plan.method,
         "recipe": config.recipe,
         "identity": described["identity"],

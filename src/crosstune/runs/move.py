@@ -29,7 +29,7 @@ from crosstune.runs.open_parts import find_base, open_recipe, open_session
 from crosstune.runs.packed_files import pack_files
 from crosstune.runs.prepare import identity_now
 from crosstune.runs.restore import check_model, pick_checkpoint, restored_config
-from crosstune.runs.same_training import check_same, compare, quantization_name
+from crosstune.runs.same_training import check_same, compare, quantization_name, recorded_base
 
 _LOGS = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl")
 
@@ -106,7 +106,7 @@ def _open_side(checkpoint: Checkpoint, backend: str, observer: Observer, model_n
     plan = make_plan(restored_config(checkpoint, backend=backend, model_name=model_name))
     model = find_base(plan.config, checkpoint, observer)
     check_model(checkpoint, model)
-    plan = make_plan(plan.config, machine=plan.machine)
+    plan = make_plan(plan.config, machine=plan.machine, base=recorded_base(checkpoint.manifest))
     return Side(plan=plan, model=model, recipe=open_recipe(plan.config, model, observer))
 
 

@@ -87,7 +87,8 @@ def prepare(asked: Config, folder: Path, group: Group, screen: Observer) -> Read
     if checkpoint is not None:
         config = with_stored_size(config, checkpoint.manifest)
     machine = share_machine(group, lambda: probe_for(config))
-    facts = gather(config, machine=machine, ranks=ranks)
+    base = same_training.recorded_base(checkpoint.manifest) if checkpoint is not None else None
+    facts = gather(config, machine=machine, ranks=ranks, base=base)
     plan = resolve(config, facts)
     checked = check_request(plan, folder=folder if ranks.first else None, checkpoint=checkpoint)
     checked.raise_problems()

@@ -22,6 +22,7 @@ from crosstune.models.staged import check_out, staged
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import find_base, open_recipe, open_session
 from crosstune.runs.resume import kept_options, skip_warning
+from crosstune.runs.same_training import recorded_base
 
 _SPARE_BYTES = 50_000_000
 
@@ -84,7 +85,8 @@ def open_restored(
     checkpoint: Checkpoint, *, observer: Observer, backend: str = "auto", model_name: str | None = None
 ) -> Session:
     """Open the model of a checkpoint on a backend of this machine."""
-    plan = make_plan(restored_config(checkpoint, backend=backend, model_name=model_name))
+    config = restored_config(checkpoint, backend=backend, model_name=model_name)
+    plan = make_plan(config, base=recorded_base(checkpoint.manifest))
     model = find_base(plan.config, checkpoint, observer)
     check_model(checkpoint, model)
     # A causal language model opens without its data; the model of another recipe may depend on it.

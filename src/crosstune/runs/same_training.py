@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from crosstune.config.option import OnResume
 from crosstune.config.options.run import MISMATCHES, mismatches
 from crosstune.config.plan import Plan
 from crosstune.config.schema import Config, options_on_resume
+from crosstune.core.base_choice import BaseChoice
 from crosstune.core.errors import UserError
 from crosstune.core.quantization import QuantSpec, read_spec, same_meaning
 from crosstune.models.folder_record import read_record
@@ -55,6 +56,25 @@ def identity_of_options(plan: Plan) -> dict[str, Any]:
         "trainable": settings_of(plan),
         "optimizer": plan.config.optimizer,
     }
+
+
+def base_fields(plan: Plan) -> dict[str, Any]:
+    """Return the fields of a record for what opening the model decided, besides the layers in the quantization."""
+    if plan.base is None:
+        return {}
+    groups = plan.base.outside_fp8
+    return {"outside_fp8": list(groups) if groups is not None else None}
+
+
+def recorded_base(manifest: Mapping[str, Any]) -> BaseChoice | None:
+    """Return what the training of a checkpoint decided about its base; None if it does not say, as in older versions."""
+    spec = read_spec(manifest["identity"].get("quantization"))
+    if spec is None or ("outside_fp8" not in manifest and not spec.kept):
+        return None
+    groups = manifest.get("outside_fp8")
+    return BaseChoice(
+        quantizer=spec.quantizer, kept=spec.kept, outside_fp8=tuple(groups) if groups is not None else None
+    )
 
 
 def settings_of(plan: Plan) -> dict[str, Any]:
@@ -175,7 +195,8 @@ def changed_options(manifest: Mapping[str, Any], config: Config) -> list[Differe
 
 def check_base(adapter: Path, *, identity: str, quantization: QuantSpec | None) -> list[str]:
     """Check the base of an adapter to continue: raise if it is not the model the adapter was trained on, and return a
-    warning if it is quantized differently. Adapters of other tools have no record to check."""
+    warning if it is quantized differently. Adapters of other tools have no record to check. The layers that are not
+    quantized are not compared: a new training chooses its own when it is opened."""
     record = read_record(adapter)
     base = record.get("base") or {}
     recorded = recorded_sha256(record)
@@ -187,12 +208,13 @@ def check_base(adapter: Path, *, identity: str, quantization: QuantSpec | None) 
             why=f"it was trained on {base.get('name')} with the identity {recorded[:12]}; this model has {identity[:12]}.",
             do=f"use --model_name {base.get('name')}, or leave --base_adapter out",
         )
-    before = read_spec(record.get("quantization"))
-    if same_meaning(before, quantization):
-        return []
-    descriptions = [
-        spec.describe() if spec is not None else "not quantized" for spec in (before, quantization)
+    specs = [
+        replace(spec, kept=()) if spec is not None else None
+        for spec in (read_spec(record.get("quantization")), quantization)
     ]
+    if same_meaning(*specs):
+        return []
+    descriptions = [spec.describe() if spec is not None else "not quantized" for spec in specs]
     return [f"base_adapter: its base was {descriptions[0]} in training and is {descriptions[1]} now"]
 
 

@@ -254,10 +254,18 @@ def stored_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
 def forms_to_quantize(
     model: nn.Module, spec: QuantSpec, expansion: Expansion | None = None
 ) -> dict[str, WeightForm]:
-    """Return the linear layers and experts that a quantized base quantizes: all but the trained new blocks, and those that
-    the quantizer keeps as they are."""
+    """Return the linear layers and experts that a quantized base quantizes: all but the trained new blocks, those that the
+    quantizer keeps as they are, and those that the specification does."""
     forms = weight_forms(model)
     kept = outer_forms(model, forms) if getattr(open_quantizer(spec), "KEEPS_OUTER", False) else set()
+    names = {name.removesuffix(".weight"): name for name in forms}
+    if unknown := [layer for layer in spec.kept if layer not in names]:
+        raise UserError(
+            f"The record of the base names layers that are not quantized, and {len(unknown)} of them are not in this model.",
+            why=f"{type(model).__name__} has no linear layer {unknown[0][:200]}.",
+            do="use the model that the training used",
+        )
+    kept |= {names[layer] for layer in spec.kept}
     return {
         name: form
         for name, form in forms.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ from crosstune.torch_engine import export
 from crosstune.torch_engine.adapters import Adapted, adapt_layers, choose_targets
 from crosstune.torch_engine.compile_blocks import compile_blocks
 from crosstune.torch_engine.device import CacheClearing, memory_errors, open_device
-from crosstune.torch_engine.kernels.choose import describe_general, open_decoder
+from crosstune.torch_engine.kernels.choose import decide_base, describe_general, open_decoder
 from crosstune.torch_engine.load import shrink_frozen
 from crosstune.torch_engine.optimizer import Masters, make_optimizer
 from crosstune.torch_engine.parts import Parts
@@ -74,11 +75,22 @@ def open_session(
         recompute_activations(model, plan)
         notes: list[str] = []
         if trained and finishing is None and isinstance(task, CausalLM):
-            task.decoder, notes = open_decoder(
-                model, adapters, plan=plan, precision=precision, device=device, folder=model_folder
+            task.decoder, base, notes = open_decoder(
+                model,
+                adapters,
+                plan=plan,
+                precision=precision,
+                device=device,
+                folder=model_folder,
+                group=group,
             )
-        elif trained and plan.config.kernels == "fast":
-            notes = describe_general("the task of the recipe computes with the model itself")
+            plan = replace(plan, base=base)
+            opening = task.opening = replace(opening, plan=plan)
+        elif trained:
+            plan = replace(plan, base=decide_base(plan))
+            opening = replace(opening, plan=plan)
+            if plan.config.kernels == "fast":
+                notes = describe_general("the task of the recipe computes with the model itself")
         if trained:
             notes += compile_blocks(model, plan)
             check_no_running_statistics(model)

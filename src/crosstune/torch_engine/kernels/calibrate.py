@@ -8,13 +8,14 @@ would show mostly how 16-bit numbers are rounded after it: with a small model, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from crosstune.torch_engine.adapters import AdaptedLinear
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.stacked import Stacked
 from crosstune.torch_engine.quantized import QuantLinear
@@ -30,6 +31,8 @@ class LeftOut:
     """Name the groups of layers that left fp8, and tell how far predictions were off with them and are without them."""
 
     names: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    """The layers of these groups that have their original weights again, by their canonical names."""
     before: float = 0.0
     after: float = 0.0
 
@@ -40,7 +43,7 @@ def leave_out_of_fp8(decoder: FastDecoder, *, folder: Path | None, tolerance: fl
     groups = {name: stacked for name, stacked in decoder.groups().items() if stacked.in_fp8}
     if not groups or not tolerance:
         return LeftOut()
-    originals = Originals(decoder, folder)
+    originals = Originals(decoder.model, dtype=decoder.dtype, device=decoder.device, folder=folder)
     shares = measure_shares(decoder, groups, originals, write_text(decoder, seed=seed))
     before = after = sum(shares.values())
     chosen: list[str] = []
@@ -49,8 +52,24 @@ def leave_out_of_fp8(decoder: FastDecoder, *, folder: Path | None, tolerance: fl
             break
         chosen.append(name)
         after = sum(share for other, share in shares.items() if other not in chosen)
-    decoder.leave_fp8({name: [originals.put_back(base) for base in groups[name].bases] for name in chosen})
-    return LeftOut(names=tuple(chosen), before=before, after=after)
+    for name in chosen:
+        for base in groups[name].bases:
+            originals.put_back(base)
+    if chosen:
+        decoder.leave_fp8(chosen)
+    return LeftOut(names=tuple(chosen), kept=tuple(sorted(originals.put)), before=before, after=after)
+
+
+def put_back_layers(
+    model: nn.Module, names: Sequence[str], *, dtype: torch.dtype, device: torch.device, folder: Path | None
+) -> None:
+    """Give quantized layers with these canonical names their original weights, as another process has chosen."""
+    originals = Originals(model, dtype=dtype, device=device, folder=folder)
+    for name in names:
+        layer = model.get_submodule(name)
+        base = layer.base if isinstance(layer, AdaptedLinear) else layer
+        if isinstance(base, QuantLinear):
+            assert originals.put_back(base) is not base, "every process has the weights of the same model"
 
 
 @torch.no_grad()
@@ -116,8 +135,12 @@ class _Errors:
 class Originals:
     """The weights that quantized layers were made from, read from the model's folder when they are asked for."""
 
-    def __init__(self, decoder: FastDecoder, folder: Path | None) -> None:
-        self.model, self.dtype, self.device = decoder.model, decoder.dtype, decoder.device
+    def __init__(
+        self, model: nn.Module, *, dtype: torch.dtype, device: torch.device, folder: Path | None
+    ) -> None:
+        self.model, self.dtype, self.device = model, dtype, device
+        self.put: list[str] = []
+        """The canonical names of the layers that have their original weights again."""
         self._names = {module: name for name, module in self.model.named_modules()}
         self._places: Mapping[str, Place] = find_tensors(folder) if folder is not None else {}
 
@@ -137,11 +160,15 @@ class Originals:
             dense.bias = nn.Parameter(base.bias.detach().to(self.dtype), requires_grad=False)
         parent, _, child = self._names[base].rpartition(".")
         setattr(self.model.get_submodule(parent), child, dense)
+        self.put.append(self._name(base))
         return dense
+
+    def _name(self, base: QuantLinear) -> str:
+        return self._names[base].removesuffix(".base")
 
     def _place(self, base: QuantLinear) -> Place | None:
         """Return where the dense weight of a layer is. Weights of other quantizers are those that were asked for."""
-        name = f"{self._names[base].removesuffix('.base')}.weight"
+        name = f"{self._name(base)}.weight"
         prefix = f"{getattr(self.model, 'base_model_prefix', '')}."
         place = self._places.get(name) or self._places.get(name.removeprefix(prefix))
         is_its = place is not None and place.dtype in _DENSE and place.shape == tuple(base.stored.shape)

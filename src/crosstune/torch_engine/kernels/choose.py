@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,12 @@ import torch
 from torch import nn
 
 from crosstune.config.plan import Plan
+from crosstune.core.base_choice import BaseChoice
+from crosstune.core.errors import UserError
 from crosstune.core.fast_layers import kept_by
+from crosstune.core.ranks import Group
 from crosstune.torch_engine.adapters import Adapted
-from crosstune.torch_engine.kernels.calibrate import LeftOut, leave_out_of_fp8
+from crosstune.torch_engine.kernels.calibrate import LeftOut, leave_out_of_fp8, put_back_layers
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.find_parts import why_general, why_other_adapters
 from crosstune.torch_engine.kernels.fp8_weights import why_no_fp8
@@ -37,27 +42,93 @@ def open_decoder(
     precision: Precision,
     device: torch.device,
     folder: Path | None,
-) -> tuple[FastDecoder | None, list[str]]:
-    """Return the fast decoder over a model's modules, or None where the general layers are used, and what the user should
-    know of it. A reason that was a warning already is not repeated."""
+    group: Group | None = None,
+) -> tuple[FastDecoder | None, BaseChoice | None, list[str]]:
+    """Return the fast decoder over a model's modules, or None where the general layers are used, what is decided about the
+    base, and what the user should know of it. A reason that was a warning already is not repeated.
+
+    What is recorded about the base is used. Otherwise the first process of a group chooses, and the others follow it.
+    """
     if plan.config.kernels != "fast":
-        return None, []
+        return None, decide_base(plan), []
+    reason, notes = find_reason(model, adapters, plan=plan, device=device)
+    dtype = precision.autocast or precision.weights
+    asked = plan.config.base_precision == "fp8" or plan.quantizer == "fp8"
+    refused = why_no_fp8(device, dtype) if asked and reason is None else None
+    base, left_out = decide_base(plan), LeftOut()
+    open_yet = asked and (base is None or base.outside_fp8 is None)
+    is_first = group is None or group.ranks.first
+    if open_yet and not is_first:
+        base = share_base(base, group)
+        put_back_layers(
+            model, base.kept if base is not None else (), dtype=dtype, device=device, folder=folder
+        )
+    decoder = None
+    if reason is None:
+        in_fp8 = asked and refused is None
+        outside = base.outside_fp8 if base is not None and in_fp8 else None
+        decoder = FastDecoder(model, dtype=dtype, fp8=in_fp8, outside_fp8=outside or ())
+        check_groups(decoder)
+    if open_yet and is_first:
+        if decoder is not None and refused is None:
+            left_out = leave_out_of_fp8(
+                decoder,
+                # The base of a run that goes on has the weights that it had.
+                folder=folder if plan.base is None else None,
+                tolerance=plan.config.fp8_tolerance,
+                seed=plan.config.seed,
+            )
+            kept = left_out.kept if plan.base is None else plan.base.kept
+            base = BaseChoice(quantizer=plan.quantizer, kept=kept, outside_fp8=left_out.names)
+        base = share_base(base, group)
+    if decoder is None:
+        return None, base, notes
+    decoder.set_recomputation(choose_recomputation(decoder, plan))
+    return decoder, base, describe_decoder(decoder, refused=refused, left_out=left_out)
+
+
+def decide_base(plan: Plan) -> BaseChoice | None:
+    """Return what is decided about the base without measuring anything: what its record says or, if its weights are in fp8,
+    that all of them stay so."""
+    if plan.base is None and plan.quantizer == "fp8":
+        return BaseChoice(quantizer="fp8")
+    return plan.base
+
+
+def share_base(base: BaseChoice | None, group: Group | None) -> BaseChoice | None:
+    """Return what the first process of a group has decided."""
+    if group is None:
+        return base
+    fields = json.loads(group.share(json.dumps(asdict(base) if base is not None else None)))
+    if fields is None:
+        return None
+    groups = fields["outside_fp8"]
+    return BaseChoice(
+        quantizer=fields["quantizer"],
+        kept=tuple(fields["kept"]),
+        outside_fp8=tuple(groups) if groups is not None else None,
+    )
+
+
+def find_reason(
+    model: Any, adapters: Mapping[str, Adapted], *, plan: Plan, device: torch.device
+) -> tuple[str | None, list[str]]:
+    """Return why the general layers are used although the fast ones are asked for, and the sentence to say about it."""
     chosen = plan.has_chosen("kernels")
     reason = why_general(model)
     if reason is not None:
-        return None, describe_general(reason) if chosen else []
+        return reason, describe_general(reason) if chosen else []
     reason = why_other_adapters(adapters) or (why_slow(device) if chosen else None)
-    if reason is not None:
-        return None, describe_general(reason)
-    dtype = precision.autocast or precision.weights
-    asked = plan.config.base_precision == "fp8" or plan.quantizer == "fp8"
-    refused = why_no_fp8(device, dtype) if asked else None
-    decoder = FastDecoder(model, dtype=dtype, fp8=asked and refused is None)
-    left_out = leave_out_of_fp8(
-        decoder, folder=folder, tolerance=plan.config.fp8_tolerance, seed=plan.config.seed
-    )
-    decoder.set_recomputation(choose_recomputation(decoder, plan))
-    return decoder, describe_decoder(decoder, refused=refused, left_out=left_out)
+    return reason, describe_general(reason)
+
+
+def check_groups(decoder: FastDecoder) -> None:
+    """Raise for a record that names groups of layers which the decoder does not have."""
+    if unknown := sorted(set(decoder.outside_fp8) - decoder.groups().keys()):
+        raise UserError(
+            f"The checkpoint says that {unknown[0][:200]} is not in fp8, and this model has no such group of layers.",
+            do="use the version of crosstune that wrote it, or --kernels general",
+        )
 
 
 def why_slow(device: torch.device) -> str | None:
@@ -83,6 +154,11 @@ def describe_decoder(decoder: FastDecoder, *, refused: str | None, left_out: Lef
             f"base_precision: {len(left_out.names)} of {still + len(left_out.names)} groups of layers leave fp8, such as "
             f"{left_out.names[0]}; with them the model's predictions were {left_out.before:.2g} nats per token away from "
             f"those of its own weights, without them {left_out.after:.2g} (--fp8_tolerance)"
+        )
+    elif decoder.outside_fp8:
+        notes.append(
+            f"base_precision: {len(decoder.outside_fp8)} groups of layers stay out of fp8, as was chosen when the run began; "
+            "--fp8_tolerance changes that no more"
         )
     if num_full := decoder.recompute.count("full"):
         notes.append(f"kernels: {num_full} of {len(decoder.layers)} layers are recomputed to save memory")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -40,13 +40,16 @@ class FastDecoder:
         recompute: Sequence[Recompute] | Recompute = "lean",
         operations: Operations | None = None,
         fp8: bool = False,
+        outside_fp8: Collection[str] = (),
     ) -> None:
-        """Build the layers. With `fp8`, products with a quantized base are computed in fp8."""
+        """Build the layers. With `fp8`, products with a quantized base are computed in fp8, but for the groups of these
+        names."""
         self.model, self.inner, self.dtype = model, model.model, dtype
         self.device = self.inner.embed_tokens.weight.device
         self.operations = operations if operations is not None else choose_operations(self.device)
         self.scratch = Scratch(dtype=dtype, device=self.device)
         self.fp8_scratch = Scratch(dtype=torch.float8_e4m3fn, device=self.device) if fp8 else None
+        self.outside_fp8 = outside_fp8
         self.layers = [self._build(layer, index) for index, layer in enumerate(self.inner.layers)]
         self._publishing = Publishing(list(self.groups().values()))
         self.set_recomputation(recompute)
@@ -109,12 +112,13 @@ class FastDecoder:
             )
         }
 
-    def leave_fp8(self, layers: Mapping[str, Sequence[Any]]) -> None:
-        """Multiply from now on densely with these layers of the groups of these names."""
-        groups = self.groups()
-        for name, bases in layers.items():
-            groups[name].leave_fp8(bases)
-        self._publishing = Publishing(list(groups.values()))
+    def leave_fp8(self, names: Collection[str]) -> None:
+        """Multiply from now on densely in the groups of these names, with the layers that the model has now."""
+        self.outside_fp8 = {*self.outside_fp8, *names}
+        for index, layer in enumerate(self.inner.layers):
+            if any(name.startswith(f"layers.{index}.") for name in names):
+                self.layers[index] = self._build(layer, index)
+        self._publishing = Publishing(list(self.groups().values()))
 
     def publish(self) -> None:
         """Take over the adapters as they are now; every pass does it first."""
@@ -162,8 +166,8 @@ class FastDecoder:
         norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
         first = AttentionHalf(
             norm=find_parts.read_norm(layer.input_layernorm),
-            qkv=self._stack(find_parts.qkv_layers(attention)),
-            out=self._stack([attention.o_proj], own_input=False),
+            qkv=self._stack(f"layers.{index}.qkv", find_parts.qkv_layers(attention)),
+            out=self._stack(f"layers.{index}.out", [attention.o_proj], own_input=False),
             heads=find_parts.read_heads(attention, config, rotary=self._rotary(kinds, index)),
             scale=attention.scaling,
             window=find_parts.layer_window(config, attention, index),
@@ -173,9 +177,11 @@ class FastDecoder:
         )
         second = MLPHalf(
             norm=find_parts.read_norm(before),
-            gate_up=self._stack(find_parts.gate_up_layers(layer.mlp)),
+            gate_up=self._stack(f"layers.{index}.gate_up", find_parts.gate_up_layers(layer.mlp)),
             # As in the weights that the quantizer fp8 makes: errors of these two reach the head almost unweakened.
-            down=self._stack([layer.mlp.down_proj], fp8=0 < index < len(self.inner.layers) - 1),
+            down=self._stack(
+                f"layers.{index}.down", [layer.mlp.down_proj], fp8=0 < index < len(self.inner.layers) - 1
+            ),
             activation=find_parts.activation_kind(config),
             post_norm=find_parts.read_norm(last) if last is not None else None,
         )
@@ -185,14 +191,17 @@ class FastDecoder:
         name = f"{kinds[index]}_inv_freq" if kinds is not None else "inv_freq"
         return 2 * int(getattr(self.inner.rotary_emb, name).shape[-1])
 
-    def _stack(self, layers: Sequence[Any], *, own_input: bool = True, fp8: bool = True) -> Stacked:
+    def _stack(
+        self, name: str, layers: Sequence[Any], *, own_input: bool = True, fp8: bool = True
+    ) -> Stacked:
         """Stack layers with the same input; `own_input` if one of our kernels makes it, `fp8` if they may multiply in fp8."""
+        in_fp8 = fp8 and name not in self.outside_fp8
         return Stacked(
             layers,
             dtype=self.dtype,
             scratch=self.scratch,
             may_extend=own_input,
-            fp8=self.fp8_scratch if fp8 else None,
+            fp8=self.fp8_scratch if in_fp8 else None,
         )
 
 

@@ -67,7 +67,7 @@ class Stacked:
     ) -> None:
         """Stack layers. With `fp8`, a buffer for e4m3 weights, quantized ones multiply in fp8."""
         bases: list[Any] = [layer.base if isinstance(layer, AdaptedLinear) else layer for layer in layers]
-        self.bases, self._scratch = bases, scratch
+        self.bases = bases
         self.watch: Watch | None = None
         self.fp8_factors: tuple[torch.Tensor, ...] = ()
         """What the columns of x A and of its gradient are multiplied with in fp8 products."""
@@ -107,14 +107,6 @@ class Stacked:
     @property
     def in_fp8(self) -> bool:
         return self.weights.row_scales is not None
-
-    def leave_fp8(self, bases: Sequence[Any]) -> None:
-        """Multiply with these layers from now on, densely: those that the group has, or their original ones."""
-        self.bases = list(bases)
-        if all(is_dense(base) for base in bases):
-            self.weights = DenseWeights(bases, dtype=self.dtype)
-        else:
-            self.weights = QuantizedWeights(bases, scratch=self._scratch)
 
     @property
     def quantize_inputs(self) -> Quantize | None:
