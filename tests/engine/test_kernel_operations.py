@@ -220,6 +220,52 @@ def test_adapters_are_multiplied_in_fp8_products(size: float) -> None:
             assert abs(share - 1) < 0.05 + 4 * noise, "adapters are lost in larger sums"
 
 
+@pytest.mark.parametrize("row", [0.0, 1e-7], ids=["zeros", "almost zeros"])
+def test_a_row_without_weights_leaves_room_for_the_others(row: float) -> None:
+    """A row of zeros has the smallest scale, and the number of an adapter that is divided by it is very large."""
+    weight = 0.05 * draw(64, 128)
+    weight[5] *= row
+    spec = QuantSpec(quantizer="fp8", bits=8, group_size=0)
+    base: Any = QuantLinear(quantize_weight(weight, spec, torch.float32), None)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    weights = Fp8Weights([base], dtype=dtype, columns=16)
+    assert torch.equal(weights.dense(), base.stored.dequantize(dtype))
+    if not weights.room:  # adapters are multiplied by themselves
+        assert row
+        return
+    a, b = (draw(16, 128) / 128**0.5).to(dtype), (0.01 * draw(64, 16)).to(dtype)
+    adapters = Fp8Adapters([Fp8Adapter(weights=weights, a=a, b=b)])
+    adapters.publish()
+    x = draw(TOKENS, 128).to(dtype)
+    rows = fused.quantize_rows(x, Quantize(room=weights.room))
+    found = weights.product_with(rows, x @ a.t(), adapters.factors_of(0)[0]).float()
+    expected = x.float() @ weight.t() + (x @ a.t()).float() @ b.float().t()
+    distance = (found - expected).norm() / expected.norm()
+    assert distance < (0.06 if DEVICE == "cuda" else 0.15), distance
+
+
+def test_columns_of_nothing_or_next_to_it_do_not_push_rows_out_of_their_range() -> None:
+    """Gradients of x A that are multiplied with zeros do not set the scale of a row; the smallest numbers give no NaN."""
+    spec = QuantSpec(quantizer="fp8", bits=8, group_size=0)
+    weight = 0.05 * draw(64, 128)
+    base: Any = QuantLinear(quantize_weight(weight, spec, torch.float32), None)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    weights = Fp8Weights([base], dtype=dtype, columns=16)
+    a, b = torch.zeros(16, 128, dtype=dtype, device=DEVICE), (1e3 * draw(64, 16)).to(dtype)
+    a[0, 3] = 1e-40
+    adapters = Fp8Adapters([Fp8Adapter(weights=weights, a=a, b=b)])
+    adapters.publish()
+    gradient = draw(TOKENS, 64).to(dtype)
+    rows = fused.quantize_rows(gradient, Quantize(weights.row_scales, room=weights.room))
+    before = weights.input_gradient(rows)
+    found = weights.input_gradient_with(rows, gradient @ b, adapters.factors_of(0)[1])
+    assert_close(found, before, 0.01)
+    x = draw(TOKENS, 128).to(dtype)
+    rows = fused.quantize_rows(x, Quantize(room=weights.room))
+    before = weights.product(rows)
+    assert_close(weights.product_with(rows, x @ a.t(), adapters.factors_of(0)[0]), before, 0.01)
+
+
 @pytest.mark.parametrize("fp8", [False, True], ids=["dense", "fp8"])
 def test_a_whole_model_with_fused_operations(fp8: bool) -> None:
     shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}

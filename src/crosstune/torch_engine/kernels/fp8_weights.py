@@ -18,6 +18,9 @@ _ALIGNED = 16
 """Tensor cores take matrices whose sides are multiples of this."""
 _ALIGNED_ROOM = 64
 """The room for adapters is a multiple of this: products whose rows are not took a fifth longer."""
+_WIDEST = 2.0**12
+"""The row scales of a group whose adapters are multiplied with it differ at most so much. A column of an adapter is divided by
+them and must fit e4m3: where they differ more, its numbers for usual rows would have no bits left."""
 
 
 class Fp8Weights:
@@ -26,9 +29,11 @@ class Fp8Weights:
 
     def __init__(self, bases: Sequence[QuantLinear], *, dtype: torch.dtype, columns: int = 0) -> None:
         self.num_outputs, self.num_inputs = _shape(bases)
+        self.row_scales = _stack_scales(bases)
+        if columns and bool(self.row_scales.amax() > _WIDEST * self.row_scales.amin()):
+            columns = 0
         self.dtype, self.columns = dtype, columns
         room = self.room = _round_up(NUM_PARTS * columns, _ALIGNED_ROOM)
-        self.row_scales = torch.cat([base.stored.tensors()["scale"] for base in bases]).float()
         like = bases[0].stored.tensors()["packed"]
         packed = like.new_zeros(self.num_outputs, self.num_inputs + room)
         start = 0
@@ -181,6 +186,14 @@ def append_low(
     from crosstune.torch_engine.kernels import triton_operations
 
     triton_operations.append_low(rows, low, count, factors, columns)
+
+
+def _stack_scales(bases: Sequence[QuantLinear]) -> torch.Tensor:
+    """Return the scale of each row. Any scale suits a row of zeros: it gets a usual one instead of the smallest."""
+    parts = [base.stored.tensors() for base in bases]
+    scales = torch.cat([part["scale"] for part in parts]).float()
+    filled = torch.cat([(part["packed"] & 0x7F).amax(dim=1) > 0 for part in parts])
+    return torch.where(filled, scales, scales[filled].median()) if bool(filled.any()) else scales
 
 
 def _round_up(number: int, step: int) -> int:

@@ -47,7 +47,9 @@ def write_parts(
     usual = 10.0 * other * tl.sqrt(tl.load(fields + 8).to(tl.float32))
     smallest = tl.exp2(tl.ceil(tl.log2(own / 448.0)))
     middle = tl.where(usual > 0, tl.exp2(tl.floor(0.5 * tl.log2(own / usual) + 0.5)), 0.0)
-    factor = tl.where(own > 0, tl.maximum(smallest, middle), 1.0)
+    # Within 2^-64 and 2^64, so that nothing is divided by zero; a column of zeros must not set the scale of a row.
+    middle = tl.minimum(tl.maximum(middle, 5.421010862427522e-20), 1.8446744073709552e19)
+    factor = tl.where(own > 0, tl.maximum(smallest, middle), 5.421010862427522e-20)
     if start == 0:
         tl.store(factors + side * COLUMNS + column, factor)
     first, second = _split(values / factor[None, :])
