@@ -183,6 +183,19 @@ def test_a_graph_that_is_kept_is_gone_through_twice(recompute: Any) -> None:
     assert all(map(torch.equal, first, torch.autograd.grad(loss, trained)))
 
 
+@pytest.mark.parametrize("quantizer", ["bnb", "fp8"])
+def test_a_group_may_have_quantized_and_dense_layers(quantizer: str) -> None:
+    model, adapters = make_model("llama, biases, tied head")
+    some = {name: adapter for name, adapter in adapters.items() if name.endswith(("k_proj", "gate_proj"))}
+    assert some
+    quantize_base(some, QuantSpec(quantizer=quantizer, bits=4 if quantizer == "bnb" else 8, group_size=64))
+    loss = general_loss(model, None)
+    expected = gradients(loss, adapters)
+    found = fast_loss(FastDecoder(model, dtype=torch.float32, fp8=True), None)
+    assert found.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert_same(gradients(found, adapters), expected)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2 without caps"])
 def test_input_gradients_take_the_adapters_in_the_same_product(
     name: str, monkeypatch: pytest.MonkeyPatch

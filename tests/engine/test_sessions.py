@@ -155,8 +155,9 @@ def test_an_evaluation_drops_nothing_and_changes_nothing(
     plain = open_session(backend, tiny_model)
     dropping = open_session(backend, tiny_model, lora_dropout=0.5)
     rows = batches(examples, 3)
-    before = plain.evaluate(rows)
-    assert dropping.evaluate(rows) == before == dropping.evaluate(rows)
+    before, first, second = plain.evaluate(rows), dropping.evaluate(rows), dropping.evaluate(rows)
+    assert first == second
+    assert first.loss == pytest.approx(before.loss, rel=1e-6), "rows that begin alike round differently"
     assert np.isnan(plain.evaluate([]).loss)
 
 

@@ -76,13 +76,11 @@ class Scratch:
 
 
 class QuantizedWeights:
-    """Quantized weights, made dense into a shared buffer at each use."""
+    """Weights of layers of which some or all are quantized, made dense into a shared buffer at each use."""
 
     row_scales: torch.Tensor | None = None
 
-    def __init__(
-        self, bases: Sequence[QuantLinear], *, scratch: Scratch, right: int = 0, below: int = 0
-    ) -> None:
+    def __init__(self, bases: Sequence[Any], *, scratch: Scratch, right: int = 0, below: int = 0) -> None:
         self.bases, self._scratch = bases, scratch
         self.num_outputs = sum(base.out_features for base in bases)
         self.num_inputs = bases[0].in_features
@@ -127,23 +125,22 @@ class Copy:
 
 
 def make_dense(
-    base: QuantLinear,
+    base: Any,
     out: torch.Tensor,
     *,
     row_scales: torch.Tensor | None = None,
     copy: Copy | None = None,
 ) -> None:
-    """Write the dense weight of a quantized layer into `out`, whose rows may be strided, and make a copy beside it. NF4
-    weights on a GPU may be divided by `row_scales`, for an `out` in e4m3."""
-    stored = base.stored
-    if takes_row_scales(base, out.device):
+    """Write the weight of a layer into `out`, whose rows may be strided, and make a copy beside it. NF4 weights on a GPU may
+    be divided by `row_scales`, for an `out` in e4m3."""
+    if not is_dense(base) and takes_row_scales(base, out.device):
         from crosstune.torch_engine.kernels.triton_operations import make_nf4_dense
 
         copied = (copy.source, copy.target) if copy is not None else None
-        make_nf4_dense(stored.tensors(), stored.facts, out, row_scales=row_scales, copied=copied)
+        make_nf4_dense(base.stored.tensors(), base.stored.facts, out, row_scales=row_scales, copied=copied)
         return
     assert row_scales is None
-    out.copy_(stored.dequantize(out.dtype))
+    out.copy_(base.weight.detach() if is_dense(base) else base.stored.dequantize(out.dtype))
     if copy is not None:
         copy.target.copy_(copy.source)
 
