@@ -9,7 +9,7 @@ from crosstune.core.quantization import QuantSpec
 
 @dataclass(frozen=True, kw_only=True)
 class BaseChoice:
-    """What a pass over the model decided. It is recorded, so that the base is the same whenever it is opened again."""
+    """Hold what a pass over the model decided. It is recorded, so that the base is the same whenever it is opened again."""
 
     quantizer: str
     """The quantizer of the base that it was decided for; over another one it means nothing."""

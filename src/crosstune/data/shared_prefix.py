@@ -12,7 +12,7 @@ from crosstune.data.token_batch import IGNORED, IntArray, TokenBatch
 MOST_TOKENS = 512
 """Every token is compared with all others of the row: beyond this length, that costs what the common tokens save."""
 LARGEST_SHARE = 0.8
-"""Of the tokens with padding, those that may be left at most to be worth it."""
+"""The largest share of the tokens with padding that may be left for sharing to be worth it."""
 
 
 @dataclass(frozen=True, kw_only=True)

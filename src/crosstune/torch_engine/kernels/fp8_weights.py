@@ -56,12 +56,12 @@ class Fp8Weights:
 
     def product_with(self, inputs: Rows, low: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """Return the product of inputs with the weights, plus that of x A with B."""
-        append_low(inputs, low, self.columns, factors)
+        prepend_low(inputs, low, self.columns, factors)
         return self._product(inputs, self.weights)
 
     def input_gradient_with(self, gradient: Rows, low: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """Return the product of gradients with the weights, plus that of the gradients of x A with A."""
-        append_low(gradient, low, self.columns, factors, self.row_scales)
+        prepend_low(gradient, low, self.columns, factors, self.row_scales)
         return self._input_gradient(gradient, self.transposed)
 
     def dense(self) -> torch.Tensor:
@@ -180,12 +180,12 @@ def why_no_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def append_low(
+def prepend_low(
     rows: Rows, low: torch.Tensor, count: int, factors: torch.Tensor, columns: torch.Tensor | None = None
 ) -> None:
     from crosstune.torch_engine.kernels import triton_operations
 
-    triton_operations.append_low(rows, low, count, factors, columns)
+    triton_operations.prepend_low(rows, low, count, factors, columns)
 
 
 def _stack_scales(bases: Sequence[QuantLinear]) -> torch.Tensor:

@@ -64,7 +64,7 @@ def write_parts(
 
 
 @triton.jit
-def append_low(
+def prepend_low(
     low, factors, values, columns, packed, scale, low_stride, values_stride, packed_stride, count, room,
     N: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, SPARE: tl.constexpr,
 ):  # fmt: skip

@@ -230,7 +230,7 @@ def quantize_rows(values: torch.Tensor, quantize: Quantize) -> Rows:
     return rows
 
 
-def append_low(
+def prepend_low(
     rows: Rows, low: torch.Tensor, count: int, factors: torch.Tensor, columns: torch.Tensor | None = None
 ) -> None:
     """Write the first `count` columns of `low`, times a factor for each column, left of the e4m3 copy of rows, in two parts. `columns` are those that the
@@ -239,7 +239,7 @@ def append_low(
     num_rows, width = rows.values.shape
     room = rows.packed.shape[1] - width
     values = _dense_rows(rows.values)
-    triton_fp8_adapters.append_low[(num_rows,)](
+    triton_fp8_adapters.prepend_low[(num_rows,)](
         low,
         factors,
         values,
