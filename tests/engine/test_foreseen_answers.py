@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,17 +30,22 @@ class Counting:
 
     def __init__(self, session: TextSession) -> None:
         self.prompts: list[list[int]] = []
+        self.num_tokens: list[int] = []
         self.session, self.averaged = session, set[bool]()
         self._generate, session.generate = session.generate, self  # type: ignore[method-assign, assignment]
 
     def __call__(self, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
         self.prompts += prompts
         self.averaged.add(self.session._is_averaged)
-        return self._generate(prompts, **options)
+        answers = self._generate(prompts, **options)
+        self.num_tokens = [len(answer) for answer in answers]
+        return answers
 
 
-@pytest.fixture(scope="module")
-def opened(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[SftRecipe, TextSession]:
+@pytest.fixture(scope="module", params=["fp32", "bf16_autocast"])
+def opened(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[SftRecipe, TextSession]:
     """A model that has learned three of five answers, which are all evaluated."""
     folder = tmp_path_factory.mktemp("data")
     rows = [chat(f"How is {colour}?", answer) for colour, answer in PAIRS]
@@ -47,7 +53,7 @@ def opened(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
     config = make_config(
         backend="cpu",
-        precision="fp32",
+        precision=request.param,
         model_name=str(tiny_model),
         train_type="full",
         dataset=str(folder / "train.jsonl"),
@@ -89,6 +95,23 @@ def test_answers_and_metrics_are_those_of_generation(
     assert written == [recipe.questions[3].tokens]
 
 
+def test_a_wrong_answer_that_is_only_counted_is_not_written_to_its_end(
+    opened: tuple[SftRecipe, TextSession], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, _ = opened
+    untrained = open_session(make_plan(recipe.config), model_folder=tiny_model)
+    assert isinstance(untrained, TextSession)
+    monkeypatch.setattr(TextSession, "_rounds_like_generation", lambda _: False)
+    counting = Counting(untrained)
+    few = recipe.evaluate(untrained, observer=Observers())
+    assert counting.num_tokens == [12, 12, 12, 12, 4], "four of the five answers are shown"
+    monkeypatch.setattr(recipe, "config", dataclasses.replace(recipe.config, num_samples=5))
+    every = recipe.evaluate(untrained, observer=Observers())
+    assert counting.num_tokens == [12] * 5
+    assert few.metrics == every.metrics
+    assert few.samples == every.samples[:4]
+
+
 def test_every_answer_is_written_where_rounding_may_differ(
     opened: tuple[SftRecipe, TextSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,4 +135,5 @@ def test_answers_are_those_of_the_averaged_weights_whose_loss_is_measured(
 
 def test_a_token_is_likeliest_only_with_a_lead_that_rounding_does_not_undo() -> None:
     logits = torch.tensor([[1.0, 30.0, 20.0], [30.0, 2.0, 29.98], [-5.0, -9.0, -5.0], [0.0, torch.nan, 1.0]])
-    np.testing.assert_array_equal(likeliest_tokens(logits), [1, UNSURE, UNSURE, UNSURE])
+    np.testing.assert_array_equal(likeliest_tokens(logits, lead=1e-3), [1, UNSURE, UNSURE, UNSURE])
+    np.testing.assert_array_equal(likeliest_tokens(logits, lead=0.4), [UNSURE] * 4)

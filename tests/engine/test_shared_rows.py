@@ -80,6 +80,23 @@ def test_losses_and_gradients_are_those_of_rows_of_their_own(
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+def test_16_bit_products_of_shared_rows_are_as_near_to_fp32_as_those_of_rows_of_their_own(
+    tiny_model: Path, batch: TokenBatch
+) -> None:
+    exact, wanted = loss_and_gradients(open_session(tiny_model), batch)
+    apart = open_session(tiny_model, precision="bf16_autocast")
+    apart.task._shares_prefixes = False  # type: ignore[attr-defined]
+    together = open_session(tiny_model, precision="bf16_autocast")
+    assert shares(together, batch) and not shares(apart, batch)
+    far = {}
+    for name, session in (("apart", apart), ("together", together)):
+        loss, gradients = loss_and_gradients(session, batch)
+        assert loss == pytest.approx(exact, rel=2e-3)
+        squares = [(gradients[each] - wanted[each]).square().sum() for each in wanted]
+        far[name] = float(sum(squares) / sum(each.square().sum() for each in wanted.values())) ** 0.5
+    assert far["together"] < 1.5 * far["apart"] < 0.05
+
+
 @pytest.mark.parametrize(
     "options", [{"precision": "bf16"}, {"kernels": "fast"}, {"lora_dropout": 0.1}], ids=str
 )

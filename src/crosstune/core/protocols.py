@@ -15,6 +15,10 @@ from crosstune.core.sampling import GREEDY, Sampling
 
 Array = NDArray[Any]
 Metrics = Mapping[str, float]
+IsSettled = Callable[[int, Sequence[int]], bool]
+"""Tells from the number of a prompt and the new tokens of its answer whether the rest of the answer matters no more."""
+SETTLED_EVERY = 4
+"""The number of new tokens after which an answer is asked again whether it is settled."""
 UNSURE = -1
 """In the place of a predicted token: another one is almost as likely, so that rounding decides between them."""
 
@@ -223,6 +227,7 @@ class Generates(Protocol):
         stop_ids: Sequence[int] = (),
         sampling: Sampling = GREEDY,
         on_token: Callable[[int], None] | None = None,
+        is_settled: IsSettled | None = None,
     ) -> list[list[int]]: ...
 
 

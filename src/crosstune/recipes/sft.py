@@ -6,6 +6,7 @@ import hashlib
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -259,14 +260,18 @@ class SftRecipe:
         """Answer the questions. Of answers that are only counted, those that are known to differ from their reference are
         not written to their end."""
         texts: dict[int, str] = {}
+
+        def is_wrong(place: int, tokens: Sequence[int]) -> bool:
+            is_shown = place < self.config.num_samples
+            return not is_shown and has_left(self._text(tokens), questions[place].reference)
+
+        def is_settled(batch: Sequence[int], row: int, tokens: Sequence[int]) -> bool:
+            return is_wrong(batch[row], tokens)
+
         for place, question in enumerate(questions):
             known = foreseen.get(tuple(question.tokens))
-            if known is None:
-                continue
-            text = self.tokenizer.decode(known.tokens).strip()
-            is_shown = place < self.config.num_samples
-            if known.is_whole or (not is_shown and has_left(text, question.reference)):
-                texts[place] = text
+            if known is not None and (known.is_whole or is_wrong(place, known.tokens)):
+                texts[place] = self._text(known.tokens)
         unknown = [place for place in range(len(questions)) if place not in texts]
         size = rows_per_evaluation(self.config, at_least=16)
         for start in range(0, len(unknown), size):
@@ -276,14 +281,18 @@ class SftRecipe:
                 [questions[place].tokens for place in batch],
                 max_new_tokens=self.config.max_new_tokens,
                 stop_ids=sorted(self.tokenizer.stop_ids),
+                is_settled=partial(is_settled, batch),
             )
             for place, answer in zip(batch, answers, strict=True):
-                texts[place] = self.tokenizer.decode(answer).strip()
+                texts[place] = self._text(answer)
             observer.on_event(Evaluating(done=len(texts), total=len(questions)))
         return [
             Sample(prompt=question.text, answer=texts[place], reference=question.reference)
             for place, question in enumerate(questions)
         ]
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(tokens).strip()
 
     def _pack(self) -> PackedOrder | None:
         if not self.config.packing:

@@ -8,11 +8,10 @@ import torch
 
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.out_of_memory import EVALUATING, GENERATING
-from crosstune.core.protocols import Array, Batch, EvalResult
+from crosstune.core.protocols import Array, Batch, EvalResult, IsSettled
 from crosstune.core.sampling import GREEDY, Sampling
 from crosstune.torch_engine.device import evaluating, memory_errors
 from crosstune.torch_engine.generate import OnToken, generate
-from crosstune.torch_engine.precision import PRECISIONS
 from crosstune.torch_engine.rope_lengths import has_changing_rope
 from crosstune.torch_engine.session import TorchSession
 from crosstune.torch_engine.task import TellsPredictions
@@ -28,11 +27,10 @@ class TextSession(TorchSession):
         return result, torch.cat(predicted).numpy() if predicted else None
 
     def _rounds_like_generation(self) -> bool:
-        """Return whether a pass over whole rows gives about the logits of generation, which makes one pass per token: in
-        fp32 on a CPU, with exact weights and rotary frequencies that do not depend on the length."""
-        exact = self.precision == PRECISIONS["fp32"] and self.plan.quant_spec is None
+        """Return whether a pass over whole rows gives about the logits of generation, which makes one pass per token: on a
+        CPU, with weights that are not quantized and rotary frequencies that do not depend on the length."""
         alone = self.parallel is None and self.device.type == "cpu"
-        return exact and alone and not has_changing_rope(self.model.config)
+        return alone and self.plan.quant_spec is None and not has_changing_rope(self.model.config)
 
     def logits(self, prompts: Prompts) -> Logits:
         """Return the logits in eval mode, in the precision of training."""
@@ -47,6 +45,7 @@ class TextSession(TorchSession):
         stop_ids: Sequence[int] = (),
         sampling: Sampling = GREEDY,
         on_token: OnToken | None = None,
+        is_settled: IsSettled | None = None,
     ) -> list[list[int]]:
         limit = memory_errors(self.device, doing=GENERATING)
         with (
@@ -63,4 +62,5 @@ class TextSession(TorchSession):
                 stop_ids=stop_ids,
                 sampling=sampling,
                 on_token=on_token,
+                is_settled=is_settled,
             )

@@ -47,7 +47,7 @@ class MethodOptions:
         needs=(ADAPTERS, TORCH_ENGINE),
     )
     fp8_tolerance: float = option(
-        0.005,
+        0.0025,
         "How far, in nats per token, the predictions over a base in fp8 may be from those over its own weights: groups of "
         "layers leave fp8 until they are near enough; 0: all multiply in fp8. A pass before training measures it",
         low=0,

@@ -34,9 +34,9 @@ from crosstune.torch_engine.task import MetricSums, Opening, Tensors
 from crosstune.torch_engine.verify import model_logits
 
 _PROBE_TOKENS = 32
-_SURE_LEAD = 1e-3
-"""By how much the largest logit must lead, relative to it, to be the largest however fp32 rounds: some 100 times more than
-logits differ between one pass over a row and one over each of its tokens."""
+SURE_LEADS = {PRECISIONS["fp32"]: 1e-3, PRECISIONS["bf16_autocast"]: 0.05}
+"""By how much the largest logit must lead on a CPU, relative to it, to be the largest however it is rounded: some 100 times
+(fp32) and 4 times (bf16) more than leads differ between one pass over a row and one over each of its tokens."""
 SHARING_MODELS = ("llama", "qwen2", "qwen3")
 FAST_ARRAYS = ("input_ids", "positions", "unpadded_ids", "unpadded_positions", "bounds", "rows", "wanted")
 """The arrays of a batch that the fast layers read."""
@@ -103,7 +103,8 @@ class CausalLM:
             return self.decoder.loss(self._fast_hidden(self.decoder, tensors), tensors["wanted"]), {}
         logits, targets, _ = self.supervised_logits(model, tensors)
         if self._predicted is not None:
-            self._predicted.append(likeliest_tokens(logits).cpu())
+            lead = SURE_LEADS[self._opened().precision]
+            self._predicted.append(likeliest_tokens(logits, lead=lead).cpu())
         return cross_entropy_sum(logits, targets), {}
 
     def supervised_logits(
@@ -141,9 +142,10 @@ class CausalLM:
 
     @contextlib.contextmanager
     def predicting(self) -> Iterator[list[torch.Tensor] | None]:
-        """Collect the likeliest tokens of each batch whose loss is computed inside the block. None with the fast layers,
-        which never hold all logits."""
-        self._predicted = [] if self.decoder is None else None
+        """Collect the likeliest tokens of each batch whose loss is computed inside the block. None in a precision that may
+        round differently in generation, and with the fast layers, which never hold all logits."""
+        is_sure = self.decoder is None and self._opened().precision in SURE_LEADS
+        self._predicted = [] if is_sure else None
         try:
             yield self._predicted
         finally:
@@ -248,10 +250,10 @@ def fast_arrays(batch: TokenBatch, *, drop_padding: bool) -> dict[str, Array]:
 
 
 def takes_shared_rows(model: nn.Module, opening: Opening) -> bool:
-    """Return whether rows may be computed as one whose tokens see what a mask says: in fp32 on a CPU, where it was
-    measured, and with models that take such a mask as it is."""
+    """Return whether rows may be computed as one whose tokens see what a mask says: on a CPU, in the precisions in which it
+    was measured, and with models that take such a mask as it is."""
     plan, config = opening.plan, model.config
-    measured = plan.backend.name == "cpu" and opening.precision == PRECISIONS["fp32"]
+    measured = plan.backend.name == "cpu" and opening.precision in SURE_LEADS
     plain = not (plan.config.torch_compile or plan.config.lora_dropout or has_changing_rope(config))
     masks = config.model_type in SHARING_MODELS and config._attn_implementation == "sdpa"
     return measured and plain and masks and not getattr(config, "use_sliding_window", False)
@@ -268,11 +270,11 @@ def _shared_arrays(row: SharedRow) -> dict[str, Array]:
     }
 
 
-def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """Return the token with the largest logit in each row, UNSURE where another is about as large."""
-    largest, tokens = logits.detach().topk(2, dim=-1)
-    lead = largest[:, 0] - largest[:, 1]
-    return torch.where(lead > _SURE_LEAD * largest[:, 0].abs().clamp(min=1.0), tokens[:, 0], UNSURE)
+def likeliest_tokens(logits: torch.Tensor, *, lead: float) -> torch.Tensor:
+    """Return the token with the largest logit in each row, UNSURE where it leads by less, relative to it."""
+    largest, tokens = logits.detach().float().topk(2, dim=-1)
+    is_sure = largest[:, 0] - largest[:, 1] > lead * largest[:, 0].abs().clamp(min=1.0)
+    return torch.where(is_sure, tokens[:, 0], UNSURE)
 
 
 def takes_logits_to_keep(model: nn.Module) -> bool:
