@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from crosstune.core.protocols import UNSURE
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.sft import SftRecipe
 from crosstune.torch_engine.open import open_session
-from crosstune.torch_engine.tasks.causal_lm import likeliest_tokens
+from crosstune.torch_engine.precision import PRECISIONS
+from crosstune.torch_engine.tasks.causal_lm import likeliest_tokens, sure_lead
 from crosstune.torch_engine.text_session import TextSession
 
 PAIRS = [("red", "warm"), ("blue", "cold"), ("green", "mild"), ("white", "plain"), ("black", "dark")]
@@ -85,7 +87,7 @@ def test_answers_and_metrics_are_those_of_generation(
 ) -> None:
     recipe, session = opened
     found, written = evaluate(recipe, session)
-    monkeypatch.setattr(TextSession, "_rounds_like_generation", lambda _: False)
+    monkeypatch.setattr(TextSession, "_may_foresee", lambda _: False)
     expected, every = evaluate(recipe, session)
     assert found == expected
     assert found.metrics["exact_match"] == pytest.approx(0.6)
@@ -101,7 +103,7 @@ def test_a_wrong_answer_that_is_only_counted_is_not_written_to_its_end(
     recipe, _ = opened
     untrained = open_session(make_plan(recipe.config), model_folder=tiny_model)
     assert isinstance(untrained, TextSession)
-    monkeypatch.setattr(TextSession, "_rounds_like_generation", lambda _: False)
+    monkeypatch.setattr(TextSession, "_may_foresee", lambda _: False)
     counting = Counting(untrained)
     few = recipe.evaluate(untrained, observer=Observers())
     assert counting.num_tokens == [12, 12, 12, 12, 4], "four of the five answers are shown"
@@ -137,3 +139,27 @@ def test_a_token_is_likeliest_only_with_a_lead_that_rounding_does_not_undo() -> 
     logits = torch.tensor([[1.0, 30.0, 20.0], [30.0, 2.0, 29.98], [-5.0, -9.0, -5.0], [0.0, torch.nan, 1.0]])
     np.testing.assert_array_equal(likeliest_tokens(logits, lead=1e-3), [1, UNSURE, UNSURE, UNSURE])
     np.testing.assert_array_equal(likeliest_tokens(logits, lead=0.4), [UNSURE] * 4)
+
+
+def test_a_lead_that_is_sure_does_not_become_so_by_moving_all_logits() -> None:
+    logits = torch.tensor([[40.0, 39.0, *[0.0] * 30]])
+    for moved in (0.0, -39.0, -80.0):
+        np.testing.assert_array_equal(likeliest_tokens(logits + moved, lead=0.05), [UNSURE])
+
+
+@pytest.mark.parametrize(
+    ("precision", "experts", "expected"),
+    [
+        ("fp32", 0, 1e-3),
+        ("fp32", 4, 1e-3),
+        ("bf16_autocast", 0, 0.05),
+        ("bf16_autocast", 4, None),
+        ("bf16", 0, None),
+    ],
+)
+def test_leads_are_sure_where_rounding_was_measured(
+    precision: str, experts: int, expected: float | None
+) -> None:
+    model = SimpleNamespace(config=SimpleNamespace(num_local_experts=experts))
+    opening = SimpleNamespace(precision=PRECISIONS[precision])
+    assert sure_lead(model, opening) == expected  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from crosstune.core.sampling import GREEDY, Sampling
 Array = NDArray[Any]
 Metrics = Mapping[str, float]
 IsSettled = Callable[[int, Sequence[int]], bool]
-"""Tells from the number of a prompt and the new tokens of its answer whether the rest of the answer matters no more."""
+"""Tells from the index of a prompt and the new tokens of its answer, which goes on, whether the rest of it matters no more."""
 SETTLED_EVERY = 4
 """The number of new tokens after which an answer is asked again whether it is settled."""
 UNSURE = -1

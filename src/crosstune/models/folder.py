@@ -38,7 +38,8 @@ _SETTINGS = (
 _MOST_WEIGHTS_PER_BYTE = 16
 _SPARE_WEIGHTS = 10_000_000
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Names for the number of experts in config.json."""
 
 
 def check_folder(folder: Path) -> None:
@@ -122,7 +123,7 @@ def config_shape(config: dict[str, Any]) -> ModelShape | None:
     )
     family, why = str(config.get("model_type") or ""), why_no_fast_layers_of(config)
     shape = replace(llama.shape(), family=family, why_general=why or "")
-    experts = _first(numbers, *_EXPERTS) or 1
+    experts = _first(numbers, *EXPERT_COUNTS) or 1
     width = _first(numbers, "moe_intermediate_size") or llama.intermediate
     if experts > 1:
         gained = layers * 3 * hidden * (experts * width - llama.intermediate)

@@ -261,16 +261,16 @@ class SftRecipe:
         not written to their end."""
         texts: dict[int, str] = {}
 
-        def is_wrong(place: int, tokens: Sequence[int]) -> bool:
+        def may_end(place: int, tokens: Sequence[int]) -> bool:
             is_shown = place < self.config.num_samples
             return not is_shown and has_left(self._text(tokens), questions[place].reference)
 
         def is_settled(batch: Sequence[int], row: int, tokens: Sequence[int]) -> bool:
-            return is_wrong(batch[row], tokens)
+            return may_end(batch[row], tokens)
 
         for place, question in enumerate(questions):
             known = foreseen.get(tuple(question.tokens))
-            if known is not None and (known.is_whole or is_wrong(place, known.tokens)):
+            if known is not None and (known.is_whole or may_end(place, known.tokens)):
                 texts[place] = self._text(known.tokens)
         unknown = [place for place in range(len(questions)) if place not in texts]
         size = rows_per_evaluation(self.config, at_least=16)
@@ -281,7 +281,7 @@ class SftRecipe:
                 [questions[place].tokens for place in batch],
                 max_new_tokens=self.config.max_new_tokens,
                 stop_ids=sorted(self.tokenizer.stop_ids),
-                is_settled=partial(is_settled, batch),
+                is_settled=partial(is_settled, batch) if batch[-1] >= self.config.num_samples else None,
             )
             for place, answer in zip(batch, answers, strict=True):
                 texts[place] = self._text(answer)

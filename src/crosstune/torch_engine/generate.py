@@ -125,7 +125,8 @@ class _Settled(StoppingCriteria):
         num_new = input_ids.shape[1] - self.width
         if num_new % SETTLED_EVERY == 0:
             for row, new in enumerate(input_ids[:, self.width :].tolist()):
-                if row not in self.ends and self.is_settled(row, _until_stop(new, self.stop_ids)):
+                goes_on = row not in self.ends and len(_until_stop(new, self.stop_ids)) == num_new
+                if goes_on and self.is_settled(row, new):
                     self.ends[row] = num_new
         done = [row in self.ends for row in range(len(input_ids))]
         return cast(torch.BoolTensor, torch.tensor(done, device=input_ids.device))

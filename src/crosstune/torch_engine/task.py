@@ -104,5 +104,6 @@ class TellsPredictions(Protocol):
     """A task whose loss is over tokens, which can tell the likeliest ones."""
 
     def predicting(self) -> AbstractContextManager[list[torch.Tensor] | None]:
-        """Collect the likeliest token, or UNSURE, at every supervised position of the batches inside the block."""
+        """Collect the likeliest token, or UNSURE, at every supervised position of the batches inside the block; None if
+        generation may round differently."""
         ...

@@ -20,15 +20,16 @@ from crosstune.torch_engine.verify import model_logits
 
 class TextSession(TorchSession):
     def evaluate_and_predict(self, batches: Iterable[Batch]) -> tuple[EvalResult, Array | None]:
-        if not self._rounds_like_generation() or not isinstance(self.task, TellsPredictions):
+        if not self._may_foresee() or not isinstance(self.task, TellsPredictions):
             return self.evaluate(batches), None
         with self.task.predicting() as predicted:
             result = self.evaluate(batches)
         return result, torch.cat(predicted).numpy() if predicted else None
 
-    def _rounds_like_generation(self) -> bool:
-        """Return whether a pass over whole rows gives about the logits of generation, which makes one pass per token: on a
-        CPU, with weights that are not quantized and rotary frequencies that do not depend on the length."""
+    def _may_foresee(self) -> bool:
+        """Return whether a pass over whole rows may give about the logits of generation, which makes one pass per token: on a
+        CPU, with weights that are not quantized and rotary frequencies that do not depend on the length. The task tells in
+        which precisions."""
         alone = self.parallel is None and self.device.type == "cpu"
         return alone and self.plan.quant_spec is None and not has_changing_rope(self.model.config)
 

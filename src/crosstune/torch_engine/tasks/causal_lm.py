@@ -18,6 +18,7 @@ from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.protocols import UNSURE, Array
 from crosstune.data.shared_prefix import SharedRow, share_prefix
 from crosstune.data.token_batch import IGNORED, TokenBatch, without_padding
+from crosstune.models.folder import EXPERT_COUNTS
 from crosstune.models.folder_record import RECORD
 from crosstune.models.identity import identity
 from crosstune.torch_engine import export
@@ -34,10 +35,11 @@ from crosstune.torch_engine.task import MetricSums, Opening, Tensors
 from crosstune.torch_engine.verify import model_logits
 
 _PROBE_TOKENS = 32
-SURE_LEADS = {PRECISIONS["fp32"]: 1e-3, PRECISIONS["bf16_autocast"]: 0.05}
+_SURE_LEADS = {PRECISIONS["fp32"]: 1e-3, PRECISIONS["bf16_autocast"]: 0.05}
 """By how much the largest logit must lead on a CPU, relative to it, to be the largest however it is rounded: some 100 times
 (fp32) and 4 times (bf16) more than leads differ between one pass over a row and one over each of its tokens."""
 SHARING_MODELS = ("llama", "qwen2", "qwen3")
+_SHARING_PRECISIONS = (PRECISIONS["fp32"], PRECISIONS["bf16_autocast"])
 FAST_ARRAYS = ("input_ids", "positions", "unpadded_ids", "unpadded_positions", "bounds", "rows", "wanted")
 """The arrays of a batch that the fast layers read."""
 
@@ -56,6 +58,7 @@ class CausalLM:
         """Runs the model's layers instead of transformers, if --kernels is fast."""
         self._against_trained: dict[str, Any] | None = None
         self._predicted: list[torch.Tensor] | None = None
+        self._sure_lead: float | None = None
         self._shares_prefixes = False
 
     def build(self, opening: Opening) -> nn.Module:
@@ -69,6 +72,7 @@ class CausalLM:
             finish=opening.finish,
         )
         self.opening = opening
+        self._sure_lead = sure_lead(model, opening)
         self._shares_prefixes = self.may_share_prefixes and takes_shared_rows(model, opening)
         return model
 
@@ -102,9 +106,8 @@ class CausalLM:
         if self.decoder is not None and "rows" in tensors:
             return self.decoder.loss(self._fast_hidden(self.decoder, tensors), tensors["wanted"]), {}
         logits, targets, _ = self.supervised_logits(model, tensors)
-        if self._predicted is not None:
-            lead = SURE_LEADS[self._opened().precision]
-            self._predicted.append(likeliest_tokens(logits, lead=lead).cpu())
+        if self._predicted is not None and self._sure_lead is not None:
+            self._predicted.append(likeliest_tokens(logits, lead=self._sure_lead).cpu())
         return cross_entropy_sum(logits, targets), {}
 
     def supervised_logits(
@@ -144,8 +147,7 @@ class CausalLM:
     def predicting(self) -> Iterator[list[torch.Tensor] | None]:
         """Collect the likeliest tokens of each batch whose loss is computed inside the block. None in a precision that may
         round differently in generation, and with the fast layers, which never hold all logits."""
-        is_sure = self.decoder is None and self._opened().precision in SURE_LEADS
-        self._predicted = [] if is_sure else None
+        self._predicted = [] if self.decoder is None and self._sure_lead is not None else None
         try:
             yield self._predicted
         finally:
@@ -253,7 +255,7 @@ def takes_shared_rows(model: nn.Module, opening: Opening) -> bool:
     """Return whether rows may be computed as one whose tokens see what a mask says: on a CPU, in the precisions in which it
     was measured, and with models that take such a mask as it is."""
     plan, config = opening.plan, model.config
-    measured = plan.backend.name == "cpu" and opening.precision in SURE_LEADS
+    measured = plan.backend.name == "cpu" and opening.precision in _SHARING_PRECISIONS
     plain = not (plan.config.torch_compile or plan.config.lora_dropout or has_changing_rope(config))
     masks = config.model_type in SHARING_MODELS and config._attn_implementation == "sdpa"
     return measured and plain and masks and not getattr(config, "use_sliding_window", False)
@@ -270,11 +272,23 @@ def _shared_arrays(row: SharedRow) -> dict[str, Array]:
     }
 
 
+def sure_lead(model: nn.Module, opening: Opening) -> float | None:
+    """Return the lead with which a logit is the largest in generation too; None if it may not be. In 16 bits, rounding may
+    send a token to other experts."""
+    has_experts = any(getattr(model.config, name, None) for name in EXPERT_COUNTS)
+    if has_experts and opening.precision != PRECISIONS["fp32"]:
+        return None
+    return _SURE_LEADS.get(opening.precision)
+
+
 def likeliest_tokens(logits: torch.Tensor, *, lead: float) -> torch.Tensor:
-    """Return the token with the largest logit in each row, UNSURE where it leads by less, relative to it."""
-    largest, tokens = logits.detach().float().topk(2, dim=-1)
-    is_sure = largest[:, 0] - largest[:, 1] > lead * largest[:, 0].abs().clamp(min=1.0)
-    return torch.where(is_sure, tokens[:, 0], UNSURE)
+    """Return the token with the largest logit in each row, UNSURE where its lead is less: relative to it or, since all logits
+    of a row may be moved alike, to its distance from their mean."""
+    logits = logits.detach()
+    best, tokens = logits.topk(2, dim=-1)
+    largest, second = best.float().unbind(dim=-1)
+    size = torch.maximum(largest.abs(), largest - logits.mean(dim=-1, dtype=torch.float32)).clamp(min=1.0)
+    return torch.where(largest - second > lead * size, tokens[:, 0], UNSURE)
 
 
 def takes_logits_to_keep(model: nn.Module) -> bool:
