@@ -158,6 +158,19 @@ def test_a_child_with_limits_has_its_time_when_we_are_suspended(monkeypatch: pyt
         child.kill()
 
 
+def test_a_child_with_limits_gets_all_data_although_it_begins_to_read_late() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", "import sys, time; time.sleep(1.5); print(len(sys.stdin.read()))"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as child:
+        try:
+            assert limited_child._communicate(child, b"x" * 1_000_000, limit_s=60.0)[0] == b"1000000\n"
+        finally:
+            child.kill()
+
+
 def test_machines_that_were_suspended_together_have_not_lost_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+import threading
+from typing import IO
 
 from crosstune.core.active_time import ActiveClock
 from crosstune.core.errors import UserError
@@ -66,11 +69,19 @@ def _communicate(child: subprocess.Popen[bytes], data: bytes, *, limit_s: float)
     """Return what the child prints; raise TimeoutExpired after a time in which we ourselves were not suspended."""
     clock = ActiveClock()
     end = clock.now() + limit_s
-    unsent: bytes | None = data
+    if child.stdin is not None:
+        # `communicate` would not go on with what it has not sent when its timeout ends.
+        threading.Thread(target=_send, args=(child.stdin, data), daemon=True).start()
+        child.stdin = None
     while True:
         try:
-            return child.communicate(unsent, timeout=1.0)
+            return child.communicate(timeout=1.0)
         except subprocess.TimeoutExpired:
-            unsent = None  # it goes on with what it has
             if clock.now() > end:
                 raise
+
+
+def _send(stdin: IO[bytes], data: bytes) -> None:
+    """Write the data and close the pipe. A child may end without reading it."""
+    with contextlib.suppress(BrokenPipeError), stdin:
+        stdin.write(data)
