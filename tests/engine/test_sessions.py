@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ from support import find_nonfinite, train_step
 from crosstune.config.load import make_config
 from crosstune.core.errors import NonFiniteError, UserError
 from crosstune.core.protocols import Session, SessionState
-from crosstune.core.sampling import Sampling
 from crosstune.core.scaling import LossScale
 from crosstune.data.batches import pack_rows, pad_rows, split_rows
-from crosstune.data.rendering import encode_conversation, encode_prompt
+from crosstune.data.rendering import encode_conversation
 from crosstune.data.token_batch import IGNORED, TokenBatch
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.locate import ModelFolder
@@ -313,71 +311,6 @@ def test_short_formats_follow_fp32(
         assert train_step(short, window, lr=1e-3).loss == pytest.approx(
             train_step(exact, window, lr=1e-3).loss, rel=0.02
         )
-
-
-def test_generation_of_several_prompts_is_that_of_each_alone(
-    backend: str, tiny_model: Path, tokenizer: Tokenizer
-) -> None:
-    session = open_session(backend, tiny_model)
-    prompts = [encode_prompt(turns[:1], tokenizer) for turns in TURNS]
-    assert len({len(prompt) for prompt in prompts}) > 1
-    stops = sorted(tokenizer.stop_ids)
-    together = session.generate(prompts, max_new_tokens=8, stop_ids=stops)
-    assert together == [session.generate([p], max_new_tokens=8, stop_ids=stops)[0] for p in prompts]
-    third = together[0][2]
-    [cut] = session.generate(prompts[:1], max_new_tokens=8, stop_ids=[third])
-    assert cut == together[0][: together[0].index(third)]
-
-
-def test_a_settled_answer_is_not_continued(
-    backend: str, tiny_model: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = open_session(backend, tiny_model)
-    prompts = [encode_prompt(turns[:1], tokenizer) for turns in TURNS]
-    whole = session.generate(prompts, max_new_tokens=11)
-    assert {len(answer) for answer in whole} == {11}
-    asked: list[tuple[int, list[int]]] = []
-
-    def is_settled(row: int, tokens: Sequence[int]) -> bool:
-        asked.append((row, list(tokens)))
-        return row == 1 or len(tokens) == 8
-
-    def check() -> None:
-        answers = session.generate(prompts, max_new_tokens=11, is_settled=is_settled)
-        assert answers == [answer[: 4 if row == 1 else 8] for row, answer in enumerate(whole)]
-        assert sorted({(row, len(tokens)) for row, tokens in asked}) == sorted(
-            (row, length) for row in range(len(prompts)) for length in (4, 8) if (row, length) != (1, 8)
-        )
-        assert all(tokens == whole[row][: len(tokens)] for row, tokens in asked)
-
-    check()
-    if backend == "mlx":  # a prompt at a time, as for models without caches for padding
-        asked.clear()
-        monkeypatch.setattr("crosstune.mlx_engine.generate.takes_padding", lambda _: False)
-        check()
-
-
-def test_sampling_follows_its_seed_and_leaves_training_alone(
-    backend: str, tiny_model: Path, tokenizer: Tokenizer, windows: Windows
-) -> None:
-    session = open_session(backend, tiny_model, lora_dropout=0.3)
-    before = session.export_state().random
-    prompt = [encode_prompt(TURNS[0][:1], tokenizer)]
-    answers = [
-        session.generate(prompt, max_new_tokens=8, sampling=Sampling(temperature=1.0, seed=seed))
-        for seed in (1, 1, 2)
-    ]
-    assert answers[0] == answers[1] != answers[2]
-    for name, array in session.export_state().random.items():
-        np.testing.assert_array_equal(array, before[name])
-
-
-def test_streamed_tokens_are_the_answer(backend: str, tiny_model: Path, tokenizer: Tokenizer) -> None:
-    heard: list[int] = []
-    prompt = [encode_prompt(TURNS[0][:1], tokenizer)]
-    [answer] = open_session(backend, tiny_model).generate(prompt, max_new_tokens=6, on_token=heard.append)
-    assert heard == answer
-    assert len(answer) == 6
 
 
 def test_an_adapter_starts_another_run_where_it_ended(

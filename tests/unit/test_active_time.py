@@ -126,15 +126,19 @@ def test_another_process_takes_the_place_of_a_stopped_worker(monkeypatch: pytest
         assert renderer._process._child.pid == kept.pid
 
 
-def test_a_child_with_limits_has_its_time_when_we_are_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = Times()
-    monkeypatch.setattr(limited_child, "ActiveClock", times.clock)
-    with subprocess.Popen(
-        [sys.executable, "-c", "import sys, time; n = len(sys.stdin.read()); time.sleep(1.5); print(n)"],
+def start_child(code: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", f"import sys, time; {code}"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-    ) as child:
+    )
+
+
+def test_a_child_with_limits_has_its_time_when_we_are_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = Times()
+    monkeypatch.setattr(limited_child, "ActiveClock", times.clock)
+    with start_child("n = len(sys.stdin.read()); time.sleep(1.5); print(n)") as child:
         communicate = child.communicate
 
         def suspended(*words: object, **settings: object) -> object:
@@ -159,12 +163,7 @@ def test_a_child_with_limits_has_its_time_when_we_are_suspended(monkeypatch: pyt
 
 
 def test_a_child_with_limits_gets_all_data_although_it_begins_to_read_late() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", "import sys, time; time.sleep(1.5); print(len(sys.stdin.read()))"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as child:
+    with start_child("time.sleep(1.5); print(len(sys.stdin.read()))") as child:
         try:
             assert limited_child._communicate(child, b"x" * 1_000_000, limit_s=60.0)[0] == b"1000000\n"
         finally:

@@ -1,0 +1,102 @@
+"""Generation of every engine that is here: batches of prompts, sampling, streaming, and answers that are cut short."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crosstune.config.load import make_config
+from crosstune.core.sampling import Sampling
+from crosstune.data.rendering import encode_prompt
+from crosstune.data.tokenizer import Tokenizer
+from crosstune.models.locate import ModelFolder
+from crosstune.planner.gather import make_plan
+from crosstune.runs.open_parts import open_session as open_by_plan
+
+Prompts = list[list[int]]
+WORDS = ["red", "green", "blue", "a much longer colour", "none", "white"]
+
+
+@pytest.fixture(params=["cpu", "mlx"])
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "mlx":
+        pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny_model: Path) -> Prompts:
+    tokenizer = Tokenizer.from_folder(tiny_model)
+    return [encode_prompt([{"role": "user", "content": f"Say {word}."}], tokenizer) for word in WORDS]
+
+
+def open_session(backend: str, model: Path, **options: Any) -> Any:
+    config = make_config(backend=backend, precision="fp32", model_name=str(model), **options)
+    return open_by_plan(make_plan(config), ModelFolder(name=str(model), path=model, source="folder"))
+
+
+def test_generation_of_several_prompts_is_that_of_each_alone(
+    backend: str, tiny_model: Path, prompts: Prompts
+) -> None:
+    session = open_session(backend, tiny_model)
+    assert len({len(prompt) for prompt in prompts}) > 1
+    stops = sorted(Tokenizer.from_folder(tiny_model).stop_ids)
+    together = session.generate(prompts, max_new_tokens=8, stop_ids=stops)
+    assert together == [session.generate([p], max_new_tokens=8, stop_ids=stops)[0] for p in prompts]
+    third = together[0][2]
+    [cut] = session.generate(prompts[:1], max_new_tokens=8, stop_ids=[third])
+    assert cut == together[0][: together[0].index(third)]
+
+
+def test_a_settled_answer_is_not_continued(
+    backend: str, tiny_model: Path, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = open_session(backend, tiny_model)
+    whole = session.generate(prompts, max_new_tokens=11)
+    assert {len(answer) for answer in whole} == {11}
+    asked: list[tuple[int, list[int]]] = []
+
+    def is_settled(row: int, tokens: Sequence[int]) -> bool:
+        asked.append((row, list(tokens)))
+        return row == 1 or len(tokens) == 8
+
+    def check() -> None:
+        answers = session.generate(prompts, max_new_tokens=11, is_settled=is_settled)
+        assert answers == [answer[: 4 if row == 1 else 8] for row, answer in enumerate(whole)]
+        assert sorted({(row, len(tokens)) for row, tokens in asked}) == sorted(
+            (row, length) for row in range(len(prompts)) for length in (4, 8) if (row, length) != (1, 8)
+        )
+        assert all(tokens == whole[row][: len(tokens)] for row, tokens in asked)
+
+    check()
+    if backend == "mlx":  # a prompt at a time, as for models without caches for padding
+        asked.clear()
+        monkeypatch.setattr("crosstune.mlx_engine.generate.takes_padding", lambda _: False)
+        check()
+
+
+def test_sampling_follows_its_seed_and_leaves_training_alone(
+    backend: str, tiny_model: Path, prompts: Prompts
+) -> None:
+    session = open_session(backend, tiny_model, lora_dropout=0.3)
+    before = session.export_state().random
+    answers = [
+        session.generate(prompts[:1], max_new_tokens=8, sampling=Sampling(temperature=1.0, seed=seed))
+        for seed in (1, 1, 2)
+    ]
+    assert answers[0] == answers[1] != answers[2]
+    for name, array in session.export_state().random.items():
+        np.testing.assert_array_equal(array, before[name])
+
+
+def test_streamed_tokens_are_the_answer(backend: str, tiny_model: Path, prompts: Prompts) -> None:
+    heard: list[int] = []
+    [answer] = open_session(backend, tiny_model).generate(
+        prompts[:1], max_new_tokens=6, on_token=heard.append
+    )
+    assert heard == answer
+    assert len(answer) == 6
