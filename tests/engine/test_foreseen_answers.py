@@ -44,7 +44,16 @@ class Counting:
         return answers
 
 
-@pytest.fixture(scope="module", params=["fp32", "bf16_autocast"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        {"precision": "fp32", "train_type": "full"},
+        {"precision": "bf16_autocast", "train_type": "full"},
+        {"precision": "fp32", "kernels": "fast"},
+        {"precision": "bf16_autocast", "kernels": "fast"},
+    ],
+    ids=str,
+)
 def opened(
     request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[SftRecipe, TextSession]:
@@ -55,9 +64,8 @@ def opened(
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
     config = make_config(
         backend="cpu",
-        precision=request.param,
         model_name=str(tiny_model),
-        train_type="full",
+        **request.param,
         dataset=str(folder / "train.jsonl"),
         eval_dataset=str(folder / "eval.jsonl"),
         eval_metric="exact_match",
@@ -69,7 +77,10 @@ def opened(
     session = open_session(plan, model_folder=tiny_model)
     assert isinstance(session, TextSession)
     for _ in range(60):
-        if train_step(session, recipe.window(0), lr=3e-3).loss < 0.02:
+        if (
+            train_step(session, recipe.window(0), lr=3e-3 if config.train_type == "full" else 1e-2).loss
+            < 0.02
+        ):
             break
     return recipe, session
 
@@ -89,12 +100,32 @@ def test_answers_and_metrics_are_those_of_generation(
     found, written = evaluate(recipe, session)
     monkeypatch.setattr(TextSession, "_may_foresee", lambda _: False)
     expected, every = evaluate(recipe, session)
-    assert found == expected
+    assert found.samples == expected.samples
+    # With fast layers, logits that are kept for the answers are summed in another order than those that are not.
+    assert found.metrics == pytest.approx(expected.metrics, rel=1e-6)
     assert found.metrics["exact_match"] == pytest.approx(0.6)
     assert [sample.answer == sample.reference for sample in found.samples] == [True, True, True, False]
     assert len(every) == 5
     # Learned answers are known; of the two others, only the one that is shown is written to its end.
     assert written == [recipe.questions[3].tokens]
+
+
+def test_answers_that_are_shown_do_not_wait_for_those_that_are_only_counted(
+    opened: tuple[SftRecipe, TextSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, _ = opened
+    monkeypatch.setattr(recipe, "config", dataclasses.replace(recipe.config, num_samples=2, batch_size=4))
+    assert list(recipe._batch_questions([0, 1, 3, *range(5, 22)], apart=False)) == [
+        [0, 1, 3, *range(5, 18)],
+        [18, 19, 20, 21],
+    ]
+    assert list(recipe._batch_questions([0, 1, 3, *range(5, 22)], apart=True)) == [
+        [0, 1],
+        [3, *range(5, 20)],
+        [20, 21],
+    ]
+    assert list(recipe._batch_questions([2, 3], apart=True)) == [[2, 3]]
+    assert list(recipe._batch_questions([], apart=True)) == []
 
 
 def test_a_wrong_answer_that_is_only_counted_is_not_written_to_its_end(
@@ -152,7 +183,7 @@ def test_a_lead_that_is_sure_does_not_become_so_by_moving_all_logits() -> None:
     [
         ("fp32", 0, 1e-3),
         ("fp32", 4, 1e-3),
-        ("bf16_autocast", 0, 0.05),
+        ("bf16_autocast", 0, 0.1),
         ("bf16_autocast", 4, None),
         ("bf16", 0, None),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from crosstune.config.load import make_config
 from crosstune.core.sampling import Sampling
@@ -16,6 +17,9 @@ from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import open_session as open_by_plan
+from crosstune.torch_engine.adapters import AdaptedLinear
+from crosstune.torch_engine.cast_once import cast_once
+from crosstune.torch_engine.open import open_session as open_torch
 
 Prompts = list[list[int]]
 WORDS = ["red", "green", "blue", "a much longer colour", "none", "white"]
@@ -100,3 +104,44 @@ def test_streamed_tokens_are_the_answer(backend: str, tiny_model: Path, prompts:
     )
     assert heard == answer
     assert len(answer) == 6
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"precision": "bf16_autocast"}, {"precision": "fp32"}, {"train_type": "dora"}, {"train_type": "full"}],
+    ids=str,
+)
+def test_what_is_cast_once_gives_the_logits_of_casts_in_every_pass(
+    tiny_model: Path, prompts: Prompts, options: dict[str, Any]
+) -> None:
+    asked = {"backend": "cpu", "model_name": str(tiny_model), "precision": "fp32"} | options
+    session = open_torch(make_plan(make_config(**asked)), model_folder=tiny_model)
+    with torch.no_grad():
+        for name, parameter in session.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    tokens = torch.tensor(prompts[:1])
+    state = {name: tensor.clone() for name, tensor in session.model.state_dict().items()}
+    with torch.inference_mode(), session.precision.context(session.device):
+        plain = session.model(tokens).logits
+        with cast_once(session.model, session.precision):
+            assert torch.equal(session.model(tokens).logits, plain)
+            held = [module.held for module in session.model.modules() if isinstance(module, AdaptedLinear)]
+            assert all(pair is not None for pair in held)
+    assert not any(module.held for module in session.model.modules() if isinstance(module, AdaptedLinear))
+    after = session.model.state_dict()
+    assert after.keys() == state.keys()
+    for name, tensor in state.items():
+        assert after[name].dtype == tensor.dtype and torch.equal(after[name], tensor)
+    embedding, head = session.model.get_input_embeddings(), session.model.get_output_embeddings()
+    assert embedding.weight is head.weight or not session.model.config.tie_word_embeddings
+
+
+def test_weights_that_change_are_cast_again(tiny_model: Path, prompts: Prompts) -> None:
+    session = open_session("cpu", tiny_model)
+    first = session.generate(prompts[:1], max_new_tokens=8)
+    with torch.no_grad():
+        for name, parameter in session.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.5)
+    assert session.generate(prompts[:1], max_new_tokens=8) != first

@@ -70,6 +70,7 @@ def trained(
     tiny_model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Path, Config]]:
     """Runs with the preset of MPS, which is that of the CPU, and with the preset of MLX."""
+    pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
     folder = tmp_path_factory.mktemp("presets")
     return {engine: train_preset(tiny_model, data, folder, backend) for engine, backend in ENGINES.items()}
 

@@ -42,7 +42,12 @@ def test_one_gpu_in_fsdp2_is_the_plain_training(
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     asked = {"backend": "cuda", "model_name": str(tiny_model), "dataset": str(tmp_path / "rows.jsonl")}
     asked |= {"output_dir": str(tmp_path), "max_steps": 5, "batch_size": 2, "gradient_accumulation_steps": 2}
-    asked |= {"skip_eval": True, "save_model": False, **more}
+    asked |= {
+        "skip_eval": True,
+        "save_model": False,
+        "kernels": "general",
+        **more,
+    }  # sharded weights need them
     for sharded in ("no", "yes"):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

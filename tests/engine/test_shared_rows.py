@@ -57,19 +57,21 @@ def loss_and_gradients(session: TorchSession, batch: TokenBatch) -> tuple[float,
     return done.loss, {name: each.grad.clone() for name, each in masters.items() if each.grad is not None}
 
 
-@pytest.mark.parametrize("train_type", ["lora", "full"])
+@pytest.mark.parametrize(
+    "options", [{"train_type": "lora"}, {"train_type": "full"}, {"kernels": "fast"}], ids=str
+)
 @pytest.mark.parametrize("family", SHARING_MODELS)
 def test_losses_and_gradients_are_those_of_rows_of_their_own(
-    tiny_model: Path, tmp_path: Path, batch: TokenBatch, family: str, train_type: str
+    tiny_model: Path, tmp_path: Path, batch: TokenBatch, family: str, options: dict[str, Any]
 ) -> None:
     vocab = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
     folder = tiny_of(family, tmp_path / family, vocab)
-    session = open_session(folder, train_type=train_type)
+    session = open_session(folder, **options)
     assert shares(session, batch)
     assert session.prepare(batch).arrays["input_ids"].numel() < 0.8 * batch.input_ids.size
     loss, gradients = loss_and_gradients(session, batch)
     evaluated = session.evaluate([batch]).loss
-    apart = open_session(folder, train_type=train_type)
+    apart = open_session(folder, **options)
     apart.task._shares_prefixes = False  # type: ignore[attr-defined]
     assert not shares(apart, batch)
     expected, wanted = loss_and_gradients(apart, batch)
@@ -80,13 +82,14 @@ def test_losses_and_gradients_are_those_of_rows_of_their_own(
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("kernels", ["general", "fast"])
 def test_16_bit_products_of_shared_rows_are_as_near_to_fp32_as_those_of_rows_of_their_own(
-    tiny_model: Path, batch: TokenBatch
+    tiny_model: Path, batch: TokenBatch, kernels: str
 ) -> None:
     exact, wanted = loss_and_gradients(open_session(tiny_model), batch)
-    apart = open_session(tiny_model, precision="bf16_autocast")
+    apart = open_session(tiny_model, precision="bf16_autocast", kernels=kernels)
     apart.task._shares_prefixes = False  # type: ignore[attr-defined]
-    together = open_session(tiny_model, precision="bf16_autocast")
+    together = open_session(tiny_model, precision="bf16_autocast", kernels=kernels)
     assert shares(together, batch) and not shares(apart, batch)
     far = {}
     for name, session in (("apart", apart), ("together", together)):
@@ -97,9 +100,7 @@ def test_16_bit_products_of_shared_rows_are_as_near_to_fp32_as_those_of_rows_of_
     assert far["together"] < 1.5 * far["apart"] < 0.05
 
 
-@pytest.mark.parametrize(
-    "options", [{"precision": "bf16"}, {"kernels": "fast"}, {"lora_dropout": 0.1}], ids=str
-)
+@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"lora_dropout": 0.1}], ids=str)
 def test_other_options_compute_rows_of_their_own(
     tiny_model: Path, batch: TokenBatch, options: dict[str, Any]
 ) -> None:

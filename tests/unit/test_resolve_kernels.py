@@ -106,6 +106,28 @@ def test_fast_layers_recompute_by_themselves_only_where_they_know_the_free_memor
     assert recomputed == {"cuda": False, "mps": True, "cpu": True}
 
 
+@pytest.mark.parametrize(
+    ("asked", "used"),
+    [
+        ({}, "fast"),
+        ({"precision": "fp32"}, "general"),
+        ({"precision": "bf16"}, "general"),
+        ({"train_type": "qlora"}, "general"),
+        ({"train_type": "full"}, "general"),
+    ],
+)
+def test_a_cpu_takes_the_fast_layers_where_its_16_bit_products_are_fast(
+    asked: dict[str, Any], used: str
+) -> None:
+    machine = load_machine("cpu-laptop")
+    fast = replace(machine.backends["cpu"], dtypes=("fp32", "bf16"), bf16_speedup=4.0)
+    plan = plan_on(replace(machine, backends={**machine.backends, "cpu": fast}), **asked)
+    assert plan.config.kernels == used
+    slow = replace(fast, bf16_speedup=1.0)
+    asked = {"precision": "bf16_autocast"} | asked
+    assert plan_on(replace(machine, backends={"cpu": slow}), **asked).config.kernels == "general"
+
+
 def test_auto_needs_triton_on_this_machine() -> None:
     machine = load_machine("h200")
     cuda = replace(machine.backends["cuda"], has_triton=False)
@@ -154,7 +176,8 @@ def test_fast_layers_need_whole_weights() -> None:
         ("cuda", {"kernels": "fast"}, {}, "cuda", None),  # chosen again, where they run
         ("cuda", {"kernels": "general"}, {"kernels": "fast"}, "cuda", None),
         ("cuda", {"kernels": "fast"}, {}, "cpu", None),
-        ("cpu", {"kernels": "general"}, {}, "cpu", None),
+        ("cpu", {"kernels": "general"}, {}, "cpu", "general"),
+        ("cpu", {"kernels": "fast"}, {}, "cpu", None),
         ("mlx", {"kernels": "general"}, {}, "auto", None),
     ],
 )

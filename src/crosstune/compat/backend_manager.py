@@ -307,8 +307,9 @@ def estimate_batch(
     widths = {width: name for name, found in report.quantizers.items() for width in found}
     if bits is None:
         bits = next((width for width in (4, 8) if width in widths), compute_bits)
+    quantizer = widths.get(bits, "bnb") if bits < 16 else "none"
     step = Step(
-        quantizer=widths.get(bits, "bnb") if bits < 16 else "none",
+        quantizer=quantizer,
         n_bits=bits,
         context=context,
         checkpointing=True,
@@ -316,7 +317,7 @@ def estimate_batch(
         weight_bits=compute_bits,
         score_bits=held_score_bits(report, flash=None, compute_bits=compute_bits),
         on_gpu=not report.is_torch_cpu,
-        fast=prefers_fast(report, preferred_dtype(report)),
+        fast=prefers_fast(report, best_precision(report)[0], quantizer=quantizer),
         overhead_bytes=backend_specs()[report.name].overhead_bytes,
     )
     return largest_batch(shape_for_size(size_b), step, limit_bytes=limit, at_most=at_most)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from crosstune.config.conditions import shards_weights
 from crosstune.config.draft import Draft
+from crosstune.config.fit_precision import BF16_WORTH_IT
 from crosstune.core.machine import BackendReport
 
-FAST_BY_DEFAULT = ("cuda",)
+FAST_BY_DEFAULT = ("cuda", "cpu")
 """The backends on which `auto` may take the fast layers: those where they were measured."""
 
 
-def fit_kernels(draft: Draft, *, method: str, world_size: int) -> None:
+def fit_kernels(draft: Draft, *, method: str, quantizer: str, world_size: int) -> None:
     """Replace `auto`, and `fast` where it cannot be used; what a model's classes say is checked when it is opened."""
     asked, reason = draft["kernels"], _why_general(draft, method, world_size)
     if asked == "auto":
-        _choose(draft, reason)
+        _choose(draft, reason, quantizer)
     elif asked == "fast" and draft.report.engine == "torch" and (why := reason or _model_reason(draft)):
         draft.set("kernels", "general", why)
     if draft["base_precision"] == "fp8" and draft["kernels"] == "general" and draft.report.engine == "torch":
@@ -23,11 +24,12 @@ def fit_kernels(draft: Draft, *, method: str, world_size: int) -> None:
         )
 
 
-def _choose(draft: Draft, reason: str | None) -> None:
+def _choose(draft: Draft, reason: str | None, quantizer: str) -> None:
     """Choose the fast layers where they are preferred and nothing speaks against them. That they are not needs no words
     unless it is the model that does not have them."""
     report = draft.report
-    if not prefers_fast(report, draft["precision"]) or reason or draft["torch_compile"]:
+    preferred = prefers_fast(report, draft["precision"], quantizer=quantizer)
+    if not preferred or reason or draft["torch_compile"]:
         draft.values["kernels"] = "general"
     elif missing := _model_reason(draft):
         draft.set("kernels", "general", missing)
@@ -35,11 +37,14 @@ def _choose(draft: Draft, reason: str | None) -> None:
         draft.set("kernels", "fast", f"{report.name} has fused layers for LoRA on a frozen base")
 
 
-def prefers_fast(report: BackendReport, precision: str) -> bool:
-    """Return whether LoRA takes the fast layers by default: where they were measured to be faster, on an NVIDIA GPU in bf16.
-    Their attention over documents is torch's flash attention, and their kernels are Triton's."""
-    runs = report.has_flash_attention and report.has_triton
-    return report.name in FAST_BY_DEFAULT and precision == "bf16" and runs
+def prefers_fast(report: BackendReport, precision: str, *, quantizer: str) -> bool:
+    """Return whether LoRA takes the fast layers by default: where they were measured to be faster. That is an NVIDIA GPU in
+    bf16, if it has torch's flash attention and Triton, and a CPU with fast 16-bit products over weights that are not
+    quantized."""
+    if report.name == "cuda":
+        return precision == "bf16" and report.has_flash_attention and report.has_triton
+    fast_bf16 = report.bf16_speedup >= BF16_WORTH_IT
+    return report.name == "cpu" and precision == "bf16_autocast" and fast_bf16 and quantizer == "none"
 
 
 def _model_reason(draft: Draft) -> str | None:

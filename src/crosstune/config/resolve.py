@@ -42,7 +42,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     fit_precision(draft)
     world_size, collective = _fit_world(draft)
     fit_attention(draft)
-    fit_kernels(draft, method=method, world_size=world_size)
+    fit_kernels(draft, method=method, quantizer=quantizer, world_size=world_size)
     fit_compile(draft, world_size=world_size)
     _fit_optimizer(draft)
     if draft["low_memory"] and not draft.is_asked("use_gradient_checkpointing"):

@@ -273,9 +273,7 @@ class SftRecipe:
             if known is not None and (known.is_whole or may_end(place, known.tokens)):
                 texts[place] = self._text(known.tokens)
         unknown = [place for place in range(len(questions)) if place not in texts]
-        size = rows_per_evaluation(self.config, at_least=16)
-        for start in range(0, len(unknown), size):
-            batch = unknown[start : start + size]
+        for batch in self._batch_questions(unknown, apart=bool(foreseen)):
             assert isinstance(session, Generates), "the task of this recipe generates"
             answers = session.generate(
                 [questions[place].tokens for place in batch],
@@ -290,6 +288,15 @@ class SftRecipe:
             Sample(prompt=question.text, answer=texts[place], reference=question.reference)
             for place, question in enumerate(questions)
         ]
+
+    def _batch_questions(self, places: Sequence[int], *, apart: bool) -> Iterator[Sequence[int]]:
+        """Yield questions that are answered together. `apart` keeps those whose answers are shown, and so written to their
+        end, from others that may end early: where each row takes its time, as on a CPU, which is where answers are foreseen."""
+        size = rows_per_evaluation(self.config, at_least=16)
+        shown = sum(place < self.config.num_samples for place in places) if apart else 0
+        for part in (places[:shown], places[shown:]):
+            for start in range(0, len(part), size):
+                yield part[start : start + size]
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens).strip()

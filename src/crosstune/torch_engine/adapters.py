@@ -45,6 +45,8 @@ class AdaptedLinear(nn.Module):
         start = uniform_by_name(name, shape=(settings.rank, inputs), seed=seed)
         self.lora_A = nn.Parameter(torch.from_numpy(start).to(device))
         self.lora_B = nn.Parameter(torch.zeros(outputs, settings.rank, device=device))
+        self.held: tuple[torch.Tensor, torch.Tensor] | None = None
+        """A and scale * B in the dtype of the products, while nothing changes them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.base(x)
@@ -52,10 +54,15 @@ class AdaptedLinear(nn.Module):
 
     def low_rank(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
-        if not torch.is_autocast_enabled(x.device.type):
+        casts = torch.is_autocast_enabled(x.device.type)
+        if not casts:
             dropped = dropped.to(dtype)
-        low = F.linear(dropped, self.lora_A.to(dropped.dtype))
-        return F.linear(low, (self.lora_B * self.scale).to(low.dtype)).to(dtype)
+        fits = self.held is not None and (casts or self.held[0].dtype == dropped.dtype)
+        a, b = self.held if self.held is not None and fits else self.factors(dropped.dtype)
+        return F.linear(F.linear(dropped, a), b).to(dtype)
+
+    def factors(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.lora_A.to(dtype), (self.lora_B * self.scale).to(dtype)
 
     def trained(self) -> dict[str, nn.Parameter]:
         return {"lora_A.weight": self.lora_A, "lora_B.weight": self.lora_B}

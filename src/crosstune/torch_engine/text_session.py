@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -10,6 +11,7 @@ from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.out_of_memory import EVALUATING, GENERATING
 from crosstune.core.protocols import Array, Batch, EvalResult, IsSettled
 from crosstune.core.sampling import GREEDY, Sampling
+from crosstune.torch_engine.cast_once import cast_once
 from crosstune.torch_engine.device import evaluating, memory_errors
 from crosstune.torch_engine.generate import OnToken, generate
 from crosstune.torch_engine.rope_lengths import has_changing_rope
@@ -53,6 +55,7 @@ class TextSession(TorchSession):
             self.connected(GENERATING),
             evaluating(self.model),
             limit,
+            self._cast_once(),
             self.precision.context(self.device),
         ):
             return generate(
@@ -65,3 +68,9 @@ class TextSession(TorchSession):
                 on_token=on_token,
                 is_settled=is_settled,
             )
+
+    def _cast_once(self) -> contextlib.AbstractContextManager[None]:
+        """Cast adapters and head once for all passes; not where weights are divided, or code compiled for them as they are."""
+        if self.parallel is not None or self.plan.config.torch_compile:
+            return contextlib.nullcontext()
+        return cast_once(self.model, self.precision)

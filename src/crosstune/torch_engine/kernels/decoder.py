@@ -70,12 +70,14 @@ class FastDecoder:
         *,
         positions: torch.Tensor | None = None,
         bounds: torch.Tensor | None = None,
+        seen: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the normalized hidden states of all tokens, or of those with these indices over all rows."""
+        """Return the normalized hidden states of all tokens, or of those with these indices over all rows. Tokens attend
+        within the documents of `positions` and `bounds`, or to those that `seen` says."""
         self.publish()
         count, length = input_ids.shape
-        documents = Documents(count, length, positions, bounds)
+        documents = Documents(count, length, positions if seen is None else None, bounds, seen)
         with torch.autocast(self.device.type, enabled=False):
             stream: Stream = (self.inner.embed_tokens(input_ids).flatten(0, 1), None)
             given = Pass(

@@ -35,9 +35,9 @@ from crosstune.torch_engine.task import MetricSums, Opening, Tensors
 from crosstune.torch_engine.verify import model_logits
 
 _PROBE_TOKENS = 32
-_SURE_LEADS = {PRECISIONS["fp32"]: 1e-3, PRECISIONS["bf16_autocast"]: 0.05}
+_SURE_LEADS = {PRECISIONS["fp32"]: 1e-3, PRECISIONS["bf16_autocast"]: 0.1}
 """By how much the largest logit must lead on a CPU, relative to it, to be the largest however it is rounded: some 100 times
-(fp32) and 4 times (bf16) more than leads differ between one pass over a row and one over each of its tokens."""
+(fp32) and 3 times (bf16) more than leads differ between one pass over a row and one over each of its tokens."""
 SHARING_MODELS = ("llama", "qwen2", "qwen3")
 _SHARING_PRECISIONS = (PRECISIONS["fp32"], PRECISIONS["bf16_autocast"])
 FAST_ARRAYS = ("input_ids", "positions", "unpadded_ids", "unpadded_positions", "bounds", "rows", "wanted")
@@ -79,7 +79,7 @@ class CausalLM:
     def arrays(self, batch: TokenBatch) -> Mapping[str, Array]:
         """Keep only columns where some row is supervised: most prompt tokens never reach the head. Rows that begin alike
         may stand in one row, which computes their common tokens once."""
-        shared = share_prefix(batch) if self._shares_prefixes and self.decoder is None else None
+        shared = share_prefix(batch) if self._shares_prefixes else None
         if shared is not None:
             return _shared_arrays(shared)
         columns = (batch.targets != IGNORED).any(axis=0).nonzero()[0]
@@ -103,7 +103,7 @@ class CausalLM:
 
     def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
         """Return the cross entropy in fp32, summed over the supervised tokens of a batch."""
-        if self.decoder is not None and "rows" in tensors:
+        if self.decoder is not None and "rows" in tensors and self._predicted is None:
             return self.decoder.loss(self._fast_hidden(self.decoder, tensors), tensors["wanted"]), {}
         logits, targets, _ = self.supervised_logits(model, tensors)
         if self._predicted is not None and self._sure_lead is not None:
@@ -146,8 +146,8 @@ class CausalLM:
     @contextlib.contextmanager
     def predicting(self) -> Iterator[list[torch.Tensor] | None]:
         """Collect the likeliest tokens of each batch whose loss is computed inside the block. None in a precision that may
-        round differently in generation, and with the fast layers, which never hold all logits."""
-        self._predicted = [] if self.decoder is None and self._sure_lead is not None else None
+        round differently in generation."""
+        self._predicted = [] if self._sure_lead is not None else None
         try:
             yield self._predicted
         finally:
@@ -168,6 +168,7 @@ class CausalLM:
             tensors["unpadded_ids" if unpadded else "input_ids"],
             positions=tensors.get(f"{unpadded}positions"),
             bounds=tensors.get("bounds"),
+            seen=tensors.get("seen"),
             rows=tensors["rows"],
         )
 
@@ -263,12 +264,16 @@ def takes_shared_rows(model: nn.Module, opening: Opening) -> bool:
 
 def _shared_arrays(row: SharedRow) -> dict[str, Array]:
     [places] = (row.targets != IGNORED).nonzero()
+    places = places.astype("int64")
+    wanted = row.targets[places].astype("int64")
     return {
         "input_ids": row.tokens[None].astype("int64"),
         "positions": row.positions[None].astype("int64"),
         "seen": row.seen[None, None],
-        "columns": places.astype("int64"),
-        "targets": row.targets[None, places].astype("int64"),
+        "columns": places,
+        "targets": wanted[None],
+        "rows": places,
+        "wanted": wanted,
     }
 
 
