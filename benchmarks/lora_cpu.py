@@ -188,7 +188,7 @@ def compare_demos(results: Results, asked: argparse.Namespace) -> int:
             print(f"{name}: exit code {done.returncode}: {(done.stderr or done.stdout)[-1500:]}")
             return 1
         times[name].append(took_s)
-        results.add("demo", {"code": name, "seconds": took_s, "said": done.stdout[-2000:]})
+        results.add("demo", {"code": name, "seconds": took_s, "said": (done.stderr or done.stdout)[-2000:]})
         print(f"{name}: {took_s:.1f} s", flush=True)
     best = {name: min(found) for name, found in times.items()}
     print(f"best of {asked.rounds}: now {best['now']:.1f} s, before {best['before']:.1f} s: "
