@@ -34,6 +34,7 @@ CONFIGS: dict[str, Any] = {
     "llama, biases, tied head": lambda: hf.LlamaConfig(
         **SHAPE, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
     ),
+    "llama, a window that it does not use": lambda: hf.LlamaConfig(**SHAPE, sliding_window=8),
     "llama, one head per key": lambda: hf.LlamaConfig(**SHAPE | {"num_key_value_heads": 4}),
     "mistral, window": lambda: hf.MistralConfig(**SHAPE, sliding_window=8),
     "qwen2, windows in some layers": lambda: hf.Qwen2Config(

@@ -107,6 +107,18 @@ def test_other_options_compute_rows_of_their_own(
     assert not shares(open_session(tiny_model, **options), batch)
 
 
+@pytest.mark.parametrize("kernels", ["general", "fast"])
+def test_a_window_that_a_llama_does_not_use_changes_nothing(
+    tiny_model: Path, tmp_path: Path, batch: TokenBatch, kernels: str
+) -> None:
+    vocab = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
+    folder = tiny_of("llama", tmp_path / "llama", vocab)
+    expected, _ = loss_and_gradients(open_session(folder, kernels=kernels), batch)
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"sliding_window": 8}))
+    assert loss_and_gradients(open_session(folder, kernels=kernels), batch)[0] == expected
+
+
 def test_models_with_windows_compute_rows_of_their_own(
     tiny_model: Path, tmp_path: Path, batch: TokenBatch
 ) -> None:

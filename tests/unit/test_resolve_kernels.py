@@ -177,7 +177,8 @@ def test_fast_layers_need_whole_weights() -> None:
         ("cuda", {"kernels": "general"}, {"kernels": "fast"}, "cuda", None),
         ("cuda", {"kernels": "fast"}, {}, "cpu", None),
         ("cpu", {"kernels": "general"}, {}, "cpu", "general"),
-        ("cpu", {"kernels": "fast"}, {}, "cpu", None),
+        ("cpu", {"kernels": "fast"}, {}, "cpu", "fast"),  # they run on any
+        ("cpu", {"kernels": "fast"}, {}, "cuda", None),
         ("mlx", {"kernels": "general"}, {}, "auto", None),
     ],
 )
@@ -191,6 +192,17 @@ def test_a_run_goes_on_with_the_layers_it_began_with(
         name="old", resume="auto", backend=backend, **asked
     )  # the command of the run, once more
     assert resume._continue_named(again, checkpoint).kernels == (kept or asked.get("kernels", "auto"))
+
+
+def test_auto_keeps_what_a_run_chose_before_with_its_path_too(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    manifest = {"backend": "cpu", "precision": "fp32", "identity": {}, "recipe": "sft"}
+    manifest |= {"options": {"kernels": "general"}, "asked": {"backend": "cpu", "lr": 0.01}}
+    checkpoint = Checkpoint(folder=tmp_path / "checkpoints" / "step-00000001", manifest=manifest)
+    again = make_config(resume=str(tmp_path), kernels="auto", precision="auto", backend="auto")
+    config = resume._continue_path(again, tmp_path, {}, checkpoint)
+    assert (config.kernels, config.precision, config.lr) == ("general", "fp32", 0.01)
+    assert config.backend == "auto", "the request names another machine's"
 
 
 def test_a_judge_on_a_gpu_keeps_the_general_layers_for_its_dropout() -> None:

@@ -93,8 +93,9 @@ def _continue_path(request: Config, path: Path, packed: Mapping[str, Any], check
     known = set(request.options()) - options_on_resume(OnResume.ONE_START)
     stored = {name: value for name, value in asked.items() if name in known} | dict(packed)
     backend = str((stored | request.options_asked()).get("backend", "auto"))
-    stored |= kept_options(checkpoint, stored, backend=backend) | _same_rows(checkpoint, request)
-    values = stored | request.options_asked() | {"resume": str(path)}
+    kept = kept_options(checkpoint, stored, backend=backend)
+    stored |= kept | _same_rows(checkpoint, request)
+    values = stored | _without_auto(request.options_asked(), kept) | {"resume": str(path)}
     values.pop("base_adapter", None)  # its weights are in the checkpoint
     here = {"name": run.name, "output_dir": str(run.parent)}
     values |= {name: value for name, value in here.items() if name not in request.asked}
@@ -106,12 +107,17 @@ def _continue_named(request: Config, checkpoint: Checkpoint) -> Config:
     values = request.options_asked()
     values.pop("base_adapter", None)  # its weights are in the checkpoint
     kept = kept_options(checkpoint, values, backend=request.backend)
-    values = kept | {name: value for name, value in values.items() if name not in kept or value != "auto"}
+    values = kept | _without_auto(values, kept)
     before = (checkpoint.manifest.get("options") or {}).get("world_size")
     if before is not None and max(1, before) != max(1, request.world_size):
         # The command is that of the run, apart from the processes there are now.
         values |= _same_rows(checkpoint, request)
     return _made(values, request, other="the checkpoint")
+
+
+def _without_auto(values: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a request without `auto` where the choice of the earlier part is kept."""
+    return {name: value for name, value in values.items() if name not in kept or value != "auto"}
 
 
 def _made(values: Mapping[str, Any], request: Config, *, other: str) -> Config:
@@ -134,10 +140,11 @@ def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: s
     here = backend in ("auto", manifest["backend"])
     if here and asked.get("precision", "auto") == "auto":
         kept["precision"] = manifest["precision"]
-    # Fast layers that were chosen are chosen again, where they run.
+    # Fast layers that were chosen are chosen again, where they run: on any CPU, though how fast it is at 16-bit products,
+    # on which the choice depends, is measured anew.
     before = (manifest.get("options") or {}).get("kernels", "general")  # the only ones before the option
     if manifest["backend"] in FAST_BY_DEFAULT and here and asked.get("kernels", "auto") == "auto":
-        kept |= {"kernels": before} if before == "general" else {}
+        kept |= {"kernels": before} if before == "general" or manifest["backend"] == "cpu" else {}
     used = manifest["identity"].get("optimizer")
     if used and asked.get("optimizer", used) != used:
         kept["optimizer"] = used

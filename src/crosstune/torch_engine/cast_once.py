@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,11 +38,11 @@ def cast_once(model: nn.Module, precision: Precision) -> Iterator[None]:
 def _head_to_cast(model: nn.Module, precision: Precision) -> nn.Linear | None:
     """Return the output head if autocast casts its frozen weight in each pass, as one that is the embedding's too."""
     find = getattr(model, "get_output_embeddings", None)
-    head = find() if find is not None else None
+    head: Any = find() if find is not None else None
     if precision.autocast is None or type(head) is not nn.Linear:
         return None
-    frozen = not head.weight.requires_grad and head.weight.dtype != precision.autocast
-    return head if frozen else None
+    is_cast = not head.weight.requires_grad and head.weight.dtype != precision.autocast
+    return head if is_cast else None
 
 
 def _device_type(model: nn.Module) -> str:

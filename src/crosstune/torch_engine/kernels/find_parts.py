@@ -11,6 +11,9 @@ from crosstune.core.fast_layers import ACTIVATIONS, why_no_fast_layers
 from crosstune.torch_engine.adapters import AdaptedLinear, AdaptedStack, DoraLinear
 from crosstune.torch_engine.kernels.operations import Heads, Norm
 
+_WINDOW_IN_CONFIG = ("mistral", "phi3")
+"""Families whose layers take their window from the config; others keep it in a layer, or have none whatever the config says."""
+
 
 def why_general(model: Any) -> str | None:
     """Return why a model cannot use the fast layers, from its config and classes; None if it can."""
@@ -84,6 +87,8 @@ def layer_window(config: Any, attention: Any, index: int) -> int | None:
     if hasattr(attention, "sliding_window"):
         window: int | None = attention.sliding_window
         return window
+    if config.model_type not in _WINDOW_IN_CONFIG:
+        return None
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and kinds[index] != "sliding_attention":
         return None
