@@ -59,6 +59,7 @@ def test_rows_without_padding_are_the_same_training(tiny_model: Path, window: li
     dropping, padded = open_tiny(tiny_model, "fast"), open_tiny(tiny_model, "fast")
     assert not padded.task.decoder.drops_padding
     dropping.task.decoder.drops_padding = True
+    dropping.task._shares_prefixes = padded.task._shares_prefixes = False
     for batch in window:
         arrays = dropping.task.arrays(batch)
         assert arrays["input_ids"].shape == batch.input_ids.shape

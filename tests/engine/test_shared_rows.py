@@ -100,7 +100,11 @@ def test_16_bit_products_of_shared_rows_are_as_near_to_fp32_as_those_of_rows_of_
     assert far["together"] < 1.5 * far["apart"] < 0.05
 
 
-@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"lora_dropout": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"precision": "bf16"}, {"lora_dropout": 0.1}, {"kernels": "fast", "base_precision": "fp8"}],
+    ids=str,
+)
 def test_other_options_compute_rows_of_their_own(
     tiny_model: Path, batch: TokenBatch, options: dict[str, Any]
 ) -> None:

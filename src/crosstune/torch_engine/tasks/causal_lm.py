@@ -79,7 +79,9 @@ class CausalLM:
     def arrays(self, batch: TokenBatch) -> Mapping[str, Array]:
         """Keep only columns where some row is supervised: most prompt tokens never reach the head. Rows that begin alike
         may stand in one row, which computes their common tokens once."""
-        shared = share_prefix(batch) if self._shares_prefixes else None
+        # In fp8, gradients that are added up before they are rounded would differ from those of rows of their own.
+        in_fp8 = self.decoder is not None and self.decoder.fp8_scratch is not None
+        shared = share_prefix(batch) if self._shares_prefixes and not in_fp8 else None
         if shared is not None:
             return _shared_arrays(shared)
         columns = (batch.targets != IGNORED).any(axis=0).nonzero()[0]
