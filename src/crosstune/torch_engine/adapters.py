@@ -57,11 +57,13 @@ class AdaptedLinear(nn.Module):
         casts = torch.is_autocast_enabled(x.device.type)
         if not casts:
             dropped = dropped.to(dtype)
-        fits = self.held is not None and (casts or self.held[0].dtype == dropped.dtype)
-        a, b = self.held if self.held is not None and fits else self.factors(dropped.dtype)
-        return F.linear(F.linear(dropped, a), b).to(dtype)
+        held = self.held
+        if held is None or not (casts or held[0].dtype == dropped.dtype):
+            held = self.factors(dropped.dtype)
+        return F.linear(F.linear(dropped, held[0]), held[1]).to(dtype)
 
     def factors(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A and scale * B in a dtype."""
         return self.lora_A.to(dtype), (self.lora_B * self.scale).to(dtype)
 
     def trained(self) -> dict[str, nn.Parameter]:

@@ -49,7 +49,7 @@ class CausalLM:
 
     metric_names: Sequence[str] = ()
     may_share_prefixes: bool = True
-    """Whether tokens that all rows of a batch begin with may be computed once."""
+    """True if tokens that all rows of a batch begin with may be computed once."""
 
     def __init__(self) -> None:
         self.opening: Opening | None = None
