@@ -13,9 +13,9 @@ help:
 	@echo "make trackers  the tests of all trackers, Weave too, which brings 35 packages along"
 	@echo "make faults  500 kills, 2,000 corruptions, full disks, payloads, signals (about 20 minutes)"
 	@echo "make fuzz    20,000 requests with bad values, then 3,000 damaged files; each must end with exit code 0 or 2 (about 35 minutes)"
-	@echo "make check   lint, format, types, import directions"
+	@echo "make check   lint, format, types, import directions, links of the docs"
 	@echo "make setup   only make the environment in $(VENV)"
-	@echo "make docs    write docs/options.md from the schema, and the map in CONTRIBUTING.md"
+	@echo "make docs    write the options page and the map in CONTRIBUTING.md, then build the site in build/docs"
 
 setup: $(VENV)/.ready
 
@@ -63,10 +63,12 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 docs: setup
-	$(BIN)/crosstune options --markdown > docs/options.md
+	$(BIN)/crosstune options --markdown > docs/reference/options.md
 	$(BIN)/python docs/write_map.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache

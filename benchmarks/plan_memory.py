@@ -7,7 +7,7 @@
 Weights are random. Each configuration trains two steps on full rows in a process of its own; the second step counts, as
 it has the optimizer's state. On a GPU the peak is that of torch's allocator (the reserved memory is printed too); on a CPU
 it is the resident memory, and what the libraries take is measured before the model is opened instead of predicted. The
-table can be pasted into docs/results.md.
+table can be pasted into docs/internals/results-history.md.
 """
 
 from __future__ import annotations

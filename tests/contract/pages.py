@@ -30,7 +30,8 @@ class Page:
 
     @property
     def text(self) -> str:
-        return (ROOT / "docs" / self.name).read_text(encoding="utf-8")
+        [path] = (ROOT / "docs").rglob(self.name)
+        return path.read_text(encoding="utf-8")
 
     def files(self) -> dict[str, str]:
         """Return the whole files that the page has its reader save, by their path."""

@@ -1,4 +1,4 @@
-"""docs/add-a-backend.md, followed as it is written: its file into a copy of the package, its commands one by one."""
+"""docs/internals/add-a-backend.md, followed as it is written: its file into a copy of the package, its commands one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/add-a-rung.md, followed as it is written: a rung that helps is kept, one that slows or breaks its promise is not."""
+"""docs/internals/add-a-rung.md, followed as it is written: a rung that helps is kept, one that slows or breaks its promise is not."""
 
 from __future__ import annotations
 

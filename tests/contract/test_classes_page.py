@@ -1,4 +1,4 @@
-"""docs/classes.md: its Python is run, in the order of the page, and its measurements are repeated."""
+"""docs/reference/classes.md: its Python is run, in the order of the page, and its measurements are repeated."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ torch = pytest.importorskip("torch", reason="the classes hand out torch devices 
 pytest.importorskip("peft", reason="comes with the torch extra")
 pytest.importorskip("hqq", reason="an extra: pip install 'crosstune[hqq]'")
 
-PAGE = (Path(__file__).parents[2] / "docs" / "classes.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "classes.md").read_text(encoding="utf-8")
 
 
 def test_the_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     for code in re.findall(r"```python\n(.*?)```", PAGE, re.S):
-        exec(compile(code, "docs/classes.md", "exec"), names)
+        exec(compile(code, "docs/reference/classes.md", "exec"), names)
     first, *_, context = capsys.readouterr().out.splitlines()
     assert first.startswith(names["manager"].backend_type)
     assert context == str(names["config"].context_length)

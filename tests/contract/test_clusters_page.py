@@ -1,4 +1,4 @@
-"""The commands of docs/clusters.md: each prints what it would submit."""
+"""The commands of docs/guide/clusters.md: each prints what it would submit."""
 
 from __future__ import annotations
 

@@ -348,9 +348,9 @@ def test_the_complete_example_learns(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_program_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "mps-fsdp.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "mps-fsdp.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     [code] = re.findall(r"```python\n(.*?)```", page, re.S)
-    exec(compile(code, "docs/mps-fsdp.md", "exec"), names)
+    exec(compile(code, "docs/reference/mps-fsdp.md", "exec"), names)
     assert names["checkpoint"]["epoch"] == 1

@@ -1,4 +1,4 @@
-"""The commands of docs/judge.md run as they stand, one after the other."""
+"""The commands of docs/guide/judge.md run as they stand, one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/latent-diffusion.md, followed as it is written, and the entry that the original's users start."""
+"""docs/guide/latent-diffusion.md, followed as it is written, and the entry that the original's users start."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_an_unknown_name_gets_an_answer(name: str, words: str, capsys: pytest.Ca
 
 
 def test_the_page_is_the_schemas() -> None:
-    page = Path(__file__).parents[2] / "docs" / "options.md"
+    page = Path(__file__).parents[2] / "docs" / "reference" / "options.md"
     assert page.read_text(encoding="utf-8") == markdown_table(), "run `make docs`"
 
 

@@ -14,7 +14,7 @@ from crosstune.cli.main import COMMANDS
 
 PACKAGE = ROOT / "src" / "crosstune"
 LOOSE = {"__init__.py", "__main__.py", "run.py"}
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WRITE_MAP = ROOT / "docs" / "write_map.py"
 _BLOCK = re.compile(r"^```.*?^```", re.S | re.M)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -114,7 +114,7 @@ def _named_files(page: Path) -> set[str]:
     quoted = [word for span in _QUOTED.findall(_BLOCK.sub("", text)) for word in span.split()]
     words = quoted + [word for block in _BLOCK.findall(text) for word in block.split()]
     paths = {word for word in words if _PATH.fullmatch(word)}
-    made = set(Page(page.name).files()) if page.parent == ROOT / "docs" else set()
+    made = set(Page(page.name).files()) if page.is_relative_to(ROOT / "docs") else set()
     starts = {path.name for path in (*ROOT.iterdir(), *PACKAGE.iterdir())} - {"runs", "models"}
     return {
         path

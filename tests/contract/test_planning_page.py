@@ -1,4 +1,4 @@
-"""The commands of docs/planning.md, and what the page says they print."""
+"""The commands of docs/guide/planning.md, and what the page says they print."""
 
 from __future__ import annotations
 

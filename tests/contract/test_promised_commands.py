@@ -253,7 +253,7 @@ def test_the_page_of_options_is_the_schema() -> None:
 
     from crosstune.config.table import markdown_table
 
-    page = Path(__file__).parents[2] / "docs" / "options.md"
+    page = Path(__file__).parents[2] / "docs" / "reference" / "options.md"
     assert page.read_text(encoding="utf-8") == markdown_table(), "run: make docs"
 
 

@@ -1,4 +1,4 @@
-"""The examples of docs/python.md run as they stand, one after the other, and pass a type checker."""
+"""The examples of docs/guide/python.md run as they stand, one after the other, and pass a type checker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pages import ROOT
 
 from crosstune.models.tiny import tiny_model
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(encoding="utf-8"), re.S)
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide" / "python.md").read_text(encoding="utf-8"), re.S)
 
 
 @pytest.fixture(scope="module")

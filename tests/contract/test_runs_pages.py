@@ -1,4 +1,4 @@
-"""The commands of docs/runs.md and docs/profiling.md, as they stand, in one process."""
+"""The commands of docs/guide/runs.md and docs/guide/profiling.md, as they stand, in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/add-a-quantizer.md, followed: one new file in torch_engine/quant is planned, probed, accepted and trained."""
+"""docs/internals/add-a-quantizer.md, followed: one new file in torch_engine/quant is planned, probed, accepted and trained."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_the_loss_is_where_the_marks_are(base: Tokenizer, name: str, monkeypatch
 
 
 def table_row(base: Tokenizer, name: str) -> str:
-    """Return the template's row of the table in docs/data.md: what is trained in `A`, an answer, and where the marks
+    """Return the template's row of the table in docs/guide/data.md: what is trained in `A`, an answer, and where the marks
     have more."""
     case = CASES[name]
     question, reply = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
@@ -169,7 +169,7 @@ def _code(text: str) -> str:
 
 
 def test_the_table_of_the_documentation(base: Tokenizer, name: str) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "data.md").read_text(encoding="utf-8")
     assert table_row(base, name) in page.splitlines()
 
 

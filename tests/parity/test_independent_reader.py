@@ -1,4 +1,4 @@
-"""A reader written from docs/checkpoint-format.md alone finds in a real run what crosstune finds."""
+"""A reader written from docs/reference/checkpoint-format.md alone finds in a real run what crosstune finds."""
 
 from __future__ import annotations
 

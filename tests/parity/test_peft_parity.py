@@ -18,7 +18,7 @@ from crosstune.run import train
 
 NUM_STEPS = 20
 BF16_BOUND = 0.004
-"""Largest relative difference of a loss in bf16: about twice what was measured over 20 steps (docs/results.md)."""
+"""Largest relative difference of a loss in bf16: about twice what was measured over 20 steps (docs/internals/results-history.md)."""
 QUESTIONS = [f"Count to {n} please, " + "slowly " * (n % 5) for n in range(1, 33)]
 ANSWERS = [" ".join(str(i) for i in range(1, 1 + n % 9)) or "none" for n in range(1, 33)]
 

@@ -94,7 +94,7 @@ def test_the_watermark_reaches_the_plan() -> None:
     assert plan_on(apple(64), environment={HIGH: "0"}, **asked).usable_bytes == int(64 * GIB * 0.9)
 
 
-# The rows of `docs/mps.md`: LoRA over 4 bits, rank 16, 2048 tokens per row, activations recomputed.
+# The rows of `docs/guide/mps.md`: LoRA over 4 bits, rank 16, 2048 tokens per row, activations recomputed.
 BATCHES = {16: (1, 0, 0), 32: (4, 2, 0), 64: (8, 4, 0), 128: (16, 16, 4), 192: (32, 16, 8)}
 
 
@@ -143,7 +143,7 @@ def test_scores_are_counted_where_no_kernel_avoids_them() -> None:
 
 
 def test_the_docs_show_these_batches() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "mps.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "mps.md").read_text(encoding="utf-8")
     for total_gib, batches in BATCHES.items():
         row = " | ".join(str(batch or "-") for batch in batches)
         assert f"| {total_gib} GB | {usable_gib(apple(total_gib), 'mps'):.1f} GiB | {row} |" in page

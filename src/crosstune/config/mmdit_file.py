@@ -142,7 +142,7 @@ def _add(found: dict[str, Any], key: str, value: Any, path: Any, problems: list[
     elif key not in WITHOUT_EFFECT and not key.startswith("logging.wandb_"):
         problems.append(
             UserError(
-                f"Unknown option: {shown(key)} in {path}.", do="remove it; see docs/latent-diffusion.md"
+                f"Unknown option: {shown(key)} in {path}.", do="remove it; see docs/guide/latent-diffusion.md"
             )
         )
 
