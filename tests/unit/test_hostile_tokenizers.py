@@ -61,7 +61,7 @@ def test_a_tokenizer_with_its_own_pattern_is_tried_once(
     assert Tokenizer.from_folder(folder).encode("Hello there").ids
     [verdict] = (tmp_path / "cache" / "tokenizers").iterdir()
     assert verdict.stat().st_size == 0
-    monkeypatch.setattr("crosstune.data.tokenizer_trial.run_limited", None)  # a second trial would fail
+    monkeypatch.setattr("crosstune.data.trials.run_limited", None)  # a second trial would fail
     assert Tokenizer.from_folder(folder).encode("Hello there").ids
 
 

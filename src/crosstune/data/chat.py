@@ -1,7 +1,4 @@
-"""Render conversations to text and find the exact character spans of the assistant's answers.
-
-This runs in the process of `render_worker`; other modules call `rendering`.
-"""
+"""Render conversations to text and find the exact character spans of the assistant's answers, for `rendering`."""
 
 from __future__ import annotations
 
@@ -12,9 +9,8 @@ from itertools import count, takewhile
 
 from crosstune.core.errors import UserError
 from crosstune.data.chat_templates import PLAIN_TEMPLATE
-from crosstune.data.render_types import NO_LOSS, ChatTokens, Message, Rendered, Span, Tools, template_error
-from crosstune.data.template import FAULTS, REASONING_KEYS, ChatTemplate, Refused, load_template
-from crosstune.data.template_limits import OverLimit
+from crosstune.data.render_types import NO_LOSS, ChatTokens, Message, Span, Tools, template_error
+from crosstune.data.template import FAULTS, REASONING_KEYS, ChatTemplate, OverLimit, Refused, load_template
 from crosstune.data.template_marks import Marks
 
 # Where a generation prompt opens the reasoning, or skips it. The model is taught both, as in TRL.
@@ -26,22 +22,33 @@ _OPENED_REASONING = re.compile(
 _QUESTION: Message = {"role": "user", "content": "Hello"}
 
 
-def render(
-    messages: Sequence[Message], tokenizer: ChatTokens, *, add_generation_prompt: bool, tools: Tools = None
-) -> str:
-    """Return the text of a conversation, in which the model may call `tools`."""
-    return _render(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)[0]
+def render_text(
+    messages: Sequence[Message], tokenizer: ChatTokens, *, add_generation_prompt: bool, tools: Tools
+) -> tuple[str, Marks]:
+    """Return the text of a conversation, and which parts of it are marked or written by which message."""
+    template = _template(tokenizer)
+    try:
+        return template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            leading_bos=tokenizer.leading_bos,
+            # Passed even when None, as in transformers: a template may test them.
+            tools=tools,
+            documents=None,
+            **dict(tokenizer.named_tokens),
+        )
+    except (*FAULTS, Refused, OverLimit) as error:
+        raise template_error(
+            tokenizer.template_file, "render this conversation", why=_reason(error)
+        ) from error
 
 
-def render_conversation(
-    messages: Sequence[Message], tokenizer: ChatTokens, *, whole: bool, tools: Tools = None
-) -> Rendered:
-    """Render a conversation with the spans of its answers and their end tokens, or with one span if `whole`."""
-    text, marks = _render(messages, tokenizer, add_generation_prompt=False, tools=tools)
-    if whole:
-        return Rendered(text=text, spans=[(0, len(text))])
+def locate_answers(
+    messages: Sequence[Message], text: str, marks: Marks, tokenizer: ChatTokens, *, tools: Tools
+) -> tuple[list[Span], int]:
+    """Return the spans of the answers with their end tokens, and the number of answers that cannot be found."""
     if _template(tokenizer).marks_answers:
-        return Rendered(text=text, spans=_with_loss(messages, marks.generated))
+        return _with_loss(messages, marks.generated), 0
     places = [place for place, message in enumerate(messages) if _is_answer(message)]
     found = [_locate(messages, place, text, marks, tokenizer, tools) for place in places]
     spans = [span for answer in found for span in answer]
@@ -51,14 +58,13 @@ def render_conversation(
             why="the template changes the answers or the text around them.",
             do="pass --train_on_prompt, or mark the answers in the template with {% generation %}",
         )
-    return Rendered(text=text, spans=spans, num_unlocated=found.count([]))
+    return spans, found.count([])
 
 
 def effective_extras(
-    messages: Sequence[Message], tokenizer: ChatTokens, extras: Sequence[str], *, tools: Tools
+    messages: Sequence[Message], text: str, tokenizer: ChatTokens, extras: Sequence[str], *, tools: Tools
 ) -> frozenset[str]:
-    """Return those of the extra keys (and `tools`) that change the text which the template renders."""
-    text = render(messages, tokenizer, add_generation_prompt=False, tools=tools) if extras else ""
+    """Return the extra keys (and `tools`) that change the rendered `text`."""
     found = set()
     for extra in extras:
         # The template gets reasoning under all of its names, so it is left out under all of them.
@@ -76,37 +82,17 @@ def _is_answer(message: Message) -> bool:
     return message["role"] == "assistant" and not message.get(NO_LOSS)
 
 
-def _with_loss(messages: Sequence[Message], marked: Sequence[Span]) -> Sequence[Span]:
+def _with_loss(messages: Sequence[Message], marked: Sequence[Span]) -> list[Span]:
     """Return the marked spans without those of answers that are part of the prompt."""
     answers = [message for message in messages if message["role"] == "assistant"]
     if all(map(_is_answer, answers)):
-        return marked
+        return list(marked)
     if len(marked) != len(answers):
         raise UserError(
             "The completion cannot be told from the answers in its prompt.",
             why=f"the chat template marks {len(marked)} parts for {len(answers)} answers.",
         )
     return [span for span, message in zip(marked, answers, strict=True) if _is_answer(message)]
-
-
-def _render(
-    messages: Sequence[Message], tokenizer: ChatTokens, *, add_generation_prompt: bool, tools: Tools
-) -> tuple[str, Marks]:
-    template = _template(tokenizer)
-    try:
-        return template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            leading_bos=tokenizer.leading_bos,
-            # Passed even when None, as in transformers: a template may test them.
-            tools=tools,
-            documents=None,
-            **dict(tokenizer.named_tokens),
-        )
-    except (*FAULTS, Refused, OverLimit) as error:
-        raise template_error(
-            tokenizer.template_file, "render this conversation", why=_reason(error)
-        ) from error
 
 
 def _template(tokenizer: ChatTokens) -> ChatTemplate:
@@ -198,7 +184,7 @@ def _render_part(
 ) -> tuple[str, Marks]:
     """Render a part of a conversation; return no text when the template refuses it, as it may take whole ones only."""
     try:
-        return _render(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)
+        return render_text(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)
     except UserError:
         return "", Marks()
 

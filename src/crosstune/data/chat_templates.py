@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from crosstune.config.load import cache_override
 from crosstune.core.errors import UserError
 from crosstune.core.names import did_you_mean
 from crosstune.core.plain_files import UnreadableFile, read_plain_text
 from crosstune.data.tokenizer import TEMPLATE_LIMIT
+from crosstune.data.trials import try_template
 
 # For models without a chat template: each turn on its own line, the end token after each answer.
 PLAIN_TEMPLATE = (
@@ -93,6 +95,7 @@ def read_template(value: str, *, adds_bos: bool = False) -> str:
         raise UserError(f"The chat template {path} cannot be read.", why=error.why, do=error.do) from error
     if not text.strip():
         raise UserError(f"The chat template {path} is empty.")
+    try_template(text.encode(), path=path, cache=cache_override())
     return text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -43,8 +44,8 @@ class Marks:
         return max((spans[-1][1] for spans in self.turns.values()), default=0)
 
 
-class Marker:
-    """Write the marks of one rendering, and take them out of its text."""
+class Marker(threading.local):
+    """Write the marks of one rendering, and take them out of its text. Threads may render at the same time."""
 
     def __init__(self) -> None:
         self._place_of: dict[int, int] = {}

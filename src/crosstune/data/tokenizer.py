@@ -17,7 +17,7 @@ from crosstune.core.json_files import parse_json, read_json
 from crosstune.core.plain_files import MissingFile, UnreadableFile, read_plain, read_plain_text
 from crosstune.data.render_types import ChatTokens
 from crosstune.data.tokenizer_limits import needs_trial, wrong_structure
-from crosstune.data.tokenizer_trial import try_tokenizer
+from crosstune.data.trials import try_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
