@@ -11,7 +11,6 @@ from contextlib import closing
 
 import pytest
 
-from crosstune.core import limited_child
 from crosstune.core.active_time import GAP_S, ActiveClock
 from crosstune.distributed import channel
 from crosstune.distributed.boards import State
@@ -68,50 +67,6 @@ with clock.ticking():
     finally:
         child.kill()
         child.communicate()
-
-
-def start_child(code: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-c", f"import sys, time; {code}"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def test_a_child_with_limits_has_its_time_when_we_are_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = Times()
-    monkeypatch.setattr(limited_child, "ActiveClock", times.clock)
-    with start_child("n = len(sys.stdin.read()); time.sleep(1.5); print(n)") as child:
-        communicate = child.communicate
-
-        def suspended(*words: object, **settings: object) -> object:
-            times.wall_s += 3600.0
-            return communicate(*words, **settings)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(child, "communicate", suspended)
-        assert limited_child._communicate(child, b"x" * 100_000, limit_s=5.0)[0] == b"100000\n"
-    with subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.PIPE
-    ) as child:
-        times.wall_s, communicate = 0.0, child.communicate
-
-        def slow(*words: object, **settings: object) -> object:
-            times.wall_s, times.cpu_s = times.wall_s + 4.0, times.cpu_s + 4.0
-            return communicate(timeout=0.01)
-
-        monkeypatch.setattr(child, "communicate", slow)
-        with pytest.raises(subprocess.TimeoutExpired):
-            limited_child._communicate(child, b"", limit_s=5.0)
-        child.kill()
-
-
-def test_a_child_with_limits_gets_all_data_although_it_begins_to_read_late() -> None:
-    with start_child("time.sleep(1.5); print(len(sys.stdin.read()))") as child:
-        try:
-            assert limited_child._communicate(child, b"x" * 1_000_000, limit_s=60.0)[0] == b"1000000\n"
-        finally:
-            child.kill()
 
 
 def test_machines_that_were_suspended_together_have_not_lost_each_other(

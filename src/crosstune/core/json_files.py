@@ -44,7 +44,11 @@ def read_json(path: Path, *, foreign: bool = False, limit: int = JSON_LIMIT) -> 
 
 def read_object(path: Path, *, foreign: bool = False, limit: int = JSON_LIMIT) -> dict[str, Any]:
     """Return the object in a JSON file; `foreign` is passed to `parse_json`."""
-    raw = read_plain(path, limit=limit)
+    return object_of(read_plain(path, limit=limit), path, foreign=foreign)
+
+
+def object_of(raw: bytes, path: Path, *, foreign: bool = False) -> dict[str, Any]:
+    """Return the object in the contents of a JSON file."""
     try:
         found = parse_json(raw, foreign=foreign)
     except ValueError as error:

@@ -12,11 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from crosstune.config.load import cache_override
 from crosstune.core.errors import UserError, shown
-from crosstune.core.json_fields import NOTHING, TEXT, check_fields, list_of, object_with, whole
-from crosstune.core.json_files import parse_json, read_json
+from crosstune.core.json_fields import (
+    NOTHING,
+    OBJECT,
+    TEXT,
+    check_fields,
+    list_of,
+    map_of,
+    object_with,
+    whole,
+)
+from crosstune.core.json_files import object_of, read_json
 from crosstune.core.plain_files import MissingFile, UnreadableFile, read_plain, read_plain_text
 from crosstune.data.render_types import ChatTokens
-from crosstune.data.tokenizer_limits import needs_trial, wrong_structure
 from crosstune.data.trials import try_tokenizer
 
 if TYPE_CHECKING:
@@ -32,8 +40,13 @@ _FIELDS = {
     **{f"{role}_token": _TOKEN for role in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")},
     "chat_template": TEXT | NOTHING | list_of(object_with({"name": TEXT, "template": TEXT})),
 }
-
-
+_STAGES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+_ID = whole(0, 2**31 - 1)
+_STRUCTURE = {
+    "model": OBJECT,
+    "added_tokens": list_of(object_with({"content": TEXT, "id": _ID})),
+    **dict.fromkeys(_STAGES, OBJECT | NOTHING),
+}
 _NAMES = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -177,7 +190,7 @@ class Tokenizer:
 
 
 def _read_tokenizer(folder: Path) -> bytes:
-    """Return tokenizer.json after checking its structure and, where that does not suffice, trying it."""
+    """Return tokenizer.json after checking its structure and trying it if it has patterns of its own."""
     path = folder / "tokenizer.json"
     try:
         raw = read_plain(path, limit=TOKENIZER_LIMIT)
@@ -187,18 +200,27 @@ def _read_tokenizer(folder: Path) -> bytes:
             why="crosstune reads fast tokenizers only.",
             do="make one with: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
         ) from error
-    try:
-        tokenizer = parse_json(raw, foreign=True)
-    except ValueError as error:
-        raise UnreadableFile(path, f"it is not JSON ({error})") from error
-    if not isinstance(tokenizer, dict):
-        raise UnreadableFile(path, "it does not hold a JSON object")
-    wrong = wrong_structure(tokenizer)
-    if wrong is not None:
-        raise UnreadableFile(path, wrong)
-    if needs_trial(tokenizer):
+    tokenizer = object_of(raw, path, foreign=True)
+    check_fields(tokenizer, _STRUCTURE, source=path, required=("model",))
+    vocabulary = tokenizer["model"].get("vocab")
+    if isinstance(vocabulary, dict) and not map_of(_ID).fits(vocabulary):
+        raise UnreadableFile(path, f"a token has a number that is not {_ID.needs}")
+    if any(_may_be_slow(tokenizer.get(stage)) for stage in _STAGES):
         try_tokenizer(raw, path=path, cache=cache_override())
     return raw
+
+
+def _may_be_slow(value: Any) -> bool:
+    """Return whether a stage has a regex, a table or a replacement that lengthens a text."""
+    if isinstance(value, list):
+        return any(map(_may_be_slow, value))
+    if not isinstance(value, dict):
+        return False
+    pattern, content = value.get("pattern"), value.get("content")
+    fixed = pattern.get("String") if isinstance(pattern, dict) else None
+    grows = isinstance(content, str) and isinstance(fixed, str) and len(content) > len(fixed)
+    has_regex = isinstance(pattern, dict) and "Regex" in pattern
+    return grows or has_regex or "precompiled_charsmap" in value or any(map(_may_be_slow, value.values()))
 
 
 def _open(raw: bytes, path: Path) -> RustTokenizer:
