@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_process import WarmProcess
 
 from crosstune.cli.main import main
 
@@ -69,69 +67,32 @@ def test_a_bad_byte_in_a_table_is_named_by_its_line(tiny_model: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (
-            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "it takes more than",
-        ),
         ("{{ raise_exception('never') }}", "never"),
         ("{{ messages | nothing }}", "nothing"),
-        ("{{ 'x' * 10**12 }}", "512 MiB of memory"),
         ("{% for i in range(99) %}{{ 'x' * 99999 }}{% endfor %}", "characters"),
     ],
 )
-def test_a_template_that_raises_or_loops_is_stopped_by_its_limits(
+def test_a_template_that_fails_is_named(
     tmp_path: Path, tiny_model: Path, write_jsonl: Any, capsys: Any, template: str, words: str
 ) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(tiny_model, model)
-    (model / "chat_template.jinja").write_text(template)
-    assert data(model, write_jsonl([GOOD])) == 2
+    path = tmp_path / "mine.jinja"
+    path.write_text(template)
+    rows = write_jsonl([GOOD])
+    assert data(tiny_model, rows, "--chat_template", str(path)) == 2
     answer = capsys.readouterr().err
     assert words in answer
-    assert "chat template" in answer
+    assert f"{rows}, line 1: The chat template {path}" in answer
 
 
-@pytest.mark.parametrize(
-    ("command", "payload", "limit"),
-    [
-        ("data", "([[messages] * 1000] * 100000) | sum(start=[])", "s of CPU time"),
-        ("data", "([messages[0].content * 10000000] * 1000) | select | join", "512 MiB of memory"),
-        ("plan", "'x'.ljust(20000000000)", "512 MiB of memory"),
-        ("train", "(5).to_bytes(20000000000, 'big')", "512 MiB of memory"),
-        ("generate", "(5).to_bytes(20000000000, 'big')", "512 MiB of memory"),
-    ],
-)
-def test_every_command_is_safe_from_a_template_that_knows_its_audience(
-    tmp_path: Path,
-    tiny_model: Path,
-    write_jsonl: Any,
-    warm: WarmProcess,
-    command: str,
-    payload: str,
-    limit: str,
+def test_a_template_file_that_never_ends_is_refused_before_the_data_is_read(
+    tmp_path: Path, tiny_model: Path, write_jsonl: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(tiny_model, model)
-    template = model / "chat_template.jinja"
-    template.write_text(
-        f"{{% if messages[0].content == 'now' %}}{{{{ {payload} }}}}{{% endif %}}{template.read_text()}"
-    )
-    turns = [{"role": "user", "content": "now"}, {"role": "assistant", "content": "yes"}]
-    path = write_jsonl([GOOD] * 3 + [{"messages": turns}] + [GOOD] * 3)
-    common = ["--backend", "cpu", "--precision", "fp32"]
-    words = {
-        "data": [str(path), "--model_name", str(model)],
-        "plan": ["--dataset", str(path), "--model_name", str(model), *common],
-        "train": ["--dataset", str(path), "--model_name", str(model), "--output_dir", str(tmp_path), *common],
-        "generate": [str(model), "--prompt", "now", *common],
-    }[command]
-    code, said = warm.command([command, *words]).wait()
-    assert code == 2, said
-    assert f"The chat template {template} cannot render this conversation." in said
-    assert limit in said
-    assert "Traceback" not in said
-    if command != "generate":
-        assert f"{path}, line 4:" in said
+    monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "mine.jinja"
+    path.write_text("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
+    assert data(tiny_model, write_jsonl([GOOD]), "--chat_template", str(path)) == 2
+    answer = capsys.readouterr().err
+    assert f"{path} cannot be used" in answer and "CPU time" in answer
 
 
 def test_the_report_and_marked_examples(tiny_model: Path, write_jsonl: Any, capsys: Any) -> None:

@@ -195,7 +195,12 @@ def test_yaml_that_expands_or_fails_is_refused(tmp_path: Path, text: str) -> Non
 
 def test_patterns_match_whole_names() -> None:
     names = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"]
-    assert match_names([r".*\.(q|v)_proj", "(?:.*_attn.*)+", "("], names)[:2] == [{names[0]}, {names[0]}]
+    assert match_names([r".*\.(q|v)_proj", r".*\.[0-9]+\..*_attn.*", "("], names)[:2] == [
+        {names[0]},
+        {names[0]},
+    ]
+    with pytest.raises(UserError, match="exponential time"):
+        match_names(["(.*)*(.*)*(.*)*x"], names)
     assert isinstance(match_names(["("], names)[0], str)
     with pytest.raises(UserError, match="more than 100,000 characters"):
         match_names(["x" * 200_000], names)

@@ -9,6 +9,7 @@ from crosstune.core.errors import UserError
 
 LONGEST_PATTERNS = 100_000
 """The most characters in all patterns of a request."""
+_NESTED_REPETITION = re.compile(r"\([^()]*[*+}][^()]*\)[*+{]")
 
 
 def match_names(patterns: Sequence[str], names: Sequence[str]) -> list[set[str] | str]:
@@ -18,6 +19,13 @@ def match_names(patterns: Sequence[str], names: Sequence[str]) -> list[set[str] 
             f"The patterns that choose layers have more than {LONGEST_PATTERNS:,} characters.",
             do="use a shorter list or pattern",
         )
+    for pattern in patterns:
+        if _NESTED_REPETITION.search(pattern):
+            raise UserError(
+                f"The pattern {pattern[:80]!r} cannot be matched with the names of layers.",
+                why="it repeats a group that has a repetition inside, which can take exponential time.",
+                do="simplify lora_target_modules, or target_modules in the adapter's adapter_config.json",
+            )
     return [_match(pattern, names) for pattern in patterns]
 
 
