@@ -17,7 +17,7 @@ from crosstune.core.plain_files import MissingFile, UnreadableFile, not_utf8, op
 JSON_LIMIT = 64 << 20
 """The largest JSON file in bytes, unless a reader sets another limit."""
 LINE_LIMIT = 16 << 20
-"""The largest line of a JSON Lines file that a run wrote."""
+"""The largest first line of a file that may be JSON Lines."""
 DEPTH_LIMIT = 64
 _DIGITS_LIMIT = 40
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -94,11 +94,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     except MissingFile:
         return rows
     with file:
-        number = 0
-        while line := file.readline(LINE_LIMIT):
-            number += 1
-            if len(line) == LINE_LIMIT:
-                raise UserError(f"{path}, line {number} is longer than {LINE_LIMIT >> 20} MiB.")
+        for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:

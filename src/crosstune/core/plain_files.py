@@ -18,7 +18,6 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFLNK: "a symbolic link",
 }
-_UNSIZED_BYTES = 1 << 16
 
 
 class UnreadableFile(UserError):
@@ -69,20 +68,15 @@ def open_plain(path: Path, *, follow_links: bool = True) -> BinaryIO:
 def read_plain(path: Path, *, limit: int, follow_links: bool = True) -> bytes:
     """Return the contents of a regular file of at most `limit` bytes."""
     with open_plain(path, follow_links=follow_links) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size <= limit:
-            try:
-                # Files in /proc report no size, and a file may grow: what is read is limited too.
-                most = min(limit, max(size, _UNSIZED_BYTES))
-                data = file.read(most + 1)
-            except OSError as error:
-                raise UnreadableFile(path, error.strerror or str(error), do="check the file") from error
-            if len(data) <= most:
-                return data
-            size, limit = len(data), most
+        try:
+            data = file.read() if os.fstat(file.fileno()).st_size <= limit else None
+        except OSError as error:
+            raise UnreadableFile(path, error.strerror or str(error), do="check the file") from error
+    if data is not None and len(data) <= limit:
+        return data
     raise UnreadableFile(
         path,
-        f"it has {readable_bytes(size)} or more, and the limit for such a file is {readable_bytes(limit)}",
+        f"it is larger than {readable_bytes(limit)}, the limit for such a file",
         do="check that it is the file you meant",
     )
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.names import did_you_mean
-from crosstune.data.files import Found
 from crosstune.data.formats import COLUMNS, OPTIONAL_COLUMNS, Row, fitting_formats, recognise
 
 if TYPE_CHECKING:
@@ -69,37 +67,6 @@ def parse_columns(text: str | None, *, targets: Sequence[str] = TARGETS) -> dict
             do="write --columns query=prompt,reply=completion",
         )
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class RenamedPart:
-    """A part whose rows have some of their columns renamed."""
-
-    part: Part
-    columns: tuple[tuple[str, str], ...]
-
-    @property
-    def name(self) -> str:
-        return self.part.name
-
-    @property
-    def form(self) -> str:
-        return self.part.form
-
-    @property
-    def size_bytes(self) -> int:
-        return self.part.size_bytes
-
-    def place(self, number: int) -> str:
-        return self.part.place(number)
-
-    def digest(self) -> str:
-        return f"{self.part.digest()} {self.columns}"
-
-    def rows(self) -> Iterator[Found]:
-        columns = dict(self.columns)
-        for found in self.part.rows():
-            yield found._replace(row=rename(found.row, columns))
 
 
 def rename(row: Row, columns: Columns) -> dict[str, Any]:

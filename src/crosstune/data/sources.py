@@ -13,6 +13,7 @@ from typing import Protocol
 from crosstune.core.errors import UserError, naming
 from crosstune.core.missing_paths import near_paths
 from crosstune.core.names import nearest
+from crosstune.data.columns import rename
 from crosstune.data.files import SUFFIXES, FilePart, Found, file_part
 from crosstune.data.hub import HELD_OUT_SPLITS, HubPart, open_hub
 from crosstune.data.named_datasets import BUNDLED, DUMMY, HUB_NAMES, RowsPart, known_names
@@ -76,13 +77,18 @@ class Source:
 
     def digest(self) -> str:
         """Return the sha256 of the contents, which does not depend on their location."""
-        return hashlib.sha256("".join(part.digest() for part in self.parts).encode()).hexdigest()
+        renamed = f" {self.columns}" if self.columns else ""
+        return hashlib.sha256(
+            "".join(f"{part.digest()}{renamed}" for part in self.parts).encode()
+        ).hexdigest()
 
     def rows(self) -> Iterator[tuple[Part, Found, int]]:
-        """Yield every row with its part and the number of bytes of the source read so far."""
-        before = 0
+        """Yield every row, its columns renamed, with its part and the number of bytes of the source read so far."""
+        before, columns = 0, dict(self.columns)
         for part in self.parts:
             for found in part.rows():
+                if columns:
+                    found = found._replace(row=rename(found.row, columns))
                 yield part, found, before + found.end_byte
             before += part.size_bytes
 
