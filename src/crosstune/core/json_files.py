@@ -29,8 +29,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def to_json(data: Any, *, indent: int | None = None) -> str:
-    """Return the JSON text of a value. Control characters are escaped, and so is what UTF-8 cannot encode: a file name may
-    hold any bytes, and a model may write half of a surrogate pair."""
+    """Return the JSON text of a value, with control characters and halves of surrogate pairs escaped."""
     return printable_json(json.dumps(finite(data), indent=indent, ensure_ascii=False, allow_nan=False))
 
 
@@ -59,9 +58,10 @@ def object_of(raw: bytes, path: Path, *, foreign: bool = False) -> dict[str, Any
 
 
 def parse_json(raw: bytes | str, *, foreign: bool = False) -> Any:
-    """Return the value of a JSON text; raise ValueError when it is not JSON, nested too deeply, or holds a number or
-    character that no file should. In a `foreign` file keys may repeat and numbers may be NaN, as other tools write them;
-    in our own, file names may hold bytes that are not UTF-8."""
+    """Return the value of a JSON text; raise ValueError when it is not JSON, nested too deeply, or has overlong numbers.
+
+    `foreign` files, of other tools, may repeat keys and contain NaN, but no half of a surrogate pair.
+    """
     if isinstance(raw, bytes):
         try:
             text = raw.decode("utf-8")
@@ -86,8 +86,8 @@ def check_parsed(value: Any, text: str, *, foreign: bool) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSON Lines file that a run wrote; none if it does not exist. A truncated last line is left
-    out, and so are lines without an object; any other bad line is an error."""
+    """Return the rows of a JSON Lines file of a run; none if it does not exist. Skip a truncated last line and lines
+    without an object; raise a UserError for any other bad line."""
     rows: list[dict[str, Any]] = []
     try:
         file = open_plain(path)
@@ -166,7 +166,7 @@ def _check_depth(value: Any) -> None:
 
 
 def _check_characters(value: Any) -> None:
-    """Raise ValueError for half of a surrogate pair, which no file or terminal can encode."""
+    """Raise ValueError for half of a surrogate pair."""
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:

@@ -35,7 +35,7 @@ def run_limited(
 ) -> bytes:
     """Run `module` as the main program with `data` as its standard input; return its standard output.
 
-    Raise OverLimit, which says `what` cannot be done and what to `do`, when it exceeds a limit or fails.
+    Raise OverLimit with `what` cannot be done and what to `do` when it exceeds a limit or fails.
     """
     limits = json.dumps([sys.path, cpu_seconds, memory_bytes, module])
     try:

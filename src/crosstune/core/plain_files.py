@@ -105,7 +105,7 @@ def is_file_name(name: str, *, longest_bytes: int = 255) -> bool:
 
 
 def check_regular_files(folder: Path) -> None:
-    """Raise UnreadableFile when a folder holds anything but regular files and folders, which libraries would open."""
+    """Raise UnreadableFile if a folder holds a pipe, device or socket that a library would open."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
@@ -114,7 +114,7 @@ def check_regular_files(folder: Path) -> None:
         path = Path(entry.path)
         try:
             found = path.stat()
-        except OSError:  # a link to nowhere, which no library can open either
+        except OSError:  # a dangling link
             continue
         if not stat.S_ISDIR(found.st_mode):
             _check_regular(path, found)

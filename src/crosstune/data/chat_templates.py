@@ -73,12 +73,12 @@ TEMPLATES = {
 
 
 def plain_template(*, leading_bos: bool) -> str:
-    """Return the template for models without one, as other tools can read it."""
+    """Return the template for models without one, readable by other tools."""
     return _for_other_tools(PLAIN_TEMPLATE, leading_bos=leading_bos)
 
 
 def read_template(value: str, *, adds_bos: bool = False) -> str:
-    """Return the template of a file, or a built-in one for a tokenizer that `adds_bos` or not."""
+    """Return the template of a file, after a trial, or a built-in one."""
     path = Path(value).expanduser()
     if value in TEMPLATES and not path.is_file():
         return _for_other_tools(TEMPLATES[value], leading_bos=adds_bos)
@@ -100,5 +100,5 @@ def read_template(value: str, *, adds_bos: bool = False) -> str:
 
 
 def _for_other_tools(template: str, *, leading_bos: bool) -> str:
-    """Return a built-in template without `leading_bos`, which other tools do not define."""
+    """Return a built-in template without `leading_bos`, a variable of crosstune only."""
     return template.replace("{{ leading_bos }}", "{{ bos_token }}" if leading_bos else "")

@@ -23,7 +23,7 @@ MOST_BYTES = 64 << 20
 class RowChecker:
     """Check rows as a training would read them.
 
-    Without a tokenizer no row is rendered; `whole` says that the answers need not be located.
+    Without a tokenizer, rows are not rendered. `whole` skips locating the answers.
     """
 
     asked_format: str
@@ -32,15 +32,13 @@ class RowChecker:
     whole: bool
 
     def check(self, name: str, *, limit: int, training: bool = True) -> list[str]:
-        """Raise a UserError when a row does not fit the format or cannot be rendered; return a description of what was
-        not checked.
+        """Raise a UserError for a row that does not fit the format or cannot be rendered; return what was not checked.
 
-        At most `limit` rows of each source are read, or all when it is -1. `training` tells the data to train on from
-        that to evaluate on.
+        At most `limit` rows of each source are read, all if it is -1. `training` is false for evaluation data.
         """
         entries = parse_dataset(name) if training else unweighted(name, option="eval_dataset")
         names = [entry.name for entry in entries]
-        # The bundled rows are known to be good, but not whether the template of the model renders them.
+        # Bundled rows are good, but the template of the model may refuse them.
         known = (DUMMY,) if self.tokenizer is not None else (*BUNDLED, DUMMY)
         local = [one for one in names if _is_here(one) and one not in known]
         sources = [open_source(one, needs_training=training) for one in local]

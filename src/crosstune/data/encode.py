@@ -1,4 +1,4 @@
-"""Tokenize the rows of a source into a store, in one pass and in batches of texts."""
+"""Read, render and tokenize the rows of a source in one pass, and write them to a store."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Encoder:
     whole: bool
 
     def render(self, conversation: Conversation, row: Row, *, extras: Sequence[str] = ()) -> Rendered:
-        """Return the text of a row with the spans that carry loss, and which of the `extras` change the text."""
+        """Return the text of a row, the spans with loss, and the `extras` that change the text."""
         if isinstance(conversation, str):
             check_characters(conversation)
             return Rendered(text=conversation, spans=[(0, len(conversation))])
@@ -59,7 +59,7 @@ class Encoder:
         )
 
     def to_tokens(self, texts: Sequence[Rendered]) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
-        """Return the tokens of each text, and which of them carry loss."""
+        """Return the tokens of each text and their loss mask."""
         if self.form in WITHOUT_TURNS:
             plain = self.tokenizer.encode_plain_batch([rendered.text for rendered in texts])
             return [(np.asarray(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_)) for ids in plain]
@@ -113,7 +113,7 @@ class _Pass:
             self.flush()
 
     def _extras_to_try(self, row: Row, conversation: Conversation) -> list[str]:
-        """Return the keys other than role and content for which it is not yet known whether the template renders them."""
+        """Return the extra keys of a row that the template is not known to render or ignore."""
         if isinstance(conversation, str):
             return []
         extras = turn_keys(conversation) | ({TOOLS_COLUMN} if tools_of(row) else set())

@@ -40,7 +40,7 @@ class HubPart:
         return f"Row {number} of {self.repo} ({self.split})"
 
     def digest(self) -> str:
-        """Return the sha256 of the rows as JSON, which does not depend on library versions."""
+        """Return the sha256 of the rows as JSON, independent of library versions."""
         total = hashlib.sha256()
         for found in self.rows():
             total.update(json.dumps(found.row, sort_keys=True, default=str).encode())

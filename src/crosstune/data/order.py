@@ -1,4 +1,4 @@
-"""Compute which examples a step trains on, from seed and step alone, for any number of devices."""
+"""Compute the examples of a step from the seed and the step number, for any number of devices."""
 
 from __future__ import annotations
 

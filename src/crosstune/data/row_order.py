@@ -1,4 +1,4 @@
-"""Compute which examples a step trains on, packed or not, for any recipe over a list of examples."""
+"""Compute the rows of a step, packed or not, for any recipe over a list of examples."""
 
 from __future__ import annotations
 
@@ -71,14 +71,13 @@ class RowOrder:
         return [[index] for index in indices]
 
     def position(self, step: int) -> dict[str, int]:
-        """Return the position in the data after `step` steps. Rows are packed per epoch, so no partly filled row has to
-        be saved."""
+        """Return the position in the data after `step` steps. Rows are packed per epoch, so none is partly filled."""
         done = min(step * self.rows_per_step, self._num_rows() or step * self.rows_per_step)
         epoch, row = divmod(done, self.num_examples) if self.packed is None else self.packed.place(done)
         return {"rows_done": done, "epoch": epoch, "row_in_epoch": row}
 
     def identity(self) -> Mapping[str, Any]:
-        """Return everything, except the examples, that decides which examples a step trains on."""
+        """Return what decides the examples of a step, except the examples themselves."""
         found = {
             "seed": self.seed,
             "rows_per_step": self.rows_per_step,

@@ -16,7 +16,7 @@ from crosstune.data.template_marks import Generation, Marks
 
 LONGEST_TEMPLATE = 256 << 10
 """In characters; templates of published models have a few thousand, the longest about 30,000."""
-# The date that templates get: the tokens of a run must not depend on the day.
+# The date for templates: the tokens of a run must not depend on the day.
 DAY = datetime(2025, 1, 1)
 
 # The names under which data sets keep the reasoning of an answer; most templates read the first one.
@@ -46,7 +46,7 @@ class Refused(Exception):
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """Return the environment of chat templates: that of transformers, without what gives another text each time."""
+    """Return the environment of transformers' chat templates, without random filters."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
@@ -73,7 +73,7 @@ class ChatTemplate:
         self.marks_answers = "endgeneration" in source
 
     def render(self, messages: Sequence[Message], **variables: Any) -> tuple[str, Marks]:
-        """Return the text, and which parts of it are marked or written by which message."""
+        """Return the text, with its marked spans and the spans of each message."""
         shown = [_with_reasoning(message) for message in messages]
         tools = repr(variables.get("tools"))
         size = len(tools) + sum(len(str(value)) for message in shown for value in message.values())
@@ -113,7 +113,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON as transformers' `tojson` does, which escapes nothing for HTML."""
+    """Write JSON as transformers' `tojson` does: without HTML escapes."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -64,21 +64,21 @@ class Tokenizer:
     adds_bos: bool = False
     """True if the tokenizer prepends the BOS token to plain text."""
     other_named: tuple[tuple[str, str], ...] = ()
-    """The special tokens that chat templates know by name, besides bos_token and eos_token: (name, text)."""
+    """Further special tokens that chat templates know by name: (name, text)."""
     digest: str = ""
     """sha256 of tokenizer.json."""
     template_file: str = ""
     """The file that holds the chat template."""
     num_rows: int | None = None
-    """The number of tokens that the model has embeddings for, if its config.json is beside the tokenizer."""
+    """The number of embeddings of the model, if its config.json is in the same folder."""
 
     @classmethod
     def from_folder(cls, folder: Path, *, model: Path | None = None) -> Tokenizer:
-        """Read the tokenizer of a folder; one without generation_config.json stops where that of `model` says."""
+        """Read the tokenizer of a folder; the stop tokens may come from the generation_config.json of `model`."""
         path = folder / "tokenizer.json"
         written = _read_tokenizer(folder)
         rust = _open(written, path)
-        # The file may have truncation and padding settings; we do both elsewhere.
+        # Truncation and padding are done elsewhere.
         rust.no_truncation()
         rust.no_padding()
         settings = _read_settings(folder / "tokenizer_config.json")
@@ -115,8 +115,7 @@ class Tokenizer:
 
     @property
     def leading_bos(self) -> str:
-        """The BOS token that a template must write for the tokens to begin as the tokenizer begins them, or an empty
-        string."""
+        """The BOS token that a template must write because the tokenizer adds one to plain text, or an empty string."""
         return self.bos_token if self.adds_bos and self.bos_token else ""
 
     @cached_property
@@ -151,11 +150,10 @@ class Tokenizer:
             return self.rust.encode_batch(list(texts), add_special_tokens=False)
 
     def encode_plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of texts that no template rendered, each with one BOS token if the tokenizer adds it,
-        and one EOS token.
+        """Return the token ids of plain texts, each with one BOS token if the tokenizer adds it, and one EOS token.
 
-        The tokenizer adds the BOS token itself: written as text, it would be the beginning, and the first word would
-        lose the mark that some tokenizers give to the beginning.
+        The tokenizer adds the BOS token itself: as text, it would take the first word's place at the beginning, and some
+        tokenizers mark the first word.
         """
         bos, eos = (
             self.rust.token_to_id(text) if text else None for text in (self.bos_token, self.eos_token)
@@ -190,7 +188,7 @@ class Tokenizer:
 
 
 def _read_tokenizer(folder: Path) -> bytes:
-    """Return tokenizer.json after checking its structure and trying it if it has patterns of its own."""
+    """Return tokenizer.json after checking its structure and, if it may be slow, trying it."""
     path = folder / "tokenizer.json"
     try:
         raw = read_plain(path, limit=TOKENIZER_LIMIT)
@@ -235,7 +233,7 @@ def _open(raw: bytes, path: Path) -> RustTokenizer:
 
 @contextlib.contextmanager
 def _readable_panics(what: str) -> Iterator[None]:
-    """Turn a panic of the tokenizers library into a UserError. It is no `Exception`, and has no name to import."""
+    """Turn a panic of the tokenizers library into a UserError. Its class is no `Exception` and cannot be imported."""
     try:
         yield
     except BaseException as error:

@@ -14,7 +14,7 @@ from crosstune.data.sources import Part, Source
 def uniform_sources(source: Source, *, asked: str, columns: Columns) -> list[Source]:
     """Return the parts of a source, grouped by format in the order of their first part.
 
-    The format is the requested one, the one that the source's name implies, or that of each part's first row.
+    The format is the requested one, or implied by the source's name or by each part's first row.
     """
     if asked == "auto":
         asked = source.form
