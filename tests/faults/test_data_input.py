@@ -122,34 +122,13 @@ def test_escape_sequences_in_data_do_not_reach_the_terminal(
     assert "\\x1b" in answer
 
 
-def test_a_packed_run_through_the_command_line(tmp_path: Path, tiny_model: Path, write_jsonl: Any) -> None:
-    words = [
-        "--backend",
-        "cpu",
-        "--precision",
-        "fp32",
-        "--packing",
-        "--context_length",
-        "64",
-        "--max_steps",
-        "3",
-        "--name",
-        "packed",
-    ]
-    where = ["--dataset", str(write_jsonl([GOOD] * 40)), "--output_dir", str(tmp_path / "runs")]
-    assert main(["train", "--model_name", str(tiny_model), *where, *words]) == 0
-    plan = json.loads((tmp_path / "runs" / "packed" / "plan.json").read_text())
-    assert plan["data"]["packed_fill"] > 0.7
-    assert plan["data"]["train"]["duplicates"] == 35
-
-
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="the peak of a process is read from Linux's /proc"
 )
 def test_a_large_file_needs_little_memory(tmp_path: Path, tiny_model: Path) -> None:
-    """The peak of a process that reads 4 and 16 MB from disk to disk: it must not grow with the file."""
+    """The peak of a process that reads 2 and 8 MB from disk to disk: it must not grow with the file."""
     peaks = []
-    for megabytes in (4, 16):
+    for megabytes in (2, 8):
         path = tmp_path / f"{megabytes}.jsonl"
         line = json.dumps({"text": "the light in the kitchen is on and nobody is there " * 40}) + "\n"
         path.write_text(line * (megabytes * 1_000_000 // len(line)))
@@ -161,7 +140,7 @@ def test_a_large_file_needs_little_memory(tmp_path: Path, tiny_model: Path) -> N
             "corpus = open_corpus(open_source(sys.argv[1]), Tokenizer.from_folder(Path(sys.argv[2])),\n"
             "    asked_format='auto', whole=False, context_length=512, truncation='cut', in_memory_bytes=0,\n"
             "    cache=Path(sys.argv[3]))\n"
-            "assert len(corpus) > 1000 and len(corpus[len(corpus) - 1].tokens) == 512, len(corpus)\n"
+            "assert len(corpus) > 500 and len(corpus[len(corpus) - 1].tokens) == 512, len(corpus)\n"
             # Not getrusage, which starts from the size of the process that started this one.
             "print(int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1]) // 1024)\n"
         )
@@ -171,4 +150,4 @@ def test_a_large_file_needs_little_memory(tmp_path: Path, tiny_model: Path) -> N
         )  # fmt: skip
         peaks.append(int(done.stdout))
     assert peaks[1] < 300
-    assert peaks[1] < peaks[0] + 40, peaks
+    assert peaks[1] < peaks[0] + 20, peaks
