@@ -76,23 +76,6 @@ def test_a_prompt_is_the_beginning_of_its_conversation(tokenizer: Tokenizer) -> 
 
 
 @pytest.mark.parametrize(
-    "template",
-    [
-        "{{ messages | length }}{% for m in messages %}{{ m.content | length }}{% endfor %}",
-        "{{ raise_exception('no system turn, please') }}",
-        "{{ ''.__class__.__mro__ }}",
-        "{% for m in messages %}",
-    ],
-)
-def test_a_template_that_cannot_be_used_is_a_clear_error(tokenizer: Tokenizer, template: str) -> None:
-    from dataclasses import replace
-
-    broken = replace(tokenizer, chat_template=template)
-    with pytest.raises(UserError):
-        encode_conversation(TURNS, broken, index=0, whole=False)
-
-
-@pytest.mark.parametrize(
     ("row", "form"),
     [
         ({"messages": TURNS[1:3]}, "messages"),
@@ -185,8 +168,8 @@ def test_targets_are_shifted_and_padding_carries_no_loss() -> None:
     ] == [2, 2, 1]
 
 
-@pytest.mark.parametrize("num_epochs", [0.05, 0.5, 1, 1.05, 1.3, 2.999])
-@pytest.mark.parametrize("num_examples", [1, 7, 8, 10])
+@pytest.mark.parametrize("num_epochs", [0.05, 1, 1.3, 2.999])
+@pytest.mark.parametrize("num_examples", [1, 8, 10])
 def test_no_step_is_empty_whatever_the_epochs(num_examples: int, num_epochs: float) -> None:
     num_rows = rows_in_epochs(num_examples, num_epochs)
     steps = steps_of_rows(num_rows, rows_per_step=8, num_epochs=num_epochs, max_steps=-1)
