@@ -42,13 +42,6 @@ def data(write_jsonl: Any) -> Path:
     return path
 
 
-def test_a_good_run_for_comparison(tmp_path: Path, tiny_model: Path, data: Path) -> None:
-    assert train(tmp_path, "--model_name", str(tiny_model), "--dataset", str(data), "--name", "good") == 0
-    summary = json.loads((tmp_path / "runs" / "good" / "summary.json").read_text())
-    assert summary["status"] == "finished"
-    assert (tmp_path / "runs" / "good" / "report.html").stat().st_size > 1000
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -133,26 +126,6 @@ def test_a_folder_that_holds_another_run_is_kept(
     assert (tmp_path / "runs" / "one" / "metrics.jsonl").read_bytes() == before
     assert train(tmp_path, *words, "--overwrite") == 0
     assert (tmp_path / "runs" / "one~1" / "metrics.jsonl").read_bytes() == before
-
-
-def test_long_examples_can_be_cut_or_left_out(tmp_path: Path, tiny_model: Path, write_jsonl: Any) -> None:
-    long = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "word " * 200}]}
-    path = write_jsonl([ROW] * 10 + [long], "mixed.jsonl")
-    for truncation in ("cut", "drop"):
-        words = [
-            "--model_name",
-            str(tiny_model),
-            "--dataset",
-            str(path),
-            "--context_length",
-            "64",
-            "--skip_eval",
-        ]
-        assert train(tmp_path, *words, "--truncation", truncation, "--name", truncation) == 0
-        data = json.loads((tmp_path / "runs" / truncation / "plan.json").read_text())["data"]["train"]
-        assert data["over_context"] == 1
-        assert data["longest"] <= 64
-        assert data["examples"] == (11 if truncation == "cut" else 10)
 
 
 def test_a_cache_without_room_says_how_much_is_missing(tmp_path: Path) -> None:

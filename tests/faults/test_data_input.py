@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_process import WarmProcess
 
 from crosstune.cli.main import main
 
@@ -69,69 +67,32 @@ def test_a_bad_byte_in_a_table_is_named_by_its_line(tiny_model: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (
-            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "it takes more than",
-        ),
         ("{{ raise_exception('never') }}", "never"),
         ("{{ messages | nothing }}", "nothing"),
-        ("{{ 'x' * 10**12 }}", "512 MiB of memory"),
         ("{% for i in range(99) %}{{ 'x' * 99999 }}{% endfor %}", "characters"),
     ],
 )
-def test_a_template_that_raises_or_loops_is_stopped_by_its_limits(
+def test_a_template_that_fails_is_named(
     tmp_path: Path, tiny_model: Path, write_jsonl: Any, capsys: Any, template: str, words: str
 ) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(tiny_model, model)
-    (model / "chat_template.jinja").write_text(template)
-    assert data(model, write_jsonl([GOOD])) == 2
+    path = tmp_path / "mine.jinja"
+    path.write_text(template)
+    rows = write_jsonl([GOOD])
+    assert data(tiny_model, rows, "--chat_template", str(path)) == 2
     answer = capsys.readouterr().err
     assert words in answer
-    assert "chat template" in answer
+    assert f"{rows}, line 1: The chat template {path}" in answer
 
 
-@pytest.mark.parametrize(
-    ("command", "payload", "limit"),
-    [
-        ("data", "([[messages] * 1000] * 100000) | sum(start=[])", "s of CPU time"),
-        ("data", "([messages[0].content * 10000000] * 1000) | select | join", "512 MiB of memory"),
-        ("plan", "'x'.ljust(20000000000)", "512 MiB of memory"),
-        ("train", "(5).to_bytes(20000000000, 'big')", "512 MiB of memory"),
-        ("generate", "(5).to_bytes(20000000000, 'big')", "512 MiB of memory"),
-    ],
-)
-def test_every_command_is_safe_from_a_template_that_knows_its_audience(
-    tmp_path: Path,
-    tiny_model: Path,
-    write_jsonl: Any,
-    warm: WarmProcess,
-    command: str,
-    payload: str,
-    limit: str,
+def test_a_template_file_that_never_ends_is_refused_before_the_data_is_read(
+    tmp_path: Path, tiny_model: Path, write_jsonl: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(tiny_model, model)
-    template = model / "chat_template.jinja"
-    template.write_text(
-        f"{{% if messages[0].content == 'now' %}}{{{{ {payload} }}}}{{% endif %}}{template.read_text()}"
-    )
-    turns = [{"role": "user", "content": "now"}, {"role": "assistant", "content": "yes"}]
-    path = write_jsonl([GOOD] * 3 + [{"messages": turns}] + [GOOD] * 3)
-    common = ["--backend", "cpu", "--precision", "fp32"]
-    words = {
-        "data": [str(path), "--model_name", str(model)],
-        "plan": ["--dataset", str(path), "--model_name", str(model), *common],
-        "train": ["--dataset", str(path), "--model_name", str(model), "--output_dir", str(tmp_path), *common],
-        "generate": [str(model), "--prompt", "now", *common],
-    }[command]
-    code, said = warm.command([command, *words]).wait()
-    assert code == 2, said
-    assert f"The chat template {template} cannot render this conversation." in said
-    assert limit in said
-    assert "Traceback" not in said
-    if command != "generate":
-        assert f"{path}, line 4:" in said
+    monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "mine.jinja"
+    path.write_text("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
+    assert data(tiny_model, write_jsonl([GOOD]), "--chat_template", str(path)) == 2
+    answer = capsys.readouterr().err
+    assert f"{path} cannot be used" in answer and "CPU time" in answer
 
 
 def test_the_report_and_marked_examples(tiny_model: Path, write_jsonl: Any, capsys: Any) -> None:
@@ -161,34 +122,13 @@ def test_escape_sequences_in_data_do_not_reach_the_terminal(
     assert "\\x1b" in answer
 
 
-def test_a_packed_run_through_the_command_line(tmp_path: Path, tiny_model: Path, write_jsonl: Any) -> None:
-    words = [
-        "--backend",
-        "cpu",
-        "--precision",
-        "fp32",
-        "--packing",
-        "--context_length",
-        "64",
-        "--max_steps",
-        "3",
-        "--name",
-        "packed",
-    ]
-    where = ["--dataset", str(write_jsonl([GOOD] * 40)), "--output_dir", str(tmp_path / "runs")]
-    assert main(["train", "--model_name", str(tiny_model), *where, *words]) == 0
-    plan = json.loads((tmp_path / "runs" / "packed" / "plan.json").read_text())
-    assert plan["data"]["packed_fill"] > 0.7
-    assert plan["data"]["train"]["duplicates"] == 35
-
-
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="the peak of a process is read from Linux's /proc"
 )
 def test_a_large_file_needs_little_memory(tmp_path: Path, tiny_model: Path) -> None:
-    """The peak of a process that reads 4 and 16 MB from disk to disk: it must not grow with the file."""
+    """The peak of a process that reads 2 and 8 MB from disk to disk: it must not grow with the file."""
     peaks = []
-    for megabytes in (4, 16):
+    for megabytes in (2, 8):
         path = tmp_path / f"{megabytes}.jsonl"
         line = json.dumps({"text": "the light in the kitchen is on and nobody is there " * 40}) + "\n"
         path.write_text(line * (megabytes * 1_000_000 // len(line)))
@@ -200,7 +140,7 @@ def test_a_large_file_needs_little_memory(tmp_path: Path, tiny_model: Path) -> N
             "corpus = open_corpus(open_source(sys.argv[1]), Tokenizer.from_folder(Path(sys.argv[2])),\n"
             "    asked_format='auto', whole=False, context_length=512, truncation='cut', in_memory_bytes=0,\n"
             "    cache=Path(sys.argv[3]))\n"
-            "assert len(corpus) > 1000 and len(corpus[len(corpus) - 1].tokens) == 512, len(corpus)\n"
+            "assert len(corpus) > 500 and len(corpus[len(corpus) - 1].tokens) == 512, len(corpus)\n"
             # Not getrusage, which starts from the size of the process that started this one.
             "print(int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1]) // 1024)\n"
         )
@@ -210,4 +150,4 @@ def test_a_large_file_needs_little_memory(tmp_path: Path, tiny_model: Path) -> N
         )  # fmt: skip
         peaks.append(int(done.stdout))
     assert peaks[1] < 300
-    assert peaks[1] < peaks[0] + 40, peaks
+    assert peaks[1] < peaks[0] + 20, peaks

@@ -1,4 +1,4 @@
-"""A few hundred requests with bad values; `make fuzz` runs tens of thousands."""
+"""Requests with bad values; `make fuzz` runs tens of thousands."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from injection.requests import answer, make_request, problems
 
-CASES = 300
+CASES = 40
 
 
-@pytest.mark.parametrize("first", range(0, CASES, 100))
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(40, 320, 40))])
 def test_each_ends_with_a_plan_or_a_refusal_that_names_what_is_wrong(first: int, tmp_path: Path) -> None:
     found = {}
-    for seed in range(first, first + 100):
+    for seed in range(first, first + CASES):
         request = make_request(seed)
         if wrong := problems(request, answer(request, tmp_path)):
             found[seed] = wrong

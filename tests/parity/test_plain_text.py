@@ -12,8 +12,6 @@ from transformers import AutoTokenizer
 
 from crosstune.data.encode import Encoder
 from crosstune.data.formats import to_conversation
-from crosstune.data.render_types import Rendered, RenderRow
-from crosstune.data.rendering import shared_renderer
 from crosstune.data.tokenizer import Tokenizer
 
 BOS, EOS = 1, 2
@@ -41,11 +39,7 @@ def make_tokenizer(folder: Path, *, scheme: str, added: str) -> Path:
 
 def tokens_of(row: dict[str, str], tokenizer: Tokenizer, form: str) -> list[int]:
     encoder = Encoder(tokenizer=tokenizer, form=form, whole=False)
-    text = encoder.to_request(to_conversation(row, form), row)
-    if isinstance(text, RenderRow):
-        [found] = shared_renderer().render_rows([text], tokenizer.chat_tokens)
-        assert isinstance(found, Rendered)
-        text = found
+    text = encoder.render(to_conversation(row, form), row)
     ((tokens, mask),) = encoder.to_tokens([text])
     assert len(mask) == len(tokens)
     return [int(token) for token in tokens]

@@ -95,7 +95,7 @@ def test_columns_decide_the_identity(tmp_path: Path, tiny_model: Path) -> None:
         ("qury=prompt,reply=completion", "no column 'qury'.*did you mean query.*query, reply"),
         ("query=promt", "cannot map query to 'promt'.*did you mean prompt"),
         ("query=prompt", "needs completion too"),
-        ("query", "does not say what it is read as"),
+        ("query", "has no target"),
         ("query=prompt,reply=prompt", "occurs twice"),
         ("=prompt", "no name"),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import logging
 import socket
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.hub_reach import why_unreachable
 from crosstune.data import files
 from crosstune.data.formats import has_empty_answer, recognise, to_conversation
-from crosstune.data.hub import HubPart, _missing, _quiet
+from crosstune.data.hub import HubPart, _missing
 from crosstune.data.named_datasets import known_names
 from crosstune.data.sources import Source, open_source, split_of
 from crosstune.data.uniform import pick_rows, uniform_sources
@@ -220,17 +219,6 @@ def test_an_address_that_answers_or_is_behind_a_proxy_is_not_unreachable(
     monkeypatch.setenv("http_proxy", "http://proxy.invalid:1")
     monkeypatch.setenv("no_proxy", "")
     assert why_unreachable(unused_address) is None
-
-
-def test_retries_of_the_hub_are_not_printed(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("huggingface_hub.utils._http")
-    level = logging.getLogger("huggingface_hub").level
-    with _quiet("huggingface_hub"):
-        logger.warning("Retrying in 1s")
-    assert not caplog.records
-    logger.warning("something else")
-    assert len(caplog.records) == 1
-    assert logging.getLogger("huggingface_hub").level == level
 
 
 def test_errors_of_the_hub_say_what_to_do() -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from crosstune.core.errors import UserError
 from crosstune.data.formats import as_messages
 from crosstune.data.rendering import encode_conversation, encode_prompt, render, render_conversation
 from crosstune.data.template import REASONING_KEYS
@@ -20,35 +19,10 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-LLAMA2 = (
-    "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}"
-    "{% set system = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' %}"
-    "{% else %}{% set rest = messages %}{% set system = '' %}{% endif %}"
-    "{% for m in rest %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns must alternate') }}{% endif %}"
-    "{% if m.role == 'user' %}{{ bos_token + '[INST] ' + (system if loop.first else '') + m.content.strip() + ' [/INST]' }}"
-    "{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
-)
 LLAMA3 = (
     "{{ bos_token }}{% for m in messages %}"
     "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
-MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
-    "{% elif m.role == 'system' %}{{ '[INST] ' + m.content + '\n' + '[/INST]' }}"
-    "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
-)
-GEMMA = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
-    "{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else m.role %}"
-    "{{ '<start_of_turn>' + role + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
-PHI3 = (
-    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
 QWEN3 = (
     "{% set ns = namespace(last=0) %}"
@@ -88,12 +62,6 @@ SPECIAL = [
     "<|start_header_id|>",
     "<|end_header_id|>",
     "<|eot_id|>",
-    "<start_of_turn>",
-    "<end_of_turn>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|system|>",
-    "<|end|>",
     "<|User|>",
     "<|Assistant|>",
 ]
@@ -123,26 +91,23 @@ def spans(example: Example, tokenizer: Tokenizer) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("template", "ending", "has_system"),
+    ("template", "ending"),
     [
-        (CHATML, "<|im_end|>", True),
-        (LLAMA2, " </s>", True),
-        (LLAMA3, "<|eot_id|>", True),
-        (MISTRAL, "</s>", True),
-        (GEMMA, "<end_of_turn>", False),
-        (PHI3, "<|end|>", True),
-        (R1, "</s>", True),
-        (MARKED, "<|im_end|>", True),
-        (HEADER_WITHOUT_PROMPT, "<|im_end|>", True),
-        (None, "</s>", True),
+        (CHATML, "<|im_end|>"),
+        (LLAMA3, "<|eot_id|>"),
+        (R1, "</s>"),
+        (MARKED, "<|im_end|>"),
+        (HEADER_WITHOUT_PROMPT, "<|im_end|>"),
+        (None, "</s>"),
     ],
-    ids=["chatml", "llama2", "llama3", "mistral", "gemma", "phi3", "r1", "marked", "no-prompt", "plain"],
+    ids=["chatml", "llama3", "r1", "marked", "no-prompt", "plain"],
 )
 def test_the_answers_and_their_ends_are_supervised_and_nothing_else(
-    base: Tokenizer, template: str | None, ending: str, has_system: bool
+    base: Tokenizer, template: str | None, ending: str
 ) -> None:
+    """The templates of published models are compared with transformers in tests/parity."""
     tokenizer = replace(base, chat_template=template)
-    for turns in (ASKED, ASKED[:2], SYSTEM + ASKED if has_system else ASKED):
+    for turns in (ASKED, ASKED[:2], SYSTEM + ASKED):
         example = encode_conversation(turns, tokenizer, index=0, whole=False)
         answers = [turn["content"] + ending for turn in turns if turn["role"] == "assistant"]
         found = [text.removeprefix(" ") for text in spans(example, tokenizer)]
@@ -187,8 +152,6 @@ def test_consecutive_turns_of_one_speaker(base: Tokenizer) -> None:
     turns = [ASKED[0], ASKED[2], ASKED[1], ASKED[3]]
     example = encode_conversation(turns, replace(base, chat_template=CHATML), index=0, whole=False)
     assert spans(example, base) == ["Fünf 🙂 Meter.<|im_end|>", "Two\nlines, ünd 日本.<|im_end|>"]
-    with pytest.raises(UserError, match="turns must alternate"):
-        encode_conversation(turns, replace(base, chat_template=LLAMA2), index=0, whole=False)
 
 
 def test_an_answer_that_repeats_the_template_is_not_mistaken_for_it(base: Tokenizer) -> None:
@@ -241,7 +204,6 @@ def test_reasoning_is_rendered_under_any_of_its_names(base: Tokenizer) -> None:
     ("options", "text"),
     [
         ("", '{"b": "ü<", "a": [1]}'),
-        ("ensure_ascii=True", '{"b": "\\u00fc<", "a": [1]}'),
         ("True", '{"b": "\\u00fc<", "a": [1]}'),
         ("sort_keys=True", '{"a": [1], "b": "ü<"}'),
         ("separators=(',', ':')", '{"b":"ü<","a":[1]}'),

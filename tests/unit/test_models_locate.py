@@ -89,7 +89,7 @@ def test_folder_with_weights_cut_short(model: Path) -> None:
     weights = model / "model.safetensors"
     data = weights.read_bytes()
     weights.write_bytes(data[:-1])
-    assert f"it has {len(data) - 1:,} bytes and its header declares {len(data):,}" in refused(model)
+    assert f"the file has {len(data) - 1:,} bytes" in refused(model)
     for junk in (b"", b"short", b"\xff" * 64, b"\x02" + b"\0" * 7 + b"[]"):
         weights.write_bytes(junk)
         assert "is not a complete safetensors file" in refused(model)

@@ -1,21 +1,25 @@
-"""A chat template that takes too much time, memory or text is stopped by the system, whatever it does."""
+"""Chat templates run in jinja's sandbox; one from a file is tried first, within limits of CPU time and memory."""
 
 from __future__ import annotations
 
-import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import crosstune
 from crosstune.core.errors import UserError
-from crosstune.data.render_types import ChatTokens, Rendered, RenderRow
-from crosstune.data.rendering import Renderer
+from crosstune.data import trials
+from crosstune.data.chat_templates import read_template
+from crosstune.data.render_types import Rendered
+from crosstune.data.rendering import render, render_conversation
 from crosstune.data.template import make_environment
-from crosstune.data.template_limits import Limits
+from crosstune.data.tokenizer import Tokenizer
 
 FILE = "/models/some/chat_template.jinja"
-CPU_S = 0.3
 TURNS = [
     {"role": "user", "content": "What is 2 + 2?"},
     {"role": "assistant", "content": "It is 4."},
@@ -33,12 +37,8 @@ def sixty_times(step: str) -> str:
 REFUSED = {
     "one huge range": "{% for a in range(999999999) %}{% endfor %}",
     "recursion": "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
-    "a recursive loop": "{% for a in [1] recursive %}{{ loop([1, 1]) }}{% endfor %}",
     "nested parentheses": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "nested blocks": "{% for a in [1] %}" * 60 + "x" + "{% endfor %}" * 60,
-    "nested conditions": "{% if 1 %}" * 500 + "{% endif %}" * 500,
-    "many digits": "{{ (7 ** 9999) | string }}",
-    "long output": "{% for a in range(9999) %}{{ 'x' * 99999 }}{% endfor %}",
     "much text in loops": "{% for a in range(9999) %}{% for b in range(9999) %}x{% endfor %}{% endfor %}",
     "a long template": "x" * 300_000,
     "our objects": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
@@ -46,119 +46,113 @@ REFUSED = {
     "format to objects": "{{ '{0.__class__.__mro__}'.format(messages) }}",
     "a file": "{% include '/etc/passwd' %}",
     "changing the input": "{{ messages.append(1) }}",
-    "an unknown filter": "{{ 'x' | nothing }}",
     "random texts": "{{ ['a', 'b'] | random }}",
 }
 ENDLESS = {
     "a loop without output": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "a list of lists": sixty_times("ns.l = [ns.l, ns.l]") + "{{ ns.l }}",
-    "the same as JSON": sixty_times("ns.l = [ns.l, ns.l]") + "{{ ns.l | tojson }}",
-    "the same, printed": sixty_times("ns.l = [ns.l, ns.l]") + "{{ ns.l | pprint }}",
     "a power": "{{ 9 ** 999999999 }}",
-    "squares": sixty_times("ns.n = ns.n * ns.n"),
-    "recursion in a tree": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "filters over long strings": "{{ (['a' * 1000000] * 100000) | map('upper') | map('length') | sum }}",
-    "a sum of lists": "{{ ([[1] * 1000] * 100000) | sum(start=[]) | length }}",
-    "unique": "{% for i in range(99999) %}{{ (range(100000) | unique | list)[:0] }}{% endfor %}",
-    "sort": "{% for i in range(99999) %}{{ (range(100000) | sort(reverse=true))[:0] }}{% endfor %}",
-    "a search": "{% for i in range(99999) %}{{ ('a' * 9999999).count('b') }}{% endfor %}",
-    "a long expression": "{{ " + "+".join(["1"] * 50_000) + " }}",
-    "nested calls": "{% macro f() %}{{ caller() }}{{ caller() }}{% endmacro %}"
-    + "{% call f() %}" * 50
-    + "{% endcall %}" * 50,
 }
 HUGE = {
-    "a product": "{{ 'x' * 9999999999 }}",
-    "a product the other way": "{{ 9999999999 * 'x' }}",
-    "a product of bytes": "{{ 'x'.encode() * 20000000000 }}",
-    "doubling with +": sixty_times("ns.s = ns.s + ns.s"),
-    "doubling with ~": sixty_times("ns.s = ns.s ~ ns.s"),
-    "doubling with replace": sixty_times("ns.s = ns.s | replace('y', 'y' * 99)"),
-    "doubling with .replace": sixty_times("ns.s = ns.s.replace('y', 'y' * 99)"),
-    "doubling with join": sixty_times("ns.s = [ns.s, ns.s] | join"),
-    "doubling a list": sixty_times("ns.l = ns.l + ns.l"),
-    "a wide format": "{{ '{:>9999999999}'.format('x') }}",
-    "a wide format inside": "{{ '{:>{w}}'.format('x', w=9999999999) }}",
-    "percent": "{{ '%9999999999d' % 1 }}",
+    "doubling": sixty_times("ns.s = ns.s + ns.s"),
     "padding": "{{ 'x'.ljust(20000000000) }}",
-    "center": "{{ 'x' | center(20000000000) }}",
-    "bytes of a number": "{{ (5).to_bytes(20000000000, 'big') }}",
-    "a wide indent": "{{ 'x\ny' | indent(999999999) }}",
-    "a wide JSON": "{{ messages | tojson(indent=999999999) }}",
-    "a join of a generator": "{{ (['a' * 3000000] * 1000) | select | join }}",
-    "captured output": "{% set x %}{% for a in range(9999) %}{{ 'x' * 99999 }}{% endfor %}{% endset %}",
-    "an attribute": "{{ {'a': 'x' * 600000000} | xmlattr }}",
+    "captured output": "{% set x %}{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}{% endset %}",
 }
 
 
-def behind_a_condition(template: str) -> str:
-    return "{% if messages[0].content[:5] != 'Hello' %}" + template + "{% endif %}"
+@pytest.fixture
+def base(tiny_model: Path) -> Tokenizer:
+    return replace(Tokenizer.from_folder(tiny_model), template_file=FILE)
 
 
-def render_once(template: str, *, limits: Limits) -> Rendered | UserError:
-    renderer = Renderer(limits)
-    row = RenderRow.of(TURNS, kind="answers")
-    try:
-        [result] = renderer.render_rows([row], ChatTokens(chat_template=template, template_file=FILE))
-    finally:
-        renderer.close()
-    return result
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_sandbox_refuses_a_template(base: Tokenizer, name: str) -> None:
+    tokenizer = replace(base, chat_template=REFUSED[name])
+    with pytest.raises(UserError, match=FILE):
+        render_conversation(TURNS, tokenizer, whole=False)
 
 
-@pytest.mark.parametrize("name", [*REFUSED, *ENDLESS, *HUGE])
-def test_a_hostile_template_is_stopped(name: str) -> None:
-    """The limits are those of CPU time and memory, so that nothing here depends on how busy the machine is."""
-    template = behind_a_condition({**REFUSED, **ENDLESS, **HUGE}[name])
-    used = os.times()
-    result = render_once(template, limits=Limits(cpu_s=CPU_S, memory_bytes=192 << 20))
-    assert isinstance(result, UserError)
-    assert FILE in result.asked
-    if name in ENDLESS:
-        assert "CPU time" in result.why
-    if name in HUGE:
-        assert "memory" in result.why or "CPU time" in result.why
-    now = os.times()
-    spent = now.children_user + now.children_system - used.children_user - used.children_system
-    assert spent < CPU_S + 30  # and what starting an interpreter takes
+@pytest.mark.parametrize("name", [*ENDLESS, *HUGE])
+def test_a_template_file_that_exceeds_a_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path / "cache"))
+    run = trials.run_limited
+
+    def limited(*words: Any, **settings: Any) -> bytes:
+        return run(*words, **settings | {"cpu_seconds": 1})
+
+    monkeypatch.setattr(trials, "run_limited", limited)
+    path = tmp_path / "hostile.jinja"
+    path.write_text({**ENDLESS, **HUGE}[name])
+    with pytest.raises(UserError, match=str(path)) as caught:
+        read_template(str(path))
+    assert "CPU time" in caught.value.why or (name in HUGE and "memory" in caught.value.why)
 
 
-@pytest.mark.parametrize("name", ["padding", "bytes of a number", "a product"])
-def test_one_call_cannot_take_more_memory_than_the_default(name: str) -> None:
-    result = render_once(HUGE[name], limits=Limits())
-    assert isinstance(result, UserError)
-    assert result.why == "it takes more than 512 MiB of memory"
+def test_a_good_template_file_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "mine.jinja"
+    path.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{{ raise_exception('no') }}")
+    assert read_template(str(path)) == path.read_text()
+    monkeypatch.setattr(trials, "run_limited", None)  # a second trial would fail
+    assert read_template(str(path)) == path.read_text()
 
 
-def test_a_long_conversation_is_no_attack() -> None:
+def test_a_long_conversation_is_no_attack(base: Tokenizer) -> None:
     turns = [
         {"role": "user", "content": "wörd 🙂 " * 500_000},
         {"role": "assistant", "content": "yes " * 500_000},
     ] * 2
     template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}</s>\n{% endfor %}"
-    renderer = Renderer()
-    tokens = ChatTokens(chat_template=template, template_file=FILE, special=("</s>",))
-    [result] = renderer.render_rows([RenderRow.of(turns, kind="answers")], tokens)
-    renderer.close()
-    assert isinstance(result, Rendered)
+    result = render_conversation(turns, replace(base, chat_template=template), whole=False)
     assert len(result.text) > 11_000_000
     assert [result.text[start : start + 4] for start, _ in result.spans] == ["yes "] * 2
 
 
-def test_there_is_one_sandbox_and_one_process_that_renders() -> None:
-    """A second place that renders would be one without the limits."""
+def test_threads_render_the_same_template_at_the_same_time(base: Tokenizer) -> None:
+    def turns(number: int) -> list[dict[str, str]]:
+        return [{"role": role, "content": f"{role} {number}"} for role in ("user", "assistant")] * (
+            1 + number % 7
+        )
+
+    def draw(number: int) -> Rendered:
+        return render_conversation(turns(number), base, whole=False)
+
+    with ThreadPoolExecutor(max_workers=4) as threads:
+        assert list(threads.map(draw, range(200))) == [draw(number) for number in range(200)]
+
+
+def test_there_is_one_sandbox() -> None:
+    """A second environment would be one without the sandbox."""
     package = Path(crosstune.__file__).parent
-    texts = {
-        path.relative_to(package).as_posix(): path.read_text(encoding="utf-8")
-        for path in package.rglob("*.py")
+    texts = {path.name: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
+    assert {name for name, text in texts.items() if "jinja2" in text and "Environment(" in text} == {
+        "template.py"
     }
-    assert {name for name, text in texts.items() if "SandboxedEnvironment" in text} == {"data/template.py"}
-    users = {name for name, text in texts.items() if "data.template import" in text}
-    assert users == {"data/chat.py"}
-    users = {name for name, text in texts.items() if "data.chat import" in text}
-    assert users == {"data/render_worker.py"}
 
 
 def test_templates_cannot_write_another_text_each_time() -> None:
     environment = make_environment()
     assert "random" not in environment.filters
     assert "lipsum" not in environment.globals
+
+
+def test_values_arrive_as_they_were(base: Tokenizer) -> None:
+    template = "{{ messages[0].content }}|{{ messages[0].name }}|{{ tools | tojson }}|{{ tools[0].n + 1 }}"
+    turns = [{"role": "user", "content": "whole \0, \u2028, 日本 🙂", "name": date(2024, 2, 29)}]
+    tools = [{"n": 2**70, "f": float("inf")}]
+    text = render(turns, replace(base, chat_template=template), add_generation_prompt=False, tools=tools)
+    assert text == (
+        "whole \0, \u2028, 日本 🙂|2024-02-29|"
+        '[{"n": 1180591620717411303424, "f": Infinity}]|1180591620717411303425'
+    )
+
+
+def test_values_that_are_nested_too_deeply_are_a_clear_error(base: Tokenizer) -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": deep}]
+    with pytest.raises(UserError, match="nested too deeply"):
+        render_conversation(turns, base, whole=False)

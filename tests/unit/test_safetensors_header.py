@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crosstune.core.safetensors_header import HEADER_LIMIT, BadSafetensors, read_header
+from crosstune.core.safetensors_header import BadSafetensors, read_header
 from crosstune.models.folder import check_folder
 from crosstune.models.weights import read_arrays
 
@@ -32,49 +31,23 @@ def without(key: str) -> dict[str, Any]:
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "empty": (b"", "not a JSON object"),
-    "not JSON": (b"{", "not JSON"),
-    "not UTF-8": (b'{"\xff": 1}', "not JSON"),
-    "UTF-16": ("{}".encode("utf-16-le"), "not JSON"),
-    "nested too deep": (b'{"a":' * 50_000, "not JSON"),
-    "a list": (b"[]", "not a JSON object"),
-    "space before it": (b' {"a": {}}', "not a JSON object"),
+    "empty": (b"", "EOF"),
+    "not JSON": (b"{", "EOF"),
+    "not UTF-8": (b'{"\xff": 1}', "UTF-8"),
+    "nested too deep": (b'{"a":' * 50_000, "JSON"),
+    "a list": (b"[]", "JSON"),
     "a tensor twice": (b'{"a": %b, "a": %b}' % ((json.dumps(tensor()).encode(),) * 2), "occurs twice"),
-    "a key twice": (b'{"a": {"dtype": "F32", "dtype": "F32"}}', "occurs twice"),
-    "metadata twice": (b'{"__metadata__": {}, "__metadata__": {}}', "occurs twice"),
-    "metadata of numbers": ({"__metadata__": {"a": 1}, "a": tensor()}, "__metadata__"),
-    "metadata of no words": ({"__metadata__": [], "a": tensor()}, "__metadata__"),
-    "an entry that is a number": ({"a": 1}, "without dtype"),
-    "no dtype": ({"a": without("dtype")}, "without dtype"),
-    "no shape": ({"a": without("shape")}, "without dtype"),
-    "no offsets": ({"a": without("data_offsets")}, "without dtype"),
-    "unknown dtype": ({"a": tensor(dtype="F33")}, "unknown dtype"),
-    "dtype that is a list": ({"a": tensor(dtype=["F32"])}, "unknown dtype"),
-    "shape that is a number": ({"a": tensor(shape=2)}, "the shape 2"),
-    "negative shape": ({"a": tensor(shape=[-1, -2])}, "the shape"),
-    "minus one in a shape": ({"a": tensor(shape=[-1, -1])}, "the shape"),
-    "fraction in a shape": ({"a": tensor(shape=[2.0])}, "the shape"),
-    "truth in a shape": ({"a": tensor(shape=[True, 2])}, "the shape"),
-    "one offset": ({"a": tensor(data_offsets=[8])}, "places 'a'"),
-    "three offsets": ({"a": tensor(data_offsets=[0, 8, 8])}, "places 'a'"),
-    "negative offset": ({"a": tensor(data_offsets=[-8, 0])}, "places 'a'"),
-    "reversed offsets": ({"a": tensor(data_offsets=[8, 0])}, "places 'a'"),
-    "fraction in an offset": ({"a": tensor(data_offsets=[0.0, 8.0])}, "places 'a'"),
-    "size that is not the shape's": ({"a": tensor(shape=[3])}, "8 bytes for F32 of shape [3]"),
-    "size that is not that of a later tensor's shape": (
-        {"a": tensor(shape=[1], data_offsets=[0, 4]), "b": tensor(data_offsets=[4, 8])},
-        "4 bytes for F32 of shape [2]",
-    ),
-    "half a byte": ({"a": tensor(dtype="F4", shape=[17])}, "8 bytes for F4"),
-    "overlap": ({"a": tensor(), "b": tensor()}, "overlap before 'b'"),
-    "gap at the beginning": ({"a": tensor(shape=[1], data_offsets=[4, 8])}, "gap"),
-    "gap between": (
-        {"a": tensor(dtype="U8", data_offsets=[0, 2]), "b": tensor(shape=[1], data_offsets=[4, 8])},
-        "gap or an overlap before 'b'",
-    ),
-    "end beyond the file": ({"a": tensor(shape=[4], data_offsets=[0, 16])}, "its header declares"),
-    "more data than described": ({"a": tensor(shape=[1], data_offsets=[0, 4])}, "its header declares"),
-    "nothing described": ({}, "its header declares"),
+    "metadata of numbers": ({"__metadata__": {"a": 1}, "a": tensor()}, "expected a string"),
+    "no shape": ({"a": without("shape")}, "missing field `shape`"),
+    "unknown dtype": ({"a": tensor(dtype="F33")}, "unknown variant"),
+    "negative shape": ({"a": tensor(shape=[-1, -2])}, "expected usize"),
+    "shape that overflows": ({"a": tensor(shape=[2**60, 2**60])}, "overflow"),
+    "reversed offsets": ({"a": tensor(data_offsets=[8, 0])}, "offset"),
+    "size that is not the shape's": ({"a": tensor(shape=[3])}, "invalid shape"),
+    "overlap": ({"a": tensor(), "b": tensor()}, "invalid offset"),
+    "gap": ({"a": tensor(shape=[1], data_offsets=[4, 8])}, "invalid offset"),
+    "end beyond the file": ({"a": tensor(shape=[4], data_offsets=[0, 16])}, "not fully covered"),
+    "more data than described": ({"a": tensor(shape=[1], data_offsets=[0, 4])}, "not fully covered"),
 }
 
 
@@ -95,24 +68,7 @@ def test_a_bad_header_is_refused_by_the_name_of_its_file(tmp_path: Path, name: s
 def test_a_header_longer_than_its_file_is_refused(tmp_path: Path, raw: bytes) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(raw)
-    with pytest.raises(BadSafetensors, match="in a file of"):
-        read_header(path)
-
-
-def test_a_header_beyond_the_limit_is_not_read(tmp_path: Path) -> None:
-    assert HEADER_LIMIT == 100_000_000  # the library's own
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(struct.pack("<Q", HEADER_LIMIT + 1) + b"{")
-    with path.open("r+b") as file:
-        file.truncate(2 * HEADER_LIMIT)  # takes no room
-    with pytest.raises(BadSafetensors, match="in a file of"):
-        read_header(path)
-
-
-def test_bytes_that_are_missing_are_counted(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.safetensors", {"a": tensor(shape=[4], data_offsets=[0, 16])})
-    size = path.stat().st_size
-    with pytest.raises(BadSafetensors, match=f"it has {size} bytes and its header declares {size + 8}"):
+    with pytest.raises(BadSafetensors, match=f"the file has {len(raw)} bytes"):
         read_header(path)
 
 
@@ -136,51 +92,6 @@ def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
         assert raw[header.data_start + begin : header.data_start + end] == array.tobytes()
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        "BOOL",
-        "F4",
-        "F6_E2M3",
-        "F6_E3M2",
-        "U8",
-        "I8",
-        "F8_E4M3",
-        "F8_E5M2",
-        "F8_E8M0",
-        "F8_E4M3FNUZ",
-        "F8_E5M2FNUZ",
-        "U16",
-        "I16",
-        "F16",
-        "BF16",
-        "U32",
-        "I32",
-        "F32",
-        "U64",
-        "I64",
-        "F64",
-        "C64",
-    ],
-)
-def test_a_dtype_has_as_many_bits_as_its_name_says(tmp_path: Path, dtype: str) -> None:
-    digits = re.search(r"\d+", dtype)
-    size = int(digits[0]) if digits else 8  # of eight values, in bytes
-    for num_bytes in (size - 1, size, size + 1):
-        entry = {"dtype": dtype, "shape": [8], "data_offsets": [0, num_bytes]}
-        path = write(tmp_path / "x.safetensors", {"a": entry}, num_bytes=num_bytes)
-        if num_bytes == size:
-            assert read_header(path).tensors == {"a": entry}
-        else:
-            with pytest.raises(BadSafetensors, match=f"{num_bytes} bytes for {dtype}"):
-                read_header(path)
-
-
-def test_types_of_less_than_a_byte(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.safetensors", {"a": tensor(dtype="F4", shape=[4, 4])})
-    assert read_header(path).tensors["a"]["shape"] == [4, 4]
-
-
 def test_a_file_without_tensors(tmp_path: Path) -> None:
     path = write(tmp_path / "x.safetensors", {"__metadata__": {"format": "pt"}}, num_bytes=0)
     assert read_header(path).tensors == {}
@@ -193,5 +104,5 @@ def test_every_reader_refuses(tmp_path: Path, tiny_model: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((tiny_model / name).read_bytes())
     for read in (lambda: check_folder(tmp_path), lambda: read_arrays(bad)):
-        with pytest.raises(BadSafetensors, match="overlap"):
+        with pytest.raises(BadSafetensors, match="invalid offset"):
             read()

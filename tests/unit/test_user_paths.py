@@ -28,7 +28,7 @@ def test_an_unknown_home_is_named_with_its_option(words: list[str], said: str) -
     with pytest.raises(UserError) as caught:
         check_home(words)
     assert caught.value.asked.startswith(said)
-    assert "no such account" in str(caught.value) and "whole path" in caught.value.do
+    assert "no such account" in str(caught.value) and "full path" in caught.value.do
 
 
 def test_a_known_home_and_other_words_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

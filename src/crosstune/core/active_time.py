@@ -1,4 +1,4 @@
-"""Measure time without the time in which this process was suspended, as by Ctrl-Z, SIGSTOP or a scheduler."""
+"""Measure time without suspensions of this process by Ctrl-Z, SIGSTOP or a scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Record what a process does now, so that a watchdog can name what a hung one waits in."""
+"""Record the current activity of a process, so that a watchdog can name where it hangs."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterator
 
 
 class Activity:
-    """The present activity of this process. One thread sets it, others read it."""
+    """The current activity of this process, set by one thread and read by others."""
 
     def __init__(self) -> None:
         self.name = "starting"
 
     def start(self, name: str) -> None:
-        """Say what begins now, such as `step 12: backward`."""
+        """Set the activity, such as `step 12: backward`."""
         self.name = name
 
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Say what is done inside the block; the earlier activity goes on after it."""
+        """Set the activity inside the block, and restore the earlier one after it."""
         before, self.name = self.name, name
         try:
             yield

@@ -49,7 +49,7 @@ def staged_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _staging(staged: Path, *, target: Path) -> Iterator[None]:
-    """Remove a staged file when the block raises, and name the target in an error of the system about it."""
+    """Remove a staged file when the block raises, and name the target in its OSError."""
     try:
         yield
     except BaseException as error:
@@ -114,7 +114,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a file or folder to the first free `<name>~<n>`, which keeps it without using it; return the new path."""
+    """Rename a file or folder to the first free `<name>~<n>`; return the new path."""
     number = 1
     while (target := path.with_name(f"{path.name}~{number}")).exists():
         number += 1

@@ -9,7 +9,7 @@ from crosstune.core.protocols import Array
 
 
 def check_fit(trained: Mapping[str, tuple[int, ...]], weights: Mapping[str, Array]) -> None:
-    """Raise a UserError unless names and shapes of the stored weights equal those of the trained ones."""
+    """Raise a UserError unless stored and trained weights have the same names and shapes."""
     missing, unknown = sorted(trained.keys() - weights.keys()), sorted(weights.keys() - trained.keys())
     shapes = [name for name in trained if name in weights and trained[name] != weights[name].shape]
     if not (missing or unknown or shapes):

@@ -1,8 +1,7 @@
-"""Know whether this process is still connected to others, and end it without Python's shutdown if it is.
+"""Track whether this process is connected to others, and end it without Python's shutdown if it is.
 
-A thread of Python that is inside torch while the interpreter shuts down ends the process with "terminate called without an
-active exception" and SIGABRT, whatever its exit code was to be. A process that leaves its group in order has no such
-thread; one that fails cannot leave, since the others may wait for it in a collective.
+A Python thread inside torch during interpreter shutdown aborts the process with SIGABRT, whatever its exit code. A process
+that left its group has no such thread; one that fails cannot leave, since others may wait for it in a collective.
 """
 
 from __future__ import annotations

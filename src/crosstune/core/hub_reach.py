@@ -1,4 +1,4 @@
-"""Ask once, for a few seconds, whether the hub can be reached: its libraries try again for a minute before they say so."""
+"""Test once, for a few seconds, whether the hub can be reached: its libraries retry for a minute."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def why_unreachable(endpoint: str) -> str | None:
         return None
     found: list[str] = []
     port = address.port or (80 if address.scheme == "http" else 443)
-    # A thread, as looking up a name has no time limit of its own.
+    # In a thread, since name lookup has no timeout.
     asking = threading.Thread(target=_connect, args=(host, port, found), daemon=True)
     asking.start()
     asking.join(WAIT_S)
@@ -42,7 +42,7 @@ def _connect(host: str, port: int, found: list[str]) -> None:
 
 @contextlib.contextmanager
 def offline_if_unreachable() -> Iterator[str | None]:
-    """Keep the hub's libraries to their caches inside the block if the hub cannot be reached, and yield why."""
+    """Restrict the hub's libraries to their caches inside the block if the hub cannot be reached; yield why."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

@@ -17,7 +17,7 @@ from crosstune.core.plain_files import MissingFile, UnreadableFile, not_utf8, op
 JSON_LIMIT = 64 << 20
 """The largest JSON file in bytes, unless a reader sets another limit."""
 LINE_LIMIT = 16 << 20
-"""The largest line of a JSON Lines file that a run wrote."""
+"""The largest first line of a file that may be JSON Lines."""
 DEPTH_LIMIT = 64
 _DIGITS_LIMIT = 40
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -29,8 +29,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def to_json(data: Any, *, indent: int | None = None) -> str:
-    """Return the JSON text of a value. Control characters are escaped, and so is what UTF-8 cannot encode: a file name may
-    hold any bytes, and a model may write half of a surrogate pair."""
+    """Return the JSON text of a value, with control characters and halves of surrogate pairs escaped."""
     return printable_json(json.dumps(finite(data), indent=indent, ensure_ascii=False, allow_nan=False))
 
 
@@ -44,7 +43,11 @@ def read_json(path: Path, *, foreign: bool = False, limit: int = JSON_LIMIT) -> 
 
 def read_object(path: Path, *, foreign: bool = False, limit: int = JSON_LIMIT) -> dict[str, Any]:
     """Return the object in a JSON file; `foreign` is passed to `parse_json`."""
-    raw = read_plain(path, limit=limit)
+    return object_of(read_plain(path, limit=limit), path, foreign=foreign)
+
+
+def object_of(raw: bytes, path: Path, *, foreign: bool = False) -> dict[str, Any]:
+    """Return the object in the contents of a JSON file."""
     try:
         found = parse_json(raw, foreign=foreign)
     except ValueError as error:
@@ -55,9 +58,10 @@ def read_object(path: Path, *, foreign: bool = False, limit: int = JSON_LIMIT) -
 
 
 def parse_json(raw: bytes | str, *, foreign: bool = False) -> Any:
-    """Return the value of a JSON text; raise ValueError when it is not JSON, nested too deeply, or holds a number or
-    character that no file should. In a `foreign` file keys may repeat and numbers may be NaN, as other tools write them;
-    in our own, file names may hold bytes that are not UTF-8."""
+    """Return the value of a JSON text; raise ValueError when it is not JSON, nested too deeply, or has overlong numbers.
+
+    `foreign` files, of other tools, may repeat keys and contain NaN, but no half of a surrogate pair.
+    """
     if isinstance(raw, bytes):
         try:
             text = raw.decode("utf-8")
@@ -82,19 +86,15 @@ def check_parsed(value: Any, text: str, *, foreign: bool) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSON Lines file that a run wrote; none if it does not exist. A truncated last line is left
-    out, and so are lines without an object; any other bad line is an error."""
+    """Return the rows of a JSON Lines file of a run; none if it does not exist. Skip a truncated last line and lines
+    without an object; raise a UserError for any other bad line."""
     rows: list[dict[str, Any]] = []
     try:
         file = open_plain(path)
     except MissingFile:
         return rows
     with file:
-        number = 0
-        while line := file.readline(LINE_LIMIT):
-            number += 1
-            if len(line) == LINE_LIMIT:
-                raise UserError(f"{path}, line {number} is longer than {LINE_LIMIT >> 20} MiB.")
+        for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
@@ -166,7 +166,7 @@ def _check_depth(value: Any) -> None:
 
 
 def _check_characters(value: Any) -> None:
-    """Raise ValueError for half of a surrogate pair, which no file or terminal can encode."""
+    """Raise ValueError for half of a surrogate pair."""
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
-import threading
-from typing import IO
 
-from crosstune.core.active_time import ActiveClock
 from crosstune.core.errors import UserError
 
 _WAIT_PER_CPU_SECOND = 10.0
@@ -39,49 +35,25 @@ def run_limited(
 ) -> bytes:
     """Run `module` as the main program with `data` as its standard input; return its standard output.
 
-    Raise OverLimit, which says `what` cannot be done and what to `do`, when it exceeds a limit or fails.
+    Raise OverLimit with `what` cannot be done and what to `do` when it exceeds a limit or fails.
     """
     limits = json.dumps([sys.path, cpu_seconds, memory_bytes, module])
-    with subprocess.Popen(
-        [sys.executable, "-I", "-c", _START, limits],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as child:
-        try:
-            printed, said = _communicate(child, data, limit_s=cpu_seconds * _WAIT_PER_CPU_SECOND)
-        except subprocess.TimeoutExpired as error:
-            raise OverLimit(
-                what, why=f"it does not finish within {cpu_seconds} seconds of CPU time.", do=do
-            ) from error
-        finally:
-            child.kill()
+    try:
+        child = subprocess.run(
+            [sys.executable, "-I", "-c", _START, limits],
+            input=data,
+            capture_output=True,
+            timeout=cpu_seconds * _WAIT_PER_CPU_SECOND,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise OverLimit(
+            what, why=f"it does not finish within {cpu_seconds} seconds of CPU time.", do=do
+        ) from error
     if child.returncode:
-        lines = said.decode(errors="replace").strip().splitlines()
+        lines = child.stderr.decode(errors="replace").strip().splitlines()
         limit = (
             f"it takes more than {cpu_seconds} seconds of CPU time or {memory_bytes >> 20:,} MiB of memory."
         )
         raise OverLimit(what, why=lines[-1][:300] if lines and child.returncode > 0 else limit, do=do)
-    return printed
-
-
-def _communicate(child: subprocess.Popen[bytes], data: bytes, *, limit_s: float) -> tuple[bytes, bytes]:
-    """Return what the child prints; raise TimeoutExpired after a time in which we ourselves were not suspended."""
-    clock = ActiveClock()
-    end = clock.now() + limit_s
-    if child.stdin is not None:
-        # `communicate` would not go on with what it has not sent when its timeout ends.
-        threading.Thread(target=_send, args=(child.stdin, data), daemon=True).start()
-        child.stdin = None
-    while True:
-        try:
-            return child.communicate(timeout=1.0)
-        except subprocess.TimeoutExpired:
-            if clock.now() > end:
-                raise
-
-
-def _send(stdin: IO[bytes], data: bytes) -> None:
-    """Write the data and close the pipe. A child may end without reading it."""
-    with contextlib.suppress(BrokenPipeError), stdin:
-        stdin.write(data)
+    return child.stdout

@@ -1,4 +1,4 @@
-"""Say what exists where a file, a folder or a run that was named does not."""
+"""Suggest existing files, folders and runs for a path that does not exist."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MOST_RUNS = 5
 
 
 def near_paths(path: str | Path) -> list[str]:
-    """Return the existing paths beside a missing one whose names are near, written as the missing one is."""
+    """Return existing paths with similar names in the folder of a missing path."""
     wanted = Path(path)
     if not wanted.name:
         return []
-    # Case and ending are typed wrong as often as letters are, and equal endings alone make no names alike.
+    # Compare lower-case stems: case and suffix are often mistyped, and equal suffixes do not make names similar.
     stems: dict[str, list[str]] = {}
     for entry in _entries(wanted.expanduser().parent):
         stems.setdefault(Path(entry.name).stem.lower(), []).append(entry.name)
@@ -27,7 +27,7 @@ def near_paths(path: str | Path) -> list[str]:
 
 
 def near_path_hint(path: str | Path) -> str:
-    """Return a question about the paths near a missing one; nothing if there are none."""
+    """Return a question that names similar paths, or an empty string."""
     close = near_paths(path)
     return f"did you mean {' or '.join(close)}?" if close else ""
 
@@ -39,7 +39,7 @@ def runs_beside(folder: Path) -> list[Path]:
 
 
 def what_runs_exist(target: str | Path) -> str:
-    """Return the runs near a missing one, or the newest beside it."""
+    """Return runs with similar names, or the newest in the same folder."""
     wanted = Path(target)
     runs = [run.name for run in runs_beside(wanted.expanduser())]
     if close := nearest(wanted.name, runs):
@@ -63,7 +63,7 @@ def _entries(folder: Path) -> Iterable[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             return [entry for entry in entries if not entry.name.startswith(".")]
-    except OSError:  # it is not there, or not readable: then there is nothing to suggest
+    except OSError:  # missing or not readable: nothing to suggest
         return []
 
 

@@ -18,7 +18,6 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFLNK: "a symbolic link",
 }
-_UNSIZED_BYTES = 1 << 16
 
 
 class UnreadableFile(UserError):
@@ -69,20 +68,15 @@ def open_plain(path: Path, *, follow_links: bool = True) -> BinaryIO:
 def read_plain(path: Path, *, limit: int, follow_links: bool = True) -> bytes:
     """Return the contents of a regular file of at most `limit` bytes."""
     with open_plain(path, follow_links=follow_links) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size <= limit:
-            try:
-                # Files in /proc report no size, and a file may grow: what is read is limited too.
-                most = min(limit, max(size, _UNSIZED_BYTES))
-                data = file.read(most + 1)
-            except OSError as error:
-                raise UnreadableFile(path, error.strerror or str(error), do="check the file") from error
-            if len(data) <= most:
-                return data
-            size, limit = len(data), most
+        try:
+            data = file.read() if os.fstat(file.fileno()).st_size <= limit else None
+        except OSError as error:
+            raise UnreadableFile(path, error.strerror or str(error), do="check the file") from error
+    if data is not None and len(data) <= limit:
+        return data
     raise UnreadableFile(
         path,
-        f"it has {readable_bytes(size)} or more, and the limit for such a file is {readable_bytes(limit)}",
+        f"it is larger than {readable_bytes(limit)}, the limit for such a file",
         do="check that it is the file you meant",
     )
 
@@ -111,7 +105,7 @@ def is_file_name(name: str, *, longest_bytes: int = 255) -> bool:
 
 
 def check_regular_files(folder: Path) -> None:
-    """Raise UnreadableFile when a folder holds anything but regular files and folders, which libraries would open."""
+    """Raise UnreadableFile if a folder holds a pipe, device or socket that a library would open."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
@@ -120,7 +114,7 @@ def check_regular_files(folder: Path) -> None:
         path = Path(entry.path)
         try:
             found = path.stat()
-        except OSError:  # a link to nowhere, which no library can open either
+        except OSError:  # a dangling link
             continue
         if not stat.S_ISDIR(found.st_mode):
             _check_regular(path, found)

@@ -1,4 +1,4 @@
-"""Hide what libraries print while they work: a command shows its own progress."""
+"""Hide the output of libraries: a command shows its own progress."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def hide_output() -> Iterator[None]:
-    """Drop what is printed on standard output and standard error inside the block. Errors must be raised."""
+    """Drop standard output and standard error inside the block. Errors must be raised."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield

@@ -30,10 +30,10 @@ class Ranks:
     launch_folder: str | None = None
     """The private folder of crosstune's own launcher on this host, for notes to it."""
     attempt: int = 0
-    """How often the launcher has restarted the processes."""
+    """The number of restarts by the launcher."""
     master_addr: str = ""
     master_port: int = 0
-    """Where the first process, or its launcher, has the store through which the processes find each other."""
+    """The address of the rendezvous store of the first process or its launcher."""
     serves_store: bool = False
     """Whether this process serves the store; torchrun's agent does it for its processes."""
 
@@ -86,7 +86,7 @@ class Group(Protocol):
         ...
 
 
-class Alone:
+class SingleProcess:
     """The group of a run with one process."""
 
     ranks = Ranks()
@@ -108,7 +108,7 @@ class Alone:
 
 
 def sum_exactly(numbers: Sequence[float]) -> float:
-    """Return the sum, rounded once; nan for infinities of both signs, for which math.fsum raises."""
+    """Return the sum, rounded once; nan for infinities of both signs."""
     if math.inf in numbers and -math.inf in numbers:
         return math.nan
     return math.fsum(numbers)

@@ -18,7 +18,7 @@ LOCKS = ".locks"
 """Folder of the lock files, next to the run folders: a lock stays in place when its run is moved aside."""
 
 _PATIENCE_S = 0.2
-"""How long to wait for a lock: `is_held` takes it for a moment."""
+"""How long to wait for a lock: `is_held` holds it for a moment."""
 
 
 class InUse(UserError):
@@ -60,7 +60,7 @@ def hold(folder: Path) -> Iterator[None]:
 
     The system releases the lock when the process ends, however it ends. If no run folder was made, no trace is left.
     """
-    # A link is locked under its own name and under that of its target: a run may be moved aside under either.
+    # Lock a link under its own name and its target's: a run may be moved aside under either.
     names = {folder.parent.resolve() / folder.name, folder.resolve()}
     with contextlib.ExitStack() as stack:
         for run in sorted(names):
@@ -101,8 +101,8 @@ def _acquire(lock: FileLock, locks: Path) -> None:
 
 
 def _remove(lock: Path, folders: Sequence[Path]) -> None:
-    """Remove the lock file and the folders that were made for it, as far as they are empty. Whoever opened the file
-    meanwhile notices, as filelock compares the file with its path."""
+    """Remove the lock file and the empty folders made for it. Another process that just opened the file notices: filelock
+    compares the file with its path."""
     with contextlib.suppress(OSError):  # others use them
         lock.unlink()
         for folder in folders:
@@ -110,8 +110,7 @@ def _remove(lock: Path, folders: Sequence[Path]) -> None:
 
 
 def is_held(folder: Path) -> bool | None:
-    """Return whether a process holds the lock of a run folder; None where that cannot be known: the folder was copied
-    without its lock, or the lock cannot be opened."""
+    """Return whether a process holds the lock of a run folder; None if the lock is missing or cannot be opened."""
     from filelock import FileLock, Timeout
 
     run = folder.resolve()

@@ -8,7 +8,7 @@ from typing import Any
 
 HIDDEN = "[secret]"
 
-# The words before a match are bounded: without that, a long text without spaces takes the square of its length.
+# The words before a match are bounded: otherwise a long text without spaces needs quadratic time.
 _URL_LOGIN = re.compile(
     r"(?P<keep>\b[a-z][a-z0-9+.-]{0,20}://)[^\s/?#@:]*:[^\s/?#]*(?=@)"  # user:password@
     r"|(?P<keep_web>\bhttps?://)[^\s/?#@]+(?=@)",  # token@
@@ -68,7 +68,7 @@ def redact_values(value: Any) -> Any:
 
 
 def redact_command(words: list[str]) -> list[str]:
-    """Return the words of a command line with secrets replaced, also one that is a word after `--token`."""
+    """Return the words of a command line with secrets replaced, also after an option such as `--token`."""
     hidden = [redact(word) for word in words]
     for place, word in enumerate(words[:-1]):
         if word.startswith("--") and "=" not in word and holds_secret(f"{word}={words[place + 1]}"):

@@ -15,5 +15,5 @@ def stop_signals() -> list[signal.Signals]:
 
 def taken_signals() -> list[signal.Signals]:
     """Return the stop signals that this process does not ignore: `nohup` ignores SIGHUP, a shell's `&` SIGINT and
-    SIGQUIT, and both mean it."""
+    SIGQUIT."""
     return [number for number in stop_signals() if signal.getsignal(number) is not signal.SIG_IGN]

@@ -21,7 +21,7 @@ def check_home(words: Sequence[str]) -> None:
             raise UserError(
                 f"{f'{name}: the' if name else 'The'} home folder in {path} is not known.",
                 why="the variable HOME is not set, or there is no such account.",
-                do="give the whole path",
+                do="give the full path",
             )
 
 
@@ -45,7 +45,7 @@ def cache_base(override: Path | None = None) -> Path:
 
 
 def shown_path(path: str | Path) -> str:
-    """Return a path as short as it can be given on a command line: relative to the working directory if inside it."""
+    """Return the shortest path for a command line: relative if inside the working directory."""
     absolute = Path(path).absolute()
     here = Path.cwd()
     return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)

@@ -30,8 +30,7 @@ def pad_rows(examples: Sequence[Example], *, pad_id: int) -> TokenBatch:
 
 
 def pack_rows(rows: Sequence[Sequence[Example]], *, pad_id: int) -> TokenBatch:
-    """Make rows of several examples each. Positions restart at each example and at the padding, which is thereby a
-    document of its own without loss."""
+    """Make rows of several examples each. Positions restart at each example and at the padding."""
     longest = max(sum(len(example.tokens) for example in row) for row in rows)
     width = -(-longest // LENGTH_STEP) * LENGTH_STEP
     shape = (len(rows), width)

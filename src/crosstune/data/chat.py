@@ -1,7 +1,4 @@
-"""Render conversations to text and find the exact character spans of the assistant's answers.
-
-This runs in the process of `render_worker`; other modules call `rendering`.
-"""
+"""Render conversations to text and find the exact character spans of the assistant's answers, for `rendering`."""
 
 from __future__ import annotations
 
@@ -12,12 +9,11 @@ from itertools import count, takewhile
 
 from crosstune.core.errors import UserError
 from crosstune.data.chat_templates import PLAIN_TEMPLATE
-from crosstune.data.render_types import NO_LOSS, ChatTokens, Message, Rendered, Span, Tools, template_error
-from crosstune.data.template import FAULTS, REASONING_KEYS, ChatTemplate, Refused, load_template
-from crosstune.data.template_limits import OverLimit
+from crosstune.data.render_types import NO_LOSS, ChatTokens, Message, Span, Tools, template_error
+from crosstune.data.template import FAULTS, REASONING_KEYS, ChatTemplate, OverLimit, Refused, load_template
 from crosstune.data.template_marks import Marks
 
-# Where a generation prompt opens the reasoning, or skips it. The model is taught both, as in TRL.
+# Where a generation prompt opens or skips the reasoning. Both carry loss, as in TRL.
 _OPENED_REASONING = re.compile(
     r"(<(?P<tag>[\w:]*(think|thought|reason)[\w:]*)>|\[(?P<name>\w*THINK\w*)\])\s*"
     r"((</(?P=tag)>|\[/(?P=name)\])\s*)?$"
@@ -26,72 +22,10 @@ _OPENED_REASONING = re.compile(
 _QUESTION: Message = {"role": "user", "content": "Hello"}
 
 
-def render(
-    messages: Sequence[Message], tokenizer: ChatTokens, *, add_generation_prompt: bool, tools: Tools = None
-) -> str:
-    """Return the text of a conversation, in which the model may call `tools`."""
-    return _render(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)[0]
-
-
-def render_conversation(
-    messages: Sequence[Message], tokenizer: ChatTokens, *, whole: bool, tools: Tools = None
-) -> Rendered:
-    """Render a conversation with the spans of its answers and their end tokens, or with one span if `whole`."""
-    text, marks = _render(messages, tokenizer, add_generation_prompt=False, tools=tools)
-    if whole:
-        return Rendered(text=text, spans=[(0, len(text))])
-    if _template(tokenizer).marks_answers:
-        return Rendered(text=text, spans=_with_loss(messages, marks.generated))
-    places = [place for place, message in enumerate(messages) if _is_answer(message)]
-    found = [_locate(messages, place, text, marks, tokenizer, tools) for place in places]
-    spans = [span for answer in found for span in answer]
-    if places and not spans:
-        raise UserError(
-            "The answers cannot be found in the text that the chat template renders.",
-            why="the template changes the answers or the text around them.",
-            do="pass --train_on_prompt, or mark the answers in the template with {% generation %}",
-        )
-    return Rendered(text=text, spans=spans, num_unlocated=found.count([]))
-
-
-def effective_extras(
-    messages: Sequence[Message], tokenizer: ChatTokens, extras: Sequence[str], *, tools: Tools
-) -> frozenset[str]:
-    """Return those of the extra keys (and `tools`) that change the text which the template renders."""
-    text = render(messages, tokenizer, add_generation_prompt=False, tools=tools) if extras else ""
-    found = set()
-    for extra in extras:
-        # The template gets reasoning under all of its names, so it is left out under all of them.
-        left_out = REASONING_KEYS if extra in REASONING_KEYS else (extra,)
-        without = [{key: value for key, value in turn.items() if key not in left_out} for turn in messages]
-        fewer = None if extra == "tools" else tools
-        # It may refuse them without the key, such as the answer of a tool that was not called.
-        if text != _render_part(without, tokenizer, add_generation_prompt=False, tools=fewer)[0]:
-            found.add(extra)
-    return frozenset(found)
-
-
-def _is_answer(message: Message) -> bool:
-    """Return whether a message is an answer to learn, not one that a prompt quotes."""
-    return message["role"] == "assistant" and not message.get(NO_LOSS)
-
-
-def _with_loss(messages: Sequence[Message], marked: Sequence[Span]) -> Sequence[Span]:
-    """Return the marked spans without those of answers that are part of the prompt."""
-    answers = [message for message in messages if message["role"] == "assistant"]
-    if all(map(_is_answer, answers)):
-        return marked
-    if len(marked) != len(answers):
-        raise UserError(
-            "The completion cannot be told from the answers in its prompt.",
-            why=f"the chat template marks {len(marked)} parts for {len(answers)} answers.",
-        )
-    return [span for span, message in zip(marked, answers, strict=True) if _is_answer(message)]
-
-
-def _render(
+def render_text(
     messages: Sequence[Message], tokenizer: ChatTokens, *, add_generation_prompt: bool, tools: Tools
 ) -> tuple[str, Marks]:
+    """Return the text of a conversation, with its marked spans and the spans of each message."""
     template = _template(tokenizer)
     try:
         return template.render(
@@ -107,6 +41,58 @@ def _render(
         raise template_error(
             tokenizer.template_file, "render this conversation", why=_reason(error)
         ) from error
+
+
+def locate_answers(
+    messages: Sequence[Message], text: str, marks: Marks, tokenizer: ChatTokens, *, tools: Tools
+) -> tuple[list[Span], int]:
+    """Return the spans of the answers with their end tokens, and the number of answers that cannot be found."""
+    if _template(tokenizer).marks_answers:
+        return _with_loss(messages, marks.generated), 0
+    places = [place for place, message in enumerate(messages) if _is_answer(message)]
+    found = [_locate(messages, place, text, marks, tokenizer, tools) for place in places]
+    spans = [span for answer in found for span in answer]
+    if places and not spans:
+        raise UserError(
+            "The answers cannot be found in the text that the chat template renders.",
+            why="the template changes the answers or the text around them.",
+            do="pass --train_on_prompt, or mark the answers in the template with {% generation %}",
+        )
+    return spans, found.count([])
+
+
+def effective_extras(
+    messages: Sequence[Message], text: str, tokenizer: ChatTokens, extras: Sequence[str], *, tools: Tools
+) -> frozenset[str]:
+    """Return the extra keys, or `tools`, that change the rendered `text`."""
+    found = set()
+    for extra in extras:
+        # Reasoning is passed under all of its names, so remove all of them.
+        left_out = REASONING_KEYS if extra in REASONING_KEYS else (extra,)
+        without = [{key: value for key, value in turn.items() if key not in left_out} for turn in messages]
+        fewer = None if extra == "tools" else tools
+        # Without the key the template may refuse the conversation: a tool answers that was not called.
+        if text != _render_part(without, tokenizer, add_generation_prompt=False, tools=fewer)[0]:
+            found.add(extra)
+    return frozenset(found)
+
+
+def _is_answer(message: Message) -> bool:
+    """Return whether a message is an answer to learn, not part of a prompt."""
+    return message["role"] == "assistant" and not message.get(NO_LOSS)
+
+
+def _with_loss(messages: Sequence[Message], marked: Sequence[Span]) -> list[Span]:
+    """Return the marked spans of the answers to learn, without answers inside a prompt."""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if all(map(_is_answer, answers)):
+        return list(marked)
+    if len(marked) != len(answers):
+        raise UserError(
+            "The completion cannot be told from the answers in its prompt.",
+            why=f"the chat template marks {len(marked)} parts for {len(answers)} answers.",
+        )
+    return [span for span, message in zip(marked, answers, strict=True) if _is_answer(message)]
 
 
 def _template(tokenizer: ChatTokens) -> ChatTemplate:
@@ -127,8 +113,8 @@ def _locate(
     """Return the spans of an answer: what the template writes for this message, without the header that the prompt
     already has, up to the end token.
 
-    There is more than one span if the template writes other messages in the midst of it. A template whose text is not
-    marked is rendered a second time with another answer in its place: the text that changes is the answer.
+    There are several spans if the template writes other messages in between. If the loops of a template cannot be marked,
+    it is rendered again with a placeholder, and the text that changes is the answer.
     """
     if place not in marks.turns or not _writes_answers(tokenizer):
         around = _around(messages, place, text, tokenizer, tools)
@@ -143,7 +129,7 @@ def _locate(
 
 
 def _header(messages: Sequence[Message], place: int, block: str, tokenizer: ChatTokens, tools: Tools) -> str:
-    """Return how the text of an answer begins, where that is given to the model by the generation prompt."""
+    """Return the start of an answer's text that the generation prompt already contains."""
     usual = _usual_header(tokenizer)
     if usual is not None and block.startswith(usual):
         return usual
@@ -154,7 +140,7 @@ def _header(messages: Sequence[Message], place: int, block: str, tokenizer: Chat
 
 @lru_cache(maxsize=8)
 def _usual_header(tokenizer: ChatTokens) -> str | None:
-    """Return the header of an answer to a single question, or None if the template takes no such conversation."""
+    """Return the header of an answer to a single question, or None if the template refuses such a conversation."""
     prompt = _prompt([_QUESTION], tokenizer, None)
     if prompt:
         return prompt
@@ -169,13 +155,13 @@ def _usual_header(tokenizer: ChatTokens) -> str | None:
 
 @lru_cache(maxsize=8)
 def _writes_answers(tokenizer: ChatTokens) -> bool:
-    """Return whether the text of an answer is in what the template writes for it, or the template was not marked."""
+    """Return whether the template writes an answer inside the turn of its message, or has no marked loop."""
     text, turn = _probe(tokenizer)
     return turn is None or _placeholder([]) in text[turn[0] : turn[1]]
 
 
 def _probe(tokenizer: ChatTokens) -> tuple[str, Span | None]:
-    """Return the text of a question and an answer, and what of it is written for the answer."""
+    """Return the text of a question and an answer, and the span of the answer's turn."""
     turns: list[Message] = [_QUESTION, {"role": "assistant", "content": _placeholder([])}]
     text, marks = _render_part(turns, tokenizer, add_generation_prompt=False, tools=None)
     spans = marks.turns.get(1)
@@ -188,7 +174,7 @@ def _prompt(messages: Sequence[Message], tokenizer: ChatTokens, tools: Tools) ->
     told, _ = _render_part(messages, tokenizer, add_generation_prompt=False, tools=tools)
     prompt = asked.removeprefix(told) if told and asked.startswith(told) else ""
     if not prompt and marks.turns:
-        # Either the last message is written differently before a prompt, or what ends that message is the prompt.
+        # The last message is written differently before a prompt, or its end is the prompt.
         prompt = asked[marks.end :]
     return _OPENED_REASONING.sub("", prompt)
 
@@ -196,9 +182,9 @@ def _prompt(messages: Sequence[Message], tokenizer: ChatTokens, tools: Tools) ->
 def _render_part(
     messages: Sequence[Message], tokenizer: ChatTokens, *, add_generation_prompt: bool, tools: Tools
 ) -> tuple[str, Marks]:
-    """Render a part of a conversation; return no text when the template refuses it, as it may take whole ones only."""
+    """Render part of a conversation; return an empty text if the template refuses it."""
     try:
-        return _render(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)
+        return render_text(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)
     except UserError:
         return "", Marks()
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from crosstune.config.load import cache_override
 from crosstune.core.errors import UserError
 from crosstune.core.names import did_you_mean
 from crosstune.core.plain_files import UnreadableFile, read_plain_text
 from crosstune.data.tokenizer import TEMPLATE_LIMIT
+from crosstune.data.trials import try_template
 
 # For models without a chat template: each turn on its own line, the end token after each answer.
 PLAIN_TEMPLATE = (
@@ -71,12 +73,12 @@ TEMPLATES = {
 
 
 def plain_template(*, leading_bos: bool) -> str:
-    """Return the template for models without one, as other tools can read it."""
+    """Return the template for models without one, readable by other tools."""
     return _for_other_tools(PLAIN_TEMPLATE, leading_bos=leading_bos)
 
 
 def read_template(value: str, *, adds_bos: bool = False) -> str:
-    """Return the template of a file, or a built-in one for a tokenizer that `adds_bos` or not."""
+    """Return the template of a file, after a trial, or a built-in one."""
     path = Path(value).expanduser()
     if value in TEMPLATES and not path.is_file():
         return _for_other_tools(TEMPLATES[value], leading_bos=adds_bos)
@@ -93,9 +95,10 @@ def read_template(value: str, *, adds_bos: bool = False) -> str:
         raise UserError(f"The chat template {path} cannot be read.", why=error.why, do=error.do) from error
     if not text.strip():
         raise UserError(f"The chat template {path} is empty.")
+    try_template(text.encode(), path=path, cache=cache_override())
     return text
 
 
 def _for_other_tools(template: str, *, leading_bos: bool) -> str:
-    """Return a built-in template without `leading_bos`, which other tools do not define."""
+    """Return a built-in template without `leading_bos`, a variable of crosstune only."""
     return template.replace("{{ leading_bos }}", "{{ bos_token }}" if leading_bos else "")

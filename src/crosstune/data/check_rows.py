@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from crosstune.core.errors import UserError
 from crosstune.data.columns import Columns
 from crosstune.data.dataset_list import parse_dataset, unweighted
-from crosstune.data.encode import Encoder, RowPlace, check_any_answer
+from crosstune.data.encode import Encoder, check_any_answer, located
 from crosstune.data.formats import has_empty_answer, to_conversation
 from crosstune.data.named_datasets import BUNDLED, DUMMY
-from crosstune.data.render_ahead import Request, render_ahead
-from crosstune.data.rendering import shared_renderer
 from crosstune.data.sources import Source, open_source
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.data.uniform import check_mapped, uniform_sources
@@ -27,7 +23,7 @@ MOST_BYTES = 64 << 20
 class RowChecker:
     """Check rows as a training would read them.
 
-    Without a tokenizer no row is rendered; `whole` says that the answers need not be located.
+    Without a tokenizer, rows are not rendered. `whole` skips locating the answers.
     """
 
     asked_format: str
@@ -36,15 +32,13 @@ class RowChecker:
     whole: bool
 
     def check(self, name: str, *, limit: int, training: bool = True) -> list[str]:
-        """Raise a UserError when a row does not fit the format or cannot be rendered; return a description of what was
-        not checked.
+        """Raise a UserError for a row that does not fit the format or cannot be rendered; return what was not checked.
 
-        At most `limit` rows of each source are read, or all when it is -1. `training` tells the data to train on from
-        that to evaluate on.
+        At most `limit` rows of each source are read, all if it is -1. `training` is false for evaluation data.
         """
         entries = parse_dataset(name) if training else unweighted(name, option="eval_dataset")
         names = [entry.name for entry in entries]
-        # The bundled rows are known to be good, but not whether the template of the model renders them.
+        # Bundled rows are good, but the template of the model may refuse them.
         known = (DUMMY,) if self.tokenizer is not None else (*BUNDLED, DUMMY)
         local = [one for one in names if _is_here(one) and one not in known]
         sources = [open_source(one, needs_training=training) for one in local]
@@ -59,25 +53,26 @@ class RowChecker:
         return left
 
     def _check(self, source: Source, *, limit: int) -> list[str]:
-        check = _Check(form=source.form, limit=limit, encoder=self._encoder(source.form))
-        if self.tokenizer is None:
-            for _ in check.requests(source):
-                pass
-        else:
-            tokens = self.tokenizer.chat_tokens
-            with closing(render_ahead(check.requests(source), tokens, renderer=shared_renderer())) as rows:
-                for place, rendered in rows:
-                    if isinstance(rendered, UserError):
-                        raise place.error(rendered)
-        if check.is_cut:
-            return [f"the rows of {source.name} beyond the first {check.num_rows:,}"]
-        check_any_answer(source.name, source.form, num_rows=check.num_rows, num_empty=check.num_empty)
+        encoder = None
+        if self.tokenizer is not None:
+            encoder = Encoder(tokenizer=self.tokenizer, form=source.form, whole=self.whole)
+        num_rows = num_empty = 0
+        for part, found, done_bytes in source.rows():
+            if num_rows == limit:
+                break
+            if done_bytes > MOST_BYTES:
+                return [f"the rows of {source.name} beyond the first {num_rows:,}"]
+            num_rows += 1
+            try:
+                conversation = to_conversation(found.row, source.form)
+                if has_empty_answer(conversation):
+                    num_empty += 1
+                elif encoder is not None:
+                    encoder.render(conversation, found.row)
+            except UserError as error:
+                raise located(error, part, found.number) from error
+        check_any_answer(source.name, source.form, num_rows=num_rows, num_empty=num_empty)
         return []
-
-    def _encoder(self, form: str) -> Encoder | None:
-        if self.tokenizer is None:
-            return None
-        return Encoder(tokenizer=self.tokenizer, form=form, whole=self.whole)
 
 
 def is_here(name: str) -> bool:
@@ -87,34 +82,3 @@ def is_here(name: str) -> bool:
 
 def _is_here(name: str) -> bool:
     return name in BUNDLED or name == DUMMY or Path(name).expanduser().exists()
-
-
-@dataclass
-class _Check:
-    """One pass over the rows of a source."""
-
-    form: str
-    limit: int
-    encoder: Encoder | None
-    num_rows: int = 0
-    num_empty: int = 0
-    is_cut: bool = False
-
-    def requests(self, source: Source) -> Iterator[tuple[RowPlace, Request]]:
-        """Read the rows, and yield those to render if there is an encoder."""
-        for part, found, done_bytes in source.rows():
-            if self.num_rows == self.limit:
-                return
-            if done_bytes > MOST_BYTES:
-                self.is_cut = True
-                return
-            place = RowPlace(part, found.number, self.num_rows, done_bytes)
-            self.num_rows += 1
-            try:
-                conversation = to_conversation(found.row, self.form)
-                if has_empty_answer(conversation):
-                    self.num_empty += 1
-                elif self.encoder is not None:
-                    yield place, self.encoder.to_request(conversation, found.row)
-            except UserError as error:
-                raise place.error(error) from error

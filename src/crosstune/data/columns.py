@@ -1,15 +1,13 @@
-"""Decide which columns of a dataset are read as which: from --columns, or by names that many datasets use."""
+"""Map the columns of a dataset to those of a format: by --columns, or by common names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.names import did_you_mean
-from crosstune.data.files import Found
 from crosstune.data.formats import COLUMNS, OPTIONAL_COLUMNS, Row, fitting_formats, recognise
 
 if TYPE_CHECKING:
@@ -65,46 +63,15 @@ def parse_columns(text: str | None, *, targets: Sequence[str] = TARGETS) -> dict
     if held:
         raise UserError(
             f"--columns cannot be '{text}'.",
-            why=f"'{held.rstrip(',')}' does not say what it is read as.",
+            why=f"'{held.rstrip(',')}' has no target.",
             do="write --columns query=prompt,reply=completion",
         )
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class RenamedPart:
-    """A part whose rows have some of their columns renamed."""
-
-    part: Part
-    columns: tuple[tuple[str, str], ...]
-
-    @property
-    def name(self) -> str:
-        return self.part.name
-
-    @property
-    def form(self) -> str:
-        return self.part.form
-
-    @property
-    def size_bytes(self) -> int:
-        return self.part.size_bytes
-
-    def place(self, number: int) -> str:
-        return self.part.place(number)
-
-    def digest(self) -> str:
-        return f"{self.part.digest()} {self.columns}"
-
-    def rows(self) -> Iterator[Found]:
-        columns = dict(self.columns)
-        for found in self.part.rows():
-            yield found._replace(row=rename(found.row, columns))
-
-
 def rename(row: Row, columns: Columns) -> dict[str, Any]:
-    """Return a row with its columns renamed. A column of the row that already has the new name is kept aside, so that
-    the report lists it as one that is not read."""
+    """Return a row with its columns renamed. A column that already had the new name is kept as `NAME (replaced)`, so
+    that the report lists it as unused."""
     used = {source: target for source, target in columns.items() if source in row}
     taken = set(used.values()) - used.keys()
     kept = {
@@ -117,7 +84,7 @@ def rename(row: Row, columns: Columns) -> dict[str, Any]:
 
 def read_part(part: Part, *, asked: str, columns: Columns, source: str) -> tuple[str, Columns] | None:
     """Return the format of a part and the columns to rename; None for a part without rows."""
-    # The first row decides, but it may lack an optional column that --columns names.
+    # The first row decides the format, but it may lack an optional column of --columns.
     rows = [found.row for found in islice(part.rows(), _ROWS_LOOKED_AT if columns else 1)]
     if not rows:
         return None
@@ -154,7 +121,7 @@ def describe_columns(columns: Columns) -> str:
 
 
 def _format_of_targets(first: Row, used: Columns, *, source: str) -> str:
-    """Return the format that reads a column of --columns, which wins over others that the row would fit."""
+    """Return the format that reads a column of --columns; it takes precedence over other fitting formats."""
     fitting = fitting_formats(first)
     for form in fitting:
         if any(target in COLUMNS[form] for target in used.values()):
@@ -175,7 +142,7 @@ def _format_of_targets(first: Row, used: Columns, *, source: str) -> str:
 
 
 def _well_known(row: Row) -> Columns:
-    """Return how to rename the columns of a row that names its question and answer in another usual way."""
+    """Return the renames for a row with other common names for its question and answer."""
     lists = [name for name in _CONVERSATIONS if isinstance(row.get(name), list)]
     if len(lists) == 1:
         return {lists[0]: "messages"}

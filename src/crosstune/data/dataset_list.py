@@ -23,7 +23,7 @@ class DatasetEntry:
 def parse_dataset(text: str) -> list[DatasetEntry]:
     """Read `a.jsonl`, `a.jsonl,b.jsonl` or `a.jsonl:0.7,b.jsonl:0.3`.
 
-    A path that exists is never taken apart, whatever commas and colons its name has.
+    An existing path is never split at its commas and colons.
     """
     pieces = text.split(",")
     entries: list[DatasetEntry] = []
@@ -40,7 +40,7 @@ def unweighted(text: str, *, option: str) -> list[DatasetEntry]:
     entries = parse_dataset(text)
     if weighted := [entry for entry in entries if entry.weight is not None]:
         raise UserError(
-            f"--{option} takes no weights, but {weighted[0].name} has one.",
+            f"--{option} accepts no weights, but {weighted[0].name} has one.",
             why="all of its rows are read once.",
             do=f"use --{option} {','.join(entry.name for entry in entries)}",
         )
@@ -52,7 +52,7 @@ def join_entries(entries: Sequence[DatasetEntry]) -> str:
 
 
 def _longest_name(pieces: Sequence[str]) -> int:
-    """Return the number of pieces that are a path which exists, with or without a weight; 1 if there is none."""
+    """Return how many pieces form an existing path, with or without a weight; 1 if none do."""
     for length in range(len(pieces), 1, -1):
         name = ",".join(pieces[:length]).strip()
         front, _, end = name.rpartition(":")
@@ -117,5 +117,5 @@ def _exists(name: str) -> bool:
 def _bad_weight(name: str, weight: str) -> UserError:
     return UserError(
         f"The weight of {name} in --dataset cannot be '{weight}'.",
-        do=f"it takes a number above 0, as in --dataset {name}:0.7,OTHER:0.3",
+        do=f"use a number above 0, as in --dataset {name}:0.7,OTHER:0.3",
     )

@@ -1,12 +1,11 @@
-"""Tokenize the rows of a source into a store, in one pass and in batches of texts."""
+"""Read, render and tokenize the rows of a source in one pass, and write them to a store."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +24,8 @@ from crosstune.data.formats import (
     turn_keys,
     unused_columns,
 )
-from crosstune.data.render_ahead import BATCH_CHARACTERS, BATCH_TEXTS, Request, render_ahead
-from crosstune.data.render_types import Rendered, RenderRow
-from crosstune.data.rendering import mask_of, shared_renderer
+from crosstune.data.render_types import Rendered
+from crosstune.data.rendering import check_characters, mask_of, render_conversation
 from crosstune.data.sources import Part, Source
 from crosstune.data.store import StoreWriter
 from crosstune.data.tokenizer import Tokenizer
@@ -35,6 +33,9 @@ from crosstune.data.tokenizer import Tokenizer
 OnProgress = Callable[[int, int, int], None]
 """Receives the bytes read, the total bytes, and the number of examples so far."""
 
+# Large enough to keep all cores busy, small enough that the token offsets take a few dozen megabytes.
+_BATCH_CHARACTERS = 256 << 10
+_BATCH_TEXTS = 512
 _SECONDS_BETWEEN_REPORTS = 0.2
 _ROWS_TO_TRY = 50
 _MOST_COLUMNS_NAMED = 20
@@ -48,15 +49,17 @@ class Encoder:
     form: str
     whole: bool
 
-    def to_request(self, conversation: Conversation, row: Row, *, extras: Sequence[str] = ()) -> Request:
-        """Return the text of a row, or what to render. Rendering reports which of the `extras` change the text."""
+    def render(self, conversation: Conversation, row: Row, *, extras: Sequence[str] = ()) -> Rendered:
+        """Return the text of a row, the spans with loss, and the `extras` that change the text."""
         if isinstance(conversation, str):
+            check_characters(conversation)
             return Rendered(text=conversation, spans=[(0, len(conversation))])
-        kind = "whole" if self.whole else "answers"
-        return RenderRow.of(conversation, kind=kind, tools=tools_of(row), extras=extras)
+        return render_conversation(
+            conversation, self.tokenizer, whole=self.whole, tools=tools_of(row), extras=extras
+        )
 
     def to_tokens(self, texts: Sequence[Rendered]) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
-        """Return the tokens of each text, and which of them carry loss."""
+        """Return the tokens of each text and their loss mask."""
         if self.form in WITHOUT_TURNS:
             plain = self.tokenizer.encode_plain_batch([rendered.text for rendered in texts])
             return [(np.asarray(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_)) for ids in plain]
@@ -67,22 +70,14 @@ class Encoder:
         ]
 
 
-@dataclass(frozen=True)
-class RowPlace:
-    """The source of a row."""
-
-    part: Part
-    number: int
-    index: int
-    done_bytes: int
-
-    def error(self, error: UserError) -> UserError:
-        return UserError(f"{self.part.place(self.number)}: {error.asked}", why=error.why, do=error.do)
+def located(error: UserError, part: Part, number: int) -> UserError:
+    """Return an error about a row that begins with the file and the row's number."""
+    return UserError(f"{part.place(number)}: {error.asked}", why=error.why, do=error.do)
 
 
 @dataclass
 class _Pass:
-    """One pass over a source. While a batch is tokenized, the next one is rendered, and the rows after it are read."""
+    """One pass over a source. While a batch is tokenized, the rows of the next one are read and rendered."""
 
     writer: StoreWriter
     encoder: Encoder
@@ -95,45 +90,30 @@ class _Pass:
     num_unlocated: int = 0
     unused: set[str] = field(default_factory=set)
     num_tried: Counter[str] = field(default_factory=Counter)
-    """Extra key -> the number of rows in which it was tried whether the template renders it."""
+    """The number of rows tested for each extra key."""
     rendered_extras: set[str] = field(default_factory=set)
 
-    def requests(self, source: Source, *, limit: int) -> Iterator[tuple[RowPlace, Request]]:
-        """Read the rows, or the first `limit` unless that is -1."""
-        for part, found, done in source.rows():
-            if self.num_rows == limit:
-                return
-            place = RowPlace(part, found.number, self.num_rows, done)
-            self.num_rows += 1
-            try:
-                request = self._request(found.row)
-            except UserError as error:
-                raise place.error(error) from error
-            if request is not None:
-                yield place, request
-
-    def _request(self, row: Row) -> Request | None:
-        """Return what to render; None for a row with an empty answer."""
+    def add(self, row: Row) -> None:
+        """Render a row, unless its answer is empty, and submit the batch once it is full."""
+        index = self.num_rows
+        self.num_rows += 1
         conversation = to_conversation(row, self.encoder.form)
         if len(self.unused) < _MOST_COLUMNS_NAMED:
             self.unused |= unused_columns(row, self.encoder.form)
         if has_empty_answer(conversation):
             self.num_empty += 1
-            return None
+            return
         extras = self._extras_to_try(row, conversation)
-        return self.encoder.to_request(conversation, row, extras=extras)
-
-    def take(self, place: RowPlace, rendered: Rendered) -> None:
-        _check_characters(rendered.text)
+        rendered = self.encoder.render(conversation, row, extras=extras)
         self.rendered_extras |= rendered.effective_extras
         self.num_unlocated += rendered.num_unlocated
-        self.texts.append((place.index, rendered))
+        self.texts.append((index, rendered))
         self.characters += len(rendered.text)
-        if self.characters >= BATCH_CHARACTERS or len(self.texts) >= BATCH_TEXTS:
+        if self.characters >= _BATCH_CHARACTERS or len(self.texts) >= _BATCH_TEXTS:
             self.flush()
 
     def _extras_to_try(self, row: Row, conversation: Conversation) -> list[str]:
-        """Return the keys of a conversation besides role and content, unless they are known to be rendered or not."""
+        """Return the extra keys of a row that the template is not known to render or ignore."""
         if isinstance(conversation, str):
             return []
         extras = turn_keys(conversation) | ({TOOLS_COLUMN} if tools_of(row) else set())
@@ -173,42 +153,23 @@ def encode_source(
     """Tokenize and write all rows, or the first `limit` unless that is -1; return the counts."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         run = _Pass(writer=writer, encoder=encoder, thread=thread)
-        _run(source, run, limit=limit, progress=progress)
+        reported = time.monotonic()
+        for part, found, done_bytes in source.rows():
+            if run.num_rows == limit:
+                break
+            try:
+                run.add(found.row)
+            except UserError as error:
+                raise located(error, part, found.number) from error
+            if progress is not None and time.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
+                reported = time.monotonic()
+                progress(done_bytes, source.size_bytes, writer.num_examples)
         run.flush()
         run.finish()
     if progress is not None:
         progress(source.size_bytes, source.size_bytes, writer.num_examples)
     check_any_answer(source.name, run.encoder.form, num_rows=run.num_rows, num_empty=run.num_empty)
     return run.facts()
-
-
-def _run(source: Source, run: _Pass, *, limit: int, progress: OnProgress | None) -> None:
-    total = source.size_bytes
-    reported = time.monotonic()
-    requests = run.requests(source, limit=limit)
-    tokens = run.encoder.tokenizer.chat_tokens
-    with closing(render_ahead(requests, tokens, renderer=shared_renderer())) as rows:
-        for place, rendered in rows:
-            if isinstance(rendered, UserError):
-                raise place.error(rendered)
-            try:
-                run.take(place, rendered)
-            except UserError as error:
-                raise place.error(error) from error
-            if progress is not None and time.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
-                reported = time.monotonic()
-                progress(place.done_bytes, total, run.writer.num_examples)
-
-
-def _check_characters(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            "It has half of a character, which is not valid text.",
-            why=f"{text[error.start]!a} is a surrogate without its other half.",
-            do="write the row again from its source, or remove the character",
-        ) from error
 
 
 def check_any_answer(source: str, form: str, *, num_rows: int, num_empty: int) -> None:

@@ -50,7 +50,7 @@ class FilePart:
 
     @property
     def form(self) -> str:
-        """The format of the rows if the kind of file decides it, or else auto."""
+        """`text` for text files, otherwise `auto`."""
         return "text" if self.is_text else "auto"
 
     @property
@@ -241,8 +241,8 @@ def _read_csv(path: Path, file: BinaryIO, *, delimiter: str) -> Iterator[Found]:
 
 
 def _has_bare_quotes(path: Path) -> bool:
-    """Return whether quotes in a .tsv file are part of its texts, as in many files that were never quoted: some field
-    begins with a quote without being a quoted one, and every line has as many tabs as the first."""
+    """Return whether quotes in a .tsv file are text: some field begins with a quote but is not quoted, and every line has
+    as many tabs as the first."""
     found, num_tabs = False, None
     with _open(path) as file:
         for line in file:
@@ -270,8 +270,7 @@ def _read_documents(path: Path, file: BinaryIO) -> Iterator[Found]:
 
 
 def _decoded_lines(path: Path, file: BinaryIO) -> Iterator[str]:
-    """Yield the decoded lines. Invalid bytes are searched in each line, since the decoder reads ahead and would report
-    an earlier line."""
+    """Yield the decoded lines. Each is checked by itself, since the decoder reads ahead and would name another line."""
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
     for number, line in enumerate(text, start=1):
         try:

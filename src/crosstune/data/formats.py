@@ -23,9 +23,9 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "question_answer": ("question", "answer"),
     "text": ("text",),
 }
-# Used only when requested: the columns are those of another format.
+# Used only on request: another format has the same columns.
 HIDDEN_COLUMNS: Mapping[str, tuple[str, ...]] = {"guanaco": ("text",)}
-# Optional columns, read in addition to those of the format.
+# Optional columns of every format.
 SYSTEM_COLUMNS = ("system", "system_prompt")
 TOOLS_COLUMN = "tools"
 _MORE_COLUMNS: Mapping[str, tuple[str, ...]] = {"alpaca": ("input",), "question_answer": ("context",)}
@@ -35,7 +35,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 TURN_KEYS = (
     "tool_calls", "tool_call_id", "tool_plan", "name", "reasoning_content", "reasoning", "thinking"
 )  # fmt: skip
-"""Keys of a message besides role and content; the chat template decides how to render them."""
+"""Extra keys of a message; the chat template decides how to render them."""
 
 # Names that other tools give the roles, in any case, -> ours.
 ROLE_ALIASES: Mapping[str, str] = {
@@ -82,7 +82,7 @@ def to_conversation(row: Row, form: str) -> Conversation:
 
 
 def tools_of(row: Row) -> list[Any] | None:
-    """Return the tools that the model may call in this conversation, in the form the chat template takes."""
+    """Return the tools that the model may call in this conversation, in the form that chat templates expect."""
     tools = _parsed(row.get(TOOLS_COLUMN) or None)
     if tools is not None and not isinstance(tools, list):
         raise UserError(f"The column {TOOLS_COLUMN} must hold a list.", why=f"found {_short(tools)}")
@@ -98,7 +98,7 @@ def unused_columns(row: Row, form: str) -> set[str]:
 
 
 def turn_keys(conversation: Conversation) -> set[str]:
-    """Return the keys of the messages besides role and content."""
+    """Return the extra keys of the messages."""
     return {key for turn in conversation for key in turn if isinstance(turn, dict) and key in TURN_KEYS}
 
 
@@ -230,11 +230,11 @@ def _check_media(row: Row, *, what: str) -> None:
 
 
 def _how_to_read(row: Row) -> dict[str, str]:
-    """Return why no format fits the columns of a row, where that can be told, and what to do."""
+    """Return why no format fits the columns of a row, if known, and what to do."""
     names = [str(name) for name in row]
     if len(names) == 1 and any(mark in names[0] for mark in ";|\t"):
         return {
-            "why": "there is one column, whose name looks like several with another mark between them than a comma.",
+            "why": "the only column name looks like several names with another separator than a comma.",
             "do": "save the file with commas, or with tabs as .tsv",
         }
     if {"chosen", "rejected"} <= row.keys():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,7 @@ class HubPart:
         return f"Row {number} of {self.repo} ({self.split})"
 
     def digest(self) -> str:
-        """Return the sha256 of the rows as JSON, which does not depend on library versions."""
+        """Return the sha256 of the rows as JSON, independent of library versions."""
         total = hashlib.sha256()
         for found in self.rows():
             total.update(json.dumps(found.row, sort_keys=True, default=str).encode())
@@ -78,7 +77,7 @@ def _load(repo: str, *, known: str) -> DatasetDict:
     datasets.disable_progress_bars()
     unreached: str | None = None
     try:
-        with _quiet("huggingface_hub", "datasets"), _offline_if_unreachable() as unreached:
+        with _offline_if_unreachable() as unreached:
             return datasets.load_dataset(repo)
     except DatasetNotFoundError as error:
         raise _missing(repo, error, known=known) from error
@@ -107,20 +106,6 @@ def _offline_if_unreachable() -> Iterator[str | None]:
             yield reason
         finally:
             datasets.config.HF_HUB_OFFLINE = before
-
-
-@contextlib.contextmanager
-def _quiet(*libraries: str) -> Iterator[None]:
-    """Keep libraries from printing each of their retries: the error after the last one says what happened."""
-    loggers = [logging.getLogger(name) for name in libraries]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _missing(repo: str, error: Exception, *, known: str) -> UserError:

@@ -1,7 +1,6 @@
 """Write rows that a program holds in memory to JSON Lines files in the cache, named by their contents.
 
-A run over them then is a run over a file: it has the same tokens, identity and order, and it can be resumed, planned
-and moved by its options alone.
+A run over them is a run over a file: it has the same tokens, identity and order, and can be planned, resumed and moved.
 """
 
 from __future__ import annotations
@@ -100,13 +99,13 @@ def _plain(value: Any) -> Any:
 
 
 def _are_rows(data: object) -> bool:
-    """Return whether `data` is a sequence of rows or a `datasets.Dataset`, which has a length and can be read again."""
+    """Return whether `data` is a sequence or a `datasets.Dataset`: it has a length and can be read again."""
     is_sequence = isinstance(data, Sequence) and not isinstance(data, (str, bytes))
     return is_sequence or _is_dataset(data)
 
 
 def _is_split(data: Any) -> bool:
-    """Return whether `data` are rows; those of a column are no mappings."""
+    """Return whether `data` are rows, not the values of a column."""
     return _are_rows(data) and isinstance(next(iter(data), {}), Mapping)
 
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-# Separates the random streams of the sources from those of the epochs, which use the same seed.
+# Keeps the random streams of sources and epochs apart; both use the same seed.
 _SOURCE_KEY = 2**40
 
 
@@ -16,9 +16,8 @@ _SOURCE_KEY = 2**40
 class Mixture:
     """Sources of examples that follow each other in a corpus, and their weights.
 
-    An epoch has as many rows as all sources together, and each source has its share of them by weight, rounded to whole
-    rows. A source is read in a random order, and in another one when it has come to its end, also across epochs: no row
-    repeats before every row of the source has been used.
+    An epoch has as many rows as all sources together, divided by weight. Each source is reshuffled at its end, also across
+    epochs: no row repeats before every row of its source has been used.
     """
 
     sizes: tuple[int, ...]

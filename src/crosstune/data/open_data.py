@@ -26,7 +26,7 @@ from crosstune.data.tokenizer import Tokenizer
 from crosstune.data.uniform import check_mapped, pick_rows, renamed_columns, uniform_sources
 
 HELD_OUT_SHARE = 0.1
-# Separates the random stream of held-out rows from those of the epochs, which use the same seed.
+# Keeps the random streams of held-out rows and epochs apart; both use the same seed.
 _HELD_OUT_KEY = 2**32
 
 
@@ -115,8 +115,8 @@ class DataOpener:
         return RunData(train=corpus, without_answer=0)
 
     def _open_source(self, source: Source, *, number: int, most: int) -> _Opened:
-        """Return the training examples of a source, and at most `most` held-out ones. A source without a held-out split
-        gives up a tenth of its rows."""
+        """Return the training examples of a source and at most `most` held-out ones: its own split, or a tenth of its
+        rows."""
         samples = source.samples if self.config.dataset_samples == -1 else self.config.dataset_samples
         if not most or source.held_out:
             corpus, without_answer = self._corpus(source, limit=samples)
@@ -205,7 +205,7 @@ class DataOpener:
 def _describe_sources(
     sources: Sequence[Source], opened: Sequence[_Opened], mixture: Mixture | None
 ) -> list[dict[str, Any]]:
-    """Return what each source gives to an epoch: all of its rows, or as many as its weight says."""
+    """Return the share of each source in an epoch."""
     sizes = [len(one.train) for one in opened]
     counts = mixture.counts() if mixture is not None else sizes
     return [

@@ -1,4 +1,4 @@
-"""Compute which examples a step trains on, from seed and step alone, for any number of devices."""
+"""Compute the examples of a step from the seed and the step number, for any number of devices."""
 
 from __future__ import annotations
 
@@ -25,13 +25,8 @@ def rows_in_epochs(num_examples: int, num_epochs: float) -> int:
     return math.ceil(round(num_examples * num_epochs, 6))
 
 
-def total_steps(num_examples: int, *, rows_per_step: int, num_epochs: float, max_steps: int) -> int:
-    """Return the number of steps for all epochs, at most max_steps; the last step may have fewer rows."""
-    num_rows = rows_in_epochs(num_examples, num_epochs)
-    return steps_of_rows(num_rows, rows_per_step=rows_per_step, num_epochs=num_epochs, max_steps=max_steps)
-
-
 def steps_of_rows(num_rows: int, *, rows_per_step: int, num_epochs: float, max_steps: int) -> int:
+    """Return the number of steps for the rows of all epochs, at most max_steps; the last may have fewer rows."""
     by_epochs = math.ceil(num_rows / rows_per_step)
     if max_steps == -1:
         return by_epochs

@@ -1,4 +1,4 @@
-"""Show what a data set looks like: how long its examples are, and one example with its supervised tokens marked."""
+"""Summarize a dataset: the lengths of its examples, and one example with its supervised tokens marked."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _round_width(rough: float) -> int:
 
 
 def marked_pieces(example: Example, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """Return the text of an example in pieces, each with whether its tokens carry loss."""
+    """Return the text of an example in pieces: (text, supervised)."""
     pieces: list[tuple[str, bool]] = []
     marks, start = example.supervised, 0
     for place in range(1, len(marks) + 1):

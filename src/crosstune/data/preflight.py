@@ -23,7 +23,7 @@ _MARK = re.compile(r"<\|\w+\|>|<\w+>|\[/?[A-Z_]+\]")
 
 
 def leave_out_unsupervised(corpus: Corpus, *, source: str) -> tuple[Corpus, int]:
-    """Return the rows with a supervised token, and the number of the others, which have no loss."""
+    """Return the rows with a supervised token, and the number of rows without."""
     supervised = np.flatnonzero(corpus.num_supervised > 0)
     if not len(supervised):
         raise UserError(
@@ -87,7 +87,7 @@ def _missing_tokens(tokenizer: Tokenizer) -> list[str]:
 
 
 def stop_at_template_end(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a tokenizer that stops at the token which ends an answer in its chat template, if that is a special token."""
+    """Return a tokenizer that also stops at the special token with which its template ends an answer."""
     last = _last_token(tokenizer)
     if last is None or tokenizer.decode([last], keep_special=True) not in tokenizer.special:
         return tokenizer
@@ -95,15 +95,13 @@ def stop_at_template_end(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _last_token(tokenizer: Tokenizer) -> int | None:
-    """Return the last token that an answer teaches; None where that cannot be told."""
+    """Return the last supervised token of an answer; None if unknown."""
     if not tokenizer.chat_template:
         return None
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good morning"}]
     try:
         example = encode_conversation(turns, tokenizer, index=0, whole=False)
-    except (
-        UserError
-    ):  # the template takes other turns; errors for the rows of the data are reported elsewhere
+    except UserError:  # the template expects other turns; the rows of the data show their own errors
         return None
     learned = example.tokens[example.supervised]
     return int(learned[-1]) if len(learned) else None

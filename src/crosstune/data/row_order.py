@@ -1,4 +1,4 @@
-"""Compute which examples a step trains on, packed or not, for any recipe over a list of examples."""
+"""Compute the rows of a step, packed or not, for any recipe over a list of examples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from crosstune.config.schema import Config
 from crosstune.data.mixture import Mixture
-from crosstune.data.order import rows_in_epochs, rows_of_step, steps_of_rows, total_steps
+from crosstune.data.order import rows_in_epochs, rows_of_step, steps_of_rows
 from crosstune.data.packing import PackedOrder
 
 
@@ -47,15 +47,8 @@ class RowOrder:
         )
 
     def num_steps(self) -> int:
-        if self.packed is None:
-            return total_steps(
-                self.num_examples,
-                rows_per_step=self.rows_per_step,
-                num_epochs=self.num_epochs,
-                max_steps=self.max_steps,
-            )
         return steps_of_rows(
-            self._num_packed_rows(self.packed),
+            self._num_rows(),
             rows_per_step=self.rows_per_step,
             num_epochs=self.num_epochs,
             max_steps=self.max_steps,
@@ -65,29 +58,26 @@ class RowOrder:
         """Return the example indices of each row of step `step`, counted from 0; one per row unless rows are packed."""
         first = step * self.rows_per_step
         if self.packed is not None:
-            in_all = self._num_packed_rows(self.packed)
-            last = min(first + self.rows_per_step, in_all or first + self.rows_per_step)
+            last = min(first + self.rows_per_step, self._num_rows() or first + self.rows_per_step)
             return [row.tolist() for row in self.packed.rows(first, last)]
-        by_epochs = rows_in_epochs(self.num_examples, self.num_epochs)
         indices = rows_of_step(
             step,
             num_examples=self.num_examples,
             rows_per_step=self.rows_per_step,
-            num_rows_in_all=by_epochs or self.max_steps * self.rows_per_step,
+            num_rows_in_all=self._num_rows() or self.max_steps * self.rows_per_step,
             seed=self.seed,
             mixture=self.mixture,
         )
         return [[index] for index in indices]
 
     def position(self, step: int) -> dict[str, int]:
-        """Return the position in the data after `step` steps. Rows are packed per epoch, so no partly filled row has to
-        be saved."""
+        """Return the position in the data after `step` steps. Rows are packed per epoch, so none is partly filled."""
         done = min(step * self.rows_per_step, self._num_rows() or step * self.rows_per_step)
         epoch, row = divmod(done, self.num_examples) if self.packed is None else self.packed.place(done)
         return {"rows_done": done, "epoch": epoch, "row_in_epoch": row}
 
     def identity(self) -> Mapping[str, Any]:
-        """Return everything, except the examples, that decides which examples a step trains on."""
+        """Return what decides the examples of a step, except the examples themselves."""
         found = {
             "seed": self.seed,
             "rows_per_step": self.rows_per_step,
@@ -97,13 +87,10 @@ class RowOrder:
 
     def _num_rows(self) -> int:
         """Return the number of rows of all epochs; 0 where only --max_steps limits them."""
-        if self.packed is not None:
-            return self._num_packed_rows(self.packed)
-        return rows_in_epochs(self.num_examples, self.num_epochs)
-
-    def _num_packed_rows(self, packed: PackedOrder) -> int:
+        if self.packed is None:
+            return rows_in_epochs(self.num_examples, self.num_epochs)
         most = None if self.max_steps == -1 else self.max_steps * self.rows_per_step
-        return packed.num_rows(self.num_epochs, at_most=most)
+        return self.packed.num_rows(self.num_epochs, at_most=most)
 
 
 def rows_per_evaluation(config: Config, *, at_least: int = 1) -> int:

@@ -13,6 +13,7 @@ from typing import Protocol
 from crosstune.core.errors import UserError, naming
 from crosstune.core.missing_paths import near_paths
 from crosstune.core.names import nearest
+from crosstune.data.columns import rename
 from crosstune.data.files import SUFFIXES, FilePart, Found, file_part
 from crosstune.data.hub import HELD_OUT_SPLITS, HubPart, open_hub
 from crosstune.data.named_datasets import BUNDLED, DUMMY, HUB_NAMES, RowsPart, known_names
@@ -23,7 +24,7 @@ _NAME_ENDS = re.compile(r"[-_. ]+")
 _TRAINING_WORDS = ("train", "training")
 _ABOUT_DATA = ("readme", "license", "licence", "notice", "copying", "citation", "changelog", "requirements")
 _SYSTEMS_OWN = "lost+found"
-"""A folder that only the administrator reads, in the root of a disk."""
+"""A folder in the root of a disk that only the administrator can read."""
 MOST_FILES = 50_000
 """Files and folders below a folder of data."""
 
@@ -61,9 +62,9 @@ class Source:
     columns: tuple[tuple[str, str], ...] = ()
     """Columns of the rows that were renamed, and their new names."""
     splits: bool = False
-    """True if examples longer than the context are split: those of text files."""
+    """True for text files: examples longer than the context are split."""
     unused: tuple[str, ...] = ()
-    """Files of further held-out splits, which are not read."""
+    """Files of other held-out splits; not read."""
     samples: int = -1
     """The default number of rows of a known name; -1 for all."""
 
@@ -75,14 +76,19 @@ class Source:
         return replace(self, parts=self.held_out, held_out=())
 
     def digest(self) -> str:
-        """Return the sha256 of the contents, which does not depend on their location."""
-        return hashlib.sha256("".join(part.digest() for part in self.parts).encode()).hexdigest()
+        """Return the sha256 of the contents, independent of their location."""
+        renamed = f" {self.columns}" if self.columns else ""
+        return hashlib.sha256(
+            "".join(f"{part.digest()}{renamed}" for part in self.parts).encode()
+        ).hexdigest()
 
     def rows(self) -> Iterator[tuple[Part, Found, int]]:
-        """Yield every row with its part and the number of bytes of the source read so far."""
-        before = 0
+        """Yield every row, its columns renamed, with its part and the number of bytes of the source read so far."""
+        before, columns = 0, dict(self.columns)
         for part in self.parts:
             for found in part.rows():
+                if columns:
+                    found = found._replace(row=rename(found.row, columns))
                 yield part, found, before + found.end_byte
             before += part.size_bytes
 
@@ -149,8 +155,8 @@ def _of_splits(name: str, splits: dict[str, HubPart]) -> Source:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder; raise a UserError for one that is no folder of data, such as / or a home folder, and
-    an OSError where data may be in a folder that cannot be read, which would be left out in silence."""
+    """Yield the files below a folder. Raise a UserError if there are too many, as in a home folder, and an OSError for a
+    folder that cannot be read, since its data would be missed."""
 
     def refuse(error: OSError) -> None:
         place = Path(error.filename)

@@ -30,8 +30,7 @@ ARRAYS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class FileArray:
-    """An array on disk whose slices are read on access. A memory map would count the pages read as memory of the
-    process until the system reclaims them."""
+    """An array on disk whose slices are read on access. Pages of a memory map would count as memory of the process."""
 
     path: Path
     kind: str

@@ -1,7 +1,4 @@
-"""Compile chat templates in jinja's sandbox and render conversations with them.
-
-This runs in the process of `render_worker`, where the system limits time and memory.
-"""
+"""Compile chat templates in jinja's sandbox and render conversations with them."""
 
 from __future__ import annotations
 
@@ -15,15 +12,16 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from crosstune.data.render_types import Message
-from crosstune.data.template_limits import LONGEST_TEMPLATE, OverLimit, most_characters
 from crosstune.data.template_marks import Generation, Marks
 
-# The date that templates get: the tokens of a run must not depend on the day.
+LONGEST_TEMPLATE = 256 << 10
+"""In characters; templates of published models have a few thousand, the longest about 30,000."""
+# The date for templates: the tokens of a run must not depend on the day.
 DAY = datetime(2025, 1, 1)
 
 # The names under which data sets keep the reasoning of an answer; most templates read the first one.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-# Errors that the code of a template can raise, besides jinja's own.
+# Errors that the code of a template can raise, and jinja's own.
 FAULTS = (
     TemplateError,
     ArithmeticError,
@@ -35,7 +33,12 @@ FAULTS = (
     ValueError,
     AssertionError,
     NotImplementedError,
+    MemoryError,
 )
+
+
+class OverLimit(Exception):
+    """A template is too long, or writes too much text."""
 
 
 class Refused(Exception):
@@ -43,7 +46,7 @@ class Refused(Exception):
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """Return the environment of chat templates: that of transformers, without what gives another text each time."""
+    """Return the environment of transformers' chat templates, without random filters."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
@@ -70,11 +73,11 @@ class ChatTemplate:
         self.marks_answers = "endgeneration" in source
 
     def render(self, messages: Sequence[Message], **variables: Any) -> tuple[str, Marks]:
-        """Return the text, and which parts of it are marked or written by which message."""
+        """Return the text, with its marked spans and the spans of each message."""
         shown = [_with_reasoning(message) for message in messages]
         tools = repr(variables.get("tools"))
         size = len(tools) + sum(len(str(value)) for message in shown for value in message.values())
-        most = most_characters(input_characters=size, template_characters=self._num_characters)
+        most = (64 << 10) + 16 * size + 4 * self._num_characters
         self._marker.start(shown, tools)
         pieces = []
         total = 0
@@ -110,7 +113,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON as transformers' `tojson` does, which escapes nothing for HTML."""
+    """Write JSON as transformers' `tojson` does: without HTML escapes."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,8 +1,9 @@
-"""Mark, in the output of a chat template, which text each message wrote and which text is inside `{% generation %}`."""
+"""Mark the text of each message, and of each `{% generation %}` block, in the output of a chat template."""
 
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -43,8 +44,8 @@ class Marks:
         return max((spans[-1][1] for spans in self.turns.values()), default=0)
 
 
-class Marker:
-    """Write the marks of one rendering, and take them out of its text."""
+class Marker(threading.local):
+    """Write the marks of one rendering, and remove them from its text. Each thread has its own state."""
 
     def __init__(self) -> None:
         self._place_of: dict[int, int] = {}
@@ -52,7 +53,7 @@ class Marker:
         self._signs = _signs(0)
 
     def start(self, messages: Sequence[Mapping[str, Any]], others: str) -> None:
-        """Prepare for messages, each an object of its own. `others` is the repr of what else the template gets."""
+        """Prepare for messages, each a distinct object. `others` is the repr of the other variables."""
         self._place_of = {id(message): place for place, message in enumerate(messages)}
         self._loops.clear()
         self._signs = _signs(0)
@@ -75,7 +76,7 @@ class Marker:
         return f"{self._signs.begin}{text}{self._signs.end}"
 
     def take(self, marked: str) -> tuple[str, Marks]:
-        """Return the text without its marks, and what they say."""
+        """Return the text without its marks, and the marked spans."""
         pieces = self._signs.pattern.split(marked)
         generated: list[Span] = []
         turns = _Turns()
@@ -112,7 +113,7 @@ class _Turns:
         spans.append((start, end))
 
     def move(self, loop: str, place: str) -> None:
-        """Begin an iteration, which ends the loop's last one even if that was left by `continue`, or end the loop."""
+        """Begin an iteration, or end the loop. Either ends the iteration before, even one left by `continue`."""
         for depth, (other, _) in enumerate(self._stack):
             if other == loop:
                 del self._stack[depth:]
@@ -122,7 +123,7 @@ class _Turns:
 
 
 class Generation(Extension):
-    """The tag `{% generation %} ... {% endgeneration %}`, which marks the text that the model writes."""
+    """The tag `{% generation %} ... {% endgeneration %}` around text that the model writes."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -140,7 +141,7 @@ class Generation(Extension):
 
     def mark_loops(self, tree: nodes.Template) -> nodes.Template:
         """Return the template with marks at every iteration of its loops."""
-        # As filters, since the sandbox examines every call of a function, which takes longer than the mark.
+        # Filters, since the sandbox checks every function call, at a higher cost than the mark.
         self.environment.filters |= {_TURN: self.marker.turn, _CLOSE: self.marker.close}
         marked: nodes.Template = _MarkLoops().visit(tree)
         marked.set_environment(self.environment)

@@ -12,12 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 from crosstune.config.load import cache_override
 from crosstune.core.errors import UserError, shown
-from crosstune.core.json_fields import NOTHING, TEXT, check_fields, list_of, object_with, whole
-from crosstune.core.json_files import parse_json, read_json
+from crosstune.core.json_fields import (
+    NOTHING,
+    OBJECT,
+    TEXT,
+    check_fields,
+    list_of,
+    map_of,
+    object_with,
+    whole,
+)
+from crosstune.core.json_files import object_of, read_json
 from crosstune.core.plain_files import MissingFile, UnreadableFile, read_plain, read_plain_text
 from crosstune.data.render_types import ChatTokens
-from crosstune.data.tokenizer_limits import needs_trial, wrong_structure
-from crosstune.data.tokenizer_trial import try_tokenizer
+from crosstune.data.trials import try_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -32,8 +40,13 @@ _FIELDS = {
     **{f"{role}_token": _TOKEN for role in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")},
     "chat_template": TEXT | NOTHING | list_of(object_with({"name": TEXT, "template": TEXT})),
 }
-
-
+_STAGES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+_ID = whole(0, 2**31 - 1)
+_STRUCTURE = {
+    "model": OBJECT,
+    "added_tokens": list_of(object_with({"content": TEXT, "id": _ID})),
+    **dict.fromkeys(_STAGES, OBJECT | NOTHING),
+}
 _NAMES = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -51,21 +64,21 @@ class Tokenizer:
     adds_bos: bool = False
     """True if the tokenizer prepends the BOS token to plain text."""
     other_named: tuple[tuple[str, str], ...] = ()
-    """The special tokens that chat templates know by name, besides bos_token and eos_token: (name, text)."""
+    """Further special tokens that chat templates know by name: (name, text)."""
     digest: str = ""
     """sha256 of tokenizer.json."""
     template_file: str = ""
     """The file that holds the chat template."""
     num_rows: int | None = None
-    """The number of tokens that the model has embeddings for, if its config.json is beside the tokenizer."""
+    """The number of embeddings of the model, if its config.json is in the same folder."""
 
     @classmethod
     def from_folder(cls, folder: Path, *, model: Path | None = None) -> Tokenizer:
-        """Read the tokenizer of a folder; one without generation_config.json stops where that of `model` says."""
+        """Read the tokenizer of a folder; the stop tokens may come from the generation_config.json of `model`."""
         path = folder / "tokenizer.json"
         written = _read_tokenizer(folder)
         rust = _open(written, path)
-        # The file may have truncation and padding settings; we do both elsewhere.
+        # Truncation and padding are done elsewhere.
         rust.no_truncation()
         rust.no_padding()
         settings = _read_settings(folder / "tokenizer_config.json")
@@ -102,8 +115,7 @@ class Tokenizer:
 
     @property
     def leading_bos(self) -> str:
-        """The BOS token that a template must write for the tokens to begin as the tokenizer begins them, or an empty
-        string."""
+        """The BOS token that a template must write because the tokenizer adds one to plain text, or an empty string."""
         return self.bos_token if self.adds_bos and self.bos_token else ""
 
     @cached_property
@@ -138,11 +150,10 @@ class Tokenizer:
             return self.rust.encode_batch(list(texts), add_special_tokens=False)
 
     def encode_plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of texts that no template rendered, each with one BOS token if the tokenizer adds it,
-        and one EOS token.
+        """Return the token ids of plain texts, each with one BOS token if the tokenizer adds it, and one EOS token.
 
-        The tokenizer adds the BOS token itself: written as text, it would be the beginning, and the first word would
-        lose the mark that some tokenizers give to the beginning.
+        The tokenizer adds the BOS token itself: as text, it would take the first word's place at the beginning, and some
+        tokenizers mark the first word.
         """
         bos, eos = (
             self.rust.token_to_id(text) if text else None for text in (self.bos_token, self.eos_token)
@@ -177,7 +188,7 @@ class Tokenizer:
 
 
 def _read_tokenizer(folder: Path) -> bytes:
-    """Return tokenizer.json after checking its structure and, where that does not suffice, trying it."""
+    """Return tokenizer.json after checking its structure and, if it may be slow, trying it."""
     path = folder / "tokenizer.json"
     try:
         raw = read_plain(path, limit=TOKENIZER_LIMIT)
@@ -187,18 +198,27 @@ def _read_tokenizer(folder: Path) -> bytes:
             why="crosstune reads fast tokenizers only.",
             do="make one with: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
         ) from error
-    try:
-        tokenizer = parse_json(raw, foreign=True)
-    except ValueError as error:
-        raise UnreadableFile(path, f"it is not JSON ({error})") from error
-    if not isinstance(tokenizer, dict):
-        raise UnreadableFile(path, "it does not hold a JSON object")
-    wrong = wrong_structure(tokenizer)
-    if wrong is not None:
-        raise UnreadableFile(path, wrong)
-    if needs_trial(tokenizer):
+    tokenizer = object_of(raw, path, foreign=True)
+    check_fields(tokenizer, _STRUCTURE, source=path, required=("model",))
+    vocabulary = tokenizer["model"].get("vocab")
+    if isinstance(vocabulary, dict) and not map_of(_ID).fits(vocabulary):
+        raise UnreadableFile(path, f"a token has a number that is not {_ID.needs}")
+    if any(_may_be_slow(tokenizer.get(stage)) for stage in _STAGES):
         try_tokenizer(raw, path=path, cache=cache_override())
     return raw
+
+
+def _may_be_slow(value: Any) -> bool:
+    """Return whether a stage has a regex, a table or a replacement that lengthens a text."""
+    if isinstance(value, list):
+        return any(map(_may_be_slow, value))
+    if not isinstance(value, dict):
+        return False
+    pattern, content = value.get("pattern"), value.get("content")
+    fixed = pattern.get("String") if isinstance(pattern, dict) else None
+    grows = isinstance(content, str) and isinstance(fixed, str) and len(content) > len(fixed)
+    has_regex = isinstance(pattern, dict) and "Regex" in pattern
+    return grows or has_regex or "precompiled_charsmap" in value or any(map(_may_be_slow, value.values()))
 
 
 def _open(raw: bytes, path: Path) -> RustTokenizer:
@@ -213,7 +233,7 @@ def _open(raw: bytes, path: Path) -> RustTokenizer:
 
 @contextlib.contextmanager
 def _readable_panics(what: str) -> Iterator[None]:
-    """Turn a panic of the tokenizers library into a UserError. It is no `Exception`, and has no name to import."""
+    """Turn a panic of the tokenizers library into a UserError. Its class is no `Exception` and cannot be imported."""
     try:
         yield
     except BaseException as error:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from crosstune.core.errors import UserError
-from crosstune.data.columns import Columns, RenamedPart, check_columns, describe_columns, read_part
+from crosstune.data.columns import Columns, check_columns, describe_columns, read_part
 from crosstune.data.files import FilePart, Row
 from crosstune.data.sources import Part, Source
 
@@ -14,7 +14,7 @@ from crosstune.data.sources import Part, Source
 def uniform_sources(source: Source, *, asked: str, columns: Columns) -> list[Source]:
     """Return the parts of a source, grouped by format in the order of their first part.
 
-    The format is the requested one, the one that the source's name implies, or that of each part's first row.
+    The format is the requested one, or implied by the source's name or by each part's first row.
     """
     if asked == "auto":
         asked = source.form
@@ -26,8 +26,7 @@ def uniform_sources(source: Source, *, asked: str, columns: Columns) -> list[Sou
         form, used = found
         renames = tuple(used.items())
         splits = isinstance(part, FilePart) and part.is_text
-        read: Part = RenamedPart(part=part, columns=renames) if renames else part
-        groups.setdefault((form, renames, splits), []).append(read)
+        groups.setdefault((form, renames, splits), []).append(part)
     if not groups:
         raise UserError(f"The dataset {source.name} is empty.", do="give it at least one row")
     return [

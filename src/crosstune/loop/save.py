@@ -21,7 +21,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import CheckpointFailed, CheckpointSaved, Observer, Warned
 from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.core.protocols import Session, SessionState, is_divided
-from crosstune.core.ranks import Alone, Group
+from crosstune.core.ranks import Group, SingleProcess
 from crosstune.loop.agreement import Agreement
 
 SNAPSHOT_SHARE = 0.25
@@ -74,7 +74,7 @@ class Checkpoints:
     ) -> None:
         self.clock = ActiveClock()
         self.root, self.policy, self.fields, self.observer = root, policy, fields, observer
-        self.group = group if group is not None else Alone()
+        self.group = group if group is not None else SingleProcess()
         self.agreement = agreement if agreement is not None else Agreement(self.group)
         self.writes = self.group.ranks.first
         self.newest: Path | None = None

@@ -32,7 +32,7 @@ from crosstune.core.events import (
 )
 from crosstune.core.out_of_memory import LOADING, OutOfMemory, memory_errors
 from crosstune.core.protocols import Generates, HasNotes, Recipe, Session
-from crosstune.core.ranks import Alone, Group
+from crosstune.core.ranks import Group, SingleProcess
 from crosstune.core.record import Record, RecordFailed
 from crosstune.core.scaling import LossScale, needs_loss_scale
 from crosstune.core.weight_average import result_weights
@@ -77,7 +77,7 @@ class Execution:
     start: Start | None
     described: Mapping[str, Any]
     deadline: Deadline | None
-    group: Group = field(default_factory=Alone)
+    group: Group = field(default_factory=SingleProcess)
     stop: StopSignal = field(default_factory=StopSignal)
     tracking: Tracking = field(default_factory=Tracking)
     failure: UserError | None = None

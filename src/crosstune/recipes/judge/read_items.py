@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from crosstune.core.errors import UserError, shown
-from crosstune.data.columns import Columns, RenamedPart, check_columns
+from crosstune.data.columns import Columns, check_columns, rename
 from crosstune.data.files import Row
 from crosstune.data.sources import Part, Source
 from crosstune.recipes.judge.items import WINNERS, Item
@@ -76,9 +76,8 @@ class ItemReader:
 
     def _rows(self, source: Source) -> Iterator[tuple[Part, Row, int]]:
         for part in source.parts:
-            read = RenamedPart(part=part, columns=tuple(self.columns.items())) if self.columns else part
-            for found in read.rows():
-                yield part, found.row, found.number
+            for found in part.rows():
+                yield part, rename(found.row, self.columns) if self.columns else found.row, found.number
 
     def _item(self, row: Row, *, number: int) -> Item:
         fields = _named_fields(row)
