@@ -211,4 +211,3 @@ def _first(numbers: dict[str, Any], *keys: str) -> int | None:
         if isinstance(found, int):
             return found
     return None
-

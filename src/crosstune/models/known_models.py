@@ -10,7 +10,6 @@ from crosstune.core.fast_layers import why_no_fast_layers_of
 from crosstune.core.model_shape import ModelShape
 from crosstune.models.llama_layout import Llama
 
-
 # name: hidden layers intermediate vocabulary heads kv-heads head-width tied|own billions [experts per-token] [plain]
 _TABLE = """
 llama-7b: 4096 32 11008 32000 32 32 128 own 6.74
