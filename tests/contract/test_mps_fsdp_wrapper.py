@@ -118,12 +118,3 @@ def test_without_fsdp_on_mps_one_process_trains_the_whole_model(monkeypatch: pyt
     assert model(rows()[0]).dtype == torch.bfloat16
     assert train(model, torch.optim.AdamW(model.parameters()), 2)
     assert MPSFSDPWrapper().device.type == DEVICE
-
-
-def test_operators_without_a_kernel_are_found() -> None:
-    assert "aten::add" not in fsdp_model.missing_kernels(["aten::add"], "CPU")
-    assert fsdp_model.missing_kernels(["aten::_fused_ada*"], "SparseCPU") == [
-        "aten::_fused_adagrad_",
-        "aten::_fused_adam_",
-        "aten::_fused_adamw_",
-    ]

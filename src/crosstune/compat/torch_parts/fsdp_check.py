@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from crosstune.compat.torch_parts.fsdp_config import MPSFSDPConfig
 from crosstune.compat.torch_parts.fsdp_groups import connect_alone, disconnect
-from crosstune.compat.torch_parts.fsdp_model import find_device, fsdp_problem, missing_kernels
+from crosstune.compat.torch_parts.fsdp_model import find_device, fsdp_problem
 from crosstune.torch_engine.capabilities import working_dtypes
 
 FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
@@ -31,8 +30,6 @@ def check_machine() -> dict[str, Any]:
         notes.append(f"MPS is not available ({built}); {device.type} is used")
     elif os.environ.get(FALLBACK) != "1":
         notes.append(f"operators without a Metal kernel fail: set {FALLBACK}=1 before starting Python")
-    if is_mps and (slow := missing_kernels(MPSFSDPConfig().fallback_to_cpu_ops, "MPS")):
-        notes.append(f"these operators run on the CPU: {', '.join(slow)}")
     problem = _try_fsdp(device)
     if problem:
         notes.append(f"FSDP2 does not run on {device.type}: {problem}")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
 
@@ -142,20 +140,6 @@ def fsdp_problem(device: torch.device) -> str:
     return ""
 
 
-def missing_kernels(patterns: Sequence[str], key: str) -> list[str]:
-    """Return the operators that match a pattern and have no kernel for a dispatch key; they run on the CPU."""
-    keys = (key, "CompositeImplicitAutograd", "CompositeExplicitAutograd")
-    found: dict[str, bool] = {}
-    for overload in torch._C._dispatch_get_all_op_names():
-        name = overload.partition(".")[0]
-        if any(fnmatchcase(name, pattern) for pattern in patterns):
-            has_kernel = any(
-                torch._C._dispatch_has_kernel_for_dispatch_key(overload, entry) for entry in keys
-            )
-            found[name] = found.get(name, False) or has_kernel
-    return sorted(name for name, has_kernel in found.items() if not has_kernel)
-
-
 def _frees(strategy: Any) -> bool:
     return strategy is ShardingStrategy.FULL_SHARD
 
@@ -220,10 +204,6 @@ def _finish(model: nn.Module, config: MPSFSDPConfig, device: torch.device) -> No
     model._apply = functools.partial(_apply_on_device, model, type(model)._apply, device, config.cpu_offload)
     if config.aggressive_memory_optimization:
         model.register_forward_pre_hook(lambda module, inputs: free_cache(device))
-    if device.type == "mps":
-        slow = missing_kernels(config.fallback_to_cpu_ops, "MPS")
-        if slow:
-            warnings.warn(f"These operators run on the CPU and are slow: {', '.join(slow)}.", stacklevel=4)
     if config.debug_mode:
         _log_passes(model)
 

@@ -30,22 +30,16 @@ class LayerStorage:
 
     def to_json(self) -> dict[str, Any]:
         return {
+            **vars(self),
             "spec": None if self.spec is None else self.spec.to_json(),
             "compute": name_dtype(self.compute),
             "kept_in": name_dtype(self.kept_in),
-            "small_zeros": self.small_zeros,
-            "small_scales": self.small_scales,
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LayerStorage:
-        return cls(
-            spec=read_spec(data["spec"]),
-            compute=read_dtype(data["compute"]),
-            kept_in=read_dtype(data["kept_in"]),
-            small_zeros=data["small_zeros"],
-            small_scales=data["small_scales"],
-        )
+        dtypes = {name: read_dtype(data[name]) for name in ("compute", "kept_in")}
+        return cls(**{**data, **dtypes, "spec": read_spec(data["spec"])})
 
 
 def check_storage(recipe: LayerStorage, shape: tuple[int, int]) -> None:
