@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from crosstune.core.disk import file_sha256
 from crosstune.models import cache
 from crosstune.models.bundled import SMOLLM2, SMOLLM2_WHEEL
 from crosstune.models.locate import locate, shape
@@ -49,7 +50,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_the_cached_folder_is_whole(folder: Path) -> None:
-    assert cache.verify(folder) == []
+    assert cache.check(folder) == []
 
 
 def test_every_weight_equals_the_reference_loader(folder: Path, model: Any, gguf_file: Path) -> None:
@@ -148,5 +149,5 @@ def test_it_knows_the_capital_of_france(folder: Path, tokenizer: Any) -> None:
 
 def test_the_pinned_wheel_holds_the_pinned_file(gguf_file: Path) -> None:
     assert gguf_file.stat().st_size == SMOLLM2_WHEEL.member_bytes
-    assert cache.file_sha256(gguf_file) == SMOLLM2_WHEEL.member_sha256
+    assert file_sha256(gguf_file) == SMOLLM2_WHEEL.member_sha256
     assert not zipfile.is_zipfile(gguf_file)
