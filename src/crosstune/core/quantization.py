@@ -109,8 +109,9 @@ def wrong_spec(data: Mapping[str, Any] | None) -> str | None:
         lacks = f" and lacks {', '.join(missing)}" if missing else ""
         return f"it has the keys {', '.join(data)[:200]}{lacks}"
     for key, value in fields.items():
-        fits = type(value) is _TYPES[key] and (key != "kept" or all(isinstance(name, str) for name in value))
-        if not fits or (key == "bits" and not 1 <= value <= 64) or (key == "group_size" and value < 0):
+        names = value if key == "kept" and isinstance(value, list) else []
+        is_wrong = type(value) is not _TYPES[key] or not all(isinstance(name, str) for name in names)
+        if is_wrong or (key == "bits" and not 1 <= value <= 64) or (key == "group_size" and value < 0):
             return f"it has a wrong value at {key}: {shown(value)}"
     return None
 

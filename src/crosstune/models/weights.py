@@ -1,16 +1,17 @@
-"""Write safetensors files tensor by tensor, using little memory, and read their tensors with numpy."""
+"""Write safetensors files and shards using little memory, and read their tensors with numpy."""
 
 from __future__ import annotations
 
 import json
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crosstune.core.errors import UserError
+from crosstune.core.json_files import write_json
 from crosstune.core.safetensors_header import read_header
 from crosstune.models.progress import Progress, silent
 
@@ -22,6 +23,7 @@ _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 _NUMPY = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}
 _PACKED = {"U32": "<u4", "U8": "u1", "I32": "<i4", "I8": "i1"}
 _ALIGNMENT = 8
+SHARD_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,49 @@ def write_safetensors(path: Path, tensors: Sequence[Tensor], *, progress: Progre
                 done += file.write(np.ascontiguousarray(rows).data)
                 progress("convert", done, offset)
             assert done == expected, f"{tensor.name} came with {done - expected:+} bytes"
+
+
+def write_shards(
+    folder: Path,
+    tensors: Iterable[tuple[str, Any]],
+    *,
+    save: Callable[[dict[str, Any], Path], None],
+    stem: str = "model",
+    on_bytes: Callable[[int], None] = lambda done: None,
+) -> None:
+    """Write an engine's tensors with its `save`, in shards under transformers' names with an index, holding at most one
+    shard in memory. `on_bytes` is called with the bytes written so far."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shards: list[list[str]] = []
+    shard: dict[str, Any] = {}
+    total = shard_bytes = 0
+
+    def close() -> None:
+        nonlocal shard, shard_bytes, total
+        save(shard, folder / f"part-{len(shards):05d}.safetensors")
+        shards.append(list(shard))
+        total += shard_bytes
+        shard, shard_bytes = {}, 0
+        on_bytes(total)
+
+    for name, tensor in tensors:
+        shard[name] = tensor
+        shard_bytes += tensor.nbytes
+        if shard_bytes >= SHARD_BYTES:
+            close()
+    if shard:
+        close()
+    if len(shards) == 1:
+        (folder / "part-00000.safetensors").rename(folder / f"{stem}.safetensors")
+        return
+    index: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        final = f"{stem}-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"part-{number:05d}.safetensors").rename(folder / final)
+        index |= dict.fromkeys(names, final)
+    write_json(
+        folder / f"{stem}.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index}
+    )
 
 
 def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
