@@ -57,11 +57,6 @@ def test_cpu_here(cpu: BackendManager) -> None:
     assert cpu.get_distributed_backend() == "gloo"
 
 
-def test_cpu_quantizes_to_four_bits_where_a_quantizer_is_installed(cpu: BackendManager) -> None:
-    pytest.importorskip("bitsandbytes", reason="bnb is an extra: pip install 'crosstune[bnb]'")
-    assert cpu.supports_quantization(4) and cpu.supports_quantization(8)
-
-
 def test_memory_is_in_bytes_and_adds_up(cpu: BackendManager) -> None:
     info = cpu.get_memory_info()
     assert info["total_memory"] > 1e8
@@ -72,18 +67,12 @@ def test_memory_is_in_bytes_and_adds_up(cpu: BackendManager) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is available here")
-@pytest.mark.parametrize("backend", ["cuda", "CUDA", Backend.CUDA])
-def test_unavailable_backend_says_so_in_the_documented_words(backend: str | Backend) -> None:
+def test_unavailable_backend_says_so_in_the_documented_words() -> None:
     with pytest.raises(ValueError) as caught:
-        BackendManager(backend=backend, verbose=False)
+        BackendManager(backend="CUDA", verbose=False)
     text = str(caught.value)
     assert text.startswith("Backend 'cuda' is not available")
     assert "--backend auto" in text and "cpu" in text
-
-
-def test_unknown_backend_names_those_that_exist() -> None:
-    with pytest.raises(ValueError, match=r"Unknown backend 'tpu'.*cuda.*cpu"):
-        BackendManager(backend="tpu", verbose=False)
 
 
 @pytest.mark.parametrize(
@@ -116,14 +105,6 @@ def test_apple_m1_trains_in_mlx_and_mps_falls_back_to_fp16() -> None:
     assert mps.get_dtype() is torch.float16
     assert mps.supports_quantization(8) and mps.supports_quantization(16)
     assert not mps.capabilities.supports_flash_attention
-
-
-def test_nvidia_profile() -> None:
-    cuda = on("rtx-4090")
-    assert (cuda.backend, cuda.device) == (Backend.CUDA, torch.device("cuda"))
-    assert cuda.get_distributed_backend() == "nccl"
-    assert cuda.capabilities.supports_flash_attention
-    assert set(cuda.capabilities.quantization_bits) >= {4, 8, 16}
 
 
 def test_batch_size_follows_memory_model_and_length() -> None:

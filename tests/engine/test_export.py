@@ -103,7 +103,7 @@ def test_new_blocks_over_a_quantized_base_can_be_written_as_they_were_trained(
     torch.testing.assert_close(logits(loaded, window), expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "bound"), [("f32", 1e-4), ("f16", 5e-3), ("bf16", 3e-2), ("q8_0", 5e-2)])
+@pytest.mark.parametrize(("kind", "bound"), [("f32", 1e-4), ("q8_0", 5e-2)])
 def test_gguf_comes_back_through_both_readers(
     trained: tuple[Path, torch.Tensor],
     window: list[TokenBatch],

@@ -1,4 +1,4 @@
-"""The guides' quantization adapters, implemented with the torch engine's quantizers."""
+"""Quantization adapters over the torch engine's quantizers."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class FallbackAdapter(_TorchAdapter):
 
 
 class MLXAdapter(_LibraryAdapter):
-    """Every method raises: MLX quantizes only models of its own engine. The error names the command to use."""
+    """Every method raises: MLX quantizes only MLX models. The error names the command to use."""
 
     library = "mlx"
 

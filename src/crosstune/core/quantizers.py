@@ -12,7 +12,7 @@ from crosstune.core.names import load_plugin, plugin_names
 QUANT_PACKAGES = {"torch": "crosstune.torch_engine.quant", "mlx": "crosstune.mlx_engine.quant"}
 """Engine -> the package of its quantizers, one file each."""
 LAST = 100
-"""The default preference: `auto` takes such a quantizer when no other runs."""
+"""The default preference: `auto` picks such a quantizer only if no other runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -167,7 +167,7 @@ def _no_weights(folder: Path) -> UserError:
             why=f"its weights are in {arrays[0]}, the format of early MLX releases; current ones use safetensors, as all "
             "other tools do.",
             do="convert the original model again: crosstune convert MODEL --to mlx --n_bits 4; if only these files are left, and "
-            "their names are those of the Hugging Face model, write them as safetensors: "
+            "they use the Hugging Face names, write them as safetensors: "
             f"python -c \"import mlx.core as mx; mx.save_safetensors('model.safetensors', mx.load('{arrays[0]}'))\"",
         )
     ggufs = sorted(folder.glob("*.gguf"))

@@ -1,4 +1,4 @@
-"""Check the counts in the header of a GGUF file before the gguf package reads it, which trusts them."""
+"""Check the counts in the header of a GGUF file, which the gguf package trusts."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def _shape(name: str, fields: Sequence[str]) -> ModelShape:
     ).shape()
     return replace(
         llama,
-        # A plain MLP has two matrices; a gated one, which each expert is, has three.
+        # A plain MLP has two matrices; a gated one, and each expert, has three.
         num_parameters=llama.num_parameters + 3 * matrix * (experts - 1) - matrix * ("plain" in fields),
         source="table",
         max_context=None,

@@ -33,7 +33,7 @@ class Request:
     target: str
     out: Path | None = None
     into: str | None = None
-    """original or dequantized; None takes the original weights."""
+    """original or dequantized; None means original."""
     dtype: str = "auto"
     base: str | None = None
     force: bool = False

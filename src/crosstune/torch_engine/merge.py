@@ -84,7 +84,7 @@ def fold(weight: torch.Tensor, matrices: Matrices, *, scale: float, form: Weight
 
 
 class BaseTensors:
-    """The tensors of a base folder under the model's names, and the way back to those of the files."""
+    """The tensors of a base folder under the model's names, and the way back to the names in the files."""
 
     def __init__(self, weights: DenseWeights, device: torch.device = CPU) -> None:
         folder, spec = weights.folder, weights.quantization

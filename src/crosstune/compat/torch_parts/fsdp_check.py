@@ -1,4 +1,4 @@
-"""Check what this machine offers to the guides' MPSFSDPWrapper, by trying it."""
+"""Check by trials which features of MPSFSDPWrapper work on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
 
 
 def check_machine() -> dict[str, Any]:
-    """Return what works here: the device that is used, its dtypes, gloo, FSDP2, and warnings."""
+    """Return the device, its working dtypes, gloo, FSDP2, and warnings."""
     device, notes = find_device(), []  # type: ignore[var-annotated]
     is_mps = torch.backends.mps.is_available()
     dtypes = working_dtypes(device.type, notes=notes)
@@ -50,7 +50,7 @@ def check_machine() -> dict[str, Any]:
 
 
 def _try_fsdp(device: torch.device) -> str | None:
-    """Return why FSDP2 fails, "" if it works; None within connected processes, which would have to try it together."""
+    """Return why FSDP2 fails, "" if it works; None within connected processes, where all would have to try it together."""
     if dist.is_initialized():
         return None
     connect_alone()

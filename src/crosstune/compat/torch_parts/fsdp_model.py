@@ -28,7 +28,7 @@ LOG = logging.getLogger("crosstune.mps_fsdp")
 
 
 def find_device(model: nn.Module | None = None) -> torch.device:
-    """Return the device of a model that is on a GPU already; otherwise MPS, another GPU, or the CPU: what there is."""
+    """Return the GPU of a model that is on one; otherwise MPS, another GPU, or the CPU."""
     placed = {p.device for p in model.parameters()} if model is not None else set()
     on_gpu = sorted((device for device in placed if device.type not in ("cpu", "meta")), key=str)
     if on_gpu:
@@ -238,7 +238,7 @@ def free_cache(device: torch.device) -> None:
 
 
 def _log_passes(model: nn.Module) -> None:
-    """Log what is sharded, and each gathering of a module in a forward or backward pass."""
+    """Log the sharded modules, and each gathering in a forward or backward pass."""
     if not LOG.handlers:
         LOG.addHandler(logging.StreamHandler())
     LOG.setLevel(logging.DEBUG)

@@ -43,7 +43,7 @@ _FIELDS = {
     "architecture": TEXT | NOTHING,
 }
 _STORED, _MARK = ".stored.", ".weight."
-"""Separates a layer's name from that of a tensor of its quantized weight: in the model, and in the folder."""
+"""Separators of a layer's name and a tensor of its quantized weight: in the model, and in the folder."""
 
 
 def save_quantized(model: nn.Module, folder: Path, *, config: Mapping[str, Any]) -> None:
