@@ -58,8 +58,7 @@ class QuantizationMethod(Enum):
 
 @dataclass
 class QuantizationConfig:
-    """The storage of weights. An invalid value raises a ValueError at once; `validate_quantization_config` finds what
-    a backend does not support."""
+    """The storage of weights. An invalid value raises a ValueError; adapters check the rest."""
 
     method: QuantizationMethod = QuantizationMethod.BNB_NF4
     bits: int = None  # type: ignore[assignment]  # replaced below
