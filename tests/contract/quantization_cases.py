@@ -41,8 +41,9 @@ REAL = [
     (QuantoAdapter, {"method": M.QUANTO_INT2}, 0.6, 3.1),
     (FallbackAdapter, {"method": M.NONE}, 0.003, 16.0),
 ]
-ADAPTERS = [case[:2] for case in REAL]
 IDS = ["-".join(str(getattr(value, "value", value)) for value in case[1].values()) for case in REAL]
+ADAPTERS = [REAL[place][:2] for place in (0, 3, 7, 10, 11, 13)]
+"""One case of each library's storage formats."""
 
 
 class Block(nn.Module):

@@ -19,9 +19,8 @@ from crosstune.core.errors import ConfigError, UserError  # noqa: E402
 from mps_fsdp_wrapper import MPSFSDPConfig, MPSFSDPWrapper, create_mps_fsdp_wrapper  # noqa: E402
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_an_optimizer_made_after_a_pass_trains_the_shards(strategy: str) -> None:
-    model = create_mps_fsdp_wrapper(sharding_strategy=strategy).wrap_model(Classifier())
+def test_an_optimizer_made_after_a_pass_trains_the_shards() -> None:
+    model = create_mps_fsdp_wrapper(sharding_strategy="SHARD_GRAD_OP").wrap_model(Classifier())
     with torch.no_grad():
         model(rows()[0])
     losses = train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), 3)
@@ -45,6 +44,8 @@ def test_bad_settings_are_named_together_and_when_changed() -> None:
             setattr(config, name, value)
     with pytest.raises(UserError, match="sharding_strategy"):
         config.sharding_stratgy = "NO_SHARD"  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=r"NCCL needs NVIDIA GPUs(.|\n)*backend='gloo'"):
+        MPSFSDPConfig(backend="nccl")
     with pytest.raises(UserError, match="one GPU"):
         MPSFSDPConfig(sharding_strategy=ShardingStrategy.HYBRID_SHARD)
     with pytest.raises(UserError, match="rank=2 does not exist"):
@@ -118,12 +119,3 @@ def test_without_fsdp_on_mps_one_process_trains_the_whole_model(monkeypatch: pyt
     assert model(rows()[0]).dtype == torch.bfloat16
     assert train(model, torch.optim.AdamW(model.parameters()), 2)
     assert MPSFSDPWrapper().device.type == DEVICE
-
-
-def test_operators_without_a_kernel_are_found() -> None:
-    assert "aten::add" not in fsdp_model.missing_kernels(["aten::add"], "CPU")
-    assert fsdp_model.missing_kernels(["aten::_fused_ada*"], "SparseCPU") == [
-        "aten::_fused_adagrad_",
-        "aten::_fused_adam_",
-        "aten::_fused_adamw_",
-    ]

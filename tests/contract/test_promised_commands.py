@@ -23,8 +23,6 @@ ACCEPTED: list[tuple[str, str, dict[str, Any]]] = [
     ("cpu-laptop", "--backend auto", {"backend": "cpu"}),
     ("a100-80gb", "--backend cuda", {"backend": "cuda", "engine": "torch"}),
     ("apple-m1-16gb", "--backend mps", {"backend": "mps", "engine": "torch"}),
-    ("apple-m1-16gb", "--backend mlx", {"backend": "mlx", "engine": "mlx"}),
-    ("cpu-laptop", "--backend cpu", {"backend": "cpu"}),
     (
         "apple-m2-max-64gb",
         f"--backend mps {LLAMA} --train_type qlora --batch_size 2 --precision fp16_autocast --num_epochs 1",
@@ -35,7 +33,6 @@ ACCEPTED: list[tuple[str, str, dict[str, Any]]] = [
         f"--backend mlx {LLAMA} --train_type qlora --world_size 1 --batch_size 4",
         {"quantizer": "mlx", "world_size": 1},
     ),
-    ("cpu-laptop", f"--backend cpu {LLAMA} --train_type qlora", {"method": "lora", "n_bits": 4}),
     (
         "a100-80gb",
         f"--backend cuda {LLAMA} --train_type qlora --precision bf16 --use_flash_attention true",
@@ -67,12 +64,6 @@ ACCEPTED: list[tuple[str, str, dict[str, Any]]] = [
         f"--backend cpu {LLAMA} --train_type qlora --batch_size 1 --gradient_accumulation_steps 4 --precision fp32",
         {"precision": "fp32", "changes": []},
     ),
-    ("a100-80gb", f"--backend cuda {LLAMA} --train_type qlora --batch_size 4", {"backend": "cuda"}),
-    (
-        "rtx-4090",
-        "--train_type qlora --quantization_backend bnb --n_bits 4",
-        {"quantizer": "bnb", "n_bits": 4},
-    ),
     (
         "cpu-laptop",
         "--train_type qlora --quantization_backend hqq --n_bits 4 --group_size 128",
@@ -84,7 +75,6 @@ ACCEPTED: list[tuple[str, str, dict[str, Any]]] = [
         {"backend": "cuda"},
     ),
     ("apple-m1-16gb", "--backend mps --use_gradient_checkpointing --low_memory", {"backend": "mps"}),
-    ("cpu-laptop", "--backend cpu --precision fp32 --world_size 1", {"world_size": 1}),
     # The guides call this impossible; MLX has learned it since.
     ("apple-m1-16gb", "--backend mlx --world_size 2", {"world_size": 2, "collective": "ring"}),
 ]
@@ -92,8 +82,6 @@ ACCEPTED: list[tuple[str, str, dict[str, Any]]] = [
 # machine, flags, words of the answer
 REFUSED = [
     ("apple-m1-16gb", "--backend cuda", "Backend 'cuda' is not available"),
-    ("cpu-laptop", "--backend mps", "Backend 'mps' is not available"),
-    ("rtx-4090", "--backend mlx", "Backend 'mlx' is not available"),
     ("rtx-4090", "--backend tpu", "backend cannot be 'tpu'"),
     ("apple-m1-16gb", "--backend mps --precision bf16 --strict", "doesn't support bfloat16"),
 ]
@@ -134,11 +122,6 @@ def test_the_environment_chooses_a_backend(
     monkeypatch.setenv("FSDP_BACKEND", "mps")
     assert main(["plan", "--machine", "apple-m1-16gb", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["backend"] == "mps"
-
-
-def test_a_plan_sets_what_the_other_machine_would_set(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--machine", "apple-m1-16gb", "--backend", "mlx", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["settings"]["environment"] == {}
 
 
 def test_a_plan_that_cannot_be_trained_ends_as_training_would(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,13 +166,6 @@ def test_every_promised_option_is_there() -> None:
     from crosstune.config.schema import options_by_name
 
     assert set(PROMISED_OPTIONS.split()) - set(options_by_name()) == set()
-
-
-def test_what_is_not_built_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--machine apple-m1-16gb --backend mlx --train_type llama_pro --model_name tiny-random"
-    assert main(["plan", *flags.split()]) == 2
-    answer = capsys.readouterr().err
-    assert "Not built yet: llama_pro on MLX" in answer
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:

@@ -111,9 +111,7 @@ def test_a_bitsandbytes_folder_is_read_as_bitsandbytes_reads_it(hf_bnb: Path, ti
         assert torch.equal(bnb.dequantize_4bit(theirs.data, theirs.quant_state).float(), weight), name
 
 
-@pytest.mark.parametrize(
-    ("to", "start"), [("hqq", "dequantized"), ("quanto", "dequantized"), ("hqq", "original")]
-)
+@pytest.mark.parametrize(("to", "start"), [("quanto", "dequantized"), ("hqq", "original")])
 def test_from_bitsandbytes(
     hf_bnb: Path,
     tiny_model: Path,
@@ -164,7 +162,7 @@ def test_there_and_back(tiny_model: Path, tmp_path: Path, capsys: pytest.Capture
     assert all(torch.equal(made[name], weight) for name, weight in quantized.items())
 
 
-@pytest.mark.parametrize("quantizer", ["bnb", "hqq", "quanto"])
+@pytest.mark.parametrize("quantizer", ["bnb", "quanto"])
 def test_training_over_a_converted_folder_equals_quantizing_while_loading(
     tiny_model: Path,
     window: list[TokenBatch],
@@ -211,17 +209,6 @@ def test_an_adapter_over_a_converted_folder_merges_both_ways(
     assert main(["merge", str(adapter), "--backend", "cpu"]) == 2
     assert "--into dequantized" in capsys.readouterr().err
     assert main(["merge", str(adapter), "--into", "dequantized", "--backend", "cpu"]) == 0
-
-
-def test_a_train_type_of_the_same_library_takes_the_quantization_from_the_folder(hf_bnb: Path) -> None:
-    session = open_session(hf_bnb, train_type="bnb_dora")
-    assert sum(isinstance(module, QuantLinear) for module in session.model.modules()) == 14
-    with pytest.raises(UserError, match="quantized differently") as caught:
-        open_session(hf_bnb, train_type="bnb_dora", n_bits=8)
-    assert "--train_type bnb_dora --quantization_backend bnb --n_bits 4" in caught.value.do
-    with pytest.raises(UserError, match="quantized differently") as caught:
-        open_session(hf_bnb, train_type="hqq_dora")
-    assert "--train_type dora --quantization_backend bnb" in caught.value.do
 
 
 def test_a_folder_is_trained_only_as_what_it_holds(hf_bnb: Path) -> None:

@@ -103,7 +103,7 @@ def test_new_blocks_over_a_quantized_base_can_be_written_as_they_were_trained(
     torch.testing.assert_close(logits(loaded, window), expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "bound"), [("f32", 1e-4), ("f16", 5e-3), ("bf16", 3e-2), ("q8_0", 5e-2)])
+@pytest.mark.parametrize(("kind", "bound"), [("f32", 1e-4), ("q8_0", 5e-2)])
 def test_gguf_comes_back_through_both_readers(
     trained: tuple[Path, torch.Tensor],
     window: list[TokenBatch],
@@ -173,19 +173,6 @@ def test_a_wrong_layout_is_found_and_kept_apart(
     assert main(["export", str(trained[0]), "--to", "gguf", "--out", str(out), "--backend", "cpu"]) == 2
     assert "beyond the bound" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["gguf.unverified"]
-
-
-def test_a_lost_chat_template_is_found(
-    trained: tuple[Path, torch.Tensor],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(gguf_writer, "_chat_template", lambda folder, settings: None)
-    out = tmp_path / "gguf"
-    assert main(["export", str(trained[0]), "--to", "gguf", "--out", str(out), "--backend", "cpu"]) == 2
-    assert "chat template" in capsys.readouterr().err
-    assert not out.exists()
 
 
 def test_gguf_is_for_llama(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,12 +302,3 @@ def test_a_missing_mlx_is_answered_with_the_command(
     assert main(words) == 2
     assert "pip install 'crosstune[mlx]'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_a_plain_model_in_another_number_format(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "half"
-    report = export(capsys, str(tiny_model), "--to", "hf", "--dtype", "bf16", "--out", str(out))
-    assert report["dtype"] == "bf16"
-    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16

@@ -157,13 +157,6 @@ def test_the_name_says_the_bits_and_sixteen_are_dense(
     assert same_weights(tmp_path / "plain", Path(dense["path"]))
 
 
-def test_exports_are_named_by_their_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = make_tiny(tmp_path / "plain")
-    for bits, name in ((8, "plain-mlx-8bit"), (16, "plain-mlx")):
-        report = report_of(capsys, "export", str(plain), "--to", "mlx", "--n_bits", str(bits))
-        assert report["path"] == str(tmp_path / name)
-
-
 def test_options_that_the_form_has_no_use_for_are_said(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

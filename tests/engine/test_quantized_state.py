@@ -43,6 +43,7 @@ KINDS = [
 SMALL = QuantSpec(quantizer="hqq", bits=4, group_size=64, kind="int")
 """Stands for HQQ with zero points and scales in 8 bits."""
 ALL = [*KINDS, SMALL]
+SOME = [KINDS[0], KINDS[3], KINDS[5], KINDS[-2], SMALL]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -141,9 +142,9 @@ def test_4_bit_blocks_run_on_from_row_to_row(kind: str, columns: int) -> None:
     assert (dense - weight).norm() / weight.norm() < 0.15
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spec", ALL, ids=name_of)
-def test_a_state_dict_holds_everything(spec: QuantSpec, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_state_dict_holds_everything(spec: QuantSpec, tmp_path: Path) -> None:
+    dtype = torch.bfloat16
     model, other, third = make(0, spec, dtype), make(5, spec, dtype), make(7, spec, dtype)
     expected = answer(model, dtype)
     assert not torch.equal(answer(other, dtype), expected)
@@ -157,7 +158,7 @@ def test_a_state_dict_holds_everything(spec: QuantSpec, dtype: torch.dtype, tmp_
         assert third.state_dict()[name].dtype == tensor.dtype, name
 
 
-@pytest.mark.parametrize("spec", ALL, ids=name_of)
+@pytest.mark.parametrize("spec", SOME, ids=name_of)
 def test_a_copy_is_independent(spec: QuantSpec) -> None:
     model = make(0, spec)
     expected = answer(model)
@@ -167,7 +168,7 @@ def test_a_copy_is_independent(spec: QuantSpec) -> None:
     assert torch.equal(answer(model), expected) and not torch.equal(answer(twin), expected)
 
 
-@pytest.mark.parametrize("spec", ALL, ids=name_of)
+@pytest.mark.parametrize("spec", SOME, ids=name_of)
 def test_moves_carry_every_tensor_and_casts_leave_them_alone(spec: QuantSpec) -> None:
     model = make(0, spec)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items() if ".stored." in name}
@@ -201,7 +202,7 @@ def test_another_quantization_is_refused_before_anything_is_copied() -> None:
             model.load_state_dict({})
 
 
-@pytest.mark.parametrize("spec", ALL, ids=name_of)
+@pytest.mark.parametrize("spec", SOME, ids=name_of)
 def test_packed_bits_are_integer_parameters_that_are_not_trained(spec: QuantSpec) -> None:
     model = make(0, spec)
     parameters = dict(model.named_parameters())

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from crosstune.models import weights
 from crosstune.models.folder import weight_files
-from crosstune.models.weights import read_header
 from crosstune.torch_engine import export
 
 
@@ -46,30 +46,6 @@ def save_torch(folder: Path, base: Path, num_tensors: int) -> int:
     return CountedTensor.num_asked
 
 
-class CountedSizes(dict[str, int]):
-    """Sizes by name that count how often they are read."""
-
-    num_read = 0
-
-    def __getitem__(self, name: str) -> int:
-        self.num_read += 1
-        return super().__getitem__(name)
-
-    def items(self) -> Any:
-        for name in self:
-            yield name, self[name]
-
-
-def divide_mlx(num_tensors: int) -> int:
-    """Divide so many tensors into shards, and return how often a size was read."""
-    pytest.importorskip("mlx.core", reason="the mlx extra is not installed")
-    from crosstune.mlx_engine.save_model import _divide
-
-    sizes = CountedSizes({f"layers.{number}.weight": 8 for number in range(num_tensors)})
-    assert sum(len(names) for names in _divide(sizes)) == num_tensors
-    return sizes.num_read
-
-
 def assert_linear(work: Callable[[int], int]) -> None:
     few, many = work(250), work(2000)
     assert few > 0 and many <= 9 * few, (few, many)
@@ -79,25 +55,20 @@ def test_torch_looks_at_each_tensor_a_few_times(tiny_model: Path, tmp_path: Path
     assert_linear(lambda count: save_torch(tmp_path / str(count), tiny_model, count))
 
 
-def test_mlx_looks_at_each_size_once() -> None:
-    assert_linear(divide_mlx)
-
-
 @pytest.mark.parametrize("engine", ["torch", "mlx"])
 def test_shards_hold_every_tensor_once(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     """A shard is closed by the tensor that reaches its size."""
+    monkeypatch.setattr(weights, "SHARD_BYTES", 24)
     if engine == "torch":
-        monkeypatch.setattr(export, "SHARD_BYTES", 24)
         save_torch(tmp_path / "out", tiny_model, 7)
     else:
         mx = pytest.importorskip("mlx.core", reason="the mlx extra is not installed")
         from crosstune.mlx_engine import save_model
 
-        monkeypatch.setattr(save_model, "SHARD_BYTES", 24)
         arrays = {f"layers.{number}.weight": mx.full((2,), float(number)) for number in range(7)}
         save_model.save_arrays(tmp_path / "out", arrays, base=tiny_model)
-    shards = [list(read_header(path)[0]) for path in weight_files(tmp_path / "out")]
+    shards = [list(weights.read_header(path)[0]) for path in weight_files(tmp_path / "out")]
     assert [len(names) for names in shards] == [3, 3, 1]
     assert {name for names in shards for name in names} == {f"layers.{n}.weight" for n in range(7)}

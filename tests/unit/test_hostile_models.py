@@ -62,13 +62,9 @@ def refused(folder: Path, words: str) -> None:
     assert str(folder) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "tokenizer_config.json", "generation_config.json", "extra.json"]
-)
-def test_a_pipe_in_the_folder_is_named(model: Path, name: str) -> None:
-    (model / name).unlink(missing_ok=True)
-    os.mkfifo(model / name)
-    refused(model, f"{name} cannot be read.\n  why: it is a named pipe")
+def test_a_pipe_in_the_folder_is_named(model: Path) -> None:
+    os.mkfifo(model / "extra.json")
+    refused(model, "extra.json cannot be read.\n  why: it is a named pipe")
 
 
 @pytest.mark.parametrize(
@@ -76,9 +72,7 @@ def test_a_pipe_in_the_folder_is_named(model: Path, name: str) -> None:
     [
         ("config.json", {"num_attention_heads": 0}, "config.json cannot be read"),
         ("config.json", {"hidden_size": 2**20}, "and the weight files have"),
-        ("config.json", {"vocab_size": 2**24}, "and the weight files have"),
         ("model.safetensors.index.json", {"weight_map": ["a"]}, "at weight_map, got ['a']"),
-        ("model.safetensors.index.json", {"weight_map": {"a": 5}}, "a string at each key at weight_map"),
         ("model.safetensors.index.json", {"weight_map": {"a": "gone.safetensors"}}, "gone.safetensors"),
         ("tokenizer_config.json", {"x": json.loads("[" * 90 + "]" * 90)}, "nested deeper"),
     ],
@@ -95,10 +89,7 @@ def test_fields_of_a_model_folder(model: Path, file: str, changes: dict[str, Any
         ({"r": ...}, "it lacks r, which needs an integer of 1 or more"),
         ({"r": 0}, "at r, got 0"),
         ({"lora_alpha": "x"}, "at lora_alpha, got 'x'"),
-        ({"target_modules": 5}, "at target_modules, got 5"),
         ({"target_modules": [5]}, "at target_modules, got [5]"),
-        ({"use_dora": "yes"}, "at use_dora"),
-        ({"base_model_name_or_path": 5}, "at base_model_name_or_path"),
         ({"lora_parameters": {"rank": 2}}, "it lacks lora_parameters.scale"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The guides' BackendManager: their interface to the probe of this machine."""
+"""BackendManager of the guides, over the probe of this machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LARGEST_SIZE_B = 4096
 
 
 class Backend(Enum):
-    """A backend by name; `str()` gives the name that --backend takes."""
+    """A backend by name; `str()` gives its value for --backend."""
 
     CUDA = "cuda"
     ROCM = "rocm"
@@ -251,7 +251,7 @@ def _device(report: BackendReport) -> Any:
 
 
 def find_capabilities(machine: Machine, backend: Backend) -> BackendCapabilities:
-    """Return what the report of a machine says about a backend; for one that is not available, only why."""
+    """Return the capabilities of a backend on a machine; for an unavailable one, only the reason."""
     report = machine.backends[backend.value]
     if not report.available:
         return BackendCapabilities(notes=[report.reason])
@@ -278,7 +278,7 @@ def _auto_order(backend: Backend) -> int:
 
 
 def preferred_dtype(report: BackendReport, *, prefer_bfloat16: bool = True) -> str:
-    """Return the dtype to compute in, as the first word of --precision; on a CPU, the one that `train` takes."""
+    """Return the dtype to compute in, as the first word of --precision; on a CPU, the choice of `train`."""
     if report.device == "cpu":
         best = best_precision(report)[0].partition("_")[0]
         return best if prefer_bfloat16 else "fp32"
@@ -296,17 +296,15 @@ def estimate_batch(
     *,
     limit: int,
     context: int,
-    bits: int | None = None,
     at_most: int = 1024,
 ) -> int:
     """Return the largest batch of a LoRA training that fits, in the dtype of `get_dtype`, with recomputed activations.
 
-    `bits` are those of the base; by default 4, or 8, if a quantizer runs, and otherwise those of the dtype.
+    The base has 4 or 8 bits if a quantizer runs, and otherwise the bits of the dtype.
     """
     compute_bits = 32 if preferred_dtype(report) == "fp32" else 16
     widths = {width: name for name, found in report.quantizers.items() for width in found}
-    if bits is None:
-        bits = next((width for width in (4, 8) if width in widths), compute_bits)
+    bits = next((width for width in (4, 8) if width in widths), compute_bits)
     quantizer = widths.get(bits, "bnb") if bits < 16 else "none"
     step = Step(
         quantizer=quantizer,
@@ -326,7 +324,7 @@ def estimate_batch(
 def _largest_model_b(machine: Machine, report: BackendReport) -> float | None:
     """Return the largest model in billions of parameters whose training on one row of 512 tokens is estimated to fit.
 
-    From 10B on it is rounded down to a whole number: an estimate has no more digits.
+    From 10B on it is rounded down to a whole number.
     """
     if not report.devices:
         return None

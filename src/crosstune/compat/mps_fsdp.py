@@ -1,4 +1,4 @@
-"""The guides' MPSFSDPWrapper: FSDP2 for training loops of one's own, on Apple GPUs and where there is none."""
+"""MPSFSDPWrapper of the guides: FSDP2 for custom training loops, on Apple GPUs and other devices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PROFILES = 1000
 class MPSFSDPWrapper:
     """Shards models over processes with FSDP2, and saves and loads them whole.
 
-    The device is that of the backend manager, if one is given; otherwise that of the model, or the best one here.
+    The device comes from the backend manager, if one is given; otherwise from the model, or it is the best one here.
     """
 
     def __init__(self, config: MPSFSDPConfig | None = None, backend_manager: Any = None) -> None:
@@ -41,7 +41,7 @@ class MPSFSDPWrapper:
         self.memory_optimizer = fsdp_memory.MemoryOptimizer(self.config, self.device)
         self.profiles: list[fsdp_memory.MemoryProfile] = []
         self.adjustments: list[str] = []
-        """Return the differences from what was asked; each is also warned about once."""
+        """Changes to the requested settings; each also raises a warning once."""
 
     def wrap_model(self, model: Any, auto_wrap_policy: Any = None, param_dtype: Any = None) -> Any:
         """Shard a model in place and return it. Modules that the policy selects are gathered one at a time.
@@ -171,7 +171,7 @@ def wrap_model_for_mps(
 
 
 def check_mps_fsdp_compatibility() -> dict[str, Any]:
-    """Return what works on this machine; tried, not looked up."""
+    """Return what works on this machine, by trying it."""
     return check_machine()
 
 

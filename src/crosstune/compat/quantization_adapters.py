@@ -1,4 +1,4 @@
-"""The guides' quantization adapters, implemented with the torch engine's quantizers."""
+"""Quantization adapters over the torch engine's quantizers."""
 
 from __future__ import annotations
 
@@ -21,20 +21,26 @@ from crosstune.core.quantizers import read_quantizers, torch_quantizer_names
 from crosstune.torch_engine.probe import torch_device
 
 
-class _TorchAdapter(QuantizationAdapter):
-    """The adapter of all the torch engine's libraries; a subclass only names its library."""
-
+class _LibraryAdapter(QuantizationAdapter):
     library: ClassVar[str]
 
     def __init__(self, config: QuantizationConfig | None = None) -> None:
         if config is None:
-            config = QuantizationConfig(method=_first_method(self.library))
+            method = next(method for method in QuantizationMethod if method.library == self.library)
+            config = QuantizationConfig(method=method)
         super().__init__(config)
         if self.config.method.library != self.library:
             right = ADAPTERS[self.config.method.library].__name__
             raise ValueError(
                 f"{type(self).__name__} does not support {self.config.method.name}; use {right}."
             )
+
+
+class _TorchAdapter(_LibraryAdapter):
+    """The adapter of all the torch engine's libraries; a subclass only names its library."""
+
+    def __init__(self, config: QuantizationConfig | None = None) -> None:
+        super().__init__(config)
         configs = each_config(self.config)
         for each in configs:
             check_config(each)
@@ -123,42 +129,22 @@ class FallbackAdapter(_TorchAdapter):
         super().__init__(config)
 
 
-class MLXAdapter(QuantizationAdapter):
-    """Every method raises: MLX quantizes only models of its own engine. The error names the command to use."""
+class MLXAdapter(_LibraryAdapter):
+    """Every method raises: MLX quantizes only MLX models. The error names the command to use."""
 
-    def __init__(self, config: QuantizationConfig | None = None) -> None:
-        super().__init__(QuantizationConfig(method=QuantizationMethod.MLX_INT4) if config is None else config)
-        if self.config.method.library != "mlx":
-            raise ValueError(
-                f"MLXAdapter does not support {self.config.method.name}; "
-                f"use {ADAPTERS[self.config.method.library].__name__}."
-            )
+    library = "mlx"
 
-    def create_quantized_linear(
-        self, in_features: int, out_features: int, bias: bool = True, *, device: Any = None
-    ) -> Any:
-        raise self._not_torch("make a torch layer")
-
-    def quantize_model(self, model: Any) -> Any:
-        raise self._not_torch("quantize a torch model")
-
-    def prepare_model_for_training(self, model: Any, use_gradient_checkpointing: bool = False) -> Any:
-        raise self._not_torch("prepare a torch model")
-
-    def save_quantized_model(self, model: Any, path: str | Path) -> None:
-        raise self._not_torch("save a torch model")
-
-    def load_quantized_model(self, path: str | Path, model: Any = None, *, device: Any = None) -> Any:
-        raise self._not_torch("load a torch model")
-
-    def _not_torch(self, what: str) -> UserError:
+    def _refuse(self, *arguments: Any, **options: Any) -> Any:
         bits, group = self.config.bits, self.config.group_size
-        return UserError(
-            f"{self.config.method.name} cannot {what}.",
+        raise UserError(
+            f"{self.config.method.name} cannot be used on torch models.",
             why="MLX has its own arrays and its own models; its layers do not run inside torch.",
             do=f"train with MLX: crosstune train --backend mlx --train_type qlora --n_bits {bits} --group_size {group}; "
             "or stay in torch with QuantizationMethod.HQQ or QUANTO_INT4, which run on Apple GPUs too",
         )
+
+    create_quantized_linear = quantize_model = prepare_model_for_training = _refuse
+    save_quantized_model = load_quantized_model = _refuse
 
 
 ADAPTERS: dict[str, type[QuantizationAdapter]] = {
@@ -177,10 +163,6 @@ def replace_linear_with_quantized(
     if skip_modules is not None:
         adapter = type(adapter)(replace(adapter.config, skip_modules=list(skip_modules)))
     return adapter.quantize_model(model)
-
-
-def _first_method(library: str) -> QuantizationMethod:
-    return next(method for method in QuantizationMethod if method.library == library)
 
 
 def _check_patterns(config: QuantizationConfig, names: list[str]) -> None:

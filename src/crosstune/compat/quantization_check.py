@@ -16,7 +16,7 @@ HALF_TYPES = ("float16", "bfloat16")
 
 
 def each_config(config: QuantizationConfig) -> list[QuantizationConfig]:
-    """Return the configuration and those of its `layer_configs`."""
+    """Return the configuration and the ones in its `layer_configs`."""
     return [config, *(config.with_overrides(word) for word in config.layer_configs)]
 
 

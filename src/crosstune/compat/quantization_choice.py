@@ -1,13 +1,12 @@
-"""Choose a quantization that runs on a backend: validate, recommend, create an adapter."""
+"""Create the adapter of a quantization that runs on a backend."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
-from crosstune.compat.backend_manager import Backend, BackendManager, estimate_batch, preferred_dtype
+from crosstune.compat.backend_manager import Backend, BackendManager
 from crosstune.compat.quantization_adapters import ADAPTERS
 from crosstune.compat.quantization_check import check_config, each_config, without_effect
 from crosstune.compat.quantization_config import (
@@ -18,15 +17,9 @@ from crosstune.compat.quantization_config import (
     method_for,
 )
 from crosstune.compat.quantization_interface import QuantizationAdapter
-from crosstune.config.load import backend_variables
-from crosstune.core.backend import backend_specs
 from crosstune.core.machine import BackendReport, Machine
-from crosstune.core.memory import GIB
 from crosstune.core.quantizers import read_quantizers
 from crosstune.torch_engine.probe import torch_dtype
-
-RECOMMENDED_BITS = (16, 8, 4, 3, 2)
-CONTEXT = 2048
 
 
 def create_quantization_adapter(
@@ -56,65 +49,8 @@ def create_quantization_adapter(
     return adapter
 
 
-def validate_quantization_config(
-    config: QuantizationConfig, backend: str | Backend | None, *, machine: Machine | None = None
-) -> list[str]:
-    """Return every problem of the configuration on the backend; an empty list means that it runs unchanged."""
-    try:
-        report = _report(backend, machine)
-    except ValueError as error:
-        return [str(error)]
-    problems = _problems(config, report)
-    layers = [
-        f"layer_configs[{word!r}]: {text}"
-        for word in config.layer_configs
-        for text in _problems(config.with_overrides(word), report)
-        if text not in problems
-    ]
-    return problems + layers + without_effect(config)
-
-
-def get_recommended_config(
-    backend: str | Backend | None,
-    model_size_b: float = 7,
-    available_memory_gb: float = 16,
-    *,
-    machine: Machine | None = None,
-) -> QuantizationConfig:
-    """Return the configuration with the most bits at which LoRA training with batch size 1 is estimated to fit."""
-    if model_size_b <= 0 or available_memory_gb <= 0:
-        raise ValueError("model_size_b and available_memory_gb must be greater than 0.")
-    report = _report(backend, machine)
-    methods = [(bits, _method_here(report, bits)) for bits in RECOMMENDED_BITS]
-    runnable = [(bits, method) for bits, method in methods if method is not None]
-    fitting = [item for item in runnable if _fits(report, model_size_b, item[0], available_memory_gb)]
-    bits, method = fitting[0] if fitting else runnable[-1]
-    if not fitting:
-        warnings.warn(
-            f"A model of {model_size_b:g}B parameters is not expected to train in {available_memory_gb:g} GiB "
-            f"on {report.name}, not even with {bits} bits.",
-            UserWarning,
-            stacklevel=2,
-        )
-    return QuantizationConfig(method=method, bits=bits, compute_dtype=_best_dtype(report))
-
-
 def _report(backend: str | Backend | None, machine: Machine | None) -> BackendReport:
     return BackendManager(backend, verbose=False, machine=machine).report
-
-
-def _problems(config: QuantizationConfig, report: BackendReport) -> list[str]:
-    problems = []
-    try:
-        check_config(config)
-    except ValueError as error:
-        problems.append(str(error))
-    else:
-        if not _runs(config, report):
-            problems.append(_why_not_here(config, report))
-    if not _computes(config, report):
-        problems.append(_no_such_type(config, report))
-    return problems
 
 
 def _runs(config: QuantizationConfig, report: BackendReport) -> bool:
@@ -180,25 +116,3 @@ def _sixteen_bits(config: QuantizationConfig, report: BackendReport) -> Quantiza
         storage_dtype=storage,
         layer_configs={},
     )
-
-
-def _method_here(report: BackendReport, bits: int) -> QuantizationMethod | None:
-    """Return the preferred method with these bits that runs on the backend."""
-    if bits == 16:
-        return QuantizationMethod.NONE
-    libraries = [name for name in read_quantizers() if bits in report.quantizers.get(name, ())]
-    return next((method for name in libraries if (method := method_for(name, bits))), None)
-
-
-def _fits(report: BackendReport, model_size_b: float, bits: int, memory_gb: float) -> bool:
-    spec = backend_specs()[report.name]
-    share = spec.usable_share(backend_variables())
-    limit = int(memory_gb * GIB * (spec.memory_share if share is None else share))
-    return estimate_batch(report, model_size_b, limit=limit, context=CONTEXT, bits=bits, at_most=1) > 0
-
-
-def _best_dtype(report: BackendReport) -> Any:
-    """Return the dtype of `BackendManager.get_dtype`; None when torch is missing."""
-    if find_spec("torch") is None or not report.dtypes:
-        return None
-    return torch_dtype(preferred_dtype(report))

@@ -44,7 +44,7 @@ class QuantizationMethod(Enum):
 
     @property
     def library(self) -> str:
-        """bnb, hqq, mlx, quanto or none: the name that --quantization_backend takes."""
+        """bnb, hqq, mlx, quanto or none: its value for --quantization_backend."""
         return self.value.partition("_")[0]
 
     @property
@@ -58,12 +58,11 @@ class QuantizationMethod(Enum):
 
 @dataclass
 class QuantizationConfig:
-    """The storage of weights. An invalid value raises a ValueError at once; `validate_quantization_config` finds what
-    a backend does not support."""
+    """The storage of weights. An invalid value raises a ValueError; adapters check the rest."""
 
     method: QuantizationMethod = QuantizationMethod.BNB_NF4
     bits: int = None  # type: ignore[assignment]  # replaced below
-    """Default: those of the method."""
+    """Default: the bits of the method."""
     group_size: int = 64
     """Weights that share a scale (hqq, quanto, mlx)."""
     compute_dtype: Any = None

@@ -108,7 +108,7 @@ class ModelFolders(Protocol):
     """True if `write_dense` merges the layers of an open session instead of reading the adapter's files."""
 
     def check_adapter(self, weights: DenseWeights) -> None:
-        """Raise a UserError when the adapter's layers do not match those of the folder."""
+        """Raise a UserError when the adapter's layers do not match the folder's."""
         ...
 
     def check_form(self, form: WeightForm) -> None:

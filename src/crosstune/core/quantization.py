@@ -6,20 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from crosstune.core.errors import UserError
-from crosstune.core.json_fields import FLAG, TEXT, list_of, whole, wrong_field
+from crosstune.core.errors import UserError, shown
 from crosstune.core.quantizers import Quantizer, find_quantizer
 
 # Keys in records of older versions, which were named after the options.
 _OLDER_KEYS = {"backend": "quantizer", "type": "kind"}
-_FIELDS = {
-    "quantizer": TEXT,
-    "bits": whole(1, 64),
-    "group_size": whole(0, 2**31),
-    "kind": TEXT,
-    "double": FLAG,
-    "kept": list_of(TEXT),
-}
+_TYPES = {"quantizer": str, "bits": int, "group_size": int, "kind": str, "double": bool, "kept": list}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +26,7 @@ class QuantSpec:
     double: bool = True
     """Quantize the scales too (bnb, 4 bits)."""
     kept: tuple[str, ...] = ()
-    """Canonical names of layers that are not quantized although the quantizer takes them. Chosen when a model is opened for
-    training, never by the user."""
+    """Canonical names of quantizable layers that stay dense; chosen when a model is opened for training."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> QuantSpec:
@@ -80,7 +71,7 @@ class QuantSpec:
         return declared is None or self.bits in declared.bits_with_double_quant
 
     def _declared(self) -> Quantizer | None:
-        """Return what the quantizer's file declares; None where there is no such file here, and every field counts."""
+        """Return the declaration of the quantizer; None if it has no file here, and every field counts."""
         return find_quantizer(self.quantizer)
 
     def meaning(self) -> QuantSpec:
@@ -117,7 +108,12 @@ def wrong_spec(data: Mapping[str, Any] | None) -> str | None:
     if missing or fields.keys() - QuantSpec.__dataclass_fields__.keys():
         lacks = f" and lacks {', '.join(missing)}" if missing else ""
         return f"it has the keys {', '.join(data)[:200]}{lacks}"
-    return wrong_field(fields, _FIELDS)
+    for key, value in fields.items():
+        names = value if key == "kept" and isinstance(value, list) else []
+        is_wrong = type(value) is not _TYPES[key] or not all(isinstance(name, str) for name in names)
+        if is_wrong or (key == "bits" and not 1 <= value <= 64) or (key == "group_size" and value < 0):
+            return f"it has a wrong value at {key}: {shown(value)}"
+    return None
 
 
 def read_spec(data: Mapping[str, Any] | None) -> QuantSpec | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from types import ModuleType
 
@@ -12,7 +12,7 @@ from crosstune.core.names import load_plugin, plugin_names
 QUANT_PACKAGES = {"torch": "crosstune.torch_engine.quant", "mlx": "crosstune.mlx_engine.quant"}
 """Engine -> the package of its quantizers, one file each."""
 LAST = 100
-"""The default preference: `auto` takes such a quantizer when no other runs."""
+"""The default preference: `auto` picks such a quantizer only if no other runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,19 +77,11 @@ def find_quantizer(name: str) -> Quantizer | None:
 
 
 def _read(module: ModuleType, name: str, engine: str) -> Quantizer:
-    """Read the constants of a quantizer module. LIBRARY and BITS are required; the others have defaults."""
-    return Quantizer(
-        name=name,
-        engine=engine,
-        library=module.LIBRARY,
-        bits=tuple(module.BITS),
-        preference=getattr(module, "PREFERENCE", LAST),
-        preference_on=getattr(module, "PREFERENCE_ON", {}),
-        group_sizes=tuple(getattr(module, "GROUP_SIZES", ())),
-        bits_by_row=tuple(getattr(module, "BITS_BY_ROW", ())),
-        bits_with_double_quant=tuple(getattr(module, "BITS_WITH_DOUBLE_QUANT", ())),
-        takes_kind=getattr(module, "TAKES_KIND", False),
-        usual_kinds=getattr(module, "USUAL_KINDS", {}),
-        extra=getattr(module, "EXTRA", ""),
-        distribution=getattr(module, "DISTRIBUTION", module.LIBRARY.partition(".")[0]),
-    )
+    """Read the constants of a quantizer module: LIBRARY and BITS are required, the others are fields in capitals."""
+    distribution = module.LIBRARY.partition(".")[0]
+    found = {
+        item.name: getattr(module, item.name.upper())
+        for item in fields(Quantizer)
+        if hasattr(module, item.name.upper())
+    }
+    return Quantizer(**{"distribution": distribution, **found, "name": name, "engine": engine})

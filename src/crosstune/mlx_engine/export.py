@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_map
+from mlx_lm import load
+from mlx_lm.convert import convert
+from mlx_lm.utils import dequantize_model
 
 from crosstune.core.errors import LIBRARY_FAULTS, UserError
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.model_folders import PLAIN_BITS
 from crosstune.core.out_of_memory import is_out_of_memory
 from crosstune.core.quiet import hide_output
+from crosstune.mlx_engine.load import check_readable, read_model
+from crosstune.mlx_engine.precision import PRECISIONS
 from crosstune.mlx_engine.quant import mlx as limits
+from crosstune.mlx_engine.quantized import dense_weight
+from crosstune.mlx_engine.save_model import save_model
 from crosstune.models.config_spelling import respell_folder
+from crosstune.models.folder import read_config_json
 from crosstune.models.llama_layout import CONFIG
-
-
-def require_mlx() -> None:
-    """Raise a UserError if mlx-lm is not installed."""
-    if importlib.util.find_spec("mlx_lm") is None:
-        raise UserError(
-            "Cannot write a model for MLX.",
-            why="the Python package mlx-lm is not installed.",
-            do="pip install 'crosstune[mlx]'",
-        )
 
 
 def convert_folder(view: Path, target: Path, *, bits: int, group_size: int) -> list[str]:
     """Convert a folder from `make_view` to MLX's format, quantized unless `bits` is 16, and return warnings.
     `target` must not exist yet."""
-    from mlx_lm.convert import convert
-
     warnings = _check_groups(view, group_size) if bits != PLAIN_BITS else []
     try:
         with hide_output():
@@ -54,11 +52,6 @@ def convert_folder(view: Path, target: Path, *, bits: int, group_size: int) -> l
 
 def _check_groups(folder: Path, group_size: int) -> list[str]:
     """Warn about layers left dense because the group size does not divide their rows; raise if that holds for all."""
-    import mlx.nn as nn
-
-    from crosstune.mlx_engine.load import read_model
-    from crosstune.models.folder import read_config_json
-
     modules = (module for _, module in read_model(folder, read_config_json(folder)).named_modules())
     widths = [
         module.weight.shape[-1]
@@ -84,14 +77,6 @@ def _check_groups(folder: Path, group_size: int) -> list[str]:
 def write_plain(source: Path, target: Path, *, dtype: str) -> None:
     """Write a folder with dense weights for transformers and mlx-lm. With dtype `auto`, a dequantized weight gets the
     dtype of its scales."""
-    import mlx.core as mx
-    from mlx_lm.utils import dequantize_model
-
-    from crosstune.mlx_engine.load import check_readable, read_model
-    from crosstune.mlx_engine.precision import PRECISIONS
-    from crosstune.mlx_engine.save_model import save_model
-    from crosstune.models.folder import read_config_json
-
     config = read_config_json(source)
     check_readable(source, config)
     model = dequantize_model(read_model(source, config))
@@ -103,13 +88,6 @@ def write_plain(source: Path, target: Path, *, dtype: str) -> None:
 
 def weights_error(folder: Path, original: Path) -> float:
     """Return the relative error over all quantized weights of a folder."""
-    import mlx.core as mx
-    import mlx.nn as nn
-
-    from crosstune.mlx_engine.load import read_model
-    from crosstune.mlx_engine.quantized import dense_weight
-    from crosstune.models.folder import read_config_json
-
     plain = dict(read_model(original, read_config_json(original)).named_modules())
     error = total = 0.0
     for name, layer in read_model(folder, read_config_json(folder)).named_modules():
@@ -133,9 +111,6 @@ def make_view(source: Path, view: Path) -> Path:
 
 def mlx_lm_logits(folder: Path, prompts: Prompts) -> Logits:
     """Return the logits of a folder loaded by mlx-lm."""
-    import mlx.core as mx
-    from mlx_lm import load
-
     model = load(str(folder))[0]
     if mx.default_device() == mx.Device(mx.cpu):
         model = _dense_in_fp32(model)
@@ -148,10 +123,6 @@ def mlx_lm_logits(folder: Path, prompts: Prompts) -> Logits:
 
 def _dense_in_fp32(model: Any) -> Any:
     """Return the model with dense fp32 weights: MLX's CPU kernels for other formats take minutes."""
-    import mlx.core as mx
-    from mlx.utils import tree_map
-    from mlx_lm.utils import dequantize_model
-
     model = dequantize_model(model)
     model.update(
         tree_map(

@@ -29,7 +29,7 @@ def write_merged(
     on_write: OnBytes | None,
 ) -> None:
     """Write `source` dense with the session's adapters merged; with `dequantized`, quantized weights have their values
-    from training. Names and dtypes are those of the files, unless `dtype` names one."""
+    from training. Names and dtypes stay as in the files, unless `dtype` is given."""
     modules = _quantized(session) if dequantized else {}
     target_dtype = None if dtype == "auto" else PRECISIONS[dtype].weights
     arrays = _dense(source, adapters=session.adapters, modules=modules, dtype=target_dtype)

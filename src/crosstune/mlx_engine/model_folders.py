@@ -1,4 +1,4 @@
-"""Implement core.model_folders.ModelFolders with MLX and mlx-lm. Imports MLX only when a folder is read or written."""
+"""Implement core.model_folders.ModelFolders with MLX and mlx-lm."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from crosstune.core.model_folders import (
     Written,
 )
 from crosstune.mlx_engine import export
+from crosstune.mlx_engine.merge import write_merged
 from crosstune.mlx_engine.quant import mlx as quant_limits
 from crosstune.models.adapter_files import copy_tokenizer
 from crosstune.models.folder import weight_files
@@ -28,7 +29,6 @@ _SPARE_BYTES = 50_000_000
 
 def open_folders(plan: Plan | None = None) -> ModelFolders:
     """Return the operations; MLX has one device, and mlx-lm reads a folder in the precision it is stored in."""
-    export.require_mlx()
     return MlxFolders()
 
 
@@ -64,8 +64,6 @@ class MlxFolders:
         if weights.adapter is None:
             export.write_plain(weights.folder, target, dtype=weights.dtype)
             return
-        from crosstune.mlx_engine.merge import write_merged
-
         write_merged(
             target,
             weights.folder,

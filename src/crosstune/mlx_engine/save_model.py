@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ from crosstune.core.model_folders import OnBytes
 from crosstune.core.protocols import Array
 from crosstune.models.adapter_files import copy_tokenizer, write_json
 from crosstune.models.config_spelling import spell_config
-from crosstune.models.folder import INDEXES, read_config_json
+from crosstune.models.folder import read_config_json
 from crosstune.models.llama_layout import CONFIG
+from crosstune.models.weights import write_shards
 
-SHARD_BYTES = 4 * 2**30
 _DTYPE_NAMES = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
 
 
@@ -34,8 +34,7 @@ def save_model(folder: Path, model: Any, *, base: Path) -> None:
 
 def save_tensors(folder: Path, model: Any) -> None:
     """Write only the weights of a model, in shards."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _save_shards(folder, dict(tree_flatten(model.parameters())), lambda done, total: None)
+    _save_shards(folder, dict(tree_flatten(model.parameters())))
 
 
 def save_arrays(
@@ -43,10 +42,9 @@ def save_arrays(
 ) -> None:
     """Write a model folder from arrays by name. Removes each from the dictionary once written, so that lazy arrays are
     never all in memory."""
-    folder.mkdir(parents=True, exist_ok=True)
     types = Counter(tensor.dtype for tensor in tensors.values())
     dtype = _DTYPE_NAMES[types.most_common(1)[0][0]]
-    _save_shards(folder, tensors, on_write or (lambda done, total: None))
+    _save_shards(folder, tensors, on_write)
     config = {
         key: value for key, value in read_config_json(base).items() if not key.startswith("quantization")
     }
@@ -54,36 +52,11 @@ def save_arrays(
     copy_tokenizer(base, folder)
 
 
-def _save_shards(folder: Path, tensors: dict[str, mx.array], on_write: OnBytes) -> None:
-    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
-    total, done = sum(sizes.values()), 0
-    shards = list(_divide(sizes))
-    on_write(0, total)
-    if len(shards) == 1:
-        mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "pt"})
-        tensors.clear()
-        on_write(total, total)
-        return
-    index: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        shard = {name: tensors.pop(name) for name in names}
-        mx.save_safetensors(str(folder / file), shard, metadata={"format": "pt"})
-        index |= dict.fromkeys(names, file)
-        done += sum(sizes[name] for name in names)
-        on_write(done, total)
-    write_json(folder / INDEXES[0], {"metadata": {"total_size": total}, "weight_map": index})
-
-
-def _divide(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yield the names of each shard."""
-    names: list[str] = []
-    shard_bytes = 0
-    for name, num_bytes in sizes.items():
-        names.append(name)
-        shard_bytes += num_bytes
-        if shard_bytes >= SHARD_BYTES:
-            yield names
-            names, shard_bytes = [], 0
-    if names:
-        yield names
+def _save_shards(folder: Path, tensors: dict[str, mx.array], on_write: OnBytes | None = None) -> None:
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    write_shards(
+        folder,
+        ((name, tensors.pop(name)) for name in list(tensors)),
+        save=lambda shard, path: mx.save_safetensors(str(path), shard, metadata={"format": "pt"}),
+        on_bytes=lambda done: on_write(done, total) if on_write is not None else None,
+    )

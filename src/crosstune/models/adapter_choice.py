@@ -136,9 +136,9 @@ def name_for_peft(
     bare_stacks: Sequence[str],
     fan_in_fan_out: bool = False,
 ) -> Targets:
-    """Return what PEFT's settings say about adapted layers and stacks; `bare_...` are those without an adapter."""
-    # In a mixture of experts PEFT takes these names for the experts', as older versions of transformers named them. The
-    # weight of a layer, named as a parameter, gets an adapter of the same shape and name.
+    """Return PEFT's settings for adapted layers and stacks; `bare_...` have no adapter."""
+    # In a mixture of experts PEFT mistakes these layers for experts, as older versions of transformers named them. Their
+    # weights, named as parameters, get adapters of the same shape and name.
     renamed = _PEFT_TAKES_FOR_EXPERTS if stacks or bare_stacks else ()
     parameters = [name for name in layers if name.rpartition(".")[2] in renamed]
     modules = [name for name in layers if name not in parameters]
@@ -158,7 +158,7 @@ def name_for_peft(
 
 
 def describe_left_out(chosen: Sequence[str], experts: Sequence[str], *, why: str = "") -> list[str]:
-    """Return a warning that names what `all` leaves without an adapter, or nothing if it leaves nothing out."""
+    """Return a warning about experts that `all` leaves without an adapter, if any."""
     left = [name for name in experts if name not in chosen]
     if not left:
         return []

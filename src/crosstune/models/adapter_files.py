@@ -68,7 +68,7 @@ def peft_name(name: str, stacks: Collection[str]) -> str:
     """Return PEFT's name for an adapter's tensor.
 
     PEFT wraps a module once for each of its parameters with an adapter, in the order in which the module defines them:
-    the last one has the module's name, the one before it that of the module's `base_layer`.
+    the last one has the module's name, the one before it the name of the module's `base_layer`.
     """
     stack, found, part = name.rpartition(".lora_")
     if stack not in stacks or not found:
@@ -171,7 +171,7 @@ def check_settings(folder: Path, settings: AdapterSettings) -> None:
 
 
 def check_kind(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Raise unless the settings are those of a plain LoRA or DoRA adapter in PEFT's layout."""
+    """Raise unless the settings describe a plain LoRA or DoRA adapter in PEFT's layout."""
     if "fine_tune_type" in settings:
         raise UserError(
             f"{folder} holds an adapter in the layout of mlx-lm.",
@@ -194,8 +194,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def save_template(folder: Path, template: str, *, stop_ids: Collection[int]) -> None:
-    """Give a result the chat template that it was trained with instead of its base's, and the tokens that end an
-    answer in it. The record says so, for everything that is made from the result."""
+    """Save the chat template and stop tokens of training in a result, and note them in its record."""
     (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
     _drop_own_template(folder)
     settings = read_json(folder / GENERATION, foreign=True)
@@ -204,20 +203,20 @@ def save_template(folder: Path, template: str, *, stop_ids: Collection[int]) -> 
 
 
 def has_trained_template(folder: Path) -> bool:
-    """Return whether a result was trained with another chat template than that of its base."""
+    """Return whether a result was trained with a chat template other than its base's."""
     return bool(read_record(folder).get("chat_template")) and (folder / CHAT_TEMPLATE).is_file()
 
 
 def replace_tokenizer(source: Path, target: Path) -> None:
     """Put the tokenizer files of `source` in place of those in `target`."""
     for name in TOKENIZER_FILES:
-        if name != "generation_config.json":  # also tells what else ends an answer
+        if name != "generation_config.json":  # it also lists stop tokens
             (target / name).unlink(missing_ok=True)
     copy_tokenizer(source, target)
 
 
 def copy_template(adapter: Path, model: Path) -> None:
-    """Copy the adapter's chat template to a model that has none, or that the adapter was trained with another one for."""
+    """Copy the adapter's chat template to a model without one; a template set for training replaces the model's."""
     if has_trained_template(adapter):
         for name in (CHAT_TEMPLATE, GENERATION):
             if (adapter / name).is_file():

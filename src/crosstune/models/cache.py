@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.atomic_files import put_in_place, remove_folder, staged_name, staging_folder
-from crosstune.core.disk import file_sha256
 from crosstune.core.errors import UserError
 from crosstune.core.json_fields import OBJECT, TEXT, map_of, object_with, whole, wrong_field
 from crosstune.core.json_files import read_object, write_json
@@ -33,7 +31,7 @@ Build = Callable[[Path, Path], Mapping[str, Any]]
 
 _LOCKS = ".locks"
 _MARKER_FIELDS = {
-    "files": map_of(object_with({"bytes": whole(0), "sha256": TEXT})),
+    "files": map_of(object_with({"bytes": whole(0)})),
     "source": OBJECT,
     "made_at": TEXT,
 }
@@ -74,7 +72,6 @@ def install(
     target = root / name
     if not check(target, source=source):
         return target
-    _make_writable(root)
     with _locked(root, name, progress=progress):
         problems = check(target, source=source)
         if not problems:
@@ -91,7 +88,7 @@ def install(
             folder.mkdir()
             scratch.mkdir()
             source = build(folder, scratch)
-            _seal(folder, source, progress=progress)
+            _seal(folder, source)
             put_in_place(folder, target, aside=stage / "replaced")
     return target
 
@@ -116,22 +113,6 @@ def check(folder: Path, *, source: Mapping[str, Any] | None = None) -> list[str]
     return problems
 
 
-def verify(folder: Path, *, progress: Progress = silent) -> list[str]:
-    """Check a cached model like `check`, and compare all files with the hashes in the marker."""
-    problems = check(folder)
-    marker = _read_marker(folder)
-    if problems or marker is None:
-        return problems
-    total = sum(facts["bytes"] for facts in marker["files"].values())
-    done = 0
-    for name, facts in marker["files"].items():
-        if file_sha256(folder / name) != facts["sha256"]:
-            problems.append(f"the contents of {name} have changed")
-        done += facts["bytes"]
-        progress("verify", done, total)
-    return problems
-
-
 def list_models(*, cache: Path | None = None) -> list[CachedModel]:
     """Return all models in the cache, including damaged ones."""
     root = cache_root(cache)
@@ -147,7 +128,6 @@ def remove_model(name: str, *, cache: Path | None = None) -> int:
     models = {model.name: model for model in list_models(cache=cache)}
     if name not in models:
         raise unknown_name("cached model", name, models)
-    _make_writable(root)
     with _locked(root, name, progress=silent):
         if (root / name).exists():
             remove_folder(root / name)
@@ -158,12 +138,20 @@ def remove_model(name: str, *, cache: Path | None = None) -> int:
 def _locked(root: Path, name: str, *, progress: Progress) -> Iterator[None]:
     import filelock
 
-    lock = filelock.FileLock(_lock_path(root, name))
     try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        progress("wait", 0, None)
-        lock.acquire()
+        (root / _LOCKS).mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(_lock_path(root, name))
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            progress("wait", 0, None)
+            lock.acquire()
+    except OSError as error:
+        raise UserError(
+            f"Cannot write to the model cache {root}.",
+            why=str(error),
+            do=f"set the environment variable {CACHE_VARIABLE} to a folder you can write to",
+        ) from error
     try:
         yield
     finally:
@@ -188,38 +176,17 @@ def _sweep(root: Path, *, locked: str) -> None:
             continue
 
 
-def _seal(folder: Path, source: Mapping[str, Any], *, progress: Progress) -> None:
-    """Write the marker with the hash of every file, which makes the folder a valid model."""
-    files: dict[str, dict[str, Any]] = {}
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    total = sum(path.stat().st_size for path in paths)
-    done = 0
-    for path in paths:
-        size = path.stat().st_size
-        files[path.relative_to(folder).as_posix()] = {"bytes": size, "sha256": file_sha256(path)}
-        done += size
-        progress("verify", done, total)
+def _seal(folder: Path, source: Mapping[str, Any]) -> None:
+    """Write the marker, which makes the folder a valid model."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
     marker = {
         "layout": LAYOUT,
         "crosstune": __version__,
         "made_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "source": dict(source),
-        "files": files,
+        "files": {path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size} for path in files},
     }
     write_json(folder / MARKER, marker)
-
-
-def _make_writable(root: Path) -> None:
-    try:
-        (root / _LOCKS).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root / _LOCKS):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"Cannot write to the model cache {root}.",
-            why=str(error),
-            do=f"set the environment variable {CACHE_VARIABLE} to a folder you can write to",
-        ) from error
 
 
 def _lock_path(root: Path, name: str) -> Path:

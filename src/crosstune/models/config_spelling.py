@@ -1,4 +1,4 @@
-"""Write the settings of config.json under the names that all readers know: RoPE, attention windows, experts."""
+"""Write config.json under the names that all readers know: RoPE, attention windows, experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DERIVED_HEADS = ("qwen3_moe",)
 
 
 def spell_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Add the names of transformers 4 and mlx-lm to those of transformers 5. With the newer names alone, other readers
+    """Add the names that transformers 4 and mlx-lm read to the names of transformers 5. With the newer names alone, other readers
     fail or use defaults silently."""
     return {**_spell_positions(config), **_spell_windows(config), **_spell_sizes(config), **config}
 

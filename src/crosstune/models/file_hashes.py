@@ -46,15 +46,11 @@ def sha256_of(path: Path, *, on_bytes: Callable[[int], None] | None = None) -> s
     settled = time.time() - max(stamp["mtime_ns"], stamp["ctime_ns"]) / 1e9 > _SETTLED_S
     if settled and _stamp(path) == stamp:
         _known[key] = {"path": key, "stamp": stamp, "sha256": digest}
-        with contextlib.suppress(
-            OSError, UserError
-        ):  # without a place for the cache, the next process hashes again
+        with contextlib.suppress(OSError, UserError):  # without a cache, the next process hashes again
             _cache_file(key).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with staged_file(_cache_file(key)) as staged:
-                staged.touch(
-                    mode=0o600
-                )  # whatever the umask is, as an entry that others may write is not believed
-                staged.write_text(json.dumps({**_known[key], "seal": _seal(_known[key])}))
+                staged.touch(mode=0o600)  # an entry that others may write is ignored
+                staged.write_text(json.dumps(_known[key]))
     return digest
 
 
@@ -85,7 +81,7 @@ def _hash(path: Path, on_bytes: Callable[[int], None] | None) -> str:
 
 
 def _stamp(path: Path) -> dict[str, int]:
-    """Return what changes when a file does. Its change time cannot be set back, unlike its modification time."""
+    """Return the attributes that change with a file. The change time cannot be set back, unlike the modification time."""
     found = path.stat()
     return {
         "size": found.st_size,
@@ -97,7 +93,7 @@ def _stamp(path: Path) -> dict[str, int]:
 
 
 def _read_cached(key: str) -> Mapping[str, Any]:
-    """Return the entry of a file; nothing unless this user wrote it as it is. What is not believed is made again."""
+    """Return the cache entry of a file; an empty one unless only this user can have written it."""
     try:
         found = _cache_file(key).stat()
         if hasattr(os, "geteuid") and (found.st_uid != os.geteuid() or found.st_mode & _OTHERS_WRITE):
@@ -105,14 +101,7 @@ def _read_cached(key: str) -> Mapping[str, Any]:
         entry = read_json(_cache_file(key))
     except (UserError, OSError):
         return {}
-    seal = entry.pop("seal", None)
-    return entry if isinstance(entry.get("sha256"), str) and seal == _seal(entry) else {}
-
-
-def _seal(entry: Mapping[str, Any]) -> str:
-    """Return a hash of an entry, against damage and edits by hand. It does not protect from the user's own programs,
-    which could change the models themselves."""
-    return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()
+    return entry if isinstance(entry.get("sha256"), str) else {}
 
 
 def _cache_file(key: str) -> Path:

@@ -60,7 +60,9 @@ def check_folder(folder: Path) -> None:
             why=f"its index names weight files that are not there: {', '.join(absent)}.",
             do="download or copy the missing files",
         )
-    _check_sizes(folder, config, num_bytes=sum(_data_bytes(path) for path in files))
+    for path in files:
+        read_header(path)
+    _check_sizes(folder, config, num_bytes=sum(path.stat().st_size for path in files))
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(
             f"The model folder {folder} has no tokenizer.",
@@ -88,7 +90,7 @@ def folder_shape(folder: Path) -> ModelShape | None:
     if shape is None or not files or "quantization_config" in config:
         return shape
     counted = sum(math.prod(entry["shape"]) for path in files for entry in read_header(path).tensors.values())
-    return _with_parameters(shape, counted)
+    return replace(shape, num_parameters=counted)
 
 
 def longest_context(folder: Path) -> int | None:
@@ -116,10 +118,7 @@ def config_shape(config: dict[str, Any]) -> ModelShape | None:
         num_kv_heads=_first(numbers, "num_key_value_heads") or heads,
         head_dim=_first(numbers, "head_dim") or hidden // heads,
         max_context=max_context or 0,
-        rope_theta=0.0,
-        norm_eps=0.0,
         tied=bool(config.get("tie_word_embeddings", False)),
-        dtype="",
     )
     family, why = str(config.get("model_type") or ""), why_no_fast_layers_of(config)
     shape = replace(llama.shape(), family=family, why_general=why or "")
@@ -129,9 +128,12 @@ def config_shape(config: dict[str, Any]) -> ModelShape | None:
         gained = layers * 3 * hidden * (experts * width - llama.intermediate)
         active = _first(numbers, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k") or 2
         shape = replace(
-            shape, num_experts=experts, expert_intermediate=width, experts_per_token=min(active, experts)
+            shape,
+            num_parameters=shape.num_parameters + gained,
+            num_experts=experts,
+            expert_intermediate=width,
+            experts_per_token=min(active, experts),
         )
-        shape = _with_parameters(shape, shape.num_parameters + gained)
     return shape
 
 
@@ -165,7 +167,7 @@ def _no_weights(folder: Path) -> UserError:
             why=f"its weights are in {arrays[0]}, the format of early MLX releases; current ones use safetensors, as all "
             "other tools do.",
             do="convert the original model again: crosstune convert MODEL --to mlx --n_bits 4; if only these files are left, and "
-            "their names are those of the Hugging Face model, write them as safetensors: "
+            "they use the Hugging Face names, write them as safetensors: "
             f"python -c \"import mlx.core as mx; mx.save_safetensors('model.safetensors', mx.load('{arrays[0]}'))\"",
         )
     ggufs = sorted(folder.glob("*.gguf"))
@@ -179,21 +181,14 @@ def _no_weights(folder: Path) -> UserError:
 
 
 def _indexed_files(folder: Path) -> set[str]:
-    found = [folder / name for name in INDEXES if (folder / name).is_file()]
-    return {file for path in found for file in _read_index(path).values()}
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    """Return tensor name -> file name."""
-    index = read_object(path, foreign=True)
-    check_fields(index, {"weight_map": map_of(TEXT)}, required=("weight_map",), source=path)
-    places: dict[str, str] = index["weight_map"]
-    return places
-
-
-def _data_bytes(path: Path) -> int:
-    read_header(path)
-    return path.stat().st_size
+    """Return the names of the weight files that an index lists."""
+    found: set[str] = set()
+    for path in (folder / name for name in INDEXES):
+        if path.is_file():
+            index = read_object(path, foreign=True)
+            check_fields(index, {"weight_map": map_of(TEXT)}, required=("weight_map",), source=path)
+            found.update(index["weight_map"].values())
+    return found
 
 
 def _check_sizes(folder: Path, config: dict[str, Any], *, num_bytes: int) -> None:
@@ -216,7 +211,3 @@ def _first(numbers: dict[str, Any], *keys: str) -> int | None:
         if isinstance(found, int):
             return found
     return None
-
-
-def _with_parameters(shape: ModelShape, count: int) -> ModelShape:
-    return replace(shape, num_parameters=count)

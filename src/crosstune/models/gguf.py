@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError, shown
-from crosstune.core.json_fields import NOTHING, TEXT, list_of, real, whole
+from crosstune.core.json_fields import NOTHING, TEXT, Rule, list_of, real, whole
 from crosstune.core.model_shape import ModelShape
 from crosstune.models.gguf_header import BadGguf, check_header
 from crosstune.models.gguf_tokenizer import build_tokenizer
@@ -25,23 +24,6 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = ("llama",)
 _CHUNK_VALUES = 1 << 22
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_GLOBAL_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-_LAYER_NAMES = {
-    "input_layernorm.weight": "attn_norm.weight",
-    "self_attn.q_proj.weight": "attn_q.weight",
-    "self_attn.k_proj.weight": "attn_k.weight",
-    "self_attn.v_proj.weight": "attn_v.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    "mlp.gate_proj.weight": "ffn_gate.weight",
-    "mlp.up_proj.weight": "ffn_up.weight",
-    "mlp.down_proj.weight": "ffn_down.weight",
-}
 
 
 class Metadata:
@@ -55,46 +37,32 @@ class Metadata:
         return None if field is None else field.contents()
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self.get(key)
-        value = default if value is None else value
-        if not real(0).fits(value):
-            raise self.unsupported(f"its metadata has {shown(value)} for {key}, where a number is needed")
-        return float(value)  # type: ignore[arg-type]
+        return float(self._checked(key, real(0), "a number", default))
 
     def count(self, key: str, default: int | None = None, *, most: int = 2**31) -> int:
         """Return an integer of 1 or more."""
-        value = self.get(key)
-        value = default if value is None else value
-        if not whole(1, most).fits(value):
-            raise self.unsupported(f"its metadata has {shown(value)} for {key}, where a count is needed")
-        return int(value)  # type: ignore[arg-type]
+        return int(self._checked(key, whole(1, most), "a count", default))
 
     def texts(self, key: str) -> list[str]:
         """Return a list of strings; an empty one when the key is missing."""
-        value = self.get(key)
-        if value is None:
-            return []
-        if not list_of(TEXT).fits(value):
-            raise self.unsupported(
-                f"its metadata has {shown(value)} for {key}, where a list of texts is needed"
-            )
-        return list(value)
+        return list(self._checked(key, list_of(TEXT), "a list of texts", []))
 
     def text(self, key: str) -> str | None:
-        value = self.get(key)
-        if not (TEXT | NOTHING).fits(value):
-            raise self.unsupported(f"its metadata has {shown(value)} for {key}, where a text is needed")
-        return None if value is None else str(value)
+        found: str | None = self._checked(key, TEXT | NOTHING, "a text")
+        return found
 
     def token(self, role: str) -> int | None:
         """Return the id of the bos, eos, padding or unknown token."""
         key = f"tokenizer.ggml.{role}_token_id"
+        found: int | None = self._checked(key, whole(0, 2**31) | NOTHING, "the number of a token")
+        return found
+
+    def _checked(self, key: str, rule: Rule, what: str, default: Any = None) -> Any:
         value = self.get(key)
-        if not (whole(0, 2**31) | NOTHING).fits(value):
-            raise self.unsupported(
-                f"its metadata has {shown(value)} for {key}, where the number of a token is needed"
-            )
-        return None if value is None else int(value)
+        value = default if value is None else value
+        if not rule.fits(value):
+            raise self.unsupported(f"its metadata has {shown(value)} for {key}, where {what} is needed")
+        return value
 
     def unsupported(
         self, why: str, *, do: str = "use another file, or the model's Hugging Face folder"
@@ -152,7 +120,7 @@ def _open(path: Path) -> GGUFReader:
     check_header(path)
     try:
         return GGUFReader(path)
-    except (ValueError, IndexError, KeyError) as error:
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise BadGguf(path, shown(str(error))) from error
 
 
@@ -201,13 +169,17 @@ def _read_llama(metadata: Metadata, reader: GGUFReader) -> Llama:
 
 def _plan_tensors(metadata: Metadata, reader: GGUFReader, llama: Llama) -> list[Tensor]:
     """Return all parameters of the model with their data; raise a UserError for a missing or unknown tensor."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, llama.num_layers)
     stored = {tensor.name: tensor for tensor in reader.tensors}
     planned = []
     for name, shape in llama.tensor_shapes().items():
-        tensor = stored.pop(_gguf_name(name), None)
+        gguf_name = str(names.get_name(name, try_suffixes=(".weight",)))
+        tensor = stored.pop(gguf_name, None)
         if tensor is None:
             raise metadata.unsupported(
-                f"the tensor {_gguf_name(name)} is not in it", do="merge the parts of a split file first"
+                f"the tensor {gguf_name} is not in it", do="merge the parts of a split file first"
             )
         if tuple(reversed(tensor.shape.tolist())) != shape:
             raise metadata.unsupported(f"the tensor {tensor.name} has the shape {tensor.shape.tolist()}")
@@ -219,13 +191,6 @@ def _plan_tensors(metadata: Metadata, reader: GGUFReader, llama: Llama) -> list[
             f"it has tensors that a plain Llama model does not have: {', '.join(sorted(stored)[:5])}"
         )
     return planned
-
-
-def _gguf_name(name: str) -> str:
-    match = _LAYER.fullmatch(name)
-    if match is None:
-        return _GLOBAL_NAMES[name]
-    return f"blk.{match.group(1)}.{_LAYER_NAMES[match.group(2)]}"
 
 
 def _row_order(llama: Llama, name: str, shape: tuple[int, ...]) -> NDArray[np.int64] | None:

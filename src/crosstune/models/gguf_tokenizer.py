@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
-from crosstune.core.errors import UserError, shown
+from crosstune.core.errors import shown
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from tokenizers.pre_tokenizers import PreTokenizer
 
+    from crosstune.models.gguf import Metadata
+
 PRE_TOKENIZERS = ("gpt-2", "smollm")
 _CONTROL, _USER_DEFINED = 3, 4
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-
-
-class Fields(Protocol):
-    """The part of a GGUF file's metadata that is needed here."""
-
-    def get(self, key: str) -> Any: ...
-    def text(self, key: str) -> str | None: ...
-    def texts(self, key: str) -> list[str]: ...
-    def token(self, role: str) -> int | None: ...
-    def unsupported(self, why: str) -> UserError: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +26,7 @@ class Vocabulary:
     """The bos, eos, unk and pad tokens; None for one that the model does not have."""
 
 
-def build_tokenizer(metadata: Fields, *, num_rows: int) -> Vocabulary:
+def build_tokenizer(metadata: Metadata, *, num_rows: int) -> Vocabulary:
     """Make the tokenizer of a model whose embedding has `num_rows` rows."""
     from tokenizers import Tokenizer, decoders, models
 
@@ -61,7 +53,7 @@ def build_tokenizer(metadata: Fields, *, num_rows: int) -> Vocabulary:
     return Vocabulary(tokenizer=tokenizer, special=special)
 
 
-def _pre_tokenizer(metadata: Fields) -> PreTokenizer:
+def _pre_tokenizer(metadata: Metadata) -> PreTokenizer:
     from tokenizers import pre_tokenizers
 
     name = metadata.text("tokenizer.ggml.pre") or "gpt-2"
@@ -97,7 +89,7 @@ def _prepend(tokenizer: Tokenizer, token: str, number: int) -> None:
     )
 
 
-def _split_merge(metadata: Fields, merge: str, vocabulary: Mapping[str, int]) -> tuple[str, str]:
+def _split_merge(metadata: Metadata, merge: str, vocabulary: Mapping[str, int]) -> tuple[str, str]:
     left, _, right = merge.partition(" ")
     if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
         raise metadata.unsupported(
@@ -106,7 +98,7 @@ def _split_merge(metadata: Fields, merge: str, vocabulary: Mapping[str, int]) ->
     return left, right
 
 
-def _token(metadata: Fields, tokens: list[str], key: str) -> str | None:
+def _token(metadata: Metadata, tokens: list[str], key: str) -> str | None:
     number = metadata.token(key)
     if number is None:
         return None

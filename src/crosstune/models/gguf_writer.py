@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,20 +25,18 @@ from crosstune.core.json_fields import (
 )
 from crosstune.core.json_files import read_json, read_object
 from crosstune.core.plain_files import read_plain_text
-from crosstune.core.safetensors_header import TensorEntry, read_header
 from crosstune.models.folder import read_config_json, weight_files
 from crosstune.models.gguf import ARCHITECTURES, require_gguf
 from crosstune.models.gguf_tokenizer import PRE_TOKENIZERS
 from crosstune.models.llama_layout import CONFIG
 from crosstune.models.progress import Progress, silent
-from crosstune.models.weights import to_float32
+from crosstune.models.weights import StoredArray, stored_arrays, to_float32
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 KINDS = ("f32", "f16", "bf16", "q8_0")
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
-_NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _NUMBERS = {
@@ -57,19 +55,6 @@ _TOKENIZER = {
 }
 
 
-class _Stored(NamedTuple):
-    """A tensor of the folder: its file, the start of the file's data, and the header entry."""
-
-    file: Path
-    data_start: int
-    entry: TensorEntry
-
-    @property
-    def num_bytes(self) -> int:
-        begin, end = self.entry["data_offsets"]
-        return end - begin
-
-
 def write_gguf(folder: Path, path: Path, *, kind: str, progress: Progress = silent) -> None:
     """Write the model of a plain folder as one GGUF file with weights of type `kind`."""
     require_gguf(str(path))
@@ -77,21 +62,16 @@ def write_gguf(folder: Path, path: Path, *, kind: str, progress: Progress = sile
 
     config = read_config_json(folder)
     _check_config(folder, config)
-    stored = {
-        name: _Stored(file, header.data_start, entry)
-        for file in weight_files(folder)
-        for header in [read_header(file)]
-        for name, entry in header.tensors.items()
-    }
+    stored = {name: array for file in weight_files(folder) for name, array in stored_arrays(file).items()}
     if config.get("tie_word_embeddings"):
         stored.pop("lm_head.weight", None)
     names = _gguf_names(folder, sorted(stored), config["num_hidden_layers"])
     writer = GGUFWriter(path, "llama")
     _add_numbers(writer, config, kind)
-    _add_tokenizer(writer, folder, num_rows=stored["model.embed_tokens.weight"].entry["shape"][0])
-    kinds = {name: _tensor_kind(folder, name, stored[name].entry["shape"], kind) for name in names}
+    _add_tokenizer(writer, folder, num_rows=stored["model.embed_tokens.weight"].shape[0])
+    kinds = {name: _tensor_kind(folder, name, stored[name].shape, kind) for name in names}
     for name, gguf_name in names.items():
-        shape = stored[name].entry["shape"]
+        shape = stored[name].shape
         block, block_bytes = _block(kinds[name])
         num_bytes = math.prod(shape) // block * block_bytes
         writer.add_tensor_info(gguf_name, shape, np.dtype(np.float32), num_bytes, raw_dtype=kinds[name])
@@ -104,18 +84,18 @@ def write_gguf(folder: Path, path: Path, *, kind: str, progress: Progress = sile
 
 def _write_tensors(
     writer: GGUFWriter,
-    stored: dict[str, _Stored],
+    stored: dict[str, StoredArray],
     kinds: dict[str, Any],
     config: dict[str, Any],
     progress: Progress,
 ) -> None:
     from gguf.quants import quantize
 
-    total, done = sum(stored[name].num_bytes for name in kinds), 0
+    total, done = sum(math.prod(stored[name].shape) for name in kinds), 0
     for name, kind in kinds.items():
-        values = _interleaved(_read(stored[name]), name, config)
+        values = _interleaved(to_float32(*stored[name].read()), name, config)
         writer.write_tensor_data(np.ascontiguousarray(quantize(values, kind)))
-        done += stored[name].num_bytes
+        done += values.size
         progress("write", done, total)
 
 
@@ -240,7 +220,7 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _tensor_kind(folder: Path, name: str, shape: list[int], kind: str) -> Any:
+def _tensor_kind(folder: Path, name: str, shape: tuple[int, ...], kind: str) -> Any:
     from gguf import GGMLQuantizationType
 
     chosen = GGMLQuantizationType[kind.upper() if len(shape) > 1 else "F32"]
@@ -260,19 +240,6 @@ def _block(kind: Any) -> tuple[int, int]:
 
     weights, num_bytes = GGML_QUANT_SIZES[kind]
     return weights, num_bytes
-
-
-def _read(stored: _Stored) -> NDArray[np.float32]:
-    entry = stored.entry
-    dtype = _NUMPY.get(entry["dtype"])
-    if dtype is None:
-        raise UserError(
-            f"{stored.file} holds weights of dtype {entry['dtype']}.",
-            why="GGUF files are made from floats.",
-        )
-    offset = stored.data_start + entry["data_offsets"][0]
-    values = np.fromfile(stored.file, dtype, stored.num_bytes // dtype.itemsize, offset=offset)
-    return to_float32(entry["dtype"], values).reshape(entry["shape"])
 
 
 def _interleaved(values: NDArray[np.float32], name: str, config: dict[str, Any]) -> NDArray[np.float32]:

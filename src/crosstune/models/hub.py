@@ -1,52 +1,74 @@
-"""Download models from the Hugging Face hub in a child process, into the hub's own cache."""
+"""Download models from the Hugging Face hub into the hub's own cache: safetensors, config and tokenizer files.
+
+The hub's library downloads in threads that ignore Ctrl-C, so it runs in a child process that can be killed.
+"""
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.hub_reach import WAIT_S, offline_if_unreachable
-from crosstune.models.disk import DiskFullError
+from crosstune.models.disk import HUB_VARIABLE, DiskFullError, disk_errors, ensure_space
 from crosstune.models.llama_layout import CONFIG
 from crosstune.models.progress import Progress, silent
 
 # The child uses the parent's sys.path to import crosstune.
 _CHILD = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
-    "from crosstune.models.hub_download import main; main()"
+    "from crosstune.models.hub import main; main()"
 )
 _MOST_REASON_CHARS = 600
+_WANTED = [
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "tokenizer*",
+    "*.model",
+    "*.tiktoken",
+    "merges.txt",
+    "vocab.txt",
+]
+# Subfolders hold other formats of the same weights, `consolidated` files a second copy.
+_UNWANTED = ["*/*", "consolidated*", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl"]
 
 
 def fetch_from_hub(repo: str, *, progress: Progress = silent) -> Path:
-    """Download a model into the hub's own cache and return its folder.
-
-    The hub's library downloads in threads that ignore Ctrl-C, so it runs in a child process that can be killed.
-    """
-    command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), repo]
+    """Download a model and return its folder."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         child = subprocess.Popen(
-            command,
+            [sys.executable, "-c", _CHILD, json.dumps(sys.path), repo],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
             encoding="utf-8",
         )
+        assert child.stdout is not None
         try:
-            found = _read_messages(child, progress=progress)
-        finally:
-            if child.poll() is None:
-                child.kill()
+            for line in child.stdout:
+                message = json.loads(line)
+                if "path" in message:
+                    return Path(message["path"])
+                if "error" in message:
+                    kind = DiskFullError if message["full"] else UserError
+                    raise kind(message["error"], why=message["why"], do=message["do"])
+                progress(*message["progress"])
             child.wait()
-        if found is None:
-            raise unreachable(repo, f"the download ended with code {child.returncode}: {_last_lines(log)}")
-    return found
+        finally:
+            child.kill()
+            child.wait()
+        log.seek(0)
+        lines = [line.strip() for line in log.read().splitlines() if line.strip()]
+        output = " ".join(lines[-2:])[-_MOST_REASON_CHARS:] or "no output"
+        raise _unreachable(repo, f"the download ended with code {child.returncode}: {output}")
 
 
 def cached_config(repo: str) -> Path | None:
@@ -62,8 +84,7 @@ def cached_config(repo: str) -> Path | None:
 
 
 def fetch_config(repo: str) -> Path | None:
-    """Fetch config.json of a hub model into the hub's cache; None if the hub does not answer within seconds, or has no
-    such model that is open to this user."""
+    """Fetch config.json of a hub model; None if the hub does not answer within seconds or refuses it to this user."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -76,32 +97,121 @@ def fetch_config(repo: str) -> Path | None:
             return None
 
 
-def unreachable(repo: str, reason: str) -> UserError:
+def main() -> None:
+    """Download the model given on the command line; print JSON lines for progress and for the result."""
+    # Ctrl-C reaches the whole process group; the parent stops the child.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lines, sys.stdout = sys.stdout, sys.stderr
+
+    def send(**message: Any) -> None:
+        print(json.dumps(message), file=lines, flush=True)
+
+    try:
+        found = _download(sys.argv[1], progress=lambda *step: send(progress=step))
+    except UserError as error:
+        send(error=error.asked, why=error.why, do=error.do, full=isinstance(error, DiskFullError))
+    else:
+        send(path=str(found))
+
+
+def _download(repo: str, *, progress: Progress) -> Path:
+    from huggingface_hub import constants, errors, snapshot_download
+
+    place = Path(constants.HF_HUB_CACHE)
+    with offline_if_unreachable() as unreached:
+        need_bytes = _bytes_to_fetch(repo) if unreached is None else 0
+        ensure_space(place, need_bytes, variable=HUB_VARIABLE)
+        try:
+            with disk_errors(place, need_bytes, variable=HUB_VARIABLE):
+                found = snapshot_download(
+                    repo,
+                    allow_patterns=_WANTED,
+                    ignore_patterns=_UNWANTED,
+                    tqdm_class=_bar_class(progress, total=need_bytes or None),
+                )
+        except _hub_errors() as error:
+            if unreached is not None and not isinstance(error, errors.HFValidationError):
+                raise _unreachable(repo, unreached) from error
+            raise _explain(repo, error) from error
+    return Path(found)
+
+
+def _bytes_to_fetch(repo: str) -> int:
+    """Return the bytes of the model that the hub's cache lacks; 0 when the hub does not answer."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.utils import filter_repo_objects
+
+    try:
+        info = HfApi().model_info(repo, files_metadata=True)
+    except _hub_errors():
+        return 0  # the download reports the error
+    wanted = filter_repo_objects(
+        info.siblings or [],
+        allow_patterns=_WANTED,
+        ignore_patterns=_UNWANTED,
+        key=lambda file: file.rfilename,
+    )
+    return sum(
+        file.size or 0
+        for file in wanted
+        if not isinstance(try_to_load_from_cache(repo, file.rfilename, revision=info.sha), str)
+    )
+
+
+def _bar_class(progress: Progress, *, total: int | None) -> type[Any]:
+    """Return a tqdm class that draws nothing and reports bytes to `progress`, one call at a time."""
+    from tqdm.auto import tqdm
+
+    lock = threading.Lock()
+    most = 0
+
+    class Reporter(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._in_bytes, self._done = kwargs.get("unit") == "B", 0
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            nonlocal most
+            if not self._in_bytes:
+                return
+            with lock:
+                self._done += int(n or 0)
+                # Some versions have one bar for received and one for written bytes; report the larger count.
+                if self._done > most:
+                    most = self._done
+                    progress("download", most if total is None else min(most, total), total)
+
+    return Reporter
+
+
+def _hub_errors() -> tuple[type[Exception], ...]:
+    from huggingface_hub import errors
+
+    return errors.HFValidationError, errors.HTTPError, OSError
+
+
+def _explain(repo: str, error: Exception) -> UserError:
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return UserError(
+            f"The hub model {repo} is gated.",
+            why="it is available only to users who have accepted its terms and are logged in.",
+            do="ask for access on the model's page, run `hf auth login`, and try again",
+        )
+    if isinstance(error, (RepositoryNotFoundError, HFValidationError)):
+        return UserError(
+            f"There is no hub model {repo}.",
+            why="the hub does not know that name, or it is private and you are not logged in.",
+            do="check the spelling (org/name), or run `hf auth login` if the model is private",
+        )
+    cause = error.__cause__ or error
+    return _unreachable(repo, (str(cause).strip() or type(cause).__name__).splitlines()[0])
+
+
+def _unreachable(repo: str, reason: str) -> UserError:
     return UserError(
         f"Cannot get the hub model {repo}.",
         why=f"the download failed and the model is not complete in the hub's cache ({reason}).",
         do="connect to the network (and unset HF_HUB_OFFLINE), or give the path of a model folder on this machine",
     )
-
-
-def _read_messages(child: subprocess.Popen[str], *, progress: Progress) -> Path | None:
-    """Read the child's messages until it reports the folder or an error; return None if it does neither."""
-    assert child.stdout is not None
-    for line in child.stdout:
-        message = json.loads(line)
-        if "progress" in message:
-            progress(*message["progress"])
-        elif "error" in message:
-            kind = DiskFullError if message["full"] else UserError
-            raise kind(message["error"], why=message["why"], do=message["do"])
-        else:
-            child.wait()
-            return Path(message["path"])
-    child.wait()
-    return None
-
-
-def _last_lines(log: IO[str]) -> str:
-    log.seek(0)
-    lines = [line.strip() for line in log.read().splitlines() if line.strip()]
-    return " ".join(lines[-2:])[-_MOST_REASON_CHARS:] or "no output"

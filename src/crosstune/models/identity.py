@@ -14,8 +14,7 @@ from crosstune.models.folder_record import read_record
 from crosstune.models.llama_layout import CONFIG
 from crosstune.models.progress import Progress, silent
 
-# Keys of config.json that do not change what the model computes from its weights: names, versions, defaults of
-# generation, and the storage of the weights, which is compared apart.
+# Keys of config.json that change no logits: names, versions, generation defaults, and storage of the weights.
 _NOT_NUMBERS = frozenset(
     {
         "_attn_implementation",
@@ -78,7 +77,7 @@ def config_identity(config: dict[str, Any]) -> str:
 
 
 def source_identity(folder: Path) -> dict[str, str]:
-    """Return the identities of weights and configuration; for a folder converted by crosstune, those of its source.
+    """Return the identities of weights and configuration, or of their source for a folder that crosstune converted.
 
     The record of the source counts only while the folder still holds the weights that it was written with.
     """
@@ -94,7 +93,7 @@ def source_identity(folder: Path) -> dict[str, str]:
 
 
 def source_record(source: Path, *, result: Path) -> dict[str, str]:
-    """Return what the record of a conversion says about the model it is made from, and about its own weights."""
+    """Return the identities of a conversion's source and result, for its record."""
     found = source_identity(source)
     record = {"source_identity": found["weights"], "source_config": found["config"]}
     if (result / CONFIG).is_file():  # not for a GGUF file

@@ -1,72 +1,14 @@
-"""The sizes of common models, so that a plan needs no download. They are those of the models' own config.json."""
+"""List the sizes of common models, as in their config.json, so that a plan needs no download."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from crosstune.core.fast_layers import why_no_fast_layers_of
 from crosstune.core.model_shape import ModelShape
 from crosstune.models.llama_layout import Llama
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    hidden: int
-    layers: int
-    intermediate: int
-    vocab: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    tied: bool
-    billions: float
-    """The number of parameters that its authors give, to check the sizes with."""
-    experts: int = 1
-    per_token: int = 2
-    gated: bool = True
-    """False for an MLP of two matrices."""
-    family: str = ""
-    """The `model_type` of its config.json."""
-
-    def shape(self) -> ModelShape:
-        llama = Llama(
-            vocab=self.vocab,
-            hidden=self.hidden,
-            intermediate=self.intermediate,
-            num_layers=self.layers,
-            num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            max_context=0,
-            rope_theta=0.0,
-            norm_eps=0.0,
-            tied=self.tied,
-            dtype="",
-        )
-        matrices = math.prod((self.layers, self.hidden, self.intermediate))
-        extra = 3 * matrices * (self.experts - 1) - matrices * (not self.gated)
-        shape = llama.shape()
-        return ModelShape(
-            num_parameters=shape.num_parameters + extra,
-            hidden=self.hidden,
-            num_layers=self.layers,
-            intermediate=self.intermediate,
-            vocab=self.vocab,
-            num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            tied=self.tied,
-            source="table",
-            num_experts=self.experts,
-            expert_intermediate=self.intermediate if self.experts > 1 else 0,
-            experts_per_token=self.per_token,
-            family=self.family,
-            why_general=why_no_fast_layers_of({"model_type": self.family}) or "",
-        )
-
 
 # name: hidden layers intermediate vocabulary heads kv-heads head-width tied|own billions [experts per-token] [plain]
 _TABLE = """
@@ -216,14 +158,43 @@ _VARIANT = re.compile(
 
 def known_shape(name: str) -> ModelShape | None:
     """Return the shape of a model by its hub id or the name of its folder; variants of a model share its sizes."""
-    sizes = table().get(_base_name(name))
-    return sizes.shape() if sizes is not None else None
+    rows = table()
+    base = _base_name(name, rows)
+    return _shape(base, rows[base]) if base in rows else None
 
 
-def table() -> Mapping[str, Sizes]:
-    """Return base name -> sizes."""
+def table() -> dict[str, list[str]]:
+    """Return base name -> the fields of its row."""
     rows = (line.split(":") for line in _TABLE.strip().splitlines())
-    return {name: _read(fields.split(), family=_family(name)) for name, fields in rows}
+    return {name: fields.split() for name, fields in rows}
+
+
+def _shape(name: str, fields: Sequence[str]) -> ModelShape:
+    hidden, layers, intermediate, vocab, heads, kv_heads, head_dim = map(int, fields[:7])
+    experts, per_token = map(int, [field for field in fields[9:] if field != "plain"] or (1, 2))
+    matrix, family = layers * hidden * intermediate, _family(name)
+    llama = Llama(
+        vocab=vocab,
+        hidden=hidden,
+        intermediate=intermediate,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        tied=fields[7] == "tied",
+    ).shape()
+    return replace(
+        llama,
+        # A plain MLP has two matrices; a gated one, and each expert, has three.
+        num_parameters=llama.num_parameters + 3 * matrix * (experts - 1) - matrix * ("plain" in fields),
+        source="table",
+        max_context=None,
+        num_experts=experts,
+        expert_intermediate=intermediate if experts > 1 else 0,
+        experts_per_token=per_token,
+        family=family,
+        why_general=why_no_fast_layers_of({"model_type": family}) or "",
+    )
 
 
 def _family(name: str) -> str:
@@ -233,33 +204,9 @@ def _family(name: str) -> str:
     return found[max(found, key=len)]
 
 
-def _read(fields: list[str], *, family: str) -> Sizes:
-    numbers = [int(field) for field in fields[:7]]
-    rest = [field for field in fields[9:] if field != "plain"]
-    return Sizes(
-        **dict(
-            zip(
-                ("hidden", "layers", "intermediate", "vocab", "heads", "kv_heads", "head_dim"),
-                numbers,
-                strict=True,
-            )
-        ),
-        tied=fields[7] == "tied",
-        billions=float(fields[8]),
-        experts=int(rest[0]) if rest else 1,
-        per_token=int(rest[1]) if rest else 2,
-        gated="plain" not in fields,
-        family=family,
-    )
-
-
-def _base_name(name: str) -> str:
+def _base_name(name: str, known: Collection[str]) -> str:
     """Return the part of a name that tells the sizes of a model: `meta-llama/Llama-2-7b-chat-hf` -> `llama-2-7b`."""
     last = name.replace("\\", "/").rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
-    known = table()
-    while last not in known:
-        shorter = _VARIANT.sub("", last)
-        if shorter == last:
-            break
+    while last not in known and (shorter := _VARIANT.sub("", last)) != last:
         last = shorter
     return last

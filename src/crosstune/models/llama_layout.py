@@ -29,11 +29,11 @@ class Llama:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_context: int
-    rope_theta: float
-    norm_eps: float
     tied: bool
-    dtype: str
+    max_context: int = 0
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    dtype: str = "float32"
     bos: int | None = None
     eos: int | None = None
     pad: int | None = None

@@ -87,7 +87,7 @@ def to_peft(source: Path, target: Path, *, base: str | None = None) -> None:
 
 
 def _mlx_settings(settings: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Any]:
-    """Return mlx-lm's settings, with the full names of the layers, which mlx-lm accepts too."""
+    """Return mlx-lm's settings, with full names of the layers."""
     layers = sorted({name.rpartition(".")[0] for name in tensors})
     rank = settings["r"]
     numbers = {int(found.group(1)) for name in layers if (found := re.search(r"\.layers\.(\d+)\.", name))}

@@ -1,4 +1,4 @@
-"""Read the number format of a model folder's weights, and their dense size, from the headers."""
+"""Read the dtype of a model folder's weights, and their dense size, from the headers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from crosstune.core.safetensors_header import read_header
 from crosstune.models.folder import weight_files
 from crosstune.models.quantized_folder import dense_shapes, read_quantization
-from crosstune.models.weights import read_header
 
 _STORED = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 _COMPUTED = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

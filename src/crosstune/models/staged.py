@@ -22,14 +22,14 @@ class Unverified(UserError):
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     result: Path
-    """The path to write the result to, which does not exist yet."""
+    """The path to write the result to; it does not exist yet."""
     scratch: Path
     """A folder for temporary files, removed afterwards."""
 
 
 @contextmanager
 def staged(out: Path, *, need_bytes: int) -> Iterator[Stage]:
-    """Yield the paths for a result, which moves to `out` when the block ends. A kill leaves no `out`."""
+    """Yield the paths for a result, and move it to `out` when the block ends. A kill leaves no `out`."""
     check_out(out)
     _make_parent(out)
     try:

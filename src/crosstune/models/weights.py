@@ -1,16 +1,17 @@
-"""Write safetensors files tensor by tensor, using little memory, and read their tensors with numpy."""
+"""Write safetensors files and shards using little memory, and read their tensors with numpy."""
 
 from __future__ import annotations
 
 import json
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from crosstune.core.errors import UserError
+from crosstune.core.json_files import write_json
 from crosstune.core.safetensors_header import read_header
 from crosstune.models.progress import Progress, silent
 
@@ -22,6 +23,7 @@ _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 _NUMPY = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}
 _PACKED = {"U32": "<u4", "U8": "u1", "I32": "<i4", "I8": "i1"}
 _ALIGNMENT = 8
+SHARD_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,49 @@ def write_safetensors(path: Path, tensors: Sequence[Tensor], *, progress: Progre
             assert done == expected, f"{tensor.name} came with {done - expected:+} bytes"
 
 
+def write_shards(
+    folder: Path,
+    tensors: Iterable[tuple[str, Any]],
+    *,
+    save: Callable[[dict[str, Any], Path], None],
+    stem: str = "model",
+    on_bytes: Callable[[int], None] = lambda done: None,
+) -> None:
+    """Write an engine's tensors with its `save`, in shards under transformers' names with an index, holding at most one
+    shard in memory. `on_bytes` is called with the bytes written so far."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shards: list[list[str]] = []
+    shard: dict[str, Any] = {}
+    total = shard_bytes = 0
+
+    def close() -> None:
+        nonlocal shard, shard_bytes, total
+        save(shard, folder / f"part-{len(shards):05d}.safetensors")
+        shards.append(list(shard))
+        total += shard_bytes
+        shard, shard_bytes = {}, 0
+        on_bytes(total)
+
+    for name, tensor in tensors:
+        shard[name] = tensor
+        shard_bytes += tensor.nbytes
+        if shard_bytes >= SHARD_BYTES:
+            close()
+    if shard:
+        close()
+    if len(shards) == 1:
+        (folder / "part-00000.safetensors").rename(folder / f"{stem}.safetensors")
+        return
+    index: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        final = f"{stem}-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"part-{number:05d}.safetensors").rename(folder / final)
+        index |= dict.fromkeys(names, final)
+    write_json(
+        folder / f"{stem}.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index}
+    )
+
+
 def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Return the bfloat16 bits of float32 values, rounded to nearest, ties to even."""
     import numpy as np
@@ -76,37 +121,58 @@ def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     return np.where(np.isnan(values), (bits >> 16) | 0x0040, rounded).astype(np.uint16)
 
 
-def read_arrays(path: Path) -> dict[str, tuple[str, NDArray[Any]]]:
-    """Return every tensor of a file with its dtype name. bfloat16 comes as uint16 bits, as numpy does not have it."""
-    import numpy as np
+class StoredArray(NamedTuple):
+    """A tensor in a safetensors file."""
 
-    header = read_header(path)
-    data = np.empty(0, np.uint8)
-    if path.stat().st_size > header.data_start:  # an empty range cannot be memory-mapped
-        data = np.memmap(path, dtype=np.uint8, mode="r", offset=header.data_start)
-    found: dict[str, tuple[str, NDArray[Any]]] = {}
-    for name, entry in header.tensors.items():
-        if entry["dtype"] not in _NUMPY:
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    """The first byte of its data in the file."""
+
+    def map(self) -> NDArray[Any]:
+        """Return the values without reading them yet. bfloat16 comes as uint16 bits, as numpy does not have it."""
+        import numpy as np
+
+        kind = {**_NUMPY, **_PACKED}[self.dtype]
+        if 0 in self.shape:  # an empty range cannot be memory-mapped
+            return np.empty(self.shape, kind)
+        return np.memmap(self.path, kind, "r", self.offset, self.shape or (1,)).reshape(self.shape)
+
+    def read(self) -> tuple[str, NDArray[Any]]:
+        """Return the dtype and a copy of the values, which must be floats."""
+        import numpy as np
+
+        if self.dtype not in _NUMPY:
             raise UserError(
-                f"{path} holds {name} as {entry['dtype']}.", why="that dtype is not supported here."
+                f"{self.path} holds weights of dtype {self.dtype}.", why="that dtype is not supported here."
             )
-        start, end = entry["data_offsets"]
-        values = np.array(data[start:end]).view(_NUMPY[entry["dtype"]]).reshape(entry["shape"])
-        found[name] = (entry["dtype"], values)
-    return found
+        return self.dtype, np.array(self.map())
+
+
+def stored_arrays(path: Path) -> dict[str, StoredArray]:
+    """Return every tensor of a file by name."""
+    header = read_header(path)
+    return {
+        name: StoredArray(
+            path, entry["dtype"], tuple(entry["shape"]), header.data_start + entry["data_offsets"][0]
+        )
+        for name, entry in header.tensors.items()
+    }
+
+
+def read_arrays(path: Path) -> dict[str, tuple[str, NDArray[Any]]]:
+    """Return every tensor of a file with its dtype name."""
+    return {name: stored.read() for name, stored in stored_arrays(path).items()}
 
 
 def read_rows(path: Path, name: str, rows: NDArray[np.int64]) -> NDArray[Any]:
     """Return some rows of a tensor without reading the others; floats as fp32, packed integers unchanged."""
     import numpy as np
 
-    header = read_header(path)
-    entry = header.tensors[name]
-    kind = _NUMPY.get(entry["dtype"]) or _PACKED[entry["dtype"]]
-    offset = header.data_start + entry["data_offsets"][0]
-    values = np.memmap(path, dtype=kind, mode="r", offset=offset, shape=tuple(entry["shape"]) or (1,))
-    found = np.array(values[rows])
-    return to_float32(entry["dtype"], found) if entry["dtype"] in _NUMPY else found
+    stored = stored_arrays(path)[name]
+    found = np.array(stored.map()[rows])
+    return to_float32(stored.dtype, found) if stored.dtype in _NUMPY else found
 
 
 def to_float32(dtype: str, values: NDArray[Any]) -> NDArray[np.float32]:

@@ -87,7 +87,7 @@ class _TextStream:
 def open_chat_model(
     target: str, *, observer: Observer, backend: str = "auto", precision: str = "auto"
 ) -> ChatModel:
-    """Open a run folder, an adapter folder, or anything that --model_name takes."""
+    """Open a run folder, an adapter folder, or any value of --model_name."""
     if backend == "auto":
         backend = load_config().backend  # the environment may set it
     trained = find_trained(target)
@@ -114,7 +114,7 @@ def open_chat_model(
 
 
 def _note_judge(target: str, trained: Trained, observer: Observer) -> None:
-    """Tell that a judge answers with verdicts, to prompts of its own form."""
+    """Warn that a judge answers only with verdicts, and only to prompts in its training format."""
     folder = trained.adapter or Path(trained.base).expanduser()
     if read_judge_settings(folder) is not None:
         observer.on_event(

@@ -7,8 +7,6 @@ from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.models import mlx_adapters
-from crosstune.models.adapter_fit import check_adapter_fit
-from crosstune.models.llama_layout import CONFIG
 from crosstune.models.staged import Unverified, staged
 from crosstune.models.weights import read_arrays
 
@@ -39,8 +37,6 @@ def convert_adapter(target: str, *, to: str, out: Path | None, base: str | None)
         else:
             mlx_adapters.to_peft(source, stage.result, base=base)
             mlx_adapters.to_mlx(stage.result, back)
-        if base is not None and (Path(base).expanduser() / CONFIG).is_file():
-            check_adapter_fit(source, Path(base).expanduser())
         name = mlx_adapters.MLX_WEIGHTS if to == "peft" else mlx_adapters.PEFT_WEIGHTS
         before, after = read_arrays(source / name), read_arrays(back / name)
         exact = before.keys() == after.keys() and all(

@@ -46,7 +46,7 @@ class JudgeRequest:
     max_new_tokens: int = 256
     share_prefixes: bool = True
     untrained: bool = False
-    """Open the base model instead, without what was learned."""
+    """Open the untrained base model instead."""
 
 
 def run_config(folder: Path) -> Config | None:
@@ -132,7 +132,7 @@ def ask(judge: Judge, items: Sequence[Item], request: JudgeRequest, observer: Ob
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeTest:
-    """Labelled items, what a judge and the baselines say about them, and how well that fits."""
+    """Labelled items with the verdicts of a judge and the baselines, and their metrics."""
 
     items: Sequence[Item]
     found: Sequence[Judgement]
@@ -174,7 +174,7 @@ def measure_judge(
 
 
 def _reward_model(target: str) -> str | None:
-    """Return the folder of the model in a run with a scalar head, which is no language model; None for other targets."""
+    """Return the model folder of a run with a scalar head; None for other targets."""
     folder = Path(target).expanduser() / "model"
     settings = read_judge_settings(folder)
     return str(folder) if settings is not None and settings.head == "scalar" else None
@@ -195,7 +195,7 @@ def _untrained_base(trained: Trained, request: JudgeRequest) -> str:
 
 
 def _default_scale(config: Config, settings: JudgeSettings | None) -> Scale:
-    """Return the scale of items that name none: that of --score_scale, or else that of the judge."""
+    """Return the scale of items that name none: --score_scale, or else the judge's scale."""
     if settings is not None and "score_scale" not in config.asked:
         return read_scale(settings.scale)
     return read_scale(config.score_scale)

@@ -154,7 +154,7 @@ def _report_costs(wanted: Logits, found: Mapping[str, Logits], into: str) -> dic
     if into != "original" or relative <= _FAR_FROM_TRAINED:
         return {"against_trained": costs, "warnings": []}
     warning = (
-        f"with the original weights the logits differ by {relative:.2g} (relative) from those of the model trained over "
+        f"with the original weights the logits differ by {relative:.2g} (relative) from the model trained over "
         "the quantized ones; --into dequantized keeps that model"
     )
     return {"against_trained": costs, "warnings": [warning]}

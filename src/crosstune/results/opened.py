@@ -33,7 +33,7 @@ class Request:
     target: str
     out: Path | None = None
     into: str | None = None
-    """original or dequantized; None takes the original weights."""
+    """original or dequantized; None means original."""
     dtype: str = "auto"
     base: str | None = None
     force: bool = False
@@ -61,6 +61,12 @@ class Opened:
 
 def open_engine(name: str, plan: Plan | None = None) -> ModelFolders:
     """Return the engine's model folder operations, on the plan's backend; without a plan, on the CPU in fp32."""
+    if name == "mlx" and importlib.util.find_spec("mlx_lm") is None:
+        raise UserError(
+            "Cannot write a model for MLX.",
+            why="the Python package mlx-lm is not installed.",
+            do="pip install 'crosstune[mlx]'",
+        )
     module = importlib.import_module(f"crosstune.{name}_engine.model_folders")
     folders: ModelFolders = module.open_folders(plan)
     return folders

@@ -30,8 +30,8 @@ def find_original(recorded: Mapping[str, Any] | None) -> Path | None:
 def choose_original(
     asked: str | None, model: ModelFolder, held: FolderQuantization | None, *, force: bool
 ) -> Path | None:
-    """Return the folder of the weights before quantization, as --original says; None for a dense folder, which is its
-    own original, and for a conversion from the dequantized weights."""
+    """Return the folder of the weights before quantization, from --original or the record; None for a dense folder and for a
+    conversion from the dequantized weights."""
     if held is None or asked == NO_ORIGINAL:
         return None
     if asked is None:

@@ -76,7 +76,7 @@ def _read_row(line: str, *, place: str, system: str) -> Prompt:
         raise UserError(f"{place}: {error.asked}", why=error.why, do=error.do or _ROWS) from error
     assert not isinstance(turns, str), "only the format text is a text"
     reference = None
-    if turns[-1]["role"] == "assistant":  # a row of training data: its answer is what the model should say
+    if turns[-1]["role"] == "assistant":  # a row of training data: its answer is the reference
         reference = turns.pop()["content"]
     if not any(turn["role"] == "user" for turn in turns):
         raise UserError(f"{place} has no message of a user.", do="add one: the model answers it")
@@ -104,7 +104,7 @@ def open_output(path: Path) -> TextIO:
 
 
 def write_row(file: TextIO, row: dict[str, Any]) -> None:
-    """Write a row at once, so that what was answered before an interruption is kept."""
+    """Write and flush a row, so that an interruption keeps it."""
     file.write(to_json(row) + "\n")
     file.flush()
 

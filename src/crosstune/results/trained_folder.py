@@ -81,7 +81,7 @@ class Trained:
         return options | (quantization_options(spec) if spec else {})
 
     def tokenizer_folder(self, model: Path) -> Path:
-        """Return the folder of the tokenizer: the adapter's own, which it was trained with, or that of its base."""
+        """Return the folder of the tokenizer: the adapter's own, if it has one, or its base's."""
         own = self.adapter is not None and (self.adapter / "tokenizer.json").is_file()
         return self.adapter if own and self.adapter is not None else model
 
@@ -148,7 +148,7 @@ def _check_language_model(run: Path) -> None:
         )
         raise UserError(
             f"The run {run} did not train a language model.",
-            why=f"its recipe {recipe} brings a model of its own, which answers no prompt and has no folder to merge.",
+            why=f"its recipe {recipe} trains a model that answers no prompts and has no folder to merge.",
             do=f"use: {commands}" if commands else weights,
         )
 
@@ -164,8 +164,8 @@ def _result_of_run(folder: Path) -> Path:
 
 
 def _targets(adapter: Path, settings: Mapping[str, Any]) -> str:
-    """Return --lora_target_modules for the adapter: its layers and expert stacks by their full names where they can be
-    read. PEFT's list may name layers that the model lacks, and may mean modules alone; the option does not."""
+    """Return --lora_target_modules for the adapter: full names of its layers and expert stacks if the file can be read.
+    PEFT's own list may name layers that the model lacks."""
     written, parameters = settings["target_modules"], settings.get("target_parameters") or ()
     file = adapter / "adapter_model.safetensors"
     if not file.is_file():

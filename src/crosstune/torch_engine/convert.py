@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from crosstune.core.model_folders import OnBytes
+from crosstune.core.model_folders import DenseWeights, OnBytes
 from crosstune.core.quantization import QuantSpec
 from crosstune.models.folder import PLAIN_STEM, QUANTIZED_STEM
 from crosstune.torch_engine import export
 from crosstune.torch_engine.load import check_layer_shapes, forms_to_quantize, read_config
-from crosstune.torch_engine.merge import Base, BaseTensors
+from crosstune.torch_engine.merge import BaseTensors
 from crosstune.torch_engine.prequantized import Prequantized, own_config, pieces, write_record
 from crosstune.torch_engine.quantized import quantize_weight
 from crosstune.torch_engine.weight_forms import WeightForm
@@ -51,9 +51,10 @@ class WeightErrors:
 
 @dataclass
 class Conversion:
-    """Convert the weights of `start` tensor by tensor and measure the error."""
+    """Convert the weights of a folder tensor by tensor and measure the error."""
 
-    start: Base
+    start: Path
+    device: torch.device
     spec: QuantSpec | None
     """None for dense weights."""
     dtype: torch.dtype
@@ -71,10 +72,10 @@ class Conversion:
         original: Mapping[str, Any] | None,
         on_read: OnBytes | None = None,
     ) -> None:
-        config = read_config(self.start.folder)
+        config = read_config(self.start)
         config.dtype = self.dtype
         if self.spec is not None:
-            self.check_layer_shapes()
+            check_layer_shapes(self.spec, self._chosen())
             config.quantization_config = own_config(self.spec)
         stem = PLAIN_STEM if self.spec is None else QUANTIZED_STEM
         export.save_model(folder, config, self._tensors(on_read), base=tokenizer, stem=stem)
@@ -92,37 +93,32 @@ class Conversion:
     def _tensors(self, on_read: OnBytes | None) -> Iterator[tuple[str, torch.Tensor]]:
         chosen, source = self._chosen(), self._source
         for group, tensors in source.read(on_read=on_read):
+            rounded = {
+                name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+                for name, tensor in tensors.items()
+            }
             if self.spec is None:
-                yield from source.layout.revert(group, self._rounded(tensors, chosen)).items()
+                for name in tensors.keys() & chosen.keys():
+                    self.errors.add(name.removesuffix(".weight"), rounded[name], tensors[name])
+                yield from source.layout.revert(group, rounded).items()
                 continue
             for name, tensor in tensors.items():
                 if name in chosen:
                     yield from self._quantized(chosen[name], tensor)
                 else:
-                    yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
-
-    def _rounded(
-        self, tensors: Mapping[str, torch.Tensor], chosen: Mapping[str, WeightForm]
-    ) -> dict[str, torch.Tensor]:
-        found = {
-            name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in tensors.items()
-        }
-        for name in found.keys() & chosen.keys():
-            self.errors.add(_layer(name), found[name], tensors[name])
-        return found
+                    yield name, rounded[name]
 
     def _quantized(self, form: WeightForm, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         assert self.spec is not None
         for layer, matrix in zip(form.matrices, form.split(tensor), strict=True):
-            stored = quantize_weight(matrix.to(self.start.device), self.spec, self.dtype)
+            stored = quantize_weight(matrix.to(self.device), self.spec, self.dtype)
             self.errors.add(layer, stored.dequantize(torch.float32).cpu(), matrix)
             tensors, self.layers[layer] = pieces(stored)
             yield from ((f"{layer}.weight.{part}", values) for part, values in tensors.items())
 
     @cached_property
     def _source(self) -> BaseTensors:
-        return BaseTensors(self.start)
+        return BaseTensors(DenseWeights(folder=self.start), self.device)
 
     def _chosen(self) -> dict[str, WeightForm]:
         """Return the weights to convert by parameter: the ones already quantized, or all quantizable ones."""
@@ -132,23 +128,15 @@ class Conversion:
             return {name: source.forms.get(name, form) for name, form in held.items()} or source.forms
         return forms_to_quantize(source.model, self.spec)
 
-    def check_layer_shapes(self) -> None:
-        assert self.spec is not None
-        check_layer_shapes(self.spec, self._chosen())
 
-
-def measure_errors(prequantized: Prequantized, original: Base) -> WeightErrors:
+def measure_errors(prequantized: Prequantized, original: Path, device: torch.device) -> WeightErrors:
     """Return the error of a quantized folder against the weights it was made from."""
-    errors, source = WeightErrors(), BaseTensors(original)
+    errors, source = WeightErrors(), BaseTensors(DenseWeights(folder=original), device)
     held = prequantized.forms(source.model)
     for _, tensors in source.read():
         for name in tensors.keys() & held.keys():
             form = source.forms.get(name, held[name])
             for layer, matrix in zip(form.matrices, form.split(tensors[name]), strict=True):
-                stored = prequantized.stored(layer, original.device)
+                stored = prequantized.stored(layer, device)
                 errors.add(layer, stored.dequantize(torch.float32).cpu(), matrix)
     return errors
-
-
-def _layer(parameter: str) -> str:
-    return parameter.removesuffix(".weight")

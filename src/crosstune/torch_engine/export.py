@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,15 @@ from torch import nn
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array
 from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.models.adapter_files import PEFT_WEIGHTS, copy_tokenizer, write_json
+from crosstune.models.adapter_files import PEFT_WEIGHTS, copy_tokenizer
 from crosstune.models.adapter_files import load_adapter as read_adapter_files
 from crosstune.models.config_spelling import respell_folder
 from crosstune.models.folder import PLAIN_STEM
+from crosstune.models.weights import write_shards
 from crosstune.torch_engine.adapters import Adapted, AdaptedLinear
 from crosstune.torch_engine.sharding.parts import local_part, whole
 from crosstune.torch_engine.state import copy_rows
 from crosstune.torch_engine.stream import places_in, read_tensor
-
-SHARD_BYTES = 4 * 2**30
 
 
 def adapter_weights(adapters: Mapping[str, Adapted]) -> dict[str, nn.Parameter]:
@@ -89,41 +89,6 @@ def save_model(
 def save_tensors(
     folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, stem: str = PLAIN_STEM
 ) -> None:
-    """Write tensors in shards, holding at most one shard in memory.
-
-    transformers looks for files named `PLAIN_STEM`; use another `stem` for weights it cannot read.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    shards: list[list[str]] = []
-    shard: dict[str, torch.Tensor] = {}
-    shard_bytes = 0
-    for name, tensor in tensors:
-        shard[name] = tensor.detach().cpu().contiguous()
-        shard_bytes += tensor.nbytes
-        if shard_bytes >= SHARD_BYTES:
-            shards.append(_write_shard(folder, shard, len(shards)))
-            shard, shard_bytes = {}, 0
-    if shard:
-        shards.append(_write_shard(folder, shard, len(shards)))
-    _name_shards(folder, shards, stem)
-
-
-def _write_shard(folder: Path, tensors: dict[str, torch.Tensor], number: int) -> list[str]:
-    save_file(tensors, folder / f"part-{number:05d}.safetensors", metadata={"format": "pt"})
-    return list(tensors)
-
-
-def _name_shards(folder: Path, shards: list[list[str]], stem: str) -> None:
-    """Rename the shards to transformers' scheme, NUMBER-of-TOTAL, and write the index."""
-    if len(shards) == 1:
-        (folder / "part-00000.safetensors").rename(folder / f"{stem}.safetensors")
-        return
-    index: dict[str, str] = {}
-    for number, names in enumerate(shards):
-        final = f"{stem}-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        (folder / f"part-{number:05d}.safetensors").rename(folder / final)
-        index |= dict.fromkeys(names, final)
-    total = sum(path.stat().st_size for path in folder.glob(f"{stem}-*.safetensors"))
-    write_json(
-        folder / f"{stem}.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index}
-    )
+    """Write tensors in shards. transformers looks for files named `PLAIN_STEM`; name others that it cannot read."""
+    on_host = ((name, tensor.detach().cpu().contiguous()) for name, tensor in tensors)
+    write_shards(folder, on_host, save=partial(save_file, metadata={"format": "pt"}), stem=stem)

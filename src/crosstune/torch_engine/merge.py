@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from crosstune.core.errors import UserError
-from crosstune.core.model_folders import OnBytes
-from crosstune.core.quantization import QuantSpec
+from crosstune.core.model_folders import AdapterFolder, DenseWeights, OnBytes
 from crosstune.models.adapter_files import canonical_name
 from crosstune.torch_engine import export
 from crosstune.torch_engine.adapters import split_by_expert
 from crosstune.torch_engine.blocks import in_blocks
 from crosstune.torch_engine.file_layout import FileLayout, Group
 from crosstune.torch_engine.load import empty_model, forms_to_quantize, read_config
+from crosstune.torch_engine.precision import PRECISIONS
 from crosstune.torch_engine.prequantized import read_prequantized
 from crosstune.torch_engine.quantized import quantize_weight
 from crosstune.torch_engine.stream import find_tensors
 from crosstune.torch_engine.weight_forms import WeightForm, dense_shape, weight_forms
 
+CPU = torch.device("cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -40,21 +40,9 @@ class Adapter:
     layers: Mapping[str, Matrices]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Base:
-    """Weights to merge into. With `spec`, each weight is quantized and dequantized, as in training."""
-
-    folder: Path
-    spec: QuantSpec | None = None
-    compute: torch.dtype = torch.float32
-    """Dtype of dequantized weights in training."""
-    new_blocks: frozenset[int] = frozenset()
-    """Blocks added by training, which were never quantized."""
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-
-def read_adapter(folder: Path, settings: Mapping[str, Any]) -> Adapter:
-    """Read the matrices of a PEFT adapter folder in fp32; `settings` is its adapter_config.json."""
+def read_adapter(source: AdapterFolder) -> Adapter:
+    """Read the matrices of an adapter in fp32."""
+    folder, settings = source.path, source.settings
     parts: dict[str, dict[str, torch.Tensor]] = {}
     parameters = settings.get("target_parameters") or ()
     for name, tensor in export.read_adapter_file(folder).items():
@@ -96,16 +84,19 @@ def fold(weight: torch.Tensor, matrices: Matrices, *, scale: float, form: Weight
 
 
 class BaseTensors:
-    """The tensors of a base folder under the model's names, and the way back to those of the files."""
+    """The tensors of a base folder under the model's names, and the way back to the names in the files."""
 
-    def __init__(self, base: Base) -> None:
-        self.base = base
-        self.prequantized = read_prequantized(base.folder)
-        self.model = empty_model(base.folder)
-        self.places = find_tensors(base.folder) if self.prequantized is None else self.prequantized.dense
+    def __init__(self, weights: DenseWeights, device: torch.device = CPU) -> None:
+        folder, spec = weights.folder, weights.quantization
+        self.weights, self.device = weights, device
+        trained = PRECISIONS[weights.precision if spec is not None else "fp32"]
+        self.compute = trained.autocast or trained.weights
+        self.prequantized = read_prequantized(folder)
+        self.model = empty_model(folder)
+        self.places = find_tensors(folder) if self.prequantized is None else self.prequantized.dense
         self.layout = FileLayout(self.model, self.places)
         self.forms = weight_forms(self.model)
-        self.quantized = forms_to_quantize(self.model, base.spec) if base.spec is not None else {}
+        self.quantized = forms_to_quantize(self.model, spec) if spec is not None else {}
         self.held = self.prequantized.forms(self.model) if self.prequantized is not None else {}
 
     @property
@@ -137,43 +128,38 @@ class BaseTensors:
         return self.prequantized.compute
 
     def _as_trained(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        base, form = self.base, self.quantized.get(name)
-        if base.spec is None or self.held or form is None or in_blocks(name, base.new_blocks):
+        spec, form = self.weights.quantization, self.quantized.get(name)
+        if spec is None or self.held or form is None or in_blocks(name, self.weights.new_blocks):
             return tensor
         matrices = [
-            quantize_weight(matrix, base.spec, base.compute).dequantize(base.compute).float().cpu()
-            for matrix in form.split(tensor.to(base.device))
+            quantize_weight(matrix, spec, self.compute).dequantize(self.compute).float().cpu()
+            for matrix in form.split(tensor.to(self.device))
         ]
         return form.join(matrices)
 
     def _dequantize(self, name: str, form: WeightForm) -> torch.Tensor:
         assert self.prequantized is not None
         matrices = [
-            self.prequantized.stored(matrix, self.base.device).dequantize(self.base.compute).float().cpu()
+            self.prequantized.stored(matrix, self.device).dequantize(self.compute).float().cpu()
             for matrix in form.matrices
         ]
         return self.forms.get(name, form).join(matrices)
 
 
 def dense_tensors(
-    base: BaseTensors,
-    adapter: Adapter | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-    on_read: OnBytes | None = None,
+    base: BaseTensors, *, on_read: OnBytes | None = None
 ) -> Iterator[tuple[Group, dict[str, torch.Tensor]]]:
-    """Yield every tensor of the dense, merged model, under the model's names. `dtype` None keeps the dtype of each
-    tensor in the base."""
-    layers = adapter.layers if adapter is not None else {}
-    if adapter is not None:
+    """Yield every tensor of the dense, merged model, under the model's names."""
+    adapter, dtype = None, DTYPES.get(base.weights.dtype)
+    if base.weights.adapter is not None:
+        adapter = read_adapter(base.weights.adapter)
         check_layers(base, adapter)
     for group, tensors in base.read(on_read=on_read):
         for name, tensor in tensors.items():
             form = base.forms.get(name)
-            matrices = layers.get(name.removesuffix(".weight"))
+            matrices = adapter.layers.get(name.removesuffix(".weight")) if adapter is not None else None
             if adapter is not None and form is not None and matrices is not None:
-                device = base.base.device
-                tensor = fold(tensor.to(device), matrices, scale=adapter.scale, form=form).cpu()
+                tensor = fold(tensor.to(base.device), matrices, scale=adapter.scale, form=form).cpu()
             if tensor.is_floating_point():
                 tensor = tensor.to(dtype or base.stored_dtype(group))
             tensors[name] = tensor
@@ -181,24 +167,19 @@ def dense_tensors(
 
 
 def write_dense(
-    folder: Path,
-    base: Base,
-    adapter: Adapter | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-    on_read: OnBytes | None = None,
+    folder: Path, weights: DenseWeights, *, device: torch.device = CPU, on_read: OnBytes | None = None
 ) -> None:
     """Write a dense, sharded model folder for transformers, with the adapter merged."""
-    config = read_config(base.folder)
-    if dtype is not None:
-        config.dtype = dtype
-    source = BaseTensors(base)
+    config = read_config(weights.folder)
+    if weights.dtype in DTYPES:
+        config.dtype = DTYPES[weights.dtype]
+    source = BaseTensors(weights, device)
     tensors = (
         item
-        for group, found in dense_tensors(source, adapter, dtype=dtype, on_read=on_read)
+        for group, found in dense_tensors(source, on_read=on_read)
         for item in source.layout.revert(group, found).items()
     )
-    export.save_model(folder, config, tensors, base=base.folder)
+    export.save_model(folder, config, tensors, base=weights.folder)
 
 
 def check_layers(base: BaseTensors, adapter: Adapter) -> None:
@@ -214,7 +195,7 @@ def check_layers(base: BaseTensors, adapter: Adapter) -> None:
             wrong.append(f"{layer} is {shape} in the adapter and {held} in the base")
     if wrong:
         raise UserError(
-            f"The adapter {adapter.folder} does not fit the base {base.base.folder}.",
+            f"The adapter {adapter.folder} does not fit the base {base.weights.folder}.",
             why=f"{len(wrong)} of {len(adapter.layers)} layers differ: {wrong[0]}.",
             do="name the base it was trained on with --base",
         )

@@ -17,8 +17,6 @@ from crosstune.torch_engine.convert import Conversion, measure_errors
 from crosstune.torch_engine.device import open_device
 from crosstune.torch_engine.merge import (
     DTYPES,
-    Adapter,
-    Base,
     BaseTensors,
     check_layers,
     dense_tensors,
@@ -46,9 +44,8 @@ class TorchFolders:
         self.device, self.precision = device, precision
 
     def check_adapter(self, weights: DenseWeights) -> None:
-        adapter = _read_adapter(weights)
-        if adapter is not None:
-            check_layers(BaseTensors(Base(folder=weights.folder)), adapter)
+        if weights.adapter is not None:
+            check_layers(BaseTensors(DenseWeights(folder=weights.folder)), read_adapter(weights.adapter))
 
     def check_form(self, form: WeightForm) -> None:
         if form.quantizer != "none":
@@ -66,8 +63,7 @@ class TorchFolders:
         model = verify.load_plainly(folder, self.precision, device=self.device)
         reference, found = self._logits(model, prompts), dict[str, Logits]()
         for name, weights in variants.items():
-            source = BaseTensors(self._base(weights))
-            for _, tensors in dense_tensors(source, _read_adapter(weights), dtype=_dtype(weights)):
+            for _, tensors in dense_tensors(BaseTensors(weights, self.device)):
                 verify.replace_weights(model, tensors)
             found[name] = self._logits(model, prompts)
         return reference, found
@@ -75,13 +71,12 @@ class TorchFolders:
     def weight_errors(self, folder: Path, original: Path) -> Mapping[str, Any]:
         prequantized = read_prequantized(folder)
         assert prequantized is not None, f"{folder} holds plain weights"
-        return measure_errors(prequantized, Base(folder=original, device=self.device)).to_json()
+        return measure_errors(prequantized, original, self.device).to_json()
 
     def write_dense(
         self, target: Path, weights: DenseWeights, *, session: Any = None, on_bytes: OnBytes | None = None
     ) -> None:
-        adapter = _read_adapter(weights)
-        write_dense(target, self._base(weights), adapter, dtype=_dtype(weights), on_read=on_bytes)
+        write_dense(target, weights, device=self.device, on_read=on_bytes)
 
     def result_bytes(self, rewrite: Rewrite) -> int:
         return self._conversion(rewrite).result_bytes()
@@ -99,33 +94,13 @@ class TorchFolders:
     def _logits(self, model: Any, prompts: Prompts) -> Logits:
         return verify.model_logits(model, prompts, precision=self.precision, device=self.device)
 
-    def _base(self, weights: DenseWeights) -> Base:
-        if weights.quantization is None:
-            return Base(folder=weights.folder, device=self.device)
-        trained = PRECISIONS[weights.precision]
-        return Base(
-            folder=weights.folder,
-            spec=weights.quantization,
-            compute=trained.autocast or trained.weights,
-            new_blocks=weights.new_blocks,
-            device=self.device,
-        )
-
     def _conversion(self, rewrite: Rewrite) -> Conversion:
         form = rewrite.form
         replaced = read_prequantized(rewrite.replaced) if rewrite.replaced is not None else None
         return Conversion(
-            start=Base(folder=rewrite.source, device=self.device),
+            start=rewrite.source,
+            device=self.device,
             spec=form.spec() if form.quantizer != "none" else None,
             dtype=DTYPES[form.dtype if form.dtype != "auto" else stored_format(rewrite.source)],
             replaced=replaced,
         )
-
-
-def _read_adapter(weights: DenseWeights) -> Adapter | None:
-    adapter = weights.adapter
-    return read_adapter(adapter.path, adapter.settings) if adapter is not None else None
-
-
-def _dtype(weights: DenseWeights) -> torch.dtype | None:
-    return DTYPES.get(weights.dtype)

@@ -23,7 +23,7 @@ def load_plainly(folder: Path, precision: Precision, *, device: torch.device, gg
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     extra = {"gguf_file": gguf} if gguf else {}
-    with readable_errors(folder), hide_output():  # of GGUF files it shows a bar of its own
+    with readable_errors(folder), hide_output():  # for GGUF files transformers draws a bar
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=precision.weights, trust_remote_code=False, local_files_only=True, **extra
         )

@@ -1,4 +1,4 @@
-"""Write what a session trained: an adapter, or the whole model."""
+"""Write the result of a session: an adapter, or the whole model."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -22,15 +23,13 @@ def choose_blocks(model: nn.Module, *, policy: Any, min_num_params: int) -> list
     A policy is one of torch's for FSDP, a function of the same form, or a collection of classes.
     """
     if policy is None:
-        chosen = list(
-            _select(model, lambda module, recurse, nonwrapped_numel: nonwrapped_numel >= min_num_params)
-        )
+        chosen = _select(model, partial(_is_large, least=min_num_params))
     elif isinstance(policy, _Policy):
         chosen = _inner_first(model, policy._run_policy(model, set(), {}))
     elif isinstance(policy, (type, set, frozenset, list, tuple)):
         chosen = blocks_of_class(model, policy)
     elif callable(policy):
-        chosen = list(_select(model, policy))
+        chosen = _select(model, policy)
     else:
         raise UserError(
             f"auto_wrap_policy cannot be a {type(policy).__name__}.",
@@ -63,17 +62,16 @@ def blocks_of_class(model: nn.Module, classes: Any) -> list[nn.Module]:
     return [module for module in found if not _shares_weights(model, module)]
 
 
-def _select(module: nn.Module, policy: Policy) -> Iterator[nn.Module]:
-    """Yield what a policy of FSDP1 selects, children before parents.
+def _select(model: nn.Module, policy: Policy) -> list[nn.Module]:
+    return [module for module, _ in _walk(model, policy, set())]
 
-    Its parameters are counted without those of the children that were selected.
-    """
-    for child, _ in _walk(module, policy, set()):
-        yield child
+
+def _is_large(*, module: nn.Module, recurse: bool, nonwrapped_numel: int, least: int) -> bool:
+    return nonwrapped_numel >= least
 
 
 def _walk(module: nn.Module, policy: Policy, seen: set[int]) -> list[tuple[nn.Module, int]]:
-    """Return the selected modules with the number of parameters that each takes."""
+    """Return the modules that a policy of FSDP1 selects, children first, with their parameters that no child has."""
     if id(module) in seen:
         return []
     seen.add(id(module))

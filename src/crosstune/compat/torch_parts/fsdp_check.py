@@ -1,4 +1,4 @@
-"""Check what this machine offers to the guides' MPSFSDPWrapper, by trying it."""
+"""Check by trials which features of MPSFSDPWrapper work on this machine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from crosstune.compat.torch_parts.fsdp_config import MPSFSDPConfig
 from crosstune.compat.torch_parts.fsdp_groups import connect_alone, disconnect
-from crosstune.compat.torch_parts.fsdp_model import find_device, fsdp_problem, missing_kernels
+from crosstune.compat.torch_parts.fsdp_model import find_device, fsdp_problem
 from crosstune.torch_engine.capabilities import working_dtypes
 
 FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
 
 
 def check_machine() -> dict[str, Any]:
-    """Return what works here: the device that is used, its dtypes, gloo, FSDP2, and warnings."""
+    """Return the device, its working dtypes, gloo, FSDP2, and warnings."""
     device, notes = find_device(), []  # type: ignore[var-annotated]
     is_mps = torch.backends.mps.is_available()
     dtypes = working_dtypes(device.type, notes=notes)
@@ -31,8 +30,6 @@ def check_machine() -> dict[str, Any]:
         notes.append(f"MPS is not available ({built}); {device.type} is used")
     elif os.environ.get(FALLBACK) != "1":
         notes.append(f"operators without a Metal kernel fail: set {FALLBACK}=1 before starting Python")
-    if is_mps and (slow := missing_kernels(MPSFSDPConfig().fallback_to_cpu_ops, "MPS")):
-        notes.append(f"these operators run on the CPU: {', '.join(slow)}")
     problem = _try_fsdp(device)
     if problem:
         notes.append(f"FSDP2 does not run on {device.type}: {problem}")
@@ -53,7 +50,7 @@ def check_machine() -> dict[str, Any]:
 
 
 def _try_fsdp(device: torch.device) -> str | None:
-    """Return why FSDP2 fails, "" if it works; None within connected processes, which would have to try it together."""
+    """Return why FSDP2 fails, "" if it works; None within connected processes, where all would have to try it together."""
     if dist.is_initialized():
         return None
     connect_alone()

@@ -1,8 +1,8 @@
-"""The settings of the guides' MPSFSDPWrapper, checked when they are made and when one is changed."""
+"""Define MPSFSDPConfig, whose settings are checked when it is made and when one is changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
@@ -31,7 +31,7 @@ class MPSFSDPConfig:
 
     sharding_strategy: ShardingStrategy | str = ShardingStrategy.FULL_SHARD
     min_num_params: int | float = 1_000_000
-    """Modules with at least so many parameters are gathered one at a time."""
+    """Gather modules of at least this many parameters one at a time."""
 
     use_mixed_precision: bool = True
     compute_dtype: torch.dtype = torch.float16
@@ -56,8 +56,6 @@ class MPSFSDPConfig:
     """The most that torch may allocate on the device, in bytes; None leaves torch's own limit."""
     aggressive_memory_optimization: bool = False
     """Give cached memory back before each forward pass."""
-    fallback_to_cpu_ops: tuple[str, ...] = ("aten::_fused_adam*", "aten::_foreach_*")
-    """Patterns of operators to warn about on MPS if the installed torch has no Metal kernel for them."""
 
     debug_mode: bool = False
     profile_memory: bool = False
@@ -91,107 +89,85 @@ class MPSFSDPConfig:
 
 
 def _read(name: str, value: Any) -> Any:
-    """Return a setting in the type that the code uses; raise UserError if it cannot be meant."""
-    if name in _READERS:
-        return _READERS[name](name, value)
+    """Return a setting in the type that the code uses; raise UserError for an impossible value."""
+    read, why, do = _SETTINGS.get(name, (_flag, "", "use True or False"))
+    try:
+        return read(value)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{name}={shown(value)} cannot be used.", why=why, do=do) from error
+
+
+def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise UserError(f"{name}={shown(value)} is not a setting.", do=f"use {name}=True or {name}=False")
+        raise TypeError
     return value
 
 
-def _read_strategy(name: str, value: Any) -> ShardingStrategy:
-    found = _member(ShardingStrategy, value)
-    if found in _STRATEGIES:
-        return found
-    why = (
-        "a Mac has one GPU, so sharding within a machine leaves the model whole." if found is not None else ""
-    )
-    raise UserError(
-        f"{name}={shown(value)} cannot be used.",
-        why=why,
-        do=f"use {', '.join(member.name for member in _STRATEGIES)}, as a name or a member of ShardingStrategy",
-    )
+def _member(kind: type[Enum], allowed: Sequence[Any]) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        found = kind[value.strip().upper()] if isinstance(value, str) else value
+        return allowed[allowed.index(found)]
+
+    return read
 
 
-def _read_prefetch(name: str, value: Any) -> BackwardPrefetch | None:
-    if value is None:
-        return None
-    found = _member(BackwardPrefetch, value)
-    if found is None:
-        names = ", ".join(BackwardPrefetch.__members__)
-        raise UserError(f"{name}={shown(value)} is unknown.", do=f"use {names} or None")
-    return found
-
-
-def _member(kind: type[Enum], value: Any) -> Any:
-    if isinstance(value, str):
-        return kind.__members__.get(value.strip().upper())
-    return value if isinstance(value, kind) else None
-
-
-def _read_dtype(name: str, value: Any) -> torch.dtype:
+def _dtype(value: Any) -> torch.dtype:
     found = _DTYPES.get(value.strip().removeprefix("torch.").lower()) if isinstance(value, str) else value
-    if found not in set(_DTYPES.values()):
-        raise UserError(
-            f"{name}={shown(value)} cannot be used.", do="use torch.float16, torch.bfloat16 or torch.float32"
-        )
+    if found not in _DTYPES.values():
+        raise ValueError
     return found
 
 
-def _read_backend(name: str, value: Any) -> str:
-    if isinstance(value, str) and value.strip().lower() == "gloo":
-        return "gloo"
-    raise UserError(
-        f"{name}={shown(value)} cannot be used.",
-        why="MPS has no collective library of its own: NCCL needs NVIDIA GPUs. Collectives go through host memory "
-        "and gloo.",
-        do="use backend='gloo'; on NVIDIA GPUs train with: crosstune train --world_size N",
-    )
+def _gloo(value: Any) -> str:
+    if value.strip().lower() != "gloo":
+        raise ValueError
+    return "gloo"
 
 
-def _read_text(name: str, value: Any) -> str:
-    if not isinstance(value, str) or "://" not in value:
-        raise UserError(
-            f"{name}={shown(value)} is not an address.", do="use env://, tcp://HOST:PORT or file:///PATH"
-        )
-    return value
+def _address(value: Any) -> str:
+    if "://" not in value:
+        raise ValueError
+    return str(value)
 
 
-def _read_names(name: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not all(isinstance(entry, str) for entry in value):
-        raise UserError(
-            f"{name}={shown(value)} is not a list of operators.", do="use a list such as ['aten::sort']"
-        )
-    return tuple(value)
-
-
-def _count(least: int) -> Callable[[str, Any], int]:
-    def read(name: str, value: Any) -> int:
-        is_whole = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1
-        if not is_whole or value < least:
-            raise UserError(
-                f"{name}={shown(value)} cannot be used.", do=f"use a whole number from {least} on"
-            )
+def _count(least: int) -> Callable[[Any], int]:
+    def read(value: Any) -> int:
+        if isinstance(value, bool) or value != int(value) or value < least:
+            raise ValueError
         return int(value)
 
     return read
 
 
-def _read_pool(name: str, value: Any) -> int | None:
-    return None if value is None else _count(1)(name, value)
-
-
-_READERS: dict[str, Callable[[str, Any], Any]] = {
-    "sharding_strategy": _read_strategy,
-    "backward_prefetch": _read_prefetch,
-    "compute_dtype": _read_dtype,
-    "reduce_dtype": _read_dtype,
-    "buffer_dtype": _read_dtype,
-    "backend": _read_backend,
-    "init_method": _read_text,
-    "min_num_params": _count(1),
-    "world_size": _count(1),
-    "rank": _count(0),
-    "unified_memory_pool_size": _read_pool,
-    "fallback_to_cpu_ops": _read_names,
+_FROM_0, _FROM_1 = "use a whole number from 0 on", "use a whole number from 1 on"
+_FLOATS = "use torch.float16, torch.bfloat16 or torch.float32"
+_SETTINGS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+    "sharding_strategy": (
+        _member(ShardingStrategy, _STRATEGIES),
+        "a Mac has one GPU, so hybrid sharding within a machine would leave the model whole.",
+        "use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD, as a name or a member of ShardingStrategy",
+    ),
+    "backward_prefetch": (
+        _member(BackwardPrefetch, (*BackwardPrefetch, None)),
+        "",
+        "use BACKWARD_PRE, BACKWARD_POST or None",
+    ),
+    "compute_dtype": (_dtype, "", _FLOATS),
+    "reduce_dtype": (_dtype, "", _FLOATS),
+    "buffer_dtype": (_dtype, "", _FLOATS),
+    "backend": (
+        _gloo,
+        "MPS has no collective library: NCCL needs NVIDIA GPUs. Collectives go through host memory and gloo.",
+        "use backend='gloo'; on NVIDIA GPUs train with: crosstune train --world_size N",
+    ),
+    "init_method": (_address, "", "use env://, tcp://HOST:PORT or file:///PATH"),
+    "min_num_params": (_count(1), "", _FROM_1),
+    "world_size": (_count(1), "", _FROM_1),
+    "rank": (_count(0), "", _FROM_0),
+    "unified_memory_pool_size": (
+        lambda value: None if value is None else _count(1)(value),
+        "",
+        f"{_FROM_1}, or None",
+    ),
 }
+"""Setting -> (its reader, why other values are refused, what to use); the others are flags."""

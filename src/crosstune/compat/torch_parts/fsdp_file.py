@@ -45,7 +45,7 @@ class StoredFile:
         return self._shapes.get(name)
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """Return a tensor, or some of its rows, which alone are read from disk."""
+        """Return a tensor, or read only some of its rows from disk."""
         if rows is None:
             return self._tensors.get_tensor(name)
         return self._tensors.get_slice(name)[rows]
@@ -101,7 +101,7 @@ def _digest(names: list[str], read: Any, text: str) -> str:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Refuse files of torch.save, which are pickles and could run code, and name the way to convert them."""
+    """Refuse pickles of torch.save, which could run code, and say how to convert them."""
     with open_plain(path) as file:
         start = file.read(512)
     is_safetensors = start[8:9] == b"{"  # after the length of its header, whose first byte may be a pickle's

@@ -18,9 +18,9 @@ from crosstune.torch_engine.sharding.strategies import REPLICAS, SHARDS
 
 
 def connect(config: MPSFSDPConfig) -> None:
-    """Join the other processes unless the program has done so; a process of its own gets a group of one.
+    """Join the other processes unless the program has done so; a single process gets a group of one.
 
-    The settings are those of the group afterwards.
+    Then set world_size and rank from the group.
     """
     if not dist.is_initialized():
         if config.world_size > 1:
@@ -66,7 +66,7 @@ def make_mesh(strategy: ShardingStrategy, device: str) -> DeviceMesh:
 
 
 def open_group(device: str, ranks: list[int] | None = None) -> Any:
-    """Return a group that takes tensors of this device. Collective: every process makes every group."""
+    """Return a group for tensors of this device. Collective: every process makes every group."""
     if device == "cpu":
         if ranks is None and dist.get_backend() == "gloo":
             return dist.group.WORLD

@@ -19,8 +19,7 @@ from crosstune.core.memory import GIB, moment_bytes
 from crosstune.torch_engine.probe import allocated_bytes
 
 STATE_SHARE, GATHERED_SHARE = 5 / 8, 15 / 32
-"""The most that the state of a training may take of the memory to be kept whole, and that weights may take to be kept
-gathered; activations need the rest."""
+"""Shares of the memory up to which the training state stays whole, and weights stay gathered; activations need the rest."""
 
 
 @dataclass(kw_only=True)
@@ -38,7 +37,7 @@ class MemoryProfile:
 
 
 class MemoryOptimizer:
-    """Choose a sharding strategy for a size, and limit what torch allocates."""
+    """Choose a sharding strategy for a size, and limit torch's allocations."""
 
     def __init__(self, config: MPSFSDPConfig, device: torch.device) -> None:
         self.config, self.device = config, device
@@ -75,13 +74,13 @@ class MemoryOptimizer:
         return limit
 
     def cleanup(self) -> None:
-        """Free what nothing refers to any more, and give it back to the system."""
+        """Collect garbage and return cached memory to the system."""
         gc.collect()
         free_cache(self.device)
 
 
 def device_bytes(device: torch.device) -> int:
-    """Return the memory of a device; on MPS what Metal recommends at most."""
+    """Return the memory of a device; on MPS the maximum that Metal recommends."""
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory())
     if device.type == "cpu":
@@ -90,7 +89,7 @@ def device_bytes(device: torch.device) -> int:
 
 
 def used_bytes(device: torch.device) -> tuple[int, int]:
-    """Return what is allocated and what torch has reserved; on the CPU both are the memory of the process."""
+    """Return allocated and reserved bytes; on the CPU both are the memory of the process."""
     if device.type == "cpu":
         resident = int(psutil.Process().memory_info().rss)
         return resident, resident

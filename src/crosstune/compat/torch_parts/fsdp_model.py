@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
 
@@ -30,7 +28,7 @@ LOG = logging.getLogger("crosstune.mps_fsdp")
 
 
 def find_device(model: nn.Module | None = None) -> torch.device:
-    """Return the device of a model that is on a GPU already; otherwise MPS, another GPU, or the CPU: what there is."""
+    """Return the GPU of a model that is on one; otherwise MPS, another GPU, or the CPU."""
     placed = {p.device for p in model.parameters()} if model is not None else set()
     on_gpu = sorted((device for device in placed if device.type not in ("cpu", "meta")), key=str)
     if on_gpu:
@@ -142,20 +140,6 @@ def fsdp_problem(device: torch.device) -> str:
     return ""
 
 
-def missing_kernels(patterns: Sequence[str], key: str) -> list[str]:
-    """Return the operators that match a pattern and have no kernel for a dispatch key; they run on the CPU."""
-    keys = (key, "CompositeImplicitAutograd", "CompositeExplicitAutograd")
-    found: dict[str, bool] = {}
-    for overload in torch._C._dispatch_get_all_op_names():
-        name = overload.partition(".")[0]
-        if any(fnmatchcase(name, pattern) for pattern in patterns):
-            has_kernel = any(
-                torch._C._dispatch_has_kernel_for_dispatch_key(overload, entry) for entry in keys
-            )
-            found[name] = found.get(name, False) or has_kernel
-    return sorted(name for name, has_kernel in found.items() if not has_kernel)
-
-
 def _frees(strategy: Any) -> bool:
     return strategy is ShardingStrategy.FULL_SHARD
 
@@ -220,10 +204,6 @@ def _finish(model: nn.Module, config: MPSFSDPConfig, device: torch.device) -> No
     model._apply = functools.partial(_apply_on_device, model, type(model)._apply, device, config.cpu_offload)
     if config.aggressive_memory_optimization:
         model.register_forward_pre_hook(lambda module, inputs: free_cache(device))
-    if device.type == "mps":
-        slow = missing_kernels(config.fallback_to_cpu_ops, "MPS")
-        if slow:
-            warnings.warn(f"These operators run on the CPU and are slow: {', '.join(slow)}.", stacklevel=4)
     if config.debug_mode:
         _log_passes(model)
 
@@ -258,7 +238,7 @@ def free_cache(device: torch.device) -> None:
 
 
 def _log_passes(model: nn.Module) -> None:
-    """Log what is sharded, and each gathering of a module in a forward or backward pass."""
+    """Log the sharded modules, and each gathering in a forward or backward pass."""
     if not LOG.handlers:
         LOG.addHandler(logging.StreamHandler())
     LOG.setLevel(logging.DEBUG)

@@ -47,7 +47,7 @@ def import_optimizer(
     if saved["kind"] != type(optimizer).__name__ or own != [group["names"] for group in saved["groups"]]:
         raise UserError(
             "The checkpoint's optimizer state does not fit this optimizer.",
-            why=f"it is that of {saved['kind']} over {sum(len(g['names']) for g in saved['groups'])} parameters, here "
+            why=f"it was saved by {saved['kind']} over {sum(len(g['names']) for g in saved['groups'])} parameters, here "
             f"{type(optimizer).__name__} has {len(names)}.",
             do="make the same optimizer over the same parameters, or load without optimizer=",
         )

@@ -21,7 +21,7 @@ class LayerStorage:
     spec: QuantSpec | None = None
     """None stores 16 bits."""
     compute: torch.dtype | None = None
-    """The dtype to compute in; None takes that of the input."""
+    """The dtype to compute in; None: the dtype of the input."""
     kept_in: torch.dtype | None = None
     """The 16-bit dtype of a layer that is not quantized."""
     small_zeros: bool = False
@@ -30,22 +30,16 @@ class LayerStorage:
 
     def to_json(self) -> dict[str, Any]:
         return {
+            **vars(self),
             "spec": None if self.spec is None else self.spec.to_json(),
             "compute": name_dtype(self.compute),
             "kept_in": name_dtype(self.kept_in),
-            "small_zeros": self.small_zeros,
-            "small_scales": self.small_scales,
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LayerStorage:
-        return cls(
-            spec=read_spec(data["spec"]),
-            compute=read_dtype(data["compute"]),
-            kept_in=read_dtype(data["kept_in"]),
-            small_zeros=data["small_zeros"],
-            small_scales=data["small_scales"],
-        )
+        dtypes = {name: read_dtype(data[name]) for name in ("compute", "kept_in")}
+        return cls(**{**data, **dtypes, "spec": read_spec(data["spec"])})
 
 
 def check_storage(recipe: LayerStorage, shape: tuple[int, int]) -> None:
@@ -63,7 +57,7 @@ def check_storage(recipe: LayerStorage, shape: tuple[int, int]) -> None:
 
 
 def make_stored(weight: torch.Tensor, recipe: LayerStorage, *, dtype: torch.dtype) -> StoredWeight:
-    """Quantize a weight; `dtype` is that of the scales, unless the library chooses its own."""
+    """Quantize a weight; `dtype` is the dtype of the scales, unless the library chooses one."""
     assert recipe.spec is not None
     tensors, facts = open_quantizer(recipe.spec).quantize(weight.detach(), recipe.spec, dtype)
     names = [*["zero"] * recipe.small_zeros, *["scale"] * recipe.small_scales]

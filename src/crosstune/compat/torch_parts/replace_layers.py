@@ -29,7 +29,7 @@ class QuantizedLinear(QuantLinear, nn.Linear):
     def __init__(
         self, stored: StoredWeight, bias: torch.Tensor | None, *, recipe: LayerStorage, dtype: torch.dtype
     ) -> None:
-        """`dtype` is that of the weight before quantization."""
+        """`dtype` is the dtype of the weight before quantization."""
         super().__init__(stored, None if bias is None else bias.detach().clone())
         self.recipe, self.dense_dtype = recipe, dtype
 

@@ -20,17 +20,7 @@ from crosstune.compat.torch_parts.layer_storage import LayerStorage, name_dtype,
 from crosstune.compat.torch_parts.replace_layers import HalfLinear, QuantizedLinear, put_module
 from crosstune.core.disk import file_sha256
 from crosstune.core.errors import UserError
-from crosstune.core.json_fields import (
-    FLAG,
-    NOTHING,
-    OBJECT,
-    TEXT,
-    check_fields,
-    list_of,
-    map_of,
-    object_with,
-    whole,
-)
+from crosstune.core.json_fields import NOTHING, OBJECT, TEXT, check_fields, map_of
 from crosstune.core.json_files import read_json, write_json
 from crosstune.core.quantization import QuantSpec
 from crosstune.models.adapter_files import copy_tokenizer
@@ -46,22 +36,14 @@ from crosstune.torch_engine.stream import find_tensors, read_tensor
 DESCRIPTION = "crosstune.json"
 _KEY = "replaced_layers"
 """Key of this module's part of the description."""
-_RECIPE = {
-    "spec": OBJECT | NOTHING,
-    "compute": TEXT | NOTHING,
-    "kept_in": TEXT | NOTHING,
-    "small_zeros": FLAG,
-    "small_scales": FLAG,
-}
-_LAYER = {"shape": list_of(whole(1)), "bias": FLAG, "dtype": TEXT | NOTHING, "recipe": object_with(_RECIPE)}
 _FIELDS = {
     "files": map_of(TEXT),
-    "layers": map_of(object_with(_LAYER)),
+    "layers": map_of(OBJECT),
     "tied": map_of(TEXT),
     "architecture": TEXT | NOTHING,
 }
 _STORED, _MARK = ".stored.", ".weight."
-"""Separates a layer's name from that of a tensor of its quantized weight: in the model, and in the folder."""
+"""Separators of a layer's name and a tensor of its quantized weight: in the model, and in the folder."""
 
 
 def save_quantized(model: nn.Module, folder: Path, *, config: Mapping[str, Any]) -> None:
@@ -70,11 +52,13 @@ def save_quantized(model: nn.Module, folder: Path, *, config: Mapping[str, Any])
     The description is written last and holds the checksum of the tensors: without it, or with another checksum, the
     folder is incomplete.
     """
-    layers = _describe_layers(model)
+    layers = _replaced_layers(model)
+    quantized = {name: layer for name, layer in layers.items() if isinstance(layer, QuantizedLinear)}
+    specs = Counter(layer.recipe.spec for layer in quantized.values())
+    spec = specs.most_common(1)[0][0] if specs else None
     _check_target(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors, tied = _folder_tensors(model)
-    spec = _usual_spec(model, layers)
+    tensors, tied = _folder_tensors(model, tuple(f"{name}{_STORED}" for name in quantized))
     target = folder / f"{PLAIN_STEM if spec is None else QUANTIZED_STEM}.safetensors"
     staged = folder / f".{target.name}.part"
     save_file(_own_memory(tensors), staged, metadata={"format": "pt"})
@@ -84,11 +68,11 @@ def save_quantized(model: nn.Module, folder: Path, *, config: Mapping[str, Any])
     staged.replace(target)
     architecture = _save_architecture(model, folder, spec)
     if spec is not None:
-        _write_quantization(model, folder, layers, spec)
+        _write_quantization(folder, quantized, spec)
     described = {
         "config": config,
         "architecture": architecture,
-        "layers": layers,
+        "layers": {name: _describe(layer) for name, layer in layers.items()},
         "tied": tied,
         "files": {target.name: file_sha256(target)},
     }
@@ -132,7 +116,7 @@ def load_quantized(folder: Path, *, model: nn.Module | None, device: torch.devic
     return model.to(device)
 
 
-def _describe_layers(model: nn.Module) -> dict[str, dict[str, Any]]:
+def _replaced_layers(model: nn.Module) -> dict[str, QuantizedLinear | HalfLinear]:
     found = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, AdaptedLinear) or hasattr(module, "lora_A"):  # ours, or PEFT's
@@ -142,19 +126,23 @@ def _describe_layers(model: nn.Module) -> dict[str, dict[str, Any]]:
                 do="save the base before adding adapters, and save the adapters as PEFT files",
             )
         if isinstance(module, (QuantizedLinear, HalfLinear)):
-            dtype = module.dense_dtype if isinstance(module, QuantizedLinear) else module.kept_in
-            found[name] = {
-                "shape": [module.out_features, module.in_features],
-                "bias": module.bias is not None,
-                "dtype": name_dtype(dtype),
-                "recipe": module.recipe.to_json(),
-            }
+            found[name] = module
         elif isinstance(module, QuantLinear):
             raise UserError(
                 f"{name} was quantized while it was loaded, so its storage recipe is not recorded.",
                 do="quantize the model with an adapter's quantize_model",
             )
     return found
+
+
+def _describe(layer: QuantizedLinear | HalfLinear) -> dict[str, Any]:
+    dtype = layer.dense_dtype if isinstance(layer, QuantizedLinear) else layer.kept_in
+    return {
+        "shape": [layer.out_features, layer.in_features],
+        "bias": layer.bias is not None,
+        "dtype": name_dtype(dtype),
+        "recipe": layer.recipe.to_json(),
+    }
 
 
 def _check_target(folder: Path) -> None:
@@ -168,34 +156,20 @@ def _check_target(folder: Path) -> None:
         )
 
 
-def _usual_spec(model: nn.Module, layers: Mapping[str, Any]) -> QuantSpec | None:
-    """Return the most common quantization of the layers; None when all are stored in 16 bits."""
-    modules = (model.get_submodule(name) for name in layers)
-    specs = Counter(module.recipe.spec for module in modules if isinstance(module, QuantizedLinear))
-    return specs.most_common(1)[0][0] if specs else None
-
-
-def _write_quantization(model: nn.Module, folder: Path, layers: Mapping[str, Any], usual: QuantSpec) -> None:
+def _write_quantization(folder: Path, layers: Mapping[str, QuantizedLinear], usual: QuantSpec) -> None:
     facts = {}
-    for name in layers:
-        layer = model.get_submodule(name)
-        if isinstance(layer, QuantizedLinear):
-            spec = layer.recipe.spec
-            assert spec is not None
-            facts[name] = {**layer.stored.facts, **({"spec": spec.to_json()} if spec != usual else {})}
-    dtypes = Counter(layer["dtype"] for name, layer in layers.items() if name in facts)
-    dtype = read_dtype(dtypes.most_common(1)[0][0])
-    assert dtype is not None
+    for name, layer in layers.items():
+        spec = layer.recipe.spec
+        assert spec is not None
+        facts[name] = {**layer.stored.facts, **({"spec": spec.to_json()} if spec != usual else {})}
+    dtype = Counter(layer.dense_dtype for layer in layers.values()).most_common(1)[0][0]
     write_record(folder, spec=usual, dtype=dtype, layers=facts, original=None)
 
 
-def _folder_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _folder_tensors(
+    model: nn.Module, quantized: tuple[str, ...]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return every tensor by its name in the folder, and tied parameters by the name that they are saved under."""
-    quantized = tuple(
-        f"{name}{_STORED}"
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, QuantizedLinear)
-    )
     first: dict[int, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}
@@ -231,17 +205,11 @@ def _restore(
     model: nn.Module,
     device: torch.device,
 ) -> nn.Module:
-    rows, columns = layer["shape"]
-    shape = (rows, columns)
-    try:
-        old = model.get_submodule(name)
-    except AttributeError as error:
-        raise UserError(
-            f"The given model has no layer {name}.", do="pass a model of the saved architecture"
-        ) from error
+    shape = tuple(layer["shape"])
+    old = dict(model.named_modules(remove_duplicate=False)).get(name)
     if not isinstance(old, nn.Linear) or (old.out_features, old.in_features) != shape:
         raise UserError(
-            f"{name} of the given model is not a linear layer of {shape[0]} x {shape[1]}.",
+            f"The given model has no layer {name} of {shape[0]} x {shape[1]}.",
             do="pass a model of the saved architecture that is not quantized yet",
         )
     recipe, dtype = LayerStorage.from_json(layer["recipe"]), read_dtype(layer["dtype"])
@@ -254,7 +222,10 @@ def _restore(
 
 
 def check_names(model: nn.Module, given: set[str], folder: Path) -> None:
-    wanted = {name for name in model.state_dict() if not _is_stored(model, name)}
+    quantized = tuple(
+        f"{name}{_STORED}" for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)
+    )
+    wanted = {name for name in model.state_dict() if not name.startswith(quantized)}
     if wanted != given:
         odd = sorted(wanted ^ given)
         raise UserError(
@@ -262,11 +233,6 @@ def check_names(model: nn.Module, given: set[str], folder: Path) -> None:
             why=f"{len(wanted - given)} are missing and {len(given - wanted)} are unexpected, such as {odd[0]}.",
             do="pass a model of the saved architecture",
         )
-
-
-def _is_stored(model: nn.Module, name: str) -> bool:
-    layer, found, _ = name.rpartition(_STORED)
-    return bool(found) and isinstance(model.get_submodule(layer), QuantizedLinear)
 
 
 def _save_architecture(model: nn.Module, folder: Path, spec: QuantSpec | None) -> str | None:
