@@ -20,7 +20,7 @@ from crosstune.core.measured import Comparison, Measured
 from crosstune.core.record import RunRecord
 from crosstune.loop.phase_clock import PhaseClock
 from crosstune.loop.profile_result import profile_result
-from crosstune.report.event_log import NOTABLE_KINDS
+from crosstune.report.facts import NOTABLE_KINDS
 
 MEASURED_ROW: dict[str, Any] = {
     "step": 4,
