@@ -16,7 +16,7 @@ from crosstune.config.plan import Adjustment
 from crosstune.core import events, tracking_events
 from crosstune.core.events import Event
 from crosstune.core.json_files import read_jsonl
-from crosstune.core.measured import Comparison, Measured
+from crosstune.core.measured import Comparison, LossMeasurement
 from crosstune.core.record import RunRecord
 from crosstune.loop.phase_clock import PhaseClock
 from crosstune.loop.profile_result import profile_result
@@ -32,7 +32,7 @@ MEASURED_ROW: dict[str, Any] = {
     "precision": "fp32",
     "quantization": None,
 }
-MEASURED = Measured(**MEASURED_ROW)
+MEASURED = LossMeasurement(**MEASURED_ROW)
 COMPARISON = Comparison(
     there=MEASURED,
     here=dataclasses.replace(MEASURED, backend="mlx", loss=1.6),

@@ -22,12 +22,16 @@ from crosstune.report.draw import draw, legend_key
 def fill(template: str, **contents: Any) -> str:
     """Return a page as HTML."""
     style, script = _asset("style.css"), _asset("script.js")
-    html = _environment().get_template(template).render(
-        style=Markup(style),
-        script=Markup(script),
-        policy=_policy(style, script),
-        version=__version__,
-        **contents,
+    html = (
+        _environment()
+        .get_template(template)
+        .render(
+            style=Markup(style),
+            script=Markup(script),
+            policy=_policy(style, script),
+            version=__version__,
+            **contents,
+        )
     )
     return printable(html.replace("\r\n", "\n"))
 
