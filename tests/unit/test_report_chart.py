@@ -15,8 +15,8 @@ from markupsafe import Markup
 
 from crosstune.data.portrait import length_histogram
 from crosstune.report.charts import Chart, Mark, Series, length_chart, run_charts, run_moves
-from crosstune.report.draw import draw, log_axis, step_axis, value_axis
 from crosstune.report.files import RunFiles
+from crosstune.report.layout import log_axis, step_axis, value_axis
 from crosstune.report.series import (
     Point,
     best_evaluation,
@@ -27,6 +27,7 @@ from crosstune.report.series import (
     step_points,
     task_metrics,
 )
+from crosstune.report.template import draw
 
 
 def readout(svg: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Fill a page's template: self-contained, escaped, with a policy that forbids every request."""
+"""Fill the templates of pages and charts: self-contained, escaped, with a policy that forbids every request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from crosstune.core.atomic_files import write_bytes
 from crosstune.core.control_characters import printable
 from crosstune.core.errors import UserError
 from crosstune.core.version import __version__
-from crosstune.report.draw import draw, legend_key
+from crosstune.report.charts import Chart
+from crosstune.report.layout import layout
 
 
 def fill(template: str, **contents: Any) -> str:
@@ -36,6 +37,13 @@ def fill(template: str, **contents: Any) -> str:
     return printable(html.replace("\r\n", "\n"))
 
 
+def draw(chart: Chart) -> Markup:
+    """Return the chart as an SVG element; empty when no value is finite."""
+    if not chart.values:
+        return Markup()
+    return Markup(_environment().get_template("chart.svg.jinja").render(chart=chart, **layout(chart)))
+
+
 @cache
 def _environment() -> Environment:
     """Return the templates' environment, kept because compiling them takes most of the time of a page."""
@@ -46,7 +54,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals.update(draw=draw, legend_key=legend_key)
+    environment.globals.update(draw=draw)
     return environment
 
 

@@ -1,27 +1,20 @@
-"""Draw a chart as an inline SVG element that fits any width."""
+"""Lay out a chart: axes with round ticks, and the places of everything in percent of the plot."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-
-from markupsafe import Markup
+from typing import Any
 
 from crosstune.report.charts import Chart, Series
 from crosstune.report.quantity import MINUS, NOT_FINITE
 from crosstune.report.series import Point, finite_values, kept_indices
 
-PLOT_UNITS = 1000
-"""Side of the square in which curves are drawn; it is stretched to the plot, and strokes keep their width."""
 FEW_POINTS = 12
 """Up to this many points, each is also drawn as a dot."""
 MOST_LOG_TICKS = 8
-_DOWN = Markup(
-    '<line x1="0" x2="100%" y1="{0}" y2="{0}"/><text class="down" x="0" dx="-8" y="{0}" dy="4">{1}</text>'
-)
-_ACROSS = Markup('<text class="across" x="{}" y="100%" dy="18">{}</text>')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,31 +105,39 @@ def tick_label(value: float, *, gap: float) -> str:
     return text.replace("-", MINUS, 1) if value < 0 else text
 
 
-def draw(chart: Chart) -> Markup:
-    """Return the chart as an SVG element, empty when no value is finite.
-
-    Everything but the curves is positioned in percent of the plot, so text keeps its size at any width.
-    """
-    if not chart.values:
-        return Markup()
+def layout(chart: Chart) -> dict[str, Any]:
+    """Return the places of the chart's parts in percent of the plot, as `chart.svg.jinja` draws them."""
     down, across = _axes(chart)
     drawn = _thinned([series for series in chart.series if finite_values(series.points)])
-    parts = [_grid(chart, across, down), _marks(chart, across)]
-    for series in drawn:
-        if series.look == "bars":
-            parts.append(_bars(series, chart, across, down))
-            continue
-        if series.look != "scatter":
-            parts.append(_curve(series, chart, across, down))
-        parts.append(_dots(series, chart, across, down))
-    readout: str | None = None
-    if not {"bars", "scatter"} & {series.look for series in drawn}:
-        parts.append(Markup('<g class="guide" visibility="hidden"><line y1="0" y2="100%"/></g>'))
-        readout = _readout(chart, drawn, across, down)
-    data = Markup(' data-readout="{}"').format(readout) if readout else ""
-    return Markup('<svg class="plot" role="img" aria-label="{}"{}>{}</svg>').format(
-        chart.description or describe(chart), data, Markup("").join(parts)
+
+    def x(at: float) -> float:
+        return 100 * across.fraction(at)
+
+    def y(value: float) -> float:
+        return 100 * (1 - down.fraction(value / chart.divisor))
+
+    is_square = chart.shape == "square"
+    x_labels = across.labels() if is_square else [f"{tick:,.0f}" for tick in across.ticks]
+    curves, bars = (
+        [each for each in drawn if each.look != "bars"],
+        [each for each in drawn if each.look == "bars"],
     )
+    lines = [each for each in curves if each.look != "scatter"]
+    return {
+        "label": chart.description or describe(chart),
+        "readout": _readout(chart, drawn, across, y) if len(lines) == len(drawn) else "",
+        "down": [
+            (100 * (1 - down.fraction(tick)), label)
+            for tick, label in zip(down.ticks, down.labels(), strict=True)
+        ],
+        "across": [(x(tick), label) for tick, label in zip(across.ticks, x_labels, strict=True)],
+        "marks": [(x(mark.at), mark) for mark in chart.marks],
+        "curves": [
+            (each, _path([(x(at), None if v is None else y(v)) for at, v in each.points])) for each in lines
+        ],
+        "dots": [(each, [(x(at), y(v), r) for at, v, r in _dots(each)]) for each in curves],
+        "bars": [(each, _bars(each, chart, across, y)) for each in bars],
+    }
 
 
 def describe(chart: Chart) -> str:
@@ -178,96 +179,45 @@ def _thinned(series: Sequence[Series]) -> list[Series]:
     return drawn
 
 
-def _grid(chart: Chart, across: Axis, down: Axis) -> Markup:
-    lines = [
-        _DOWN.format(_percent(1 - down.fraction(tick)), label)
-        for tick, label in zip(down.ticks, down.labels(), strict=True)
-    ]
-    labels = across.labels() if chart.shape == "square" else [f"{tick:,.0f}" for tick in across.ticks]
-    lines += [
-        _ACROSS.format(_percent(across.fraction(tick)), label)
-        for tick, label in zip(across.ticks, labels, strict=True)
-    ]
-    if chart.shape == "square":
-        lines.append(
-            Markup(
-                '<text class="down" x="100%" y="100%" dy="36">{} →</text><text x="0" dx="-30" y="0" dy="-12">↑ {}</text>'
-            ).format(chart.x_label, chart.y_label)
-        )
-    else:
-        lines.append(
-            Markup('<text class="down" x="0" dx="-8" y="100%" dy="18">{}</text>').format(chart.x_label)
-        )
-    return Markup('<g class="grid" aria-hidden="true">{}</g>').format(Markup("").join(lines))
-
-
-def _marks(chart: Chart, across: Axis) -> Markup:
-    """Draw the marks; a small chart has no room for their labels. A square chart marks where both axes agree."""
-    lines = []
-    if chart.shape == "square":
-        lines.append(Markup('<line x1="0" y1="100%" x2="100%" y2="0"/>'))
-    for row, mark in enumerate(chart.marks):
-        place = across.fraction(mark.at)
-        x = _percent(place)
-        if mark.look == "overfit":
-            rect = Markup('<rect class="overfit" x="{}" y="0" width="{}" height="100%"/>')
-            lines.append(rect.format(x, _percent(max(0.0, 1 - place))))
-        line = Markup('<line class="{2}" x1="{0}" x2="{0}" y1="0" y2="100%"><title>{1}</title></line>')
-        lines.append(line.format(x, mark.label, mark.look))
-        if chart.shape != "small":
-            dx, anchor = (-6, "end") if place > 0.5 else (6, "start")
-            text = Markup('<text x="{}" dx="{}" y="0" dy="{}" text-anchor="{}">{}</text>')
-            lines.append(text.format(x, dx, 12 + 15 * row, anchor, mark.label))
-    return Markup('<g class="marks" aria-hidden="true">{}</g>').format(Markup("").join(lines))
-
-
-def _curve(series: Series, chart: Chart, across: Axis, down: Axis) -> Markup:
-    """Draw the line through the points, interrupted at every gap."""
+def _path(points: Sequence[Point]) -> str:
+    """Return the SVG path through points in percent, interrupted at every gap."""
     commands: list[str] = []
     pen_down = False
-    for step, value in series.points:
-        if value is not None:
-            x = across.fraction(step) * PLOT_UNITS
-            y = (1 - down.fraction(value / chart.divisor)) * PLOT_UNITS
-            commands.append(f"{'L' if pen_down else 'M'}{x:.1f} {y:.1f}")
-        pen_down = value is not None
-    return Markup(
-        '<svg viewBox="0 0 {0} {0}" preserveAspectRatio="none" width="100%" height="100%" class="curve {1} c{2}"><path d="{3}"/></svg>'
-    ).format(PLOT_UNITS, series.look, series.colour, "".join(commands))
+    for x, y in points:
+        if y is not None:
+            commands.append(f"{'L' if pen_down else 'M'}{10 * x:.1f} {10 * y:.1f}")
+        pen_down = y is not None
+    return "".join(commands)
 
 
-def _dots(series: Series, chart: Chart, across: Axis, down: Axis) -> Markup:
-    """Draw dots when there are few points, and for a point between two gaps, which has no line."""
+def _dots(series: Series) -> list[tuple[float, float, float]]:
+    """Return place, value and radius of the dots: of all points if they are few, else of points between two gaps, which
+    have no line."""
     dot_every_point = series.look in ("marked", "scatter") or len(series.points) <= FEW_POINTS
-    padded: list[Point] = [(0.0, None), *series.points, (0.0, None)]
-    circles = []
-    for place, (at, value) in enumerate(series.points):
-        alone = padded[place][1] is None and padded[place + 2][1] is None
-        if value is None or not (dot_every_point or alone):
-            continue
-        x, y = across.fraction(at), 1 - down.fraction(value / chart.divisor)
-        radius = f"{series.radii[place]:.1f}" if series.radii else "3"
-        circle = Markup('<circle cx="{}" cy="{}" r="{}"/>')
-        circles.append(circle.format(_percent(x), _percent(y), radius))
-    return Markup('<g class="dots {} c{}">{}</g>').format(
-        series.look, series.colour, Markup("").join(circles)
-    )
+    values = [None, *(value for _, value in series.points), None]
+    radii = series.radii or [3.0] * len(series.points)
+    return [
+        (at, value, radii[place])
+        for place, (at, value) in enumerate(series.points)
+        if value is not None and (dot_every_point or values[place] is None is values[place + 2])
+    ]
 
 
-def _bars(series: Series, chart: Chart, across: Axis, down: Axis) -> Markup:
-    """Draw a histogram: each point is the left end of a bin and its count."""
+def _bars(
+    series: Series, chart: Chart, across: Axis, y: Callable[[float], float]
+) -> list[tuple[float, float, float, str]]:
+    """Return left end, top, width and title of each bar; each point is the left end of a bin and its count."""
     width = (across.high - across.low) / len(series.points)
     bars = []
     for left, count in series.points:
-        height = down.fraction((count or 0.0) / chart.divisor)
-        title = f"{left:,.0f} to {left + width - 1:,.0f} {chart.x_label}: {chart.show(count or 0.0).text} {series.label}"
-        bar = Markup('<rect x="{}" y="{}" width="{}" height="{}"><title>{}</title></rect>')
-        x, wide = across.fraction(left + 0.1 * width), 0.8 / len(series.points)
-        bars.append(bar.format(_percent(x), _percent(1 - height), _percent(wide), _percent(height), title))
-    return Markup('<g class="bars c{}">{}</g>').format(series.colour, Markup("").join(bars))
+        shown = chart.show(count or 0.0).text
+        title = f"{left:,.0f} to {left + width - 1:,.0f} {chart.x_label}: {shown} {series.label}"
+        x = 100 * across.fraction(left + 0.1 * width)
+        bars.append((x, y(count or 0.0), 80 / len(series.points), title))
+    return bars
 
 
-def _readout(chart: Chart, drawn: Sequence[Series], across: Axis, down: Axis) -> str:
+def _readout(chart: Chart, drawn: Sequence[Series], across: Axis, y: Callable[[float], float]) -> str:
     """Return as JSON the values that the page's script shows under the pointer: step, height in the plot, text."""
     series = [
         {
@@ -276,7 +226,7 @@ def _readout(chart: Chart, drawn: Sequence[Series], across: Axis, down: Axis) ->
             "points": [
                 [step, None, NOT_FINITE]
                 if value is None
-                else [step, round(1 - down.fraction(value / chart.divisor), 4), chart.show(value).text]
+                else [step, round(y(value) / 100, 4), chart.show(value).text]
                 for step, value in each.points
             ],
         }
@@ -284,15 +234,3 @@ def _readout(chart: Chart, drawn: Sequence[Series], across: Axis, down: Axis) ->
     ]
     found = {"x": chart.x_label, "steps": [across.low, across.high], "series": series}
     return json.dumps(found, ensure_ascii=False, separators=(",", ":"))
-
-
-def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.2f}%"
-
-
-def legend_key(series: Series) -> Markup:
-    """Draw a short piece of the curve for the legend."""
-    dot = Markup('<circle cx="12" cy="5" r="3"/>') if series.look == "marked" else ""
-    return Markup(
-        '<svg class="key" aria-hidden="true" width="24" height="10"><g class="curve {0} c{1}"><path d="M1 5H23"/></g><g class="dots {0} c{1}">{2}</g></svg>'
-    ).format(series.look, series.colour, dot)
