@@ -22,10 +22,10 @@ from crosstune.core.step_time import LARGEST_ERROR, NUM_CHECKED, Cluster, flops_
 from crosstune.core.training_step import Step
 from crosstune.machines.probe import load_machine, profile_names
 from crosstune.models.known_models import known_shape
-from crosstune.planner import remembered
 from crosstune.planner.gather import make_plan
 from crosstune.planner.learned import FILE, learn_peak, read_corrections
 from crosstune.planner.predict import DataFacts, predict
+from crosstune.planner.remembered import MOST_ENTRIES, recall, recall_all, remember
 
 LLAMA = "meta-llama/Llama-2-7b-hf"
 DATA = DataFacts(num_rows=8000, num_steps=1000, longest_row=2048, longest_target=2048, tokens_per_row=2048.0)
@@ -267,12 +267,13 @@ def test_a_damaged_file_is_no_error_and_is_replaced(cache: Path, text: str) -> N
 def test_the_file_stays_small_and_a_folder_that_cannot_be_written_is_no_error(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remembered, "MOST_ENTRIES", 3)
-    for number in range(5):
-        remembered.remember("x", {"n": number}, {"value": float(number)})
-    kept = remembered.recall_all("x").values()
-    assert sorted(entry["key"]["n"] for entry in kept) == [2, 3, 4]
-    assert remembered.recall("x", {"n": 4}) == {"value": 4.0} and remembered.recall("x", {"n": 0}) is None
+    entries = {str(n): {"key": {"n": n}, "value": {"value": 0.0}, "time": n} for n in range(MOST_ENTRIES + 5)}
+    cache.mkdir(parents=True)
+    (cache / "x.json").write_text(json.dumps({"format": 1, "entries": entries}))
+    remember("x", {"n": -1}, {"value": 4.0})
+    kept = {entry["key"]["n"] for entry in recall_all("x").values()}
+    assert len(kept) == MOST_ENTRIES and -1 in kept and not kept & set(range(6))
+    assert recall("x", {"n": -1}) == {"value": 4.0} and recall("x", {"n": 0}) is None
     monkeypatch.setenv("CROSSTUNE_CACHE", "/proc/nowhere")
-    remembered.remember("x", {"n": 1}, {"value": 1.0})
-    assert remembered.recall_all("x") == {}
+    remember("x", {"n": 1}, {"value": 1.0})
+    assert recall_all("x") == {}

@@ -22,6 +22,7 @@ from crosstune.report.quantity import (
     show_seconds,
     show_share,
 )
+from crosstune.report.run_list import status_of
 from crosstune.report.series import best_evaluation, evaluation_step, finite_values, step_points
 
 QUIET_S = 600.0
@@ -38,7 +39,7 @@ MOST_METRICS = 2
 
 class End(NamedTuple):
     status: str
-    """finished, stopped, failed or running."""
+    """finished, stopped, failed, running or damaged."""
     detail: str = ""
 
 
@@ -61,24 +62,16 @@ class Total(NamedTuple):
 
 
 def end_of(run: RunFiles) -> End:
-    """Return the recorded status; without one, infer it from the last events and the time of the last write."""
-    endings = {event.kind: _last(run, event) for event in (Failed, Stopped)}
-    running = is_running(run.folder)
-    if running:
-        return End("running", "This page shows the steps so far.")
-    recorded = run.summary.get("status")
-    if recorded is not None:
-        status = str(recorded)
-    elif found := [kind for kind, event in endings.items() if event]:
-        status = found[0]
-    elif running is False:
+    """Return the status of a run. Without a recorded end or a lock, infer it from the time of the last write."""
+    status = status_of(run.summary, run.events, running=is_running(run.folder), problems=run.problems)
+    if status == "running":
+        return End(status, "This page shows the steps so far.")
+    if status == "killed":
         return End("stopped", "No end is recorded, and no process runs it: it was killed.")
-    else:
+    if status == "unknown":
         return _unrecorded_end(run)
-    if status not in endings:
-        return End(status)
-    detail = run.summary.get("error") or endings[status].get("error") or endings[status].get("reason")
-    return End(status, str(detail or ""))
+    event = next((_last(run, kind) for kind in (Failed, Stopped) if kind.kind == status), {})
+    return End(status, str(run.summary.get("error") or event.get("error") or event.get("reason") or ""))
 
 
 def _unrecorded_end(run: RunFiles) -> End:
