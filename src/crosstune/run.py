@@ -19,7 +19,7 @@ from crosstune.core.errors import UserError, raise_all
 from crosstune.core.events import Observer, Observers, Started, Warned
 from crosstune.core.metric_names import check_metric_names
 from crosstune.core.ranks import Group, SingleProcess
-from crosstune.core.record import SilentRecord, read_log
+from crosstune.core.record import Record, read_log
 from crosstune.core.run_lock import InUse, hold
 from crosstune.distributed.group import check_shared_folder
 from crosstune.distributed.restart import remember_folder
@@ -135,7 +135,7 @@ def _execute(
     task = recipe.task(plan.engine)
     check_metric_names(task.metric_names, weight_name=recipe.weight_name)
     described = describe(ready, command=command)
-    record = begin(ready, described, screen) if group.ranks.first else SilentRecord(folder)
+    record = begin(ready, described, screen) if group.ranks.first else Record(folder)
     check_shared_folder(group, folder)
     if group.ranks.first:
         _start_tracking(tracking, ready, described, report=Observers([screen, record]))

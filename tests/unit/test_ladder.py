@@ -316,8 +316,8 @@ def test_the_page_shows_what_each_rung_led_to_and_escapes_what_was_said() -> Non
         rung("c", "kept", 2.0),
         rung("d", "no", None),
     ]
-    assert [bar.speed for bar in waterfall(rungs)] == [1.5, 0.75, 3.0, None]
-    assert [bar.memory for bar in waterfall(rungs)] == [0.5, 0.25, 0.25, None]
+    assert [bar["speed"] for bar in waterfall(rungs)] == [1.5, 0.75, 3.0, None]
+    assert [bar["memory"] for bar in waterfall(rungs)] == [0.5, 0.25, 0.25, None]
     ends = against(trial(rate=140), trial(rate=142)).to_json()
     page = render_ladder(
         {"rungs": rungs, "ends": ends, "criteria": []}, name="<x>", command="crosstune train"

@@ -15,7 +15,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Event, Profiled, StepMetrics, Warned
 from crosstune.core.profiling import BACKWARD, DATA, FORWARD, Limits, Operator, Recorded, no_phase
 from crosstune.loop.phase_clock import PhaseClock
-from crosstune.loop.profile import Schedule, StepProfile, check_profile_folder, profile_folder
+from crosstune.loop.profile import StepProfile, check_profile_folder, profile_folder, schedule
 from crosstune.loop.profile_result import profile_lines, profile_result
 
 
@@ -67,27 +67,24 @@ class FakeSession:
         return FakeProfiler(self)
 
 
-def schedule(**values: int) -> Schedule:
-    return Schedule(**({"wait": 1, "warm_up": 1, "active": 2, "every": 6, "repeat": 2} | values))
-
-
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({}, "off warm-up active last off off off warm-up active last off off off off"),
-        ({"repeat": 1}, "off warm-up active last off off off off off off off off off off"),
-        ({"wait": 0, "warm_up": 0, "active": 1, "every": 3, "repeat": 0}, "last off off " * 4 + "last off"),
-        # A cycle that is longer than its distance to the next begins again at once.
-        ({"every": 1, "repeat": 0}, "off warm-up active last " * 3 + "off warm-up"),
+        ((1, 1, 2, 6, 2), "off warm-up active last off off off warm-up active last off off off off"),
+        ((0, 0, 1, 3, 0), "last off off " * 4 + "last off"),
+        # A cycle longer than its distance to the next begins again at once.
+        ((1, 1, 2, 1, 0), "off warm-up active last " * 3 + "off warm-up"),
     ],
 )
-def test_the_steps_of_a_schedule(values: dict[str, int], expected: str) -> None:
-    assert [schedule(**values).what(place) for place in range(14)] == expected.split()
+def test_the_steps_of_a_schedule(values: tuple[int, ...], expected: str) -> None:
+    names = ("wait_steps", "profiler_warmup_steps", "active_steps", "profiling_frequency", "repeat")
+    config = make_config(profile=True, **dict(zip(names, values, strict=True)))
+    assert [schedule(config, place) for place in range(14)] == expected.split()
 
 
 def test_nested_phases_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, now = PhaseClock(), [100.0]
-    monkeypatch.setattr("crosstune.loop.phase_clock.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
     with clock.step(7):
         now[0] += 1.0
         with clock.phase(DATA):

@@ -1,19 +1,43 @@
-"""The page: numbers reach it, nothing escapes it, it asks the world for nothing, and it survives a killed run."""
+"""The report page: numbers, escaping, policy, outcome, samples, next steps, and damaged run folders."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
+import os
+import random
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
+from test_report_chart import OVERFITTING, evaluated
 
+from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.report import write_report
-from crosstune.report.metric import display_of
+from crosstune.data.portrait import MOST_CHARACTERS, _cut
+from crosstune.recipes.sft import SftRecipe
+from crosstune.report import RunFiles, load_run, write_report
+from crosstune.report.comparison import compare_runs, render_comparison
+from crosstune.report.facts import masked_example, plan_against_measured
+from crosstune.report.files import number
+from crosstune.report.next_steps import next_steps
+from crosstune.report.outcome import end_of, evaluations, lead_sentences, totals, training_loss
+from crosstune.report.quantity import (
+    change_between,
+    display_of,
+    show_bytes,
+    show_count,
+    show_number,
+    show_rate,
+    show_seconds,
+    show_share,
+)
+from crosstune.report.run_list import read_listed
+from crosstune.report.samples import MOST_WORDS, changed_pieces, collect_samples, lead_sample
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 HOSTILE = "<script>alert('x')</script> & \"quoted\" </pre><img src=//evil.example/x onerror=alert(1)>"
@@ -151,74 +175,57 @@ def make_run(folder: Path, *, num_steps: int = 40, without: tuple[str, ...] = ()
     return folder
 
 
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
 def render_page(folder: Path) -> Page:
     return Page(write_report(folder).read_text(encoding="utf-8"))
 
 
-def test_the_numbers_reach_the_page(tmp_path: Path) -> None:
+def test_the_page_shows_the_numbers(tmp_path: Path) -> None:
     page = render_page(make_run(tmp_path / "run"))
     words = page.words()
     for text in (
-        "demo",
-        "finished",
-        "tiny/model",
-        "commands",
-        "3.21",
-        "0.0412",
+        "Trained tiny/model with LoRA adapters on 320 examples of commands for 40 steps in 33.4 s on cpu.",
+        "the loss fell from 3.21 to 0.0412 and exact match rose from 0 % to 95 %",
         "−98.7 %, better",
         "+95.0 points, better",
         "634,880",
         "240,840 carry loss",
         "38,211 tok/s",
-        "2.00 GiB",
         "25 % of 8.00 GiB",
-        "4.88 M",
         "3.5 % of 139 M",
-        "33.4 s",
         "2025-11-03 14:03 UTC+01:00",
         "no GPU <here>",
         "abc123",
-        "before 0 of 1; after, the best 1 of 1.",
         "1.23 M",
     ):
         assert text in words, text
     titles = {attributes["title"] for _, attributes in page.elements if attributes.get("title")}
-    assert {
-        "0.0412345",
-        "3.2143217",
-        "4,884,480",
-        "1,234,567",
-        "2,147,483,648 bytes",
-        "33.400 seconds",
-    } <= titles
+    assert {"0.0412345", "4,884,480", "2,147,483,648 bytes", "33.400 seconds"} <= titles
     assert "--name 'it'\"'\"'s <mine>'" in page.text
+    assert "is incomplete" not in words
 
 
-def test_nothing_a_run_recorded_becomes_markup(tmp_path: Path) -> None:
+def test_recorded_text_never_becomes_markup(tmp_path: Path) -> None:
     page = render_page(make_run(tmp_path / "run"))
-    assert page.open == []
-    assert page.count("script") == 1
+    assert page.open == [] and page.count("script") == 1
     assert page.count("img") == page.count("i") == 0
     assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
     assert page.text.count(HOSTILE) >= 4
 
 
-def test_the_page_asks_the_world_for_nothing(tmp_path: Path) -> None:
+def test_the_page_makes_no_request(tmp_path: Path) -> None:
     page = render_page(make_run(tmp_path / "run"))
     for _, attributes in page.elements:
         assert not {"src", "srcset", "action", "data", "style"} & set(attributes)
         target = attributes.get("href") or "#"
         assert target.startswith("#") or target == "data:,"
+    policy = next(a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy and policy.startswith("default-src 'none';") and "unsafe" not in policy
     for text in page.raw.values():
         assert not re.search(r"https?://|url\(|@import|\bfetch\(|XMLHttpRequest", text)
-
-
-def test_the_policy_allows_only_the_pages_own_style_and_script(tmp_path: Path) -> None:
-    page = render_page(make_run(tmp_path / "run"))
-    policy = next(a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
-    assert policy and policy.startswith("default-src 'none';")
-    assert "unsafe" not in policy
-    for text in page.raw.values():
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"'sha256-{digest}'" in policy
 
@@ -229,46 +236,108 @@ def test_the_policy_allows_only_the_pages_own_style_and_script(tmp_path: Path) -
 def test_any_one_file_may_be_missing(tmp_path: Path, name: str) -> None:
     page = render_page(make_run(tmp_path / "run", without=(name,)))
     assert page.open == []
-    # A run without a summary that wrote a moment ago is still going: nothing is missing yet.
+    # A run without a summary that wrote a moment ago is still running: nothing is missing yet.
     assert (f"{name} is missing:" in page.words()) == (name != "summary.json")
     assert ("running" in page.words()) == (name == "summary.json")
 
 
-def test_a_configuration_alone_makes_a_page(tmp_path: Path) -> None:
-    everything_else = ("plan.json", "metrics.jsonl", "events.jsonl", "summary.json")
-    words = render_page(make_run(tmp_path / "run", without=everything_else)).words()
-    assert "No evaluation is recorded" in words
-    assert "No finite value is recorded for: Loss" in words
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    for folder, said in ((tmp_path, "is not a run folder"), (tmp_path / "nowhere", "There is no run")):
+        with pytest.raises(UserError, match=said):
+            write_report(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_no_run_no_page(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not a run folder"):
-        write_report(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+def test_unreadable_files_are_named_and_the_rest_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text('{"name": ')
+    (tmp_path / "config.yaml").write_text("lr: 0.1\n")
+    (tmp_path / "summary.json").write_text("[1]")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nbroken\n{"step": 2}\n')
+    (tmp_path / "events.jsonl").write_text('3\n{"kind": "warning", "message": "kept"}\n{"kind": "cut')
+    run = load_run(tmp_path)
+    assert run.asked == {"lr": 0.1}
+    assert [event["message"] for event in run.events] == ["kept"]
+    assert [problem.split()[0] for problem in run.problems] == ["metrics.jsonl", "plan.json", "summary.json"]
+    assert "No evaluation is recorded" in render_page(tmp_path).words()
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 13])
-def test_short_runs_draw(tmp_path: Path, num_steps: int) -> None:
-    page = render_page(make_run(tmp_path / "run", num_steps=num_steps))
-    plots = [
-        attributes for tag, attributes in page.elements if tag == "svg" and attributes.get("class") == "plot"
-    ]
-    # The loss also over a logarithmic axis; the evaluated loss is in the same chart.
-    assert len(plots) == 8
-    assert all(attributes["aria-label"] for attributes in plots)
+def test_a_resumed_run_drops_the_steps_that_it_repeats(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    write_lines(
+        tmp_path / "metrics.jsonl",
+        [{"step": step, "loss": loss} for step, loss in ((1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (3, 2.0))],
+    )
+    run = load_run(tmp_path)
+    assert [(row["step"], row["loss"]) for row in run.metrics] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+    assert (run.num_repeated_steps, run.last_step) == (2, 3)
+
+
+def damaged(value: Any, source: random.Random) -> Any:
+    """The value with a few of its parts replaced by values of another type."""
+    if source.random() < 0.06:
+        return source.choice([None, True, -1, 1e308, 10**30, "x", [], [[1]], {}, {"a": {"b": 1}}])
+    if isinstance(value, dict):
+        return {key: damaged(each, source) for key, each in value.items()}
+    return [damaged(each, source) for each in value] if isinstance(value, list) else value
+
+
+def judge_files() -> Iterator[tuple[str, Any]]:
+    metrics = {"metrics": {"mae": 0.5, "accuracy": 0.7}, "intervals": {"mae": [0.4, 0.6]}, "num_items": 3}
+    metrics |= {"baselines": {"constant": {"metrics": {"mae": 1.0}}}, "notes": ["a note"]}
+    metrics |= {"confusion": {"labels": ["1", "2"], "counts": [[2, 0], [1, 3]]}}
+    metrics |= {"calibration": [{"confidence": 0.5, "accuracy": 0.5, "count": 3}]}
+    yield "test_metrics.json", metrics | {"worst": [{"task": "t", "answer": "a", "expected": 1.0}]}
+    yield "test_predictions.json", [{"expected": 1, "predicted": 2.0}, {"expected": 5, "predicted": 4.0}]
+
+
+def test_a_damaged_judge_test_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    for name, found in judge_files():
+        (folder / name).write_text(json.dumps(found))
+    words = render_page(folder).words()
+    assert "differ from people's by 0.50 points" in words and "0.400 to 0.600" in words
+    for text in ("[1]", "{", '{"confusion": {"labels": ["1"], "counts": [[1, 2]]}}'):
+        (folder / "test_metrics.json").write_text(text)
+        assert "The section Judge is left out" in render_page(folder).words()
+
+
+def test_wrong_types_never_stop_a_page(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", num_steps=3)
+    profile = {
+        "step_s": 0.1,
+        "steps": [1],
+        "phases": {"forward": {"seconds": 0.1, "share": 1.0}},
+        "flops": 1e9,
+    }
+    profile |= {"memory_timeline": [[0.0, 1e6], [0.1, 2e6]], "operators": [{"name": "mm", "seconds": 0.1}]}
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "profile", "result": profile}) + "\n")
+    plan = json.loads((folder / "plan.json").read_text())
+    plan["data"] |= {"lengths": {"first": 0, "width": 10, "counts": [1, 2]}, "context_length": 20}
+    plan["data"]["example"] = {"row": 1, "tokens": 3, "pieces": [{"text": "x", "supervised": True}]}
+    whole = {"plan.json": plan, "summary.json": json.loads((folder / "summary.json").read_text())}
+    lines = {
+        name: [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        for name in ("metrics.jsonl", "events.jsonl")
+    }
+    other = make_run(tmp_path / "other", num_steps=3)
+    for seed in range(20):
+        source = random.Random(seed)
+        for name, found in [*whole.items(), *judge_files()]:
+            (folder / name).write_text(json.dumps(damaged(found, source)))
+        for name, rows in lines.items():
+            write_lines(folder / name, [damaged(row, source) for row in rows])
+        assert render_page(folder).open == []
+        Page(render_comparison(compare_runs([str(folder), str(other)], parent=tmp_path)))
+        read_listed(folder, changed=0.0)
 
 
 def test_nulls_are_gaps_and_a_failure_says_why(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", num_steps=3)
     rows = [{"step": 1, "loss": 2.0, "lr": None}, {"step": 2, "loss": None}, {"step": 3, "loss": None}]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    summary = {
-        "status": "failed",
-        "error": "the loss <is> gone",
-        "eval_before": {"loss": 3.2},
-        "eval_after": {"loss": None},
-    }
-    (folder / "summary.json").write_text(json.dumps(summary))
+    write_lines(folder / "metrics.jsonl", rows)
+    (folder / "summary.json").write_text(json.dumps({"status": "failed", "error": "the loss <is> gone"}))
     words = render_page(folder).words()
     assert "2 steps without a finite value" in words
     assert "last not finite lowest 2.00" in words
@@ -276,47 +345,24 @@ def test_nulls_are_gaps_and_a_failure_says_why(tmp_path: Path) -> None:
     assert "Failed. the loss <is> gone" in words
 
 
-def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
+def test_the_page_of_a_long_run_is_small(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", num_steps=5000)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows[3333]["loss"] = 77.0
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "metrics.jsonl", rows)
     report = write_report(folder)
     assert report.stat().st_size < 400_000
     assert "highest 77.0" in Page(report.read_text(encoding="utf-8")).words()
-
-
-def test_spacing_alone_is_no_match_but_is_said(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run")
-    (folder / "events.jsonl").write_text(json.dumps(evaluation(0, "before", 1.0, 0.0, "yes\n")) + "\n")
-    words = render_page(folder).words()
-    assert "✕ no match: only spacing differs" in words
-
-
-def test_free_answers_are_shown_without_a_verdict(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    rows = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    for row in rows:
-        row.get("metrics", {}).pop("exact_match", None)
-    (run / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = render_page(run).words()
-    assert "reference" in words
-    assert not re.search(r"✓ match|no match|Exact matches", words)
 
 
 def test_an_adjustment_in_plan_and_events_is_shown_once(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     adjustment = json.loads((folder / "plan.json").read_text())["adjustments"][0]
     later = adjustment | {"option": "batch_size", "asked": 8, "used": 4, "reason": "out of memory"}
-    (folder / "events.jsonl").write_text(
-        "".join(
-            json.dumps(item | {"time": 1.7e9, "kind": "adjustment", "sort": item["kind"]}) + "\n"
-            for item in (adjustment, later)
-        )
-    )
+    events = [item | {"kind": "adjustment", "sort": item["kind"]} for item in (adjustment, later)]
+    write_lines(folder / "events.jsonl", events)
     html = write_report(folder).read_text(encoding="utf-8")
-    assert html.count('<td class="why">') == 2
-    assert "No warnings and no errors." in html
+    assert html.count('<td class="why">') == 2 and "No warnings and no errors." in html
 
 
 @pytest.mark.parametrize(
@@ -328,57 +374,200 @@ def test_an_adjustment_in_plan_and_events_is_shown_once(tmp_path: Path) -> None:
     ],
     ids=lambda event: event["kind"],
 )
-def test_every_warning_is_among_the_warnings(event: dict, tmp_path: Path) -> None:
+def test_every_warning_is_among_the_warnings(event: dict[str, Any], tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
-    (folder / "events.jsonl").write_text(json.dumps({"time": 1.7e9} | event) + "\n")
+    write_lines(folder / "events.jsonl", [{"time": 1.7e9} | event])
     html = write_report(folder).read_text(encoding="utf-8")
-    assert "No warnings" not in html
     assert "the CPU is slow" in html[html.index("Warnings and errors") :]
 
 
 def test_answers_are_marked_only_where_matches_are_measured(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
-    event = evaluation(0, "before", 1.0, 0.0, "free words")
+    event = evaluation(0, "before", 1.0, 0.0, "yes\n")
+    write_lines(folder / "events.jsonl", [event])
+    assert "✕ no match: only spacing differs" in render_page(folder).words()
     del event["metrics"]["exact_match"]
-    (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
-    words = render_page(folder).words()
-    assert "free words" in words and "no match" not in words
+    write_lines(folder / "events.jsonl", [event])
+    assert not re.search(r"✓ match|no match|Exact matches", render_page(folder).words())
 
 
-def test_half_a_surrogate_pair_does_not_stop_the_page(tmp_path: Path) -> None:
+def test_control_characters_and_lone_surrogates_are_escaped(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
-    line = json.dumps(evaluation(0, "before", 1.0, 0.0, "\ud800 日本語"))
-    (folder / "events.jsonl").write_text(line + "\n")
-    assert "\\ud800 日本語" in render_page(folder).text
-
-
-def test_control_characters_are_escaped_on_the_page(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run")
-    line = json.dumps(evaluation(0, "before", 1.0, 0.0, "\x1b]52;c;aGk=\x07 \x9b2J \u202eleft"))
-    (folder / "events.jsonl").write_text(line + "\n")
+    answer = "\ud800 日本語 \x1b]52;c;aGk=\x07 \x9b2J \x00\u202eleft"
+    write_lines(folder / "events.jsonl", [evaluation(0, "before", 1.0, 0.0, answer)])
     page = render_page(folder)
-    assert "\\x1b]52;c;aGk=\\x07 \\x9b2J \\u202eleft" in page.text
-    assert not set(write_report(folder).read_text(encoding="utf-8")) & set("\x1b\x07\x9b\u202e")
-
-
-def test_writing_replaces_the_page_and_leaves_nothing_else(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run")
-    before = {path.name for path in folder.iterdir()}
-    (folder / "report.html").write_text("old")
-    assert write_report(folder) == folder / "report.html"
-    assert {path.name for path in folder.iterdir()} == before | {"report.html"}
-    assert (folder / "report.html").read_text(encoding="utf-8") != "old"
+    assert "\\ud800 日本語 \\x1b]52;c;aGk=\\x07 \\x9b2J \\x00\\u202eleft" in page.text
+    assert not set(write_report(folder).read_text(encoding="utf-8")) & set("\x00\x1b\x07\x9b\u202e")
 
 
 @pytest.mark.parametrize(
-    ("name", "better"),
+    ("summary", "events", "silence_s", "status", "said"),
     [
-        ("token_accuracy", 1),
-        ("shuffled_accuracy", 0),
-        ("zero_accuracy", 0),
-        ("nats_per_token", -1),
-        ("chrf", 1),
+        ({"status": "finished"}, [], 0, "finished", ""),
+        ({"status": "failed", "error": "no memory"}, [], 0, "failed", "no memory"),
+        ({"status": "stopped"}, [{"kind": "stopped", "reason": "SIGTERM"}], 0, "stopped", "SIGTERM"),
+        ({}, [{"kind": "failed", "error": "bad news"}], 0, "failed", "bad news"),
+        ({}, [], 30, "running", "less than a minute"),
+        ({}, [], 7200, "stopped", "2 h 00 min"),
     ],
 )
-def test_a_control_has_no_better_direction(name: str, better: int) -> None:
-    assert display_of(name, [0.2, 0.3]).better == better
+def test_the_end_of_a_run(
+    summary: dict[str, Any], events: list[dict[str, Any]], silence_s: float, status: str, said: str
+) -> None:
+    times = {"read_time": 1e9 + silence_s, "last_write_time": 1e9}
+    end = end_of(RunFiles(folder=Path("run"), summary=summary, events=events, **times))
+    assert end.status == status and said in end.detail
+    slow = RunFiles(folder=Path("run"), metrics=[{"step": 1, "step_s": 1000.0}], **times)
+    assert end_of(slow).status == "running"
+
+
+def test_the_last_write_is_that_of_the_newest_file(tmp_path: Path) -> None:
+    for name, moment in (("plan.json", 1000), ("metrics.jsonl", 2000)):
+        (tmp_path / name).write_text("{}")
+        os.utime(tmp_path / name, (moment, moment))
+    assert load_run(tmp_path).last_write_time == 2000
+
+
+def test_totals_without_a_summary() -> None:
+    steps = [
+        {"step": n, "loss": loss, "tokens": tokens, "supervised_tokens": tokens // 10, "step_s": 1.0}
+        | {"memory_bytes": n << 30}
+        for n, loss, tokens in ((1, 4.0, 100), (2, 2.0, 300))
+    ]
+    events = [
+        {"kind": "evaluation", "step": 0, "when": "before", "metrics": {"exact_match": 0.25, "loss": 4.0}},
+        {"kind": "evaluation", "step": 2, "when": "during", "metrics": {"exact_match": 0.5, "loss": 1.0}},
+    ]
+    run = RunFiles(folder=Path("run"), plan={"num_steps": 8}, metrics=steps, events=events)
+    shown = {total.label: (total.value.text, total.detail) for total in totals(run)}
+    assert shown["Steps"] == ("2", "of 8 planned") and shown["Tokens"] == ("400", "40 carry loss")
+    assert shown["Speed"][0] == "200 tok/s" and shown["Peak memory"][0] == "2.00 GiB"
+    loss, match = evaluations(run)
+    assert loss.before and loss.after and loss.change and match.change
+    assert (loss.before.text, loss.after.text, loss.after_label) == ("4.00", "1.00", "at step 2")
+    assert (loss.change.amount.text, loss.change.verdict) == ("−75\N{NO-BREAK SPACE}%", "better")
+    assert match.change.amount.text == "+25.0 points"
+    trained = training_loss(run)
+    assert trained and trained.change and trained.change.amount.text == "−50\N{NO-BREAK SPACE}%"
+
+
+def test_the_direction_of_a_metric_is_that_of_its_name() -> None:
+    better = {"token_accuracy": 1, "shuffled_accuracy": 0, "nats_per_token": -1, "chrf": 1, "mean_length": 0}
+    assert {name: display_of(name, [0.2, 0.3]).better for name in better} == better
+    assert change_between(1.0, 2.0, display_of("eval_loss", [1.0, 2.0])).verdict == "worse"
+    assert change_between(0.5, 0.4, display_of("judge/accuracy", [0.5, 0.4])).verdict == "worse"
+    assert change_between(2.0, 2.0, display_of("loss", [2.0])).verdict == "unchanged"
+    bleu = display_of("bleu", [0.1, 30.0])
+    assert bleu.label == "BLEU" and change_between(0.1, 30.0, bleu).amount.text == "+29.9 points"
+
+
+def test_number_formats() -> None:
+    shown = {
+        show_bytes(11511234567): "10.7 GiB",
+        show_seconds(0.42): "0.42 s",
+        show_seconds(59.96): "60 s",
+        show_seconds(723.4): "12 min 03 s",
+        show_seconds(200000): "2 d 7 h",
+        show_count(634880): "634,880",
+        show_count(7241732096): "7.24 B",
+        show_rate(4.5678): "4.57 tok/s",
+        show_number(0.0412345): "0.0412",
+        show_number(-1234.5678): "−1,235",
+        show_number(1.5e-7): "1.5e-7",
+        show_share(0.00067): "0.067\N{NO-BREAK SPACE}%",
+    }
+    assert {each.text: each.text for each in shown} == {text: text for text in shown.values()}
+    assert all(number(value) is None for value in (None, True, "1", float("nan"), 10**400, []))
+
+
+def test_the_summary_in_sentences(tmp_path: Path) -> None:
+    run = evaluated(OVERFITTING, summary={"status": "finished", "steps": 40, "result_step": 20})
+    assert "The result has the weights of step 20, the best evaluation." in lead_sentences(run, end_of(run))
+    summary = {"status": "finished", "eval_before": {"loss": 6.2710}, "eval_after": {"loss": 6.2701}}
+    run = RunFiles(folder=Path("runs/a"), summary=summary)
+    assert "On held-out data the loss hardly changed from 6.27." in lead_sentences(run, end_of(run))
+    words = render_page(make_run(tmp_path / "run", without=("events.jsonl", "summary.json"))).words()
+    assert "Nothing held out was evaluated; training loss fell from 3.00 to 0.0750." in words
+
+
+def test_the_page_opens_with_an_answer_that_became_right() -> None:
+    moments = zip(
+        ("before", "during", "after"), ("I cannot turn it", "turn it off", "turn it on"), strict=True
+    )
+    events = []
+    for place, (when, answer) in enumerate(moments):
+        samples = [{"prompt": "dull", "answer": "same", "reference": "x"}]
+        samples.append({"prompt": "good", "answer": answer, "reference": "turn it on"})
+        metrics = {"loss": 3.0 - place, "exact_match": 0.5}
+        events.append(
+            {"kind": "evaluation", "when": when, "step": 10 * place, "metrics": metrics}
+            | {"samples": samples}
+        )
+    found = collect_samples(RunFiles(folder=Path("runs/a"), events=events))
+    assert [column.title for column in found.columns] == ["before", "step 10", "after (best)"]
+    lead = lead_sample(found)
+    assert lead is not None and lead.prompt == "good" and lead.answers[1].mark == "match"
+    assert [piece.text for piece in lead.answers[0].pieces if piece.changed] == ["I cannot "]
+    assert [piece.text for piece in lead.answers[1].pieces if piece.changed] == [" on"]
+    assert [answer.is_same for answer in found.rows[0].answers] == [False, True, True]
+
+
+def test_differences_keep_every_character() -> None:
+    text, other = "Turn off the fan, please!\n  Now.", "turn off a fan.\n  Now, please"
+    pieces = changed_pieces(text, other)
+    assert "".join(piece.text for piece in pieces) == text
+    assert {piece.changed for piece in pieces} == {True, False}
+    assert changed_pieces("same", "same") == [("same", False)] and changed_pieces("", "x") == []
+    long = "word " * MOST_WORDS
+    assert changed_pieces(long, "other") == [(long, False)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "status", "expected"),
+    [
+        (OVERFITTING, "finished", "--early_stopping"),
+        ({10: 2.0, 20: 1.5, 40: 1.0}, "finished", "--resume runs/a --num_epochs 0 --max_steps 80"),
+        ({}, "finished", "--eval_dataset"),
+        ({10: 2.0}, "stopped", "crosstune train --resume runs/a"),
+        ({10: 1.0, 20: 1.0}, "finished", "crosstune generate runs/a"),
+    ],
+)
+def test_suggested_commands(losses: dict[int, float], status: str, expected: str) -> None:
+    summary = {"status": status, "checkpoint": "x", "result": "runs/a/adapter", "generates": True}
+    run = evaluated(losses, summary=summary)
+    commands = [step.command for step in next_steps(run, end_of(run))]
+    assert expected in commands[0] and "crosstune compare runs/a" in commands[-1]
+
+
+def test_suggested_commands_of_recipes_and_epochs() -> None:
+    plan: dict[str, Any] = {"options": {"num_epochs": 1.5, "max_steps": -1}}
+    run = evaluated({20: 1.5, 40: 1.0}, summary={"status": "finished", "checkpoint": "x"}, plan=plan)
+    assert next_steps(run, end_of(run))[0].command == "crosstune train --resume runs/a --num_epochs 3"
+    for recipe, expected in (("judge", "judge predict"), ("latent_diffusion", "latents decode")):
+        summary = {"status": "finished", "result": "runs/a/model"}
+        run = evaluated({10: 1.0, 20: 1.0}, summary=summary, plan={"options": {"recipe": recipe}})
+        commands = " ".join(step.command for step in next_steps(run, end_of(run)))
+        assert expected in commands and "crosstune generate" not in commands
+
+
+def test_a_recipe_records_a_typical_example_with_its_mask(tiny_model: Path, write_jsonl: Any) -> None:
+    rows = [{"prompt": f"say {'x ' * n}", "completion": f"answer {n}"} for n in range(1, 10)]
+    config = make_config(dataset=str(write_jsonl(rows)), skip_eval=True)
+    described = SftRecipe(config, model_folder=tiny_model).describe()
+    assert sum(described["lengths"]["counts"]) == 9
+    example = masked_example(described)
+    assert example is not None and example["row"] == 5
+    learned = "".join(text for text, supervised in example["pieces"] if supervised)
+    assert learned.startswith("answer 5") and "say" not in learned
+    pieces = [("a" * 3 * MOST_CHARACTERS, False), ("b" * 10, True)]
+    cut = _cut(pieces)
+    assert cut[-1] == ("b" * 10, True) and "8,010 more characters" in cut[1][0]
+    assert _cut(pieces[1:]) == pieces[1:]
+
+
+def test_planned_and_measured_figures() -> None:
+    plan = {"estimated_bytes": 2 << 30, "num_steps": 10}
+    summary = {"peak_memory_bytes": 1 << 30, "steps": 10}
+    rows = plan_against_measured(RunFiles(folder=Path("a"), plan=plan, summary=summary))
+    differences = {row["label"]: row["difference"] for row in rows}
+    assert differences == {"Peak memory": "−50\N{NO-BREAK SPACE}%", "Steps": "as planned"}

@@ -253,7 +253,7 @@ def test_max_steps_alone_decides_when_to_stop() -> None:
     plan = plan_on("h200", max_steps=500)
     assert plan.config.num_epochs == 0
     assert not [a for a in plan.adjustments if a.option == "num_epochs"], "nobody asked for 0 epochs"
-    assert "length       500 steps, however much of the data that is" in describe_plan(plan)
+    assert "length       500 steps, regardless of the size of the data" in describe_plan(plan)
     assert "length       1 epoch of the data" in describe_plan(plan_on("h200"))
     both = describe_plan(plan_on("h200", max_steps=500, num_epochs=2))
     assert "length       2 epochs of the data, at most 500 steps" in both

@@ -45,7 +45,7 @@ EVENTS: list[Event] = [
         asked="bf16",
         used="fp32",
         reason="",
-        sort="change",
+        adjustment_kind="change",
         sentence="precision: fp32 instead of bf16, because bf16 matrix products are much slower on this processor",
     ),
     Started(

@@ -38,8 +38,7 @@ def run(words: Sequence[str]) -> int:
 
     from crosstune.cli.columns import terminal_width
     from crosstune.cli.output import QUIET, STRONG, WARNING, print_line
-    from crosstune.report.compare_page import write_comparison
-    from crosstune.report.comparison import compare_runs
+    from crosstune.report.comparison import compare_runs, write_comparison
 
     found = compare_runs(own.runs, parent=own.output_dir)
     page = write_comparison(found, own.out) if own.out is not None else None

@@ -42,8 +42,10 @@ def event_lines(event: Event) -> Lines:
 
 @event_lines.register
 def _adjusted(event: Adjusted) -> Lines:
-    style = WARNING if event.sort in ("change", "warning") else QUIET
-    label = {"change": "changed ", "warning": "warning ", "name": "read as "}.get(event.sort, "chosen  ")
+    style = WARNING if event.adjustment_kind in ("change", "warning") else QUIET
+    label = {"change": "changed ", "warning": "warning ", "name": "read as "}.get(
+        event.adjustment_kind, "chosen  "
+    )
     yield f"{label} {event.sentence}", style
 
 

@@ -29,9 +29,9 @@ EXAMPLES = """examples:
   crosstune plan --machine h200-x8 --nnodes 4 --price_per_hour 30 --sharding_strategy full_shard --train_type full --max_steps 1000
 
 --machine takes a report written by `crosstune doctor --json` on another computer, or one of the profiles that
-`crosstune plan --machine list` prints; -x2, -x8 or another number behind a GPU's name stands for that many of them. The
-exit code is 2 when train would refuse the request. What cannot be checked without a download or from this machine is
-printed as not checked."""
+`crosstune plan --machine list` prints; the suffix -x2 or -x8 of a GPU's name is the number of GPUs. The
+exit code is 2 when train would refuse the request. Checks that need a download or the other machine are printed as not
+checked."""
 
 
 def make_parser() -> Parser:
@@ -78,7 +78,7 @@ def run(words: Sequence[str]) -> int:
         if own.json:
             print_json(plan_to_json(verdict.plan) | {"emulation": verdict.to_json()})
         else:
-            _print_plan(verdict.plan)
+            _print(_plan_lines(verdict.plan))
             print_verdict(verdict)
         return exit_code(verdict)
     from crosstune.distributed.environment import read_ranks
@@ -88,7 +88,7 @@ def run(words: Sequence[str]) -> int:
 
     machine = load_machine(own.machine) if own.machine else None
     if machine is None:
-        read_ranks(config)  # refuses what train refuses
+        read_ranks(config)  # with the refusals of train
     if own.nnodes == 1 and config.resume == "none" and (machine is not None or may_have_several_devices()):
         config = with_all_devices(config, machine=machine)
     ranks = _cluster(config, machine, own.nnodes)
@@ -97,7 +97,7 @@ def run(words: Sequence[str]) -> int:
     if own.json:
         print_json(plan_to_json(plan, checked, prediction))
     else:
-        _print_plan(plan, checked, prediction, priced=own.price_per_hour is not None)
+        _print(_plan_lines(plan, checked, prediction, priced=own.price_per_hour is not None))
     checked.raise_problems()
     return EXIT_DONE
 
@@ -118,15 +118,15 @@ def _cluster(config: Config, machine: Machine | None, num_nodes: int) -> Ranks |
     if backend_specs()[backend].engine != "torch":
         raise UserError(
             f"--nnodes is not predicted for {machine.name}.",
-            why=f"its backend is {backend}, and runs on several machines are predicted for torch alone.",
-            do="leave out --nnodes, or choose a machine with GPUs, such as h200-x8",
+            why=f"its backend is {backend}, and runs on several machines are predicted only for torch.",
+            do="omit --nnodes, or choose a machine with GPUs, such as h200-x8",
         )
     local = max(1, len(machine.backends[backend].devices))
     if config.world_size not in (-1, num_nodes * local):
         raise UserError(
             f"--world_size is {config.world_size}, but {num_nodes} machines with {local} devices make "
             f"{num_nodes * local} processes.",
-            do="leave out --world_size, or choose a machine with another number of devices, such as h200-x8",
+            do="omit --world_size, or choose a machine with another number of devices, such as h200-x8",
         )
     return Ranks(engine="torch", size=num_nodes * local, local_size=local, num_nodes=num_nodes)
 
@@ -160,29 +160,24 @@ def _settings(plan: Plan) -> dict[str, Any]:
 
 
 def _layer_rows(plan: Plan) -> list[tuple[str, str]]:
-    """Return the row that names the decoder layers, which the memory is predicted for; none where there is no choice."""
+    """Return the row that names the decoder layers; none where there is no choice."""
     if plan.engine != "torch" or plan.config.recipe == "latent_diffusion":
         return []
     if plan.config.kernels != "fast":
-        return [("layers", "general: those of transformers")]
-    fitted = plan.fitted
-    again = num_recomputed(fitted.shape, fitted.step) if fitted is not None else 0
-    saving = (
-        f"; {again} of {fitted.shape.num_layers} are recomputed to save memory" if fitted and again else ""
-    )
+        return [("layers", "general: transformers'")]
+    saving, fitted = "", plan.fitted
+    if fitted is not None and (again := num_recomputed(fitted.shape, fitted.step)):
+        saving = f"; {again} of {fitted.shape.num_layers} are recomputed to save memory"
     return [("layers", f"fast: fused, for adapters on a frozen base{saving}")]
 
 
 def _describe_settings(plan: Plan) -> list[str]:
-    """Return a description of each setting that is in effect."""
+    """Return a description of each setting in effect."""
     settings = _settings(plan)
     found = [f"{name}={value}" for name, value in settings["environment"].items()]
-    if settings["clear_cache_every"]:
-        every = settings["clear_cache_every"]
+    if every := settings["clear_cache_every"]:
         found.append(f"cache cleared {'after every step' if every == 1 else f'every {every} steps'}")
-    if settings["pinned_memory"]:
-        found.append("batches copied from pinned memory")
-    return found
+    return found + ["batches copied from pinned memory"] * settings["pinned_memory"]
 
 
 def _demo_hint(config: Config) -> str:
@@ -197,31 +192,23 @@ def _row_length(config: Config, checked: Checked | None) -> str:
     if data is None:
         return f"up to {config.context_length} tokens per row"
     return (
-        f"{data.num_rows:,} rows of {data.tokens_per_row:.0f} tokens in the mean, at most {data.longest_row}"
+        f"{data.num_rows:,} rows of {data.tokens_per_row:.0f} tokens on average, at most {data.longest_row}"
     )
 
 
 def _length(config: Config) -> str:
     """Return when the training ends."""
-    if config.max_steps == -1:
-        return f"{config.num_epochs:g} epoch{'s' * (config.num_epochs != 1)} of the data"
     steps = f"{config.max_steps:,} step{'s' * (config.max_steps != 1)}"
-    if not config.num_epochs:
-        return f"{steps}, however much of the data that is"
-    return f"{config.num_epochs:g} epoch{'s' * (config.num_epochs != 1)} of the data, at most {steps}"
+    if not config.num_epochs and config.max_steps != -1:
+        return f"{steps}, regardless of the size of the data"
+    epochs = f"{config.num_epochs:g} epoch{'s' * (config.num_epochs != 1)} of the data"
+    return epochs if config.max_steps == -1 else f"{epochs}, at most {steps}"
 
 
-def _print_plan(
-    plan: Plan,
-    checked: Checked | None = None,
-    prediction: Prediction | None = None,
-    *,
-    priced: bool = False,
-) -> None:
-    """Print a plan; `priced` says that a cost was asked for."""
+def _print(lines: Iterator[tuple[str, str | None]]) -> None:
     from crosstune.cli.output import print_line
 
-    for text, style in _plan_lines(plan, checked, prediction, priced=priced):
+    for text, style in lines:
         print_line(text, style=style)
 
 
@@ -229,11 +216,15 @@ def describe_plan(
     plan: Plan, checked: Checked | None = None, prediction: Prediction | None = None
 ) -> list[str]:
     """Return the lines that show a plan."""
-    return [text for text, _ in _plan_lines(plan, checked, prediction, priced=False)]
+    return [text for text, _ in _plan_lines(plan, checked, prediction)]
 
 
 def _plan_lines(
-    plan: Plan, checked: Checked | None, prediction: Prediction | None, *, priced: bool
+    plan: Plan,
+    checked: Checked | None = None,
+    prediction: Prediction | None = None,
+    *,
+    priced: bool = False,
 ) -> Iterator[tuple[str, str | None]]:
     """Yield the lines that show a plan, with their styles."""
     from crosstune.cli.output import ERROR, WARNING

@@ -1,4 +1,4 @@
-"""Say in rows what a plan predicts: parameters, memory by part, steps, speed, time and cost."""
+"""Format the predictions of a plan as rows: parameters, memory by part, steps, speed, time and cost."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from crosstune.cli.units import count, duration, size
 from crosstune.config.plan import Plan
 from crosstune.core.memory import describe_parts
+from crosstune.core.step_time import LARGEST_ERROR, NUM_CHECKED
 from crosstune.planner.own_model import OwnModel, state_bytes
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ _SOURCES = {
     "table": "the bundled table of models",
     "size": "a typical model of this size",
 }
-_COST_UNKNOWN = ("cost", "not known, as the time is not")
+_COST_UNKNOWN = ("cost", "not known, because the time is not known")
 
 
 def figure_rows(plan: Plan, prediction: Prediction | None) -> list[tuple[str, str]]:
@@ -42,11 +43,11 @@ def figure_rows(plan: Plan, prediction: Prediction | None) -> list[tuple[str, st
 
 
 def own_model_rows(plan: Plan, own: OwnModel | None, *, priced: bool) -> list[tuple[str, str]]:
-    """Return the rows of a run whose model the recipe builds: what its shape says, and what is not known."""
+    """Return the rows of a run whose recipe builds its own model."""
     recipe = plan.config.recipe
     rows: list[tuple[str, str]] = []
     if own is None or own.parameters is None:
-        size_from = "is known once its data is read" if own is None else "is told by its first step alone"
+        size_from = "is known once its data is read" if own is None else "is known after its first step"
         rows.append(
             ("memory", f"not known: the size of the model that the recipe {recipe} builds {size_from}")
         )
@@ -57,19 +58,19 @@ def own_model_rows(plan: Plan, own: OwnModel | None, *, priced: bool) -> list[tu
             (
                 "memory",
                 f"{state} for weights, gradients and optimizer, of {size(plan.usable_bytes)} to use; not known: the "
-                f"activations of {plan.config.batch_size} rows, which are predicted for language models alone",
+                f"activations of {plan.config.batch_size} rows, which are predicted only for language models",
             )
         )
     if own is not None and own.data is not None:
         rows.append(("steps", f"{own.data.num_steps:,}"))
     rows.append(
-        ("time", "not known: speed is predicted for language models alone; the first steps of a run show it")
+        ("time", "not known: speed is predicted only for language models; the first steps of a run show it")
     )
     return [*rows, *([_COST_UNKNOWN] if priced else [])]
 
 
 def _parts(plan: Plan, prediction: Prediction) -> dict[str, int]:
-    """Return the parts of the memory, largest first. Without adapters, what is in their place are copies of the weights."""
+    """Return the parts of the memory, largest first. Without adapters, that part is fp32 copies of the weights."""
     assert plan.fitted is not None
     adapters = "adapters" if plan.fitted.step.method in ("lora", "dora") else "fp32 copies"
     return {adapters if n == "adapters" else n: b for n, b in describe_parts(prediction.memory).items()}
@@ -102,7 +103,7 @@ def _time_rows(prediction: Prediction) -> list[tuple[str, str]]:
         rows.append(("time", "not known for this device; the first steps of a run show it"))
         return [*rows, *_unknown_cost(prediction)]
     error = (
-        f"at most {100 * prediction.error:.0f} % off on {prediction.num_checked} measured runs of a 7B model on an H200; "
+        f"at most {100 * LARGEST_ERROR:.0f} % off on {NUM_CHECKED} measured runs of a 7B model on an H200; "
         "not checked elsewhere"
     )
     rows.append(
@@ -119,7 +120,7 @@ def _time_rows(prediction: Prediction) -> list[tuple[str, str]]:
                 "processes",
                 f"{cluster.num_nodes} x {cluster.num_local}, {cluster.sharding}: communication in "
                 f"{100 * time.communication_share:.1f} % of the time, {100 * time.communication_s / time.seconds:.1f} % "
-                "not beside computation (predicted, not checked on several devices)",
+                "not overlapped with computation (predicted, not checked on several devices)",
             )
         )
     if prediction.hours is None:

@@ -37,7 +37,7 @@ class Adjustment:
             asked=self.asked,
             used=self.used,
             reason=self.reason,
-            sort=self.kind,
+            adjustment_kind=self.kind,
             sentence=self.sentence(),
         )
 

@@ -1,11 +1,11 @@
-"""The speeds of common devices, from their makers' data sheets: what a training step cannot exceed."""
+"""Peak speeds of common devices, from their data sheets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DeviceSpeed:
     tflops: float
     """Dense products of 16-bit numbers, in 10^12 operations per second."""
@@ -13,9 +13,9 @@ class DeviceSpeed:
     link_gb_s: float
     """To another device of the same machine, in one direction: NVLink or PCIe."""
     network_gb_s: float
-    """To another machine, for each device, in one direction: the usual network card beside such a device."""
+    """To another machine, for each device, in one direction, over the usual network card."""
     fp8: bool = False
-    """True if products in fp8 are known to be faster: they were measured on this chip."""
+    """Whether fp8 products were measured to be faster on this chip."""
 
 
 # Part of a device's name -> TFLOP/s, GB/s of memory, of the link, and of the network. The first match counts.
@@ -46,16 +46,9 @@ _FAST_IN_FP8 = ("H200", "H100")
 
 
 def find_speed(name: str) -> DeviceSpeed | None:
-    """Return the speeds of a device by its name, such as "NVIDIA H200"; None for one that is not known."""
+    """Return the speeds of a device by its name, such as "NVIDIA H200"; None for an unknown device."""
     words = f" {name} "
-    for part, numbers in _DEVICES.items():
+    for part, (tflops, memory, link, network) in _DEVICES.items():
         if f" {part} " in words or f" {part}-" in words:
-            tflops, memory, link, network = numbers
-            return DeviceSpeed(
-                tflops=tflops,
-                memory_gb_s=memory,
-                link_gb_s=link,
-                network_gb_s=network,
-                fp8=part in _FAST_IN_FP8,
-            )
+            return DeviceSpeed(tflops, memory, link, network, fp8=part in _FAST_IN_FP8)
     return None

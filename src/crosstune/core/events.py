@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal, Protocol, TypedDict
 
-from crosstune.core.measured import Comparison, Measured
+from crosstune.core.measured import Comparison, LossMeasurement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Event:
     """The name in events.jsonl. A row has `time`, `kind` and the fields of the event."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields of the row, without those that have their default value."""
+        """Return the fields of the row, except those with their default value."""
         values = {item.name: (getattr(self, item.name), item.default) for item in fields(self)}
         return {
             name: value for name, (value, default) in values.items() if default is MISSING or value != default
@@ -39,16 +39,21 @@ class Warned(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Adjusted(Event):
-    """An option was chosen or changed by the resolver; see `config.plan.Adjustment`."""
+    """The resolver chose or changed an option; see `config.plan.Adjustment`."""
 
     kind = "adjustment"
     option: str
     asked: Any
     used: Any
     reason: str
-    sort: Literal["choice", "change", "warning", "name"]
-    """The kind of the adjustment; `kind` is that of the event."""
+    adjustment_kind: Literal["choice", "change", "warning", "name"]
+    """`sort` in events.jsonl."""
     sentence: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "sort" if name == "adjustment_kind" else name: value for name, value in super().to_json().items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +153,7 @@ class LossMeasured(Event):
     """The loss on fixed batches was measured before a move."""
 
     kind = "measured"
-    measured: Measured
+    measured: LossMeasurement
 
     def to_json(self) -> dict[str, Any]:
         return self.measured.to_json()
@@ -156,7 +161,7 @@ class LossMeasured(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LossCompared(Event):
-    """The loss on the same batches was measured with the move's target backend, which this machine has."""
+    """The loss on the same batches was measured with the target backend of a move."""
 
     kind = "compared"
     comparison: Comparison
@@ -167,7 +172,7 @@ class LossCompared(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Moved(Event):
-    """A run continues on another machine, where the loss on the same batches was measured again."""
+    """A run continued on another machine; the loss on the same batches was measured again."""
 
     kind = "moved"
     comparison: Comparison
@@ -178,7 +183,7 @@ class Moved(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStarted(Event):
-    """The first step comes next; `done` steps were taken before a resume."""
+    """The first step follows; `done` steps were taken before a resume."""
 
     kind = "training"
     num_steps: int
@@ -187,7 +192,7 @@ class TrainingStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingEnded(Event):
-    """No step comes any more; the last evaluation and the result may follow."""
+    """The last step is done; an evaluation and the result may follow."""
 
     kind = "training_end"
     steps: int
@@ -274,14 +279,14 @@ class Profiled(Event):
 
     kind = "profile"
     path: str
-    """The table that a person reads first."""
+    """The table in text form."""
     folder: str
     result: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered(Event):
-    """Something did not fit into memory and is repeated with fewer rows at a time."""
+    """A step or evaluation ran out of memory and is repeated with fewer rows at a time."""
 
     kind = "recovery"
     step: int
@@ -291,12 +296,12 @@ class Recovered(Event):
     changed: Mapping[str, int]
     """Option -> its value from now on."""
     next_time: str
-    """The options with which it would have fitted at once."""
+    """The options that would have avoided it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResultSaved(Event):
-    """The adapter or the model was written in a form that other tools read."""
+    """The adapter or the model was exported."""
 
     kind = "saved"
     path: str
@@ -363,7 +368,7 @@ class Observer(Protocol):
 
 @dataclass
 class Observers:
-    """Pass everything on to several observers, in order."""
+    """Forward everything to several observers, in order."""
 
     members: list[Observer] = field(default_factory=list)
 

@@ -1,5 +1,5 @@
-"""Describe the torch engine's fast layers without torch: which models have them, and what such a layer keeps for the backward
-pass. The engine and the prediction of memory both use this one description."""
+"""Describe the torch engine's fast layers without torch: supported models, and the memory that a layer keeps for its
+backward pass. The engine and the prediction of memory both use it."""
 
 from __future__ import annotations
 
@@ -21,35 +21,32 @@ ACTIVATIONS = {
 }
 _DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout")
 _DEFAULTS = {"gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}}
-"""Assumed by transformers where a config.json does not say."""
+"""Defaults of transformers for fields missing in config.json."""
 MOST_COLUMNS = 256
-"""With more adapter columns than this, those that belong to other layers of the group cost more than they save."""
+"""With more adapter columns than this, the zeros of other layers of the group cost more than they save."""
 _ALIGNED_ON_CPU, _ALIGNED_ON_GPU = 16, 64
-"""Columns of x A come in multiples of this, so that rows begin at whole cache lines and fill the tiles of a product."""
+"""Columns of x A are padded to multiples of this, for cache lines and product tiles."""
 LOGITS_ON_CPU, LOGITS_ON_GPU = 2**24, 2**26
-"""The logits that the loss computes at a time."""
+"""Logits computed at a time."""
 FEWEST_ROWS, MOST_ROWS = 256, 4096
-"""The rows of such a part."""
+"""Bounds of the rows computed at a time."""
 LOGITS_IN_CACHE = 2**20
-"""The logits of a part whose loss is computed at once on a CPU: few enough that each pass over them finds them in its caches."""
+"""Logits whose loss is computed at once on a CPU: few enough for its caches."""
 SHORTEST_ROW, LONGEST_ROW = 128, 1024
-"""The lengths of rows that attend by batched products on a CPU. Forward and backward pass took this share of the time of
-torch's fused attention (two quiet ARM cores, fp32, 1,024 tokens in rows of one length, 9 heads over 3 and 14 over 2 of size 64,
-medians of eight): 64 tokens 1.15 and 1.07; 128: 0.86 and 0.78; 256: 0.70 and 0.75; with probabilities computed again 512: 0.73
-and 0.69; 1,024: 0.79 and 0.90."""
+"""Lengths of rows that attend by batched products on a CPU. Time relative to torch's fused attention, forward and backward
+(two ARM cores, fp32, 1,024 tokens, 9 heads over 3 and 14 over 2 of size 64, medians of eight): 64 tokens 1.15 and 1.07; 128:
+0.86 and 0.78; 256: 0.70 and 0.75; with recomputed probabilities 512: 0.73 and 0.69; 1,024: 0.79 and 0.90."""
 LONGEST_KEPT_ROW = 256
-"""Up to this length the probabilities of attention are kept for the backward pass: at most 160 for each head and token, which is
-a fifth to a quarter of what else a layer of SmolLM2-135M keeps, and less in wider models. Those of longer rows are computed
-again."""
+"""Up to this length attention probabilities are kept for the backward pass (at most 160 for each head and token); those of
+longer rows are recomputed."""
 QUERIES_AT_A_TIME = 64
-"""The tokens whose queries are multiplied at once with all keys before them. Twice as many took longer in most of those
-measurements."""
+"""Queries multiplied at once with all keys before them. Twice as many were slower in most of those measurements."""
 
 Recompute = Literal["none", "lean", "full"]
-"""Computed again in a layer's backward pass: the gated activation only, in the kernel that reads its factors anyway; the norms
-too; or the whole layer."""
+"""Recomputed in a layer's backward pass: only the gated activation, fused into another kernel; the norms too; or the whole
+layer."""
 USED_SHARE = 0.85
-"""The share of the free memory that kept activations may fill; the rest is for products, gradients and fragments."""
+"""The share of free memory for kept activations; the rest is for products, gradients and fragmentation."""
 
 
 def why_no_fast_layers(field: Callable[[str], Any]) -> str | None:
@@ -58,7 +55,7 @@ def why_no_fast_layers(field: Callable[[str], Any]) -> str | None:
     if family not in FAMILIES:
         return f"the fast layers know {', '.join(FAMILIES)}, not {family}"
     if field("attn_logit_softcapping") is not None:
-        return "its attention caps its scores, which no fast kernel does"
+        return "its attention caps its scores, which the fast kernels do not support"
     if field("final_logit_softcapping") is not None:
         return "it caps its logits"
     if field("use_bidirectional_attention"):
@@ -81,13 +78,13 @@ def why_no_fast_layers_of(config: Mapping[str, Any]) -> str | None:
 
 
 def adapter_columns(used: int, *, on_gpu: bool) -> int:
-    """Return the columns of x A of a group of layers whose adapters use so many."""
+    """Return the padded number of columns of x A for a group of layers."""
     aligned = _ALIGNED_ON_GPU if on_gpu else _ALIGNED_ON_CPU
     return -(-used // aligned) * aligned
 
 
 def rows_at_a_time(vocabulary: int, *, on_gpu: bool) -> int:
-    """Return the rows whose logits the loss computes at a time."""
+    """Return the number of rows whose logits are computed at a time."""
     logits = LOGITS_ON_GPU if on_gpu else LOGITS_ON_CPU
     return min(max(logits // vocabulary, FEWEST_ROWS), MOST_ROWS)
 
@@ -98,8 +95,8 @@ def attends_by_products(length: int, *, on_gpu: bool) -> bool:
 
 
 def attention_bytes(length: int, *, compute_bytes: int, on_gpu: bool) -> int:
-    """Return the bytes that attention keeps for each head and token, besides its inputs and outputs: the logarithm of the sum of
-    a fused kernel, in fp32, or the probabilities of all blocks of queries."""
+    """Return the bytes that attention keeps for each head and token, without inputs and outputs: the fp32 log-sum-exp of a
+    fused kernel, or the probabilities of all blocks of queries."""
     if not attends_by_products(length, on_gpu=on_gpu):
         return 4
     if length > LONGEST_KEPT_ROW:
@@ -112,7 +109,7 @@ def attention_bytes(length: int, *, compute_bytes: int, on_gpu: bool) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class FastLayer:
-    """The sizes of a layer on which the memory of its passes depends."""
+    """The sizes of a layer that determine its memory."""
 
     hidden: int
     intermediate: int
@@ -128,14 +125,14 @@ class FastLayer:
     """The columns of x A of each group."""
     compute_bytes: int
     stream_bytes: int
-    """The bytes of a number of the residual stream; more than those of a product under autocast."""
+    """Bytes of a number of the residual stream; more than compute_bytes under autocast."""
     attention_bytes: int
-    """Kept by attention for each head and token, besides its inputs and outputs."""
+    """Kept by attention for each head and token, without inputs and outputs."""
     qk_norms: bool = False
     post_norms: bool = False
 
     def kept(self) -> LayerBytes:
-        """Return what the layer keeps for its backward pass, for each token."""
+        """Return the bytes that the layer keeps for its backward pass, for each token."""
         rstd = 4  # the inverse root mean square of a norm's input, in fp32
         packed = self.queries + 2 * self.keys
         columns = self.qkv_columns + self.out_columns + self.gate_up_columns + self.down_columns
@@ -155,12 +152,11 @@ class FastLayer:
         )
 
     def backward(self, *, in_fp8: bool) -> int:
-        """Return the bytes of temporary tensors where the backward pass has most of them, for each token.
+        """Return the peak bytes of temporary tensors in the backward pass, for each token.
 
-        In the MLP these are the gradients of the stream, the gated product and its gradient, the gradients of gate and up, the
-        input and its gradient; in attention the gradients of its output, of queries, keys and values apart and packed, the input
-        and its gradient. Products in fp8 read an e4m3 copy of each gradient. Attention by batched products holds more, copies of
-        its inputs and the scores of a block, but less than the MLP.
+        In the MLP: the gradients of the stream, the gated product and its gradient, the gradients of gate and up, the input and
+        its gradient. In attention: the gradients of its output, of queries, keys and values both apart and packed, the input
+        and its gradient. fp8 products also read an e4m3 copy of each gradient.
         """
         stream = self.hidden * (self.stream_bytes + self.compute_bytes)
         packed = self.queries + 2 * self.keys
@@ -185,9 +181,9 @@ class LayerBytes:
 def plan_recomputation(
     cost: LayerBytes, *, num_layers: int, num_tokens: int, free_bytes: int, working_bytes: int = 0
 ) -> list[Recompute]:
-    """Return the cheapest mode of each layer that fits: all kept, all lean, or as many lean ones as fit after full ones.
+    """Return the cheapest modes that fit: all none, all lean, or as many lean layers as fit after full ones.
 
-    `working_bytes` of the free memory are needed for other things, such as gradients and the optimizer's state.
+    `working_bytes` of the free memory are reserved for gradients, optimizer state and the like.
     """
     room = min(int(free_bytes * USED_SHARE), free_bytes - working_bytes)
     none: Recompute = "none"
@@ -203,12 +199,12 @@ def plan_recomputation(
 
 
 def kept_by(cost: LayerBytes, modes: Sequence[Recompute]) -> int:
-    """Return what layers of these modes keep together, for each token."""
+    """Return the bytes that layers of these modes keep together, for each token."""
     return sum(getattr(cost, mode) for mode in modes)
 
 
 def most_held(cost: LayerBytes, modes: Sequence[Recompute]) -> int:
-    """Return the most that they hold at a moment of the backward pass: what all of them keep, or what is left when the last
-    of the recomputed ones, which are the first layers, has been computed again."""
+    """Return the peak in the backward pass: all kept bytes, or those left when the last of the recomputed layers, which come
+    first, is recomputed."""
     num_full = modes.count("full")
     return max(kept_by(cost, modes), num_full * cost.full + cost.lean if num_full else 0)

@@ -1,5 +1,5 @@
-"""Predict what the fast layers hold in memory besides weights and optimizer: activations, temporary gradients, the logits of a
-part of the rows, copies of adapters, and buffers for quantized weights."""
+"""Predict the memory of the fast layers: activations, temporary gradients, logits, copies of adapters, and buffers for
+quantized weights."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _GROUPS = {
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
 }
-"""The layers that are multiplied at once, as they share their input."""
+"""Layers that share an input and are multiplied at once."""
 _STORED_IN_FP8 = "fp8"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The sizes of a group of linear layers, and of its adapters."""
+    """The sizes of a group of linear layers and its adapters."""
 
     outputs: int
     inputs: int
@@ -75,12 +75,12 @@ def fast_layer(shape: ModelShape, step: Step) -> FastLayer:
 
 
 def stream_bytes(step: Step) -> int:
-    """Return the bytes of a number of the residual stream, which has the dtype of the embedding."""
+    """Return the bytes of a number of the residual stream, which has the embedding's dtype."""
     return max(step.width, step.weight_bits // 8)
 
 
 def recomputation(shape: ModelShape, step: Step, *, held_bytes: int, working_bytes: int) -> list[Recompute]:
-    """Return what each layer computes again beside `held_bytes` of weights and their like, as the engine will choose it."""
+    """Return the recomputation of each layer beside `held_bytes` of weights, as the engine chooses it."""
     if step.checkpointing:
         return ["full"] * shape.num_layers
     if not step.recomputes_by_memory:
@@ -97,12 +97,9 @@ def recomputation(shape: ModelShape, step: Step, *, held_bytes: int, working_byt
 
 
 def activation_bytes(shape: ModelShape, step: Step, modes: list[Recompute]) -> tuple[int, int]:
-    """Return what is kept at the loss, which is all that the layers keep and the input of the last norm, and the most that is
-    held at a moment of the backward pass."""
-    cost, last = (
-        fast_layer(shape, step).kept(),
-        supervised_rows(step) * (shape.hidden * stream_bytes(step) + 4),
-    )
+    """Return the activations kept at the loss, including the input of the last norm, and their peak in the backward pass."""
+    cost = fast_layer(shape, step).kept()
+    last = supervised_rows(step) * (shape.hidden * stream_bytes(step) + 4)
     return step.tokens * kept_by(cost, modes) + last, step.tokens * most_held(cost, modes) + last
 
 
@@ -111,9 +108,8 @@ def backward_bytes(shape: ModelShape, step: Step) -> int:
 
 
 def loss_bytes(shape: ModelShape, step: Step) -> int:
-    """Return the bytes at the loss: the normalized rows and their gradient, the logits of some of them at a time, whose
-    gradient takes their place, what torch's operations hold of a few of those in fp32, and the head in the dtype of the
-    products."""
+    """Return the bytes at the loss: the normalized rows and their gradient, a part of the logits, which their gradient
+    overwrites, on a CPU fp32 copies of some of them, and the head in the compute dtype."""
     rows = supervised_rows(step)
     part = min(rows, rows_at_a_time(shape.vocab, on_gpu=step.on_gpu))
     logits = part * shape.vocab * step.width
@@ -128,8 +124,8 @@ def supervised_rows(step: Step) -> int:
 
 
 def adapter_copy_bytes(shape: ModelShape, step: Step) -> int:
-    """Return the bytes of the adapters in the dtype of the products: A and B of each group, and B where it stands beside the
-    weights, with zeros between."""
+    """Return the bytes of the adapters in the compute dtype: A and B of each group, and B padded with zeros beside the
+    weights."""
     total = 0
     for group in groups(shape, step).values():
         total += group.columns * group.inputs + step.rank * group.adapted_outputs
@@ -138,8 +134,8 @@ def adapter_copy_bytes(shape: ModelShape, step: Step) -> int:
 
 
 def weight_buffer_bytes(shape: ModelShape, step: Step) -> int:
-    """Return the bytes of the buffers in which quantized weights are made dense: one for the largest group, and with fp8
-    products one of e4m3 and its transposed copy. Weights that are stored in fp8 need none."""
+    """Return the bytes of the buffers for dequantized weights: the largest group, and with fp8 products its e4m3 copy and
+    the transpose. Weights stored in fp8 need none."""
     if step.quantizer == "none" or (step.quantizer == _STORED_IN_FP8 and step.fp8_products):
         return 0
     found = groups(shape, step).values()

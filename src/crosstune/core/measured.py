@@ -1,4 +1,4 @@
-"""Define the loss measured on a few fixed batches, and the comparison of two such measurements."""
+"""The loss on a few fixed batches, and the comparison of two such measurements."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class LossMeasurement:
     """The loss on a few batches with the weights of a step, without dropout."""
 
     step: int
     first_step: int
     """The first measured step."""
     num_steps: int
-    """Number of whole steps measured, since another machine may divide the rows of a step into other micro-batches."""
+    """Whole steps are measured: another machine may divide a step into other micro-batches."""
     loss: float
     num_supervised: int
     backend: str
@@ -26,13 +26,11 @@ class Measured:
         return dict(vars(self))
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Measured:
+    def from_json(cls, data: Mapping[str, Any]) -> LossMeasurement:
+        numbers = {name: int(data[name]) for name in ("step", "first_step", "num_steps", "num_supervised")}
         return cls(
-            step=int(data["step"]),
-            first_step=int(data["first_step"]),
-            num_steps=int(data["num_steps"]),
+            **numbers,
             loss=float(data["loss"]),
-            num_supervised=int(data["num_supervised"]),
             backend=str(data["backend"]),
             precision=str(data["precision"]),
             quantization=data.get("quantization"),
@@ -47,13 +45,13 @@ class Measured:
 class Comparison:
     """The same batches measured on two machines."""
 
-    there: Measured
-    """On the machine that the run comes from."""
-    here: Measured
+    there: LossMeasurement
+    """On the machine that the run was moved from."""
+    here: LossMeasurement
     difference: float
     """The relative difference of the losses."""
     bound: float
-    """The largest difference that is accepted."""
+    """The largest accepted difference."""
     within: bool
     same_rows: bool
 

@@ -1,10 +1,8 @@
-"""Predict the memory of a training step from what it allocates. `plan`, the fit of a batch to a device, the search for a
-batch size and the guides' classes all use this one model.
+"""Predict the memory of a training step from its allocations.
 
-A step has four moments at which its memory can be largest: at the loss, in the backward pass of a layer, when all
-gradients exist, and in the update. Terms are counted in bytes per token from the tensors that the torch engine's
-forward pass of a Llama-like model keeps for its backward pass; other models are close to that. What differs with the fast
-layers is in `fast_memory`.
+Memory can peak at four moments: at the loss, in the backward pass of a layer, when all gradients exist, and in the update.
+Terms are bytes per token of the tensors that the torch engine's forward pass of a Llama-like model keeps for its backward
+pass; other models are similar. `fast_memory` has the terms of the fast layers.
 """
 
 from __future__ import annotations
@@ -19,12 +17,11 @@ from crosstune.core.training_step import ATTENTION_LINEARS, Step, adapted_linear
 
 GIB = 1024**3
 LOGITS_AT_A_TIME = 2**24
-"""More logits than this are converted to fp32 in parts; fewer are faster at once."""
+"""More logits than this are converted to fp32 in parts."""
 _SCORE_COPIES = 2
-"""Copies of a layer's attention scores during its backward pass, besides the one kept from the forward pass."""
+"""Temporary copies of a layer's attention scores in its backward pass."""
 _PRODUCT_COPIES = {"none": 0, "bnb": 1, "mlx": 0}
-"""Dense copies of a quantized weight while it is multiplied; MLX multiplies with the packed bits. Others unpack the bits
-into integers, and these into numbers."""
+"""Dense copies of a quantized weight while it is multiplied; MLX multiplies packed bits. Other quantizers need three."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +30,7 @@ class MemoryParts:
 
     weights: int
     adapters: int
-    """Adapters, and fp32 copies of trained weights of 16 bits."""
+    """Adapters, and fp32 copies of trained 16-bit weights."""
     gradients: int
     optimizer: int
     activations: int
@@ -52,18 +49,18 @@ class MemoryParts:
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """The step that was fitted, and its memory."""
+    """A step with its memory."""
 
     shape: ModelShape
     step: Step
     parts: MemoryParts
     estimated_bytes: int
-    """The sum of the parts, corrected by what earlier runs measured."""
+    """The sum of the parts, corrected by earlier runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """The relation of measured to predicted peak memory in earlier runs."""
+    """The ratio of measured to predicted peak memory in earlier runs."""
 
     factor: float
     num_runs: int
@@ -74,14 +71,13 @@ def step_bytes(shape: ModelShape, step: Step) -> int:
 
 
 def step_parts(shape: ModelShape, step: Step) -> MemoryParts:
-    """Return the memory of a step in each process, at the moment when it is largest."""
+    """Return the peak memory of a step in each process, by part."""
     trained = trained_parameters(shape, step)
     shards = step.num_shards
     passes = _fast_passes(shape, step) if step.fast else _general_passes(shape, step)
     before = 4 * trained // shards if step.num_micro_batches > 1 else 0
-    own = (
-        2 if _is_trained_in_16_bits(step) else 0
-    )  # the gradient of a 16-bit weight, beside that of its fp32 copy
+    # A 16-bit weight has a gradient beside that of its fp32 copy.
+    own = 2 if _is_trained_in_16_bits(step) else 0
     after = (own + 4 if own and step.num_micro_batches > 1 else 4) * trained // shards
     in_update = 4 * trained // shards * (2 if step.on_gpu and "fused" not in step.optimizer else 1)
     moments = [
@@ -108,15 +104,15 @@ class _Passes:
     """The bytes of a forward and a backward pass."""
 
     at_loss: int
-    """Activations that are kept at the loss."""
+    """Activations kept at the loss."""
     in_backward: int
-    """The most activations at a moment of the backward pass."""
+    """Peak of activations in the backward pass."""
     loss: int
     backward: int
     dense: int
-    """Forms of a weight while it is multiplied."""
+    """Dense copies of a weight while it is multiplied."""
     held: int = 0
-    """Buffers and copies that stay between the steps."""
+    """Buffers and copies that persist between steps."""
 
 
 def _general_passes(shape: ModelShape, step: Step) -> _Passes:
@@ -131,14 +127,14 @@ def _general_passes(shape: ModelShape, step: Step) -> _Passes:
 
 
 def num_recomputed(shape: ModelShape, step: Step) -> int:
-    """Return how many layers are computed again in the backward pass."""
+    """Return the number of layers that are recomputed in the backward pass."""
     if step.fast:
         return fast_modes(shape, step).count("full")
     return shape.num_layers if step.checkpointing else 0
 
 
 def fast_modes(shape: ModelShape, step: Step) -> list[Recompute]:
-    """Return what each of the fast layers computes again."""
+    """Return the recomputation of each fast layer."""
     held = weight_bytes(shape, step) + copy_bytes(step, trained_parameters(shape, step)) + step.overhead_bytes
     return fast_memory.recomputation(
         shape,
@@ -166,15 +162,15 @@ def _fast_passes(shape: ModelShape, step: Step) -> _Passes:
 
 
 def fast_working_bytes(shape: ModelShape, step: Step) -> int:
-    """Return the bytes that a step with the fast layers needs besides weights, adapters and what its layers keep."""
+    """Return the bytes of a step with the fast layers without weights, adapters and kept activations."""
     trained = trained_parameters(shape, step)
     passing = max(fast_memory.backward_bytes(shape, step), fast_memory.loss_bytes(shape, step))
     return 4 * trained + moment_bytes(trained, step.optimizer) + 4 * trained * step.averages + passing
 
 
 def weight_bytes(shape: ModelShape, step: Step) -> int:
-    """Return the bytes of the weights. Embedding, head and new blocks are never quantized; under autocast, frozen linear
-    weights are kept in the dtype of the computation."""
+    """Return the bytes of the weights. Embedding, head and new blocks are never quantized; frozen linear weights have the
+    compute dtype under autocast."""
     new = step.num_new_blocks * block_parameters(shape) if step.method == "llama_pro" else 0
     linear = max(0, shape.num_parameters - shape.embeddings - new)
     dense = step.weight_bits // 8
@@ -185,7 +181,7 @@ def weight_bytes(shape: ModelShape, step: Step) -> int:
 
 
 def _stored_bits(step: Step) -> float:
-    """Return the bits of a quantized weight with its share of the scales."""
+    """Return the bits of a quantized weight, including scales."""
     if step.n_bits >= 8:
         return step.n_bits + 0.02  # a scale per row
     if step.quantizer == "bnb":
@@ -195,7 +191,7 @@ def _stored_bits(step: Step) -> float:
 
 
 def copy_bytes(step: Step, trained: int) -> int:
-    """Return the bytes of what training adds to the weights: adapters in fp32, or fp32 copies of 16-bit weights."""
+    """Return the bytes of fp32 adapters, or of fp32 copies of trained 16-bit weights."""
     return 4 * trained if step.method in ("lora", "dora") or _is_trained_in_16_bits(step) else 0
 
 
@@ -211,20 +207,18 @@ def moment_bytes(trained: int, optimizer: str) -> int:
 
 
 def kept_bytes(shape: ModelShape, step: Step) -> int:
-    """Return the bytes that the forward pass keeps for the backward pass of all layers."""
+    """Return the bytes that all layers keep for the backward pass."""
     if step.checkpointing:
         layers = shape.num_layers * step.tokens * shape.hidden * _stream_width(step)
     else:
         layers = shape.num_layers * layer_bytes(shape, step)
-    casts = (
-        shape.num_parameters * step.width if step.method == "full" and _stream_width(step) > step.width else 0
-    )
-    # The last norm and the input of the head; and the casts of weights, which autocast keeps for the backward pass.
-    return layers + step.tokens * shape.hidden * (4 + step.width) + casts
+    casts = step.method == "full" and _stream_width(step) > step.width
+    # The last norm, the input of the head, and the weights that autocast keeps after casting them.
+    return layers + step.tokens * shape.hidden * (4 + step.width) + casts * shape.num_parameters * step.width
 
 
 def layer_bytes(shape: ModelShape, step: Step) -> int:
-    """Return the bytes that the forward pass of one layer keeps for its backward pass."""
+    """Return the bytes that one layer keeps for its backward pass."""
     width, wide = step.width, shape.active_intermediate
     norms = 2 * 4 * shape.hidden  # their inputs in fp32
     if step.method in ("full", "llama_pro"):
@@ -236,9 +230,9 @@ def layer_bytes(shape: ModelShape, step: Step) -> int:
 
 
 def _input_width(shape: ModelShape, step: Step) -> int:
-    """Return the bytes per token of the inputs of linear layers that are kept for the gradients of a weight or an adapter.
+    """Return the bytes per token of the kept inputs of trained or adapted linear layers.
 
-    Layers share their input, unless each drops parts of it or casts it for itself. That of o_proj is kept by attention.
+    Layers share an input unless each applies dropout or a cast of its own. Attention keeps the input of o_proj.
     """
     full = step.method in ("full", "llama_pro")
     used = shape.linears() if full else adapted_linears(shape, step)
@@ -254,7 +248,7 @@ def _input_width(shape: ModelShape, step: Step) -> int:
 
 
 def _adapter_width(shape: ModelShape, step: Step) -> int:
-    """Return the bytes per token that adapters keep besides the inputs of their layers."""
+    """Return the bytes per token that adapters keep, without the inputs of their layers."""
     total = 0
     for name, (outputs, _, _) in adapted_linears(shape, step).items():
         kept = step.rank + (outputs if step.method == "dora" else 0)  # DoRA: the output before it is rescaled
@@ -263,25 +257,24 @@ def _adapter_width(shape: ModelShape, step: Step) -> int:
 
 
 def _times(shape: ModelShape, name: str) -> int:
-    """Return how many layers of a name a token passes through in a block."""
+    """Return how many layers of this name process a token in a block."""
     return 1 if name in ATTENTION_LINEARS or shape.num_experts == 1 else shape.experts_per_token
 
 
 def _stream_width(step: Step) -> int:
-    """Return the bytes of a number between two layers: that of the embedding, from which autocast does not cast."""
+    """Return the bytes of a number of the residual stream, which keeps the embedding's dtype under autocast."""
     return max(step.width, step.weight_bits // 8)
 
 
 def backward_bytes(shape: ModelShape, step: Step) -> int:
-    """Return the bytes of the gradients inside a layer's backward pass, where its MLP is."""
+    """Return the bytes of temporary gradients in a layer's backward pass, at its MLP."""
     scores = step.context * shape.num_heads * step.score_bits // 8 * _SCORE_COPIES
     values = step.width * (2 * shape.hidden + 2 * shape.active_intermediate)
     return step.tokens * (values + scores)
 
 
 def loss_bytes(shape: ModelShape, step: Step) -> int:
-    """Return the bytes of logits and their gradients where they are most: in fp32 at once, or in parts with a gradient of
-    the same dtype beside them."""
+    """Return the peak bytes of logits and their gradients: all in fp32, or in parts with a gradient in the compute dtype."""
     rows = step.batch * min(step.context, step.supervised or step.context)
     count = rows * shape.vocab
     if count <= LOGITS_AT_A_TIME:
@@ -290,17 +283,15 @@ def loss_bytes(shape: ModelShape, step: Step) -> int:
 
 
 def dense_copies(shape: ModelShape, step: Step) -> int:
-    """Return the bytes of the largest weight while a product needs it in another form."""
+    """Return the bytes of dense copies of the largest weight during a product."""
     largest = max(outputs * inputs for outputs, inputs, _ in shape.linears().values())
     copies = _PRODUCT_COPIES.get(step.quantizer, 3) * largest * step.width
-    return copies + (
-        3 * 4 * largest if step.method == "dora" else 0
-    )  # the row norms of DoRA are those of W + BA in fp32
+    norms = 3 * 4 * largest if step.method == "dora" else 0  # the row norms of W + BA, in fp32
+    return copies + norms
 
 
 def gathered_bytes(shape: ModelShape, step: Step) -> int:
-    """Return the bytes of the weights that a process gathers from the others: two blocks at a time, and the embedding and
-    the head; of those that are trained, the gradients too."""
+    """Return the bytes of gathered shards: two blocks at a time, embedding and head; with gradients if they are trained."""
     if step.num_shards == 1:
         return 0
     gradient = 4 if step.method == "full" else 0
@@ -310,7 +301,7 @@ def gathered_bytes(shape: ModelShape, step: Step) -> int:
 
 
 def largest_batch(shape: ModelShape, step: Step, *, limit_bytes: int, at_most: int = 1024) -> int:
-    """Return the largest power of two of rows that is estimated to fit; 0 when one row does not fit."""
+    """Return the largest power of two of rows that fits; 0 when one row does not fit."""
     batch, candidate = 0, 1
     while candidate <= at_most and step_bytes(shape, replace(step, batch=candidate)) <= limit_bytes:
         batch, candidate = candidate, candidate * 2
@@ -318,5 +309,5 @@ def largest_batch(shape: ModelShape, step: Step, *, limit_bytes: int, at_most: i
 
 
 def describe_parts(parts: MemoryParts) -> Mapping[str, int]:
-    """Return the parts that are not empty, largest first."""
+    """Return the non-empty parts, largest first."""
     return dict(sorted(((n, b) for n, b in parts.to_json().items() if b), key=lambda item: -item[1]))

@@ -1,4 +1,4 @@
-"""Define the sizes of a decoder model that its memory and its speed depend on."""
+"""The sizes of a decoder model that determine memory and speed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes of a decoder model: attention, and a gated MLP or several of them, in each layer."""
+    """The sizes of a decoder model with attention and one or several gated MLPs in each layer."""
 
     num_parameters: int
     hidden: int
@@ -16,23 +16,23 @@ class ModelShape:
     vocab: int
     num_heads: int
     num_kv_heads: int = 0
-    """0 for as many as there are heads."""
+    """0 for num_heads."""
     head_dim: int = 0
     """0 for hidden / num_heads."""
     tied: bool = False
     """True if the head is the embedding."""
     max_context: int | None = None
     source: str = "config"
-    """The source of the sizes: `config`, `table` for the bundled table of models, or `size` for a typical model."""
+    """Where the sizes come from: `config`, `table` (bundled models) or `size` (a typical model)."""
     num_experts: int = 1
-    """Experts of each layer in a mixture."""
+    """Experts of each layer."""
     expert_intermediate: int = 0
-    """The width of each of several experts."""
+    """The width of each expert."""
     experts_per_token: int = 2
     family: str = ""
-    """The `model_type` of its configuration; empty if it is not known."""
+    """The `model_type` of its configuration; empty if unknown."""
     why_general: str = ""
-    """Why it has no fast layers; empty if it has them, or if its family is not known."""
+    """Why it has no fast layers; empty if it has them or if its family is unknown."""
 
     @property
     def queries(self) -> int:
@@ -51,13 +51,13 @@ class ModelShape:
 
     @property
     def active_intermediate(self) -> int:
-        """The width of the MLPs that a token passes through in a layer."""
+        """The total width of the MLPs that process a token in a layer."""
         if self.num_experts == 1:
             return self.intermediate
         return min(self.experts_per_token, self.num_experts) * self.expert_intermediate
 
     def linears(self) -> dict[str, tuple[int, int, int]]:
-        """Return the linear layers of a block: name -> outputs, inputs, and how many there are."""
+        """Return the linear layers of a block: name -> outputs, inputs, count."""
         attention = {
             "q_proj": (self.queries, self.hidden, 1),
             "k_proj": (self.keys, self.hidden, 1),
@@ -72,7 +72,7 @@ class ModelShape:
         }
 
     def active_parameters(self) -> int:
-        """Return the parameters that a token is multiplied with, without the embedding."""
+        """Return the parameters that multiply a token, without the embedding."""
         idle = self.num_experts * self.expert_intermediate - self.active_intermediate
         experts = 3 * self.hidden * idle * self.num_layers if self.num_experts > 1 else 0
         table = 0 if self.tied else self.vocab * self.hidden
@@ -93,7 +93,7 @@ _TYPICAL = (
 
 
 def shape_for_size(billions: float) -> ModelShape:
-    """Return the shape of a typical model with so many parameters, where nothing else is known of it."""
+    """Return the shape of a typical model with this many parameters."""
     _, hidden, layers, intermediate, vocab, heads = min(_TYPICAL, key=lambda row: abs(row[0] - billions))
     return ModelShape(
         num_parameters=round(billions * 1e9),
@@ -112,7 +112,7 @@ def block_parameters(shape: ModelShape) -> int:
 
 
 def expand_shape(shape: ModelShape, num_blocks: int) -> ModelShape:
-    """Return the shape of the model with this many more blocks."""
+    """Return the shape with this many more blocks."""
     return replace(
         shape,
         num_layers=shape.num_layers + num_blocks,

@@ -1,4 +1,4 @@
-"""Define what the loop and an engine tell each other about a profile of training steps."""
+"""The interface between the loop and an engine for profiling training steps."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ PHASES = (DATA, FORWARD, BACKWARD, BOTH_PASSES, COMMUNICATION, OPTIMIZER, CHECKP
 """The phases of a step, in order. An engine that computes both passes at once has one phase for them."""
 
 Phase = Callable[[str], contextlib.AbstractContextManager[None]]
-"""Makes the block that is timed as a phase."""
-
-_NOTHING = contextlib.nullcontext()
+"""Returns the context in which a phase is timed."""
 
 
 def no_phase(name: str) -> contextlib.AbstractContextManager[None]:
     """Time nothing: the phase of a session that is not profiled."""
-    return _NOTHING
+    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,25 +37,25 @@ class Operator:
     name: str
     calls: int
     seconds: float
-    """On the device, or on the CPU if that computes; without the operators it calls."""
+    """Own time, without called operators: on the device if it has one, else on the CPU."""
     shapes: str = ""
     memory_bytes: int = 0
-    """Bytes that it allocated and did not free, where memory is recorded."""
+    """Bytes allocated and not freed, if memory is recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What an engine recorded of the active steps of one cycle."""
+    """The active steps of one cycle, as an engine recorded them."""
 
     operators: Sequence[Operator] = ()
     device_busy_s: float | None = None
-    """Time in which the device computed or copied; None where the CPU computes or the engine cannot tell."""
+    """Time in which the device computed or copied; None on a CPU or if unknown."""
     communication_s: float = 0.0
     """Time of collectives, which may overlap with other work."""
     flops: float | None = None
-    """Floating-point operations of matrix products and attention; None where the engine cannot tell."""
+    """Floating-point operations of matrix products and attention; None if unknown."""
     memory_timeline: Sequence[tuple[float, int]] = ()
-    """Seconds from the start, and the bytes that are allocated then."""
+    """Seconds from the start, and the bytes allocated then."""
     files: Sequence[Path] = ()
 
 
@@ -73,10 +71,10 @@ class Limits:
 
 
 class EngineProfiler(Protocol):
-    """Records the work of an engine. Calls come in the order warm_up, start, stop, as often as there are cycles."""
+    """Records the work of an engine, in cycles of warm_up, start and stop."""
 
     def warm_up(self) -> None:
-        """Prepare to record, so that the first recorded step does not pay for it."""
+        """Prepare to record, outside of the first recorded step."""
         ...
 
     def start(self) -> None: ...
@@ -90,7 +88,7 @@ class EngineProfiler(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait for the device, so that the time of a phase is that of its work."""
+        """Wait for the device, so that a phase includes its work."""
         ...
 
     def measure_limits(self) -> Limits | None: ...
@@ -101,6 +99,6 @@ class Profiles(Protocol):
     """A session that can be profiled."""
 
     phase: Phase
-    """Times the phases of a step; the loop replaces it in the steps that are recorded."""
+    """Times the phases of a step; replaced in recorded steps."""
 
     def profiler(self, settings: ProfileSettings) -> EngineProfiler: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from crosstune.core.atomic_files import clear_leftovers, set_aside, write_text
 from crosstune.core.disk import NO_ROOM, free_space, readable_bytes
@@ -38,8 +38,7 @@ def holds_record(folder: Path) -> bool:
 
 
 def holds_run(folder: Path) -> bool:
-    """Return whether a folder holds a run. A start that ended before its first step left a record without steps, which
-    the next start replaces."""
+    """Return whether a folder holds a run. The next start replaces a record without steps."""
     return holds_record(folder) and not _is_without_steps(folder)
 
 
@@ -56,8 +55,8 @@ def _is_without_steps(folder: Path) -> bool:
 
 
 def read_log(path: Path) -> dict[str, Any]:
-    """Return the contents of plan.json or summary.json; nothing if it is missing or damaged, as a log must not keep a
-    run from continuing."""
+    """Return the contents of plan.json or summary.json; empty if it is missing or damaged, because a log must not stop a
+    run."""
     try:
         return read_json(path)
     except UserError:
@@ -65,8 +64,8 @@ def read_log(path: Path) -> dict[str, Any]:
 
 
 def check_free(folder: Path, *, resuming: bool = False) -> None:
-    """Raise a UserError when the folder holds a run already. With `resuming`, an unfinished run without a checkpoint is
-    allowed: there is nothing to continue from, and it is moved aside."""
+    """Raise a UserError when the folder already holds a run. With `resuming`, an unfinished run without a checkpoint is
+    allowed, because it is moved aside."""
     if not holds_run(folder):
         return
     if not resuming:
@@ -111,37 +110,21 @@ class RecordFailed(UserError):
 
 
 class RecordFailedElsewhere(RecordFailed):
-    """The same in a process that does not write the record."""
+    """Raised in a process that does not write the record."""
 
     def __init__(self, asked: str, *, why: str, do: str) -> None:
         UserError.__init__(self, asked, why=why, do=do)
 
 
 def _room(path: Path, error: OSError) -> str:
-    """Say how much space is left where there is too little of it."""
+    """Return the free space as text after a full disk."""
     if error.errno not in NO_ROOM:
         return ""
     return f": {readable_bytes(free_space(path.parent))} are free, and the records of a run need a few MB"
 
 
-class Record(Protocol):
-    """Receives the steps, the events and the summary of a run."""
-
-    folder: Path
-
-    def on_step(self, metrics: StepMetrics) -> None: ...
-
-    def on_event(self, event: Event) -> None: ...
-
-    def on_plan(self, plan: Mapping[str, Any]) -> None:
-        """Replace plan.json: opening the model decided something."""
-        ...
-
-    def finish(self, summary: Mapping[str, Any]) -> None: ...
-
-
-class SilentRecord:
-    """The record of a rank that does not write."""
+class Record:
+    """The record of a rank that writes nothing; `RunRecord` writes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -153,21 +136,20 @@ class SilentRecord:
         return None
 
     def on_plan(self, plan: Mapping[str, Any]) -> None:
-        return None
+        """Replace plan.json after opening the model changed the plan."""
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         return None
 
 
-class RunRecord:
+class RunRecord(Record):
     """Write a run folder. Each line is flushed, so a kill loses at most the line being written.
 
-    The caller holds the lock of the folder. Until the first step, the metrics and the summary of the earlier part of a
-    resumed run stay as they are.
+    The caller holds the lock of the folder. Resuming leaves the metrics and the summary unchanged until the first step.
     """
 
     def __init__(self, folder: Path, *, resumes_at: int | None = None) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self._metrics: TextIO | None = None
         self._events: TextIO | None = None
         self._resumes_at = resumes_at
@@ -205,7 +187,7 @@ class RunRecord:
         return record
 
     def carry_on(self, metrics: Path, *, step: int) -> None:
-        """Begin with the rows of the run that this one continues, so that the loss curve is complete."""
+        """Start with the rows of the run that this one continues, to complete the loss curve."""
         self._carried, self._resumes_at = metrics, step
 
     def _open_logs(self, config_yaml: str, plan: Mapping[str, Any]) -> None:
@@ -215,7 +197,7 @@ class RunRecord:
         (self.folder / "metrics.jsonl").touch()
 
     def _open_metrics(self) -> TextIO:
-        """Open metrics.jsonl for the first step. Rows of later steps are removed, since they are trained again."""
+        """Open metrics.jsonl for the first step, without rows of steps that are repeated."""
         path = self.folder / "metrics.jsonl"
         if self._resumes_at is not None:
             rows = self._rows_until(self._resumes_at)
@@ -224,7 +206,7 @@ class RunRecord:
         return path.open("a", encoding="utf-8")
 
     def _rows_until(self, last: int) -> list[dict[str, Any]]:
-        """Return the rows up to a step. A damaged file is set aside: a log must not keep a run from continuing."""
+        """Return the rows up to a step. A damaged file is set aside, because a log must not stop a run."""
         path = self._carried or self.folder / "metrics.jsonl"
         try:
             rows = read_jsonl(path)
@@ -279,7 +261,7 @@ class RunRecord:
             raise RecordFailed(path, error) from error
         finally:
             self._metrics = self._events = None
-            self._finished = True  # what a tracker reports after the end is appended
+            self._finished = True  # later events of trackers are appended
 
     def _append(self, file: TextIO | None, data: Mapping[str, Any]) -> None:
         assert file is not None, "the record is closed"

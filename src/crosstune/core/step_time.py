@@ -1,13 +1,12 @@
 """Predict the time of a training step: products, memory traffic, kernel launches, and communication of several processes.
 
-The time of one device is the larger of what it computes and what the host can launch. It computes matrix products at
-the rate that the hardware sustains, and moves the activations through memory in between. Three numbers are measured,
-on an H200, and are the same for every device:
+The time of a device is the larger of its computation and the host's kernel launches. Computation is matrix products at
+the sustained rate plus memory traffic of activations. The constants were measured on an H200 and used for every device:
 
-- SUSTAINED: products run at this share of the data sheet's rate, because the power limit lowers the clock;
-- PASSES and FAST_PASSES: how often each byte that is kept for the backward pass moves through memory, in the general layers,
-  whose kernels are not fused, and in the fast ones;
-- LAUNCH_S and LAUNCHES: what the host needs to start the kernels of a layer, which decides for small models.
+- SUSTAINED: the share of the data sheet's rate that products reach under the power limit;
+- PASSES and FAST_PASSES: how often each byte kept for the backward pass moves through memory, in the general and the fast
+  layers;
+- LAUNCH_S and LAUNCHES: the host's time for the kernels of a layer, which dominates for small models.
 """
 
 from __future__ import annotations
@@ -24,16 +23,18 @@ from crosstune.core.training_step import Step, adapted_linears, trained_paramete
 SUSTAINED = 0.67
 PASSES, FAST_PASSES = 29, 11
 FP8_RATE = 1.68
-"""The sustained rate of fp8 products with a scale per row, over that of bf16."""
+"""The sustained rate of fp8 products with a scale per row, relative to bf16."""
 LAUNCH_S = 10e-6
 LAUNCHES, LAUNCHES_PER_ADAPTER, LAUNCHES_PER_QUANTIZED = 350, 25, 20
-"""Kernels of a layer in a step: forward, backward and update; those that each adapter adds, and each quantized weight."""
+"""Kernels of a layer in a step (forward, backward and update), of each adapter, and of each quantized weight."""
 FAST_LAUNCHES = 50
-"""Kernels of a fast layer with adapters, counted and not timed."""
+"""Kernels of a fast layer with adapters (counted)."""
 LINK_SHARE = 0.8
 """The share of a link's data rate that collectives reach."""
 LATENCY_S = 20e-6
 """The time of a message to the next process."""
+LARGEST_ERROR, NUM_CHECKED = 0.082, 6
+"""The largest relative error of the speed over this many measured steps that calibrate nothing; test_predict.py has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class Cluster:
 
     @property
     def num_shards(self) -> int:
-        """The processes that divide the weights."""
+        """The processes that shard the weights."""
         if self.sharding in ("ddp", "no_shard"):
             return 1
         return self.num_local if self.sharding.startswith("hybrid") else self.size
@@ -65,9 +66,9 @@ class StepTime:
     traffic_s: float
     launches_s: float
     communication_s: float
-    """The part of the communication that no computation hides."""
+    """Exposed communication."""
     hidden_s: float
-    """The part of the communication that happens beside the computation."""
+    """Communication overlapped with computation."""
     tokens: int
     """Tokens of the step over all processes."""
 
@@ -85,19 +86,17 @@ class StepTime:
 
     @property
     def communication_share(self) -> float:
-        """The share of the time in which the links are busy; more than that of `communication_s` where it is hidden."""
+        """The share of the time in which the links are busy, exposed or overlapped."""
         return min(1.0, (self.communication_s + self.hidden_s) / self.seconds)
 
     @property
     def limit(self) -> str:
-        """What takes most of the time."""
-        parts = {
-            "matrix products": self.products_s if self.launches_s < self.compute_s else 0.0,
-            "memory traffic": self.traffic_s if self.launches_s < self.compute_s else 0.0,
-            "launching kernels": self.launches_s if self.launches_s >= self.compute_s else 0.0,
-            "communication": self.communication_s,
-        }
-        return max(parts, key=lambda name: parts[name])
+        """The part that takes most of the time."""
+        parts = {"matrix products": self.products_s, "memory traffic": self.traffic_s}
+        if self.launches_s >= self.compute_s:
+            parts = {"launching kernels": self.launches_s}
+        parts["communication"] = self.communication_s
+        return max(parts, key=parts.__getitem__)
 
 
 def step_time(
@@ -139,8 +138,8 @@ def step_time(
 
 
 def flops_per_token(shape: ModelShape, step: Step, row: float) -> float:
-    """Return the operations for a token: two for each weight in the forward pass, two for the gradient of the input, two
-    for the gradient of a weight that is trained, two more in blocks that are computed again; and causal attention."""
+    """Return the FLOPs of a token: two per weight in the forward pass, two for the input gradient, two for the gradient of
+    a trained weight, two in recomputed blocks; and causal attention."""
     active, head = shape.active_parameters(), shape.vocab * shape.hidden
     trained = active if step.method == "full" else min(active, trained_parameters(shape, step))
     share = _recomputed_share(shape, step)
@@ -149,7 +148,7 @@ def flops_per_token(shape: ModelShape, step: Step, row: float) -> float:
 
 
 def _base_flops_per_token(shape: ModelShape, step: Step) -> float:
-    """Return those of the operations that the linear layers of the base take."""
+    """Return the FLOPs of the base's linear layers."""
     linear = shape.active_parameters() - shape.vocab * shape.hidden
     return 2.0 * (2 + _recomputed_share(shape, step)) * linear
 
@@ -159,12 +158,12 @@ def _recomputed_share(shape: ModelShape, step: Step) -> float:
 
 
 def _makes_dense(step: Step) -> bool:
-    """Return whether quantized weights are made dense for each product."""
+    """Return whether quantized weights are dequantized for each product."""
     return step.quantizer != "none" and not (step.quantizer == "fp8" and step.fp8_products)
 
 
 def _traffic_bytes(shape: ModelShape, step: Step, tokens: float) -> float:
-    """Return the bytes that move through memory in a micro-batch besides the products."""
+    """Return the memory traffic of a micro-batch outside of products."""
     again = _recomputed_share(shape, step)
     if step.fast:
         kept = FAST_PASSES * fast_layer(shape, step).kept().none
@@ -180,10 +179,10 @@ def _traffic_bytes(shape: ModelShape, step: Step, tokens: float) -> float:
 def communication_s(
     shape: ModelShape, step: Step, speed: DeviceSpeed, *, cluster: Cluster
 ) -> tuple[float, float]:
-    """Return the communication of a step after its passes, and beside them.
+    """Return the communication of a step after its passes, and the part that may overlap them.
 
     Replicas sum their gradients once, in fp32, after the passes. Shards gather each weight for the forward and the
-    backward pass of every micro-batch and scatter gradients, beside the computation of the layer before.
+    backward pass of every micro-batch and scatter gradients, overlapping the layer before.
     """
     if cluster.size == 1:
         return 0.0, 0.0
@@ -206,14 +205,14 @@ def communication_s(
 
 
 def gathered_weights(shape: ModelShape, step: Step) -> float:
-    """Return the bytes of all weights in the form in which they are gathered."""
+    """Return the bytes of all weights as they are gathered."""
     one_block = gathered_bytes(replace(shape, vocab=0), replace(step, num_shards=2, method="lora")) / 2
     return one_block * shape.num_layers + shape.embeddings * step.width
 
 
 def _rate(speed: DeviceSpeed, cluster: Cluster, *, across: bool) -> float:
-    """Return the bytes per second at which a collective brings data to every device. What comes from another machine
-    arrives over all its network cards together and is passed on over the links inside."""
+    """Return the bytes per second of a collective. Data of another machine arrives over all network cards together and is
+    forwarded over the links inside."""
     link = speed.link_gb_s or speed.network_gb_s
     rate = min(link, speed.network_gb_s * cluster.num_local) if across else link
     return max(rate, 1e-3) * 1e9 * LINK_SHARE

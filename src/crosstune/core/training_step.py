@@ -1,4 +1,4 @@
-"""Define the settings of a training step that decide its memory and its time, and count what it trains."""
+"""The settings of a training step that determine memory and time, and the number of trained parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The settings of a step that decide its memory, besides the shape of the model."""
+    """The settings of a step that determine its memory for a model shape."""
 
     method: str = "lora"
     rank: int = 16
@@ -25,35 +25,35 @@ class Step:
     context: int = 2048
     """The tokens of the longest row."""
     supervised: int | None = None
-    """The tokens of that row that reach the head; None for all."""
+    """The supervised tokens of that row; None for all."""
     checkpointing: bool = False
     compute_bits: int = 16
     weight_bits: int = 16
-    """The bits of weights that are not quantized; more than those of the computation under autocast."""
+    """The bits of unquantized weights; more than compute_bits under autocast."""
     score_bits: int = 0
-    """The bits of each attention score that is held; 0 for a kernel that holds none."""
+    """The bits of each stored attention score; 0 for a fused kernel, which stores none."""
     dropout: bool = False
     optimizer: str = "adamw"
     averages: bool = False
-    """True if a moving average of the weights is kept."""
+    """Whether a moving average of the weights is kept."""
     num_micro_batches: int = 1
     num_new_blocks: int = 0
-    """Blocks of the shape that llama_pro added: trained in full and never quantized."""
+    """Blocks that llama_pro added: fully trained and never quantized."""
     num_shards: int = 1
-    """Processes that divide the weights and what belongs to them."""
+    """Processes that shard weights, gradients and optimizer state."""
     on_gpu: bool = True
-    """True if the update of all weights is computed at once, and masks are bytes, as torch does on a GPU."""
+    """Whether torch updates all weights at once and stores masks as bytes, as on a GPU."""
     offloads_activations: bool = False
     fast: bool = False
-    """True if the fast layers are used."""
+    """Whether the fast layers are used."""
     fp8_products: bool = False
-    """True if the fast layers multiply with a quantized base in fp8."""
+    """Whether the fast layers multiply a quantized base in fp8."""
     limit_bytes: int = 0
-    """The memory that a step may use; 0 if it is not limited."""
+    """The memory that a step may use; 0 for no limit."""
     recomputes_by_memory: bool = True
-    """True if the fast layers decide by the free memory what they compute again, as they do on CUDA's and ROCm's devices."""
+    """Whether the fast layers choose recomputation by free memory, as on CUDA and ROCm."""
     overhead_bytes: int = 0
-    """Memory that the framework takes before the first tensor, where it counts as memory of the process."""
+    """Memory of the framework before the first tensor, if it counts for the process."""
 
     @property
     def width(self) -> int:

@@ -1,4 +1,4 @@
-"""Decide how much of a device's memory a training step may use."""
+"""Compute how much of a device's memory a training step may use."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from crosstune.core.backend import BackendSpec
 from crosstune.core.machine import BackendReport, Machine
 
 UNIFIED_SHARE = 0.9
-"""The most that a GPU may use of the memory it shares with the system."""
+"""The largest share of unified memory that a GPU may use."""
 
 
 def usable_bytes(
     machine: Machine, report: BackendReport, spec: BackendSpec, *, environment: Mapping[str, str]
 ) -> int:
-    """Return the bytes that a training step may use on a device of this backend with these variables set.
-
-    A GPU that shares the system's memory never gets more than UNIFIED_SHARE of it, whatever its allocator allows.
-    """
+    """Return the bytes that a training step may use on a device of this backend with these variables set."""
     share = spec.usable_share(environment)
     device = report.memory_total_bytes
     if not report.unified_memory or not device:

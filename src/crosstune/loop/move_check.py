@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from crosstune.core.errors import UserError
-from crosstune.core.measured import Comparison, Measured
+from crosstune.core.measured import Comparison, LossMeasurement
 from crosstune.core.protocols import Batch, Recipe, Session
 
 NUM_BATCHES = 4
@@ -13,7 +13,7 @@ NUM_BATCHES = 4
 BOUND, BOUND_REQUANTIZED = 0.02, 0.25
 
 
-def _windows(recipe: Recipe, *, step: int, like: Measured | None) -> tuple[int, list[Sequence[Batch]]]:
+def _windows(recipe: Recipe, *, step: int, like: LossMeasurement | None) -> tuple[int, list[Sequence[Batch]]]:
     """Return the windows of a few steps: those of `like` if given, otherwise the next ones, or the first ones if the run
     is at its end."""
     if like is not None:
@@ -34,12 +34,12 @@ def measure(
     backend: str,
     precision: str,
     quantization: str | None,
-    like: Measured | None = None,
-) -> Measured:
+    like: LossMeasurement | None = None,
+) -> LossMeasurement:
     """Measure the loss on a few steps, the same as those of `like` if given."""
     first_step, windows = _windows(recipe, step=step, like=like)
     result = session.evaluate([batch for window in windows for batch in window])
-    return Measured(
+    return LossMeasurement(
         step=step,
         first_step=first_step,
         num_steps=len(windows),
@@ -51,7 +51,7 @@ def measure(
     )
 
 
-def compare(there: Measured, here: Measured) -> Comparison:
+def compare(there: LossMeasurement, here: LossMeasurement) -> Comparison:
     """Compare both losses against the bound for a move."""
     bound = BOUND if there.quantization == here.quantization else BOUND_REQUANTIZED
     difference = abs(here.loss - there.loss) / max(abs(there.loss), 1e-12)

@@ -1,4 +1,4 @@
-"""Profile some steps of a training: by a schedule, into a folder, without changing the training."""
+"""Profile some steps of a training by a schedule."""
 
 from __future__ import annotations
 
@@ -26,29 +26,17 @@ from crosstune.loop.profile_result import profile_result, write_profile
 DEFAULT_FOLDER = "profiles"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """Which steps are profiled: a cycle of waiting, warm-up and active steps begins every `every` steps."""
-
-    wait: int
-    warm_up: int
-    active: int
-    every: int
-    repeat: int
-    """Number of cycles; 0 for no limit."""
-
-    def what(self, place: int) -> str:
-        """Return `off`, `warm-up`, `active` or `last`, the last active step of a cycle, for a step counted from 0."""
-        length = self.wait + self.warm_up + self.active
-        cycle, within = divmod(place, max(length, self.every))
-        if self.repeat and cycle >= self.repeat:
-            return "off"
-        within -= self.wait
-        if within < 0 or within >= self.warm_up + self.active:
-            return "off"
-        if within < self.warm_up:
-            return "warm-up"
-        return "last" if within == self.warm_up + self.active - 1 else "active"
+def schedule(config: Config, place: int) -> str:
+    """Return `off`, `warm-up`, `active` or `last` for a step counted from 0: a cycle of waiting, warm-up and active steps
+    begins every --profiling_frequency steps, --repeat times or without end."""
+    num_recorded = config.profiler_warmup_steps + config.active_steps
+    cycle, within = divmod(place, max(config.wait_steps + num_recorded, config.profiling_frequency))
+    within -= config.wait_steps
+    if (config.repeat and cycle >= config.repeat) or not 0 <= within < num_recorded:
+        return "off"
+    if within < config.profiler_warmup_steps:
+        return "warm-up"
+    return "last" if within == num_recorded - 1 else "active"
 
 
 def is_asked(config: Config) -> bool:
@@ -56,14 +44,14 @@ def is_asked(config: Config) -> bool:
 
 
 def profile_folder(config: Config, run: Path) -> Path:
-    """Return the folder for the profile of a run: in the run, or under its name where --profiling_output says."""
+    """Return the folder for the profile of a run: in the run folder, or under its name in --profiling_output."""
     if "profiling_output" not in config.asked:
         return run / DEFAULT_FOLDER
     return Path(config.profiling_output).expanduser() / run.name
 
 
 def check_profile_folder(config: Config, run: Path) -> None:
-    """Raise if the profile could not be written, before anything is trained."""
+    """Raise before training if the profile could not be written."""
     if not is_asked(config) or "profiling_output" not in config.asked:
         return
     folder = profile_folder(config, run)
@@ -77,13 +65,13 @@ def check_profile_folder(config: Config, run: Path) -> None:
         raise UserError(
             f"--profiling_output {config.profiling_output} cannot be written.",
             why=f"{error.strerror or error}.",
-            do="name a folder that you may write, or leave it out: the profile then lies in the run folder",
+            do="name a folder that you may write, or omit it: the profile is then written into the run folder",
         ) from error
 
 
 @dataclass(kw_only=True)
 class StepProfile:
-    """The profile of a run. `step` is around every step of the loop, `phase` around the loop's own phases."""
+    """The profile of a run: `step` wraps every step of the loop, `phase` the loop's own phases."""
 
     session: Session
     config: Config
@@ -103,13 +91,6 @@ class StepProfile:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.schedule = Schedule(
-            wait=config.wait_steps,
-            warm_up=config.profiler_warmup_steps,
-            active=config.active_steps,
-            every=config.profiling_frequency,
-            repeat=config.repeat,
-        )
         if isinstance(self.session, Profiles):
             self._profiler = self.session.profiler(
                 ProfileSettings(
@@ -124,8 +105,8 @@ class StepProfile:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Record a step if it is its turn."""
-        what = self.schedule.what(self._place)
+        """Record a step if it is scheduled."""
+        what = schedule(self.config, self._place)
         self._place += 1
         if what == "off":
             yield
@@ -150,15 +131,15 @@ class StepProfile:
             self._end_cycle()
 
     def took(self, step_s: float) -> None:
-        """Note the time of a step that is not recorded, to say what recording costs."""
+        """Note the time of a step that is not recorded, to compare with recorded ones."""
         if self.phase is no_phase and self._place > 1:
             self.other_steps_s.append(step_s)
 
     def close(self) -> None:
-        """End a cycle that the run did not complete, measure the limits of the device, and report."""
+        """End an incomplete cycle, measure the limits of the device, and report."""
         self._end_cycle()
         if not self.clock.steps:
-            first = self.schedule.wait + self.schedule.warm_up + 1
+            first = self.config.wait_steps + self.config.profiler_warmup_steps + 1
             message = f"nothing was profiled: the first recorded step would be number {first} of this process"
             self.observer.on_event(Warned(message=message))
             return
@@ -184,7 +165,7 @@ class StepProfile:
 
     @contextlib.contextmanager
     def _reporting_errors(self) -> Iterator[None]:
-        """Warn of a profile that cannot be written: the training goes on without it."""
+        """Warn of a profile that cannot be written; training continues."""
         try:
             yield
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Summarize a profile: where the time of a step goes, the costliest operators, the distance to the device's limits."""
+"""Summarize a profile: time by phase, the most expensive operators, and the share of the device's limits."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import json
 import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from crosstune.core.atomic_files import write_bytes, write_text
 from crosstune.core.json_files import write_json
-from crosstune.core.profiling import EVALUATION, PHASES, Limits, Operator, Recorded
+from crosstune.core.profiling import EVALUATION, PHASES, Limits, Recorded
 from crosstune.loop.phase_clock import PhaseClock
 
 MOST_OPERATORS = 15
@@ -57,11 +58,7 @@ def profile_result(
         "files": [str(path) for each in recorded for path in each.files],
     }
     if limits is not None:
-        result["limits"] = {
-            "flops_per_s": limits.flops_per_s,
-            "dtype": limits.dtype,
-            "bytes_per_s": limits.bytes_per_s,
-        }
+        result["limits"] = asdict(limits)
         if flops and step_s:
             result["limit_share"] = sum(flops) / count / step_s / limits.flops_per_s
     return result
@@ -72,35 +69,28 @@ def _usable_cores() -> int:
 
 
 def _operators(recorded: Sequence[Recorded], count: int) -> list[dict[str, Any]]:
-    """Return the costliest operators over all cycles, for a mean step."""
-    sums: dict[tuple[str, str], Operator] = {}
+    """Return the most expensive operators over all cycles, for a mean step."""
+    sums: dict[tuple[str, str], list[float]] = {}
     for each in (operator for cycle in recorded for operator in cycle.operators):
-        key = (each.name, each.shapes)
-        before = sums.get(key, Operator(name=each.name, shapes=each.shapes, calls=0, seconds=0.0))
-        sums[key] = Operator(
-            name=each.name,
-            shapes=each.shapes,
-            calls=before.calls + each.calls,
-            seconds=before.seconds + each.seconds,
-            memory_bytes=before.memory_bytes + each.memory_bytes,
-        )
-    total = sum(each.seconds for each in sums.values())
-    costliest = sorted(sums.values(), key=lambda each: -each.seconds)[:MOST_OPERATORS]
+        row = sums.setdefault((each.name, each.shapes), [0, 0.0, 0])
+        for place, value in enumerate((each.calls, each.seconds, each.memory_bytes)):
+            row[place] += value
+    total = sum(seconds for _, seconds, _ in sums.values())
     return [
         {
-            "name": each.name,
-            "shapes": each.shapes,
-            "calls": each.calls / count,
-            "seconds": each.seconds / count,
-            "share": each.seconds / total if total else 0.0,
-            "memory_bytes": each.memory_bytes / count,
+            "name": name,
+            "shapes": shapes,
+            "calls": calls / count,
+            "seconds": seconds / count,
+            "share": seconds / total if total else 0.0,
+            "memory_bytes": memory / count,
         }
-        for each in costliest
-    ]
+        for (name, shapes), (calls, seconds, memory) in sorted(sums.items(), key=lambda item: -item[1][1])
+    ][:MOST_OPERATORS]
 
 
 def _timeline(recorded: Sequence[Recorded]) -> list[tuple[float, int]]:
-    """Return the allocated bytes over the first cycle, thinned to the highest of each stretch."""
+    """Return the allocated bytes over the first cycle, downsampled to the maximum of each interval."""
     points = next((list(each.memory_timeline) for each in recorded if each.memory_timeline), [])
     size = -(-len(points) // MOST_TIMES) or 1
     stretches = [points[start : start + size] for start in range(0, len(points), size)]
@@ -110,7 +100,7 @@ def _timeline(recorded: Sequence[Recorded]) -> list[tuple[float, int]]:
 def write_profile(
     folder: Path, result: Mapping[str, Any], clock: PhaseClock, recorded: Sequence[Recorded]
 ) -> Path:
-    """Write the table and the figures; also a trace of the phases where the engine recorded none."""
+    """Write the table and the figures; for MLX, which records no trace, also a trace of the phases."""
     folder.mkdir(parents=True, exist_ok=True)
     if not any(each.files for each in recorded) and result["engine"] == "mlx":
         _write_phase_trace(folder / "trace-phases.json.gz", clock)
@@ -137,7 +127,7 @@ def _write_phase_trace(path: Path, clock: PhaseClock) -> None:
 
 
 def profile_lines(result: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the table that a person reads first."""
+    """Yield the lines of the table."""
     steps, step_s = result["steps"], result["step_s"]
     yield f"Profile of {len(steps)} step{'s' * (len(steps) != 1)} ({_numbers(steps)}): {_time(step_s)} a step"
     yield ""
@@ -147,16 +137,15 @@ def profile_lines(result: Mapping[str, Any]) -> Iterator[str]:
     if result["evaluation_s"]:
         yield f"  evaluation, not counted above: {_time(result['evaluation_s'])} a step"
     if result["communication_s"]:
-        yield f"  collectives, in whichever phase: {_time(result['communication_s'])} a step"
+        yield f"  collectives, in any phase: {_time(result['communication_s'])} a step"
     yield ""
     yield from _limit_lines(result)
     if result["operators"]:
         yield ""
         yield "  operator                                        time   share   calls a step"
         for each in result["operators"]:
-            name = (
-                each["name"] if len(each["name"]) <= 40 else f"…{each['name'][-39:]}"
-            )  # its end tells it apart
+            # The end of a long name distinguishes it.
+            name = each["name"] if len(each["name"]) <= 40 else f"…{each['name'][-39:]}"
             yield f"  {name:<42}{_time(each['seconds']):>10}  {each['share']:>6.1%}  {each['calls']:>8,.0f}  {each['shapes']}".rstrip()
     for path in result["files"]:
         yield f"  file     {path}"
@@ -180,7 +169,7 @@ def _limit_lines(result: Mapping[str, Any]) -> Iterator[str]:
             f"{_si(limits['bytes_per_s'])}B/s of memory"
         )
     if result["limit_share"] is not None:
-        yield f"  share of limit   {result['limit_share']:.1%} of what matrix products reach here"
+        yield f"  share of limit   {result['limit_share']:.1%} of the measured rate of matrix products"
 
 
 def _numbers(steps: Sequence[int]) -> str:

@@ -1,1 +1,1 @@
-"""Facts and predictions for a plan: the machine, the model, memory, time, and the largest batch that fits."""
+"""Gather facts for a plan, predict memory and time, and search for the largest batch that fits."""

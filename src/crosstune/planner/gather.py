@@ -36,8 +36,8 @@ def make_plan(
     ranks: Ranks | None = None,
     base: BaseChoice | None = None,
 ) -> Plan:
-    """Plan what `train` would do with this configuration, on `machine` or on this one. `base` is what an earlier training
-    decided about the base."""
+    """Return the plan of `train` for this configuration, on `machine` or on this one. `base` is the recorded base choice of
+    an earlier training."""
     return resolve(config, gather(config, machine=machine, longest_row=longest_row, ranks=ranks, base=base))
 
 
@@ -69,15 +69,14 @@ def gather(
 
 
 def may_have_several_devices() -> bool:
-    """Return whether to count the devices for `--world_size -1`; a cheap look, since counting them loads an engine."""
+    """Return whether to count the devices for `--world_size -1`. This check is cheap; counting loads an engine."""
     nvidia = len(list(Path("/dev").glob("nvidia[0-9]*")))
     others = len(list(Path("/dev/dri").glob("renderD*")))  # AMD and Intel
     return max(nvidia, others) > 1
 
 
 def with_all_devices(config: Config, *, machine: Machine | None = None) -> Config:
-    """Return the configuration with the number of devices for `--world_size -1`, as the command `train` starts a process
-    for each."""
+    """Replace `--world_size -1` by the number of devices, as the command `train` does."""
     if config.world_size != -1:
         return config
     plan = make_plan(config, machine=machine)
@@ -88,7 +87,7 @@ def with_all_devices(config: Config, *, machine: Machine | None = None) -> Confi
 
 
 def _preset(config: Config, machine: Machine) -> Mapping[str, Preset]:
-    """Return what the recipe chooses for the backend; a recipe with presets has a function `choose_preset`."""
+    """Return the recipe's preset for the backend, from its function `choose_preset`."""
     recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
     if not hasattr(recipe, "choose_preset"):
         return {}
@@ -109,8 +108,7 @@ def _engines(config: Config) -> tuple[str, ...]:
 
 
 def needs_base_model(config: Config) -> bool:
-    """Return whether the recipe trains an existing model. A recipe that builds its own sets `NEEDS_BASE_MODEL = False`
-    in its file."""
+    """Return whether the recipe trains an existing model; one that builds its own sets `NEEDS_BASE_MODEL = False`."""
     recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
     return bool(getattr(recipe, "NEEDS_BASE_MODEL", True))
 
@@ -120,7 +118,7 @@ def _with_preset(config: Config, preset: Mapping[str, Preset]) -> Config:
 
 
 def model_facts(config: Config, preset: Mapping[str, Preset]) -> dict[str, Any]:
-    """Return the fields of `Facts` about the model. More is known once the model is on this machine."""
+    """Return the fields of `Facts` about the model, as far as known before a download."""
     config = _with_preset(config, preset)
     if not needs_base_model(config):
         return {"shape": None, "stored": None}
@@ -161,7 +159,7 @@ def _stored_quantization(folder: Path) -> StoredQuantization | None:
 
 
 def _needs_quantizers(config: Config) -> bool:
-    """Return whether quantizers should be probed, which imports their libraries."""
+    """Return whether to probe quantizers, which imports their libraries."""
     if config.optimizer.endswith("_8bit"):
         return True
     return TRAIN_TYPE_PARTS[config.train_type][1] != "none" or config.quantization_backend not in (

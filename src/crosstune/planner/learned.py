@@ -1,4 +1,4 @@
-"""Correct the predicted memory by what earlier runs on the same machine measured."""
+"""Correct the predicted memory by the measurements of earlier runs on the same machine."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ FILE = "peak_memory"
 MOST_RUNS = 20
 """The newest runs that count."""
 LEAST_SHARE = 1.0
-"""A run teaches something if its tensors take at least this many times the framework's overhead."""
+"""Runs whose tensors take less than this multiple of the framework's overhead are ignored."""
 BOUNDS = (0.5, 2.0)
-"""No correction goes beyond this: whatever it was, it was not the size of the step."""
+"""Limits of a correction; a larger deviation has another cause than the size of the step."""
 
 
 def learn_peak(plan: Plan, measured_bytes: int) -> None:
-    """Remember the relation of a finished run's peak to its prediction."""
+    """Store the measured and the predicted peak of a finished run."""
     fitted = plan.fitted
     if fitted is None or measured_bytes <= 0:
         return
     overhead = fitted.parts.overhead
     if fitted.parts.total - overhead < LEAST_SHARE * overhead:
         return
-    counted = fitted.parts.total - (
-        0 if plan.backend.is_torch_cpu else overhead
-    )  # a GPU's own is not in the peak
+    # The measured peak of a GPU does not include the framework's overhead.
+    counted = fitted.parts.total - (0 if plan.backend.is_torch_cpu else overhead)
     step = fitted.step
     key: dict[str, Any] = {
         "machine": plan.machine.name,
@@ -47,7 +46,7 @@ def learn_peak(plan: Plan, measured_bytes: int) -> None:
 
 
 def read_corrections(machine: Machine) -> dict[str, Correction]:
-    """Return backend -> the median relation of measured to predicted peaks on a machine."""
+    """Return backend -> the median ratio of measured to predicted peaks on a machine."""
     found: dict[str, list[tuple[float, float]]] = {}
     for entry in recall_all(FILE).values():
         key, value = entry["key"], entry["value"]

@@ -1,4 +1,4 @@
-"""Say what is known of a model that its recipe builds: its size, its data, and the memory of what is kept for each weight."""
+"""Describe a model that its recipe builds: parameters, data, and the bytes of weights and optimizer state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from crosstune.planner.predict import DataFacts
 @dataclass(frozen=True, kw_only=True)
 class OwnModel:
     parameters: int | None
-    """None for a recipe that does not tell."""
+    """None if the recipe does not provide it."""
     data: DataFacts | None
 
     def to_json(self, plan: Plan) -> dict[str, Any]:

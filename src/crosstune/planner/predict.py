@@ -9,16 +9,15 @@ from crosstune.config.plan import Plan
 from crosstune.core.devices import find_speed
 from crosstune.core.memory import GIB, MemoryParts, step_bytes
 from crosstune.core.model_shape import ModelShape
-from crosstune.core.step_time import Cluster, StepTime, step_time
+from crosstune.core.step_time import LARGEST_ERROR, NUM_CHECKED, Cluster, StepTime, step_time
 from crosstune.core.training_step import Step, trained_parameters
-from crosstune.planner.checked_times import largest_error
 
 SHARDS = (2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
-    """What is known of the data, once it was read with the model's tokenizer."""
+    """Sizes of the data after tokenization."""
 
     num_rows: int
     num_steps: int
@@ -32,7 +31,7 @@ class Prediction:
     parameters: int
     trained: int
     source: str
-    """Where the sizes of the model are from."""
+    """The source of the model's sizes."""
     memory: MemoryParts
     estimated_bytes: int
     usable_bytes: int
@@ -40,9 +39,6 @@ class Prediction:
     num_steps: int | None
     time: StepTime | None
     """None for a device whose speed is not known."""
-    error: float
-    """The largest relative error of the speed on measured steps that were not used for calibration."""
-    num_checked: int
     price_per_hour: float | None = None
     """The price of one machine."""
     change: str | None = None
@@ -80,8 +76,8 @@ class Prediction:
             "exposed_communication_share": time.communication_s / time.seconds if time else None,
             "hours": self.hours,
             "cost": self.cost,
-            "largest_error_of_speed": self.error,
-            "steps_checked": self.num_checked,
+            "largest_error_of_speed": LARGEST_ERROR,
+            "steps_checked": NUM_CHECKED,
         }
 
 
@@ -103,7 +99,6 @@ def predict(
     if speed is not None:
         row = data.tokens_per_row if data is not None else None
         time = step_time(fitted.shape, fitted.step, speed, cluster=cluster, tokens_per_row=row)
-    error, num_checked = largest_error()
     num_steps = data.num_steps if data is not None else config.max_steps if config.max_steps > 0 else None
     return Prediction(
         parameters=fitted.shape.num_parameters,
@@ -115,8 +110,6 @@ def predict(
         cluster=cluster,
         num_steps=num_steps,
         time=time,
-        error=error,
-        num_checked=num_checked,
         price_per_hour=price_per_hour,
         change=smallest_change(plan),
     )
@@ -137,7 +130,7 @@ def smallest_change(plan: Plan) -> str | None:
 
 
 def _changes(step: Step, plan: Plan) -> list[tuple[str, Step]]:
-    """Return flags and the step with them, in the order in which they are worth trying; each includes those before."""
+    """Return flags and the resulting steps, from harmless to drastic; each includes the flags before it."""
     found: list[tuple[str, Step]] = []
     flags: list[str] = []
 
@@ -149,14 +142,13 @@ def _changes(step: Step, plan: Plan) -> list[tuple[str, Step]]:
     if step.batch > 1:
         accumulation = step.batch * step.num_micro_batches
         step = add(f"--batch_size 1 --gradient_accumulation_steps {accumulation}", replace(step, batch=1))
-    if not step.checkpointing and not (
-        step.fast and step.recomputes_by_memory
-    ):  # the fast layers do it by themselves
+    recomputes_anyway = step.fast and step.recomputes_by_memory
+    if not step.checkpointing and not recomputes_anyway:
         step = add("--use_gradient_checkpointing", replace(step, checkpointing=True))
     if step.method in ("lora", "dora") and step.quantizer == "none":
         step = add("--train_type qlora", replace(step, quantizer="bnb", n_bits=4))
     if step.method == "full":
-        # Instead of what the next two change, not with it.
+        # Alternatives to the next change, not combined with it.
         if not step.optimizer.endswith("_8bit"):
             found.append(
                 (" ".join([*flags, "--optimizer adamw_8bit"]), replace(step, optimizer="adamw_8bit"))
@@ -173,7 +165,7 @@ def _changes(step: Step, plan: Plan) -> list[tuple[str, Step]]:
 
 
 def _more_devices(shape: ModelShape, step: Step, plan: Plan, *, factor: float) -> str:
-    """Return how many devices would hold the model together, or that nothing here helps."""
+    """Return how many devices hold the sharded model, or that no option helps."""
     if plan.engine == "torch" and plan.backend.name in ("cuda", "rocm", "xpu"):
         small = replace(step, batch=1, checkpointing=True, fast=False)  # the fast layers need whole weights
         for count in SHARDS:

@@ -1,6 +1,6 @@
-"""Remember small measured facts in a file of the user's cache, such as the peak memory of finished runs.
+"""Keep small measured facts in a file of the user's cache, such as the peak memory of finished runs.
 
-The file only makes plans better: one that is damaged, written by another version or cannot be written is not an error.
+The file only improves plans: a damaged, foreign or unwritable one is not an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from crosstune.core.user_paths import cache_base
 
 FORMAT = 1
 MOST_ENTRIES = 500
-"""The oldest entries are forgotten above this number."""
+"""Older entries are removed."""
 _LIMIT_BYTES = 4 << 20
 
 
@@ -59,13 +59,9 @@ def digest(key: Mapping[str, Any]) -> str:
 
 
 def _is_entry(entry: Any) -> bool:
-    if not isinstance(entry, dict) or not isinstance(entry.get("key"), dict):
+    if not isinstance(entry, dict) or {dict} != {type(entry.get(name)) for name in ("key", "value")}:
         return False
-    numbers = [entry.get("time")]
-    if not isinstance(entry.get("value"), dict):
-        return False
-    numbers += entry["value"].values()
-    return all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers)
+    return all(type(number) in (int, float) for number in (entry.get("time"), *entry["value"].values()))
 
 
 def _path(name: str) -> Path:

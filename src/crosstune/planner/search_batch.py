@@ -1,8 +1,7 @@
-"""Find the largest micro-batch that fits, for `--batch_size auto`, with real passes that leave no trace.
+"""Find the largest micro-batch that fits, for `--batch_size auto`, with real passes that are discarded.
 
-A pass over n of the longest rows is computed and discarded; n is doubled while it fits and then bisected. Memory grows
-with the rows at most in proportion, so a size that would not fit by that measure is not tried: on a CPU, the system
-would end the process instead of refusing an allocation.
+The number of rows is doubled while a pass over the longest rows fits, then bisected. Memory grows at most linearly with
+the rows, and a size that would not fit by extrapolation is not tried: on a CPU the system would kill the process.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from crosstune.core.protocols import Batch, Session, TracksPeak
 from crosstune.core.ranks import Group
 
 MOST_ROWS = 512
-"""Larger micro-batches are not searched for: they change what is learned more than the speed."""
+"""Larger micro-batches hardly improve the speed, but change the training."""
 STEPS_PER_EPOCH = 8
 """An epoch keeps at least this many steps."""
 FINENESS = 8
@@ -32,13 +31,13 @@ class Found:
     """The peak of the pass with this size, with the optimizer's state."""
     limit_bytes: int
     at_most: int
-    """The size above which none was searched for."""
+    """The largest size searched for."""
 
     def sentence(self) -> str:
         """Return why the size was chosen."""
         use = f"{self.peak_bytes / GIB:.2f} of {self.limit_bytes / GIB:.2f} GiB to use"
         if self.batch_size >= self.at_most:
-            return f"found by {self.num_tried} real passes: the most that is searched for here, {use}"
+            return f"found by {self.num_tried} real passes: the largest size searched for, {use}"
         return f"found by {self.num_tried} real passes over the longest rows: {use}; more rows would not fit"
 
 
@@ -49,7 +48,7 @@ class BatchSearch:
     group: Group
     limit_bytes: int
     reserve_bytes: int
-    """The state that the optimizer allocates after the first pass."""
+    """Optimizer state, which is allocated after the first pass."""
     at_most: int
     _tried: dict[int, int] = field(default_factory=dict)
     """Rows -> the peak bytes of their pass, for the sizes that fit."""
@@ -78,7 +77,7 @@ class BatchSearch:
         )
 
     def _fits(self, size: int) -> bool:
-        """Return whether a pass over so many rows fits in every process; all of them try the same sizes."""
+        """Return whether a pass over this many rows fits in every process; all try the same sizes."""
         used = self.session.memory().used_bytes
         if self._tried:
             largest = max(self._tried)
@@ -94,7 +93,7 @@ class BatchSearch:
         return True
 
     def _try(self, size: int) -> int | None:
-        """Return the peak memory of a pass over so many rows; None if it does not fit."""
+        """Return the peak memory of a pass over this many rows; None if it does not fit."""
         self._num_tried += 1
         prepared = self.session.prepare(self.longest_batch(size))
         if isinstance(self.session, TracksPeak):
@@ -111,7 +110,7 @@ class BatchSearch:
 
 
 def most_rows(num_rows: int, *, micro_batches: int, rows_per_step: int, world_size: int) -> int:
-    """Return the largest size to search for: one that leaves an epoch some steps, or divides --rows_per_step."""
+    """Return the largest size to search for: it leaves an epoch a few steps, or divides --rows_per_step."""
     world = max(1, world_size)
     if rows_per_step:
         return max(1, min(MOST_ROWS, rows_per_step // world))

@@ -1,4 +1,4 @@
-"""Compare runs: the options that differ, and the results side by side."""
+"""Compare runs: the options that differ, the results side by side, and a page with overlaid curves."""
 
 from __future__ import annotations
 
@@ -6,30 +6,36 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.missing_paths import missing_run, runs_beside
-from crosstune.report.files import RunFiles, load_run, mapping, number
-from crosstune.report.live import is_running
-from crosstune.report.metric import display_of, ordered
+from crosstune.report.charts import overlay_charts
+from crosstune.report.files import RunFiles, is_running, load_run, mapping, number
+from crosstune.report.outcome import summed
 from crosstune.report.quantity import (
     Shown,
+    display_of,
+    ordered,
     show_bytes,
     show_count,
     show_number,
     show_option,
     show_rate,
     show_seconds,
+    show_time,
 )
 from crosstune.report.run_list import status_of
-from crosstune.report.series import evaluation_points, finite_values, smooth, smoothing_window, step_points
-from crosstune.report.turning_points import best_evaluation
+from crosstune.report.samples import Answer, SampleRow, collect_samples, compare_answers
+from crosstune.report.series import Point, best_evaluation, evaluation_points, smoothed_points
+from crosstune.report.template import fill, write_page
 
 MOST_RUNS = 12
+MOST_PROMPTS = 20
 _OF_THE_RECORD = frozenset({"name", "output_dir", "resume", "overwrite", "config", "profiling_output"})
-"""Options that say where a run is kept, not what it does."""
+"""Options that do not affect the training."""
 NOT_RECORDED = "–"
 _HASH = re.compile(r"[0-9a-f]{32,}")
 
@@ -70,8 +76,7 @@ class Comparison:
 def compare_runs(targets: Sequence[str], *, parent: Path) -> Comparison:
     """Return the comparison of runs given by their paths, or by their names in `parent`."""
     folders = [_find(target, parent) for target in targets]
-    unique = {folder.resolve(): folder for folder in reversed(folders)}
-    kept = [folder for folder in dict.fromkeys(folders) if unique[folder.resolve()] == folder]
+    kept = list({folder.resolve(): folder for folder in folders}.values())
     notes = list[str]()
     if len(kept) < len(folders):
         notes.append("a run that was named twice is shown once")
@@ -87,7 +92,7 @@ def compare_runs(targets: Sequence[str], *, parent: Path) -> Comparison:
     recipes = dict.fromkeys(str(_options(run).get("recipe") or "sft") for run in runs)
     if len(recipes) > 1:
         same_losses = False
-        notes.append(f"the recipes differ ({', '.join(recipes)}): their losses are not of one kind")
+        notes.append(f"the recipes differ ({', '.join(recipes)}): their losses are not comparable")
     data = [mapping(run.plan.get("data")).get("identity") for run in runs]
     if len(set(map(str, data))) > 1 and len(recipes) == 1:
         same_losses = False
@@ -98,12 +103,10 @@ def compare_runs(targets: Sequence[str], *, parent: Path) -> Comparison:
 
 def _find(target: str, parent: Path) -> Path:
     path = Path(target).expanduser()
-    if path.is_dir():
-        return path
     inside = parent / target
-    if inside.is_dir():
-        return inside
-    # A bare name is one of the runs folder, so that is where similar names are.
+    if found := next((each for each in (path, inside) if each.is_dir()), None):
+        return found
+    # Suggest similar names of the runs folder for a bare name.
     raise missing_run(path if path.parent != Path() else inside)
 
 
@@ -117,14 +120,10 @@ def _too_few(kept: Sequence[Path], parent: Path) -> UserError:
 
 
 def _names(runs: Sequence[RunFiles]) -> list[str]:
-    """Return names that tell the runs apart: with their parents where two folders have the same name."""
-    counts = Counter(run.folder.name for run in runs)
-    return [
-        run.folder.name
-        if counts[run.folder.name] == 1
-        else str(Path(run.folder.parent.name) / run.folder.name)
-        for run in runs
-    ]
+    """Return the names of the folders, with their parents where two have the same name."""
+    folders = [run.folder for run in runs]
+    counts = Counter(folder.name for folder in folders)
+    return [each.name if counts[each.name] == 1 else str(Path(*each.parts[-2:])) for each in folders]
 
 
 def _options(run: RunFiles) -> Mapping[str, Any]:
@@ -146,7 +145,7 @@ def _option_rows(runs: Sequence[RunFiles]) -> list[Row]:
 
 
 def _facts(run: RunFiles) -> dict[str, Any]:
-    """Return what decides a training besides its options: hashes are shortened, as only equality matters."""
+    """Return the facts of model, data and machine. Hashes are shortened, as only equality matters."""
     plan, machine = run.plan, mapping(run.plan.get("machine"))
     facts: dict[str, Any] = {
         "planned steps": plan.get("num_steps"),
@@ -165,7 +164,7 @@ def _facts(run: RunFiles) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[str, Any], *, of: str = "", levels: int = 3) -> Iterator[tuple[str, Any]]:
-    """Yield names and values, those of a nested value with the name that it is below in front."""
+    """Yield flattened names (`a.b`) and values."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value and levels:
             yield from _flat(value, of=f"{of}{name}.", levels=levels - 1)
@@ -183,34 +182,36 @@ def _size_of_files(files: Mapping[str, Any]) -> str | None:
 
 
 def _result_rows(runs: Sequence[RunFiles], *, same_losses: bool) -> list[Row]:
-    """Return the results side by side. A figure that no run has is left out. Losses and evaluations of different things
-    (without `same_losses`) have no best one."""
-    rows = [Row(label="status", cells=[Shown(_status(run)) for run in runs])]
-    figures = [
-        *_totals(runs),
-        *(figure if same_losses else (*figure[:3], 0) for figure in _qualities(runs)),
-        *_costs(runs),
+    """Return the results side by side. A figure that no run has is left out. Without `same_losses`, no loss or evaluation
+    is the best."""
+    statuses = [
+        status_of(run.summary, run.events, running=is_running(run.folder), problems=run.problems)
+        for run in runs
     ]
-    return rows + [_row(figure) for figure in figures if any(v is not None for v in figure[1])]
+    qualities = [figure if same_losses else (*figure[:3], 0) for figure in _qualities(runs)]
 
+    def from_summary(key: str) -> list[float | None]:
+        return [number(run.summary.get(key)) for run in runs]
 
-def _status(run: RunFiles) -> str:
-    running = is_running(run.folder)
-    return status_of(run.summary, run.events, running=running, problems=run.problems)
-
-
-def _totals(runs: Sequence[RunFiles]) -> list[Figure]:
-    return [
+    figures: list[Figure] = [
         ("steps", [float(run.last_step) for run in runs], show_count, 0),
-        ("tokens", [_total(run, "tokens") for run in runs], show_count, 0),
-        ("time", [number(run.summary.get("seconds")) for run in runs], show_seconds, -1),
+        ("tokens", [summed(run, "tokens") for run in runs], show_count, 0),
+        ("time", from_summary("seconds"), show_seconds, -1),
+        *qualities,
+        ("speed", from_summary("tokens_per_s"), show_rate, 1),
+        ("peak memory", from_summary("peak_memory_bytes"), show_bytes, -1),
+        ("trained parameters", from_summary("trained_parameters"), show_count, 0),
     ]
+    rows = [Row(label="status", cells=[Shown(status) for status in statuses])]
+    return rows + [_row(figure) for figure in figures if any(v is not None for v in figure[1])]
 
 
 def _qualities(runs: Sequence[RunFiles]) -> list[Figure]:
     best = [best_evaluation(run) for run in runs]
+    # The smoothed loss: that of a single step is noise.
+    final = [_last(smoothed_points(run, "loss")) or number(run.summary.get("final_loss")) for run in runs]
     figures: list[Figure] = [
-        ("training loss at the end", [_final_loss(run) for run in runs], show_number, -1),
+        ("training loss at the end", final, show_number, -1),
         ("best evaluation loss", [each.loss if each else None for each in best], show_number, -1),
         ("at step", [float(each.step) if each else None for each in best], show_count, 0),
     ]
@@ -220,19 +221,6 @@ def _qualities(runs: Sequence[RunFiles]) -> list[Figure]:
         display = display_of(name, [value for value in values if value is not None])
         figures.append((f"last evaluation: {display.label}", values, display.show, display.better))
     return figures
-
-
-def _costs(runs: Sequence[RunFiles]) -> list[Figure]:
-    return [
-        ("speed", [number(run.summary.get("tokens_per_s")) for run in runs], show_rate, 1),
-        ("peak memory", [number(run.summary.get("peak_memory_bytes")) for run in runs], show_bytes, -1),
-        (
-            "trained parameters",
-            [number(run.summary.get("trained_parameters")) for run in runs],
-            show_count,
-            0,
-        ),
-    ]
 
 
 def _row(figure: Figure) -> Row:
@@ -245,19 +233,34 @@ def _row(figure: Figure) -> Row:
     return Row(label=label, cells=cells, best=best)
 
 
-def _total(run: RunFiles, key: str) -> float | None:
-    found = number(run.summary.get(key))
-    values = finite_values(step_points(run.metrics, key))
-    return found if found is not None else sum(values) if values else None
+def _last(points: Sequence[Point]) -> float | None:
+    return next((value for _, value in reversed(points) if value is not None), None)
 
 
-def _final_loss(run: RunFiles) -> float | None:
-    """Return the smoothed training loss of the last step: a single step is noise."""
-    points = step_points(run.metrics, "loss")
-    return _last(smooth(points, window=smoothing_window(len(points)))) or number(
-        run.summary.get("final_loss")
+def write_comparison(found: Comparison, target: Path) -> Path:
+    """Write the comparison as a page with overlaid curves."""
+    write_page(target, render_comparison(found))
+    return target
+
+
+def render_comparison(found: Comparison) -> str:
+    return fill(
+        "compare.html.jinja",
+        found=found,
+        charts=overlay_charts(found.runs, found.names),
+        prompts=shared_prompts(found),
+        written=show_time(datetime.now().astimezone()),
     )
 
 
-def _last(points: Sequence[tuple[float, float | None]]) -> float | None:
-    return next((value for _, value in reversed(points) if value is not None), None)
+def shared_prompts(found: Comparison) -> list[SampleRow]:
+    """Return the prompts that at least two runs answered, with the last answer of each run."""
+    tables = [{row.prompt: row for row in collect_samples(run).rows} for run in found.runs]
+    counts = Counter(prompt for table in tables for prompt in table)
+    rows = []
+    for prompt in [prompt for prompt, count in counts.items() if count > 1][:MOST_PROMPTS]:
+        each = [table.get(prompt) for table in tables]
+        answers = [row.answers[-1] if row else Answer(text=None) for row in each]
+        reference = next((row.reference for row in each if row and row.reference), "")
+        rows.append(SampleRow(prompt=prompt, reference=reference, answers=compare_answers(answers)))
+    return rows

@@ -1,52 +1,51 @@
-"""Build the tables about a run: requested and used options, data, machine."""
+"""Build the tables about a run: options, data, machine, plan against measurements, and events."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
 from typing import Any
 
-from crosstune.report.files import RunFiles, is_adjustment, mapping, number
+from crosstune.core.events import (
+    CheckpointFailed,
+    Failed,
+    Interrupted,
+    Moved,
+    NonFinite,
+    Profiled,
+    Started,
+    Stopped,
+    Warned,
+)
+from crosstune.core.tracking_events import TrackingFailed
+from crosstune.report.files import RunFiles, is_adjustment, listed, mapping, number
 from crosstune.report.outcome import devices, duration
 from crosstune.report.quantity import (
+    MINUS,
     Shown,
     is_flat,
     label_of,
     read_time,
     show_bytes,
+    show_count,
     show_named,
+    show_number,
     show_option,
+    show_rate,
+    show_seconds,
+    show_share,
     show_time,
 )
 
 Fact = tuple[str, Shown]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptionRow:
-    name: str
-    asked: Shown
-    used: Shown
-    differs: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdjustmentRow:
-    option: str
-    asked: Shown
-    used: Shown
-    reason: str
-    kind: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Grid:
-    """Mappings with similar keys as the columns of one table."""
-
-    columns: list[str]
-    rows: list[tuple[str, list[Shown]]]
+Row = dict[str, Any]
+"""A row of a table, as the templates read it."""
+_NOTABLE = (Warned, Failed, Stopped, Interrupted, NonFinite, CheckpointFailed, Moved, TrackingFailed)
+NOTABLE_KINDS = frozenset(event.kind for event in _NOTABLE)
+SHOWN_APART = frozenset({"lengths", "example", "identity"})
+"""Fields of a recipe's description of its data that have their own place on the page."""
 
 
 def header_facts(run: RunFiles) -> list[Fact]:
@@ -85,16 +84,16 @@ def _continued(start: Any) -> str | None:
     return f"from step {start['step']}, trained on {start.get('backend', '?')}"
 
 
-def option_rows(run: RunFiles) -> list[OptionRow]:
+def option_rows(run: RunFiles) -> list[Row]:
     """Return the requested options with the values that the run used."""
     used = mapping(run.plan.get("options"))
     return [
-        OptionRow(
-            name=name,
-            asked=show_option(asked),
-            used=show_option(used[name]) if name in used else Shown("not recorded"),
-            differs=name in used and used[name] != asked,
-        )
+        {
+            "name": name,
+            "asked": show_option(asked),
+            "used": show_option(used[name]) if name in used else Shown("not recorded"),
+            "differs": name in used and used[name] != asked,
+        }
         for name, asked in run.asked.items()
     ]
 
@@ -104,50 +103,57 @@ def unasked_options(run: RunFiles) -> list[Fact]:
     return [(name, show_option(value)) for name, value in options.items() if name not in run.asked]
 
 
-def adjustment_rows(run: RunFiles) -> list[AdjustmentRow]:
+def adjustment_rows(run: RunFiles) -> list[Row]:
     """Return the adjustments of the plan and of the run, without duplicates."""
-    planned = run.plan.get("adjustments")
-    recorded = [*(planned if isinstance(planned, list) else []), *filter(is_adjustment, run.events)]
-    rows: dict[tuple[Shown | str, ...], AdjustmentRow] = {}
-    for item in map(mapping, recorded):
-        row = AdjustmentRow(
-            option=str(item.get("option", "")),
-            asked=show_option(item.get("asked")),
-            used=show_option(item.get("used")),
-            reason=str(item.get("reason", "")),
-            # In an event, `kind` is the kind of event, and `sort` the kind of adjustment.
-            kind=str(item.get("sort") or item.get("kind", "change")),
+    rows: dict[tuple[Any, ...], Row] = {}
+    for item in map(mapping, [*listed(run.plan.get("adjustments")), *filter(is_adjustment, run.events)]):
+        row = {
+            "option": str(item.get("option", "")),
+            "asked": show_option(item.get("asked")),
+            "used": show_option(item.get("used")),
+            "reason": str(item.get("reason", "")),
+        }
+        # In an event, `kind` is the kind of event, and `sort` the kind of adjustment.
+        rows.setdefault(
+            tuple(row.values()), row | {"kind": str(item.get("sort") or item.get("kind", "change"))}
         )
-        rows.setdefault((row.option, row.asked, row.used, row.reason), row)
     return list(rows.values())
 
 
-def data_tables(data: Mapping[str, Any]) -> tuple[list[Fact], Grid | None, list[tuple[str, str]]]:
+def data_tables(data: Mapping[str, Any]) -> tuple[list[Fact], Row | None, list[tuple[str, str]]]:
     """Split a recipe's description of its data into plain values, one table of its parts, and the rest as text."""
+    data = {name: value for name, value in data.items() if name not in SHOWN_APART}
     facts = [(label_of(name), show_named(name, value)) for name, value in data.items() if is_flat(value)]
-    parts = {name: value for name, value in data.items() if _is_part(value)}
+    parts = {
+        name: value
+        for name, value in data.items()
+        if isinstance(value, Mapping) and value and all(map(is_flat, value.values()))
+    }
     rest = [
         (label_of(name), json.dumps(value, ensure_ascii=False, indent=2, default=str))
         for name, value in data.items()
         if not is_flat(value) and name not in parts
     ]
-    return facts, _grid(parts) if parts else None, rest
-
-
-def _is_part(value: Any) -> bool:
-    return isinstance(value, Mapping) and bool(value) and all(is_flat(item) for item in value.values())
-
-
-def _grid(parts: Mapping[str, Mapping[str, Any]]) -> Grid:
-    names = dict.fromkeys(name for part in parts.values() for name in part)
     rows = [
         (
             label_of(name),
             [show_named(name, part[name]) if name in part else Shown("–") for part in parts.values()],
         )
-        for name in names
+        for name in dict.fromkeys(name for part in parts.values() for name in part)
     ]
-    return Grid(columns=[label_of(name) for name in parts], rows=rows)
+    return facts, {"columns": list(map(label_of, parts)), "rows": rows} if parts else None, rest
+
+
+def masked_example(data: Mapping[str, Any]) -> Row | None:
+    """Return an example of the data in pieces, those that carry loss marked; None if none is recorded."""
+    found = mapping(data.get("example"))
+    pieces = [
+        (str(piece.get("text", "")), piece.get("supervised") is True)
+        for piece in map(mapping, listed(found.get("pieces")))
+    ]
+    if not any(text for text, _ in pieces):
+        return None
+    return {"pieces": pieces} | {name: int(number(found.get(name)) or 0) for name in ("row", "tokens")}
 
 
 def machine_facts(run: RunFiles) -> list[Fact]:
@@ -199,3 +205,103 @@ def reproduce_command(run: RunFiles) -> str:
         return str(words or "")
     quoted = [shlex.quote(str(word)) for word in words]
     return "".join(f" \\\n  {word}" if word.startswith("--") else f" {word}" for word in quoted).strip()
+
+
+def plan_against_measured(run: RunFiles) -> list[Row]:
+    """Return each planned figure beside the measured one; figures that the plan does not have are left out."""
+    plan, summary = run.plan, run.summary
+    estimate = mapping(plan.get("estimate"))
+    steps = number(summary.get("steps"))
+    figures = [
+        (
+            "Peak memory",
+            number(plan.get("estimated_bytes")) or number(estimate.get("bytes")),
+            number(summary.get("peak_memory_bytes")),
+            show_bytes,
+        ),
+        (
+            "Steps",
+            number(plan.get("num_steps")),
+            float(run.last_step) if steps is None else steps,
+            show_count,
+        ),
+        ("Speed", number(estimate.get("tokens_per_s")), number(summary.get("tokens_per_s")), show_rate),
+        ("Time", number(estimate.get("seconds")), number(summary.get("seconds")), show_seconds),
+    ]
+    return [
+        {
+            "label": label,
+            "planned": show(planned),
+            "measured": Shown("not yet") if measured is None else show(measured),
+            "difference": _difference(planned, measured),
+        }
+        for label, planned, measured, show in figures
+        if planned
+    ]
+
+
+def _difference(planned: float, measured: float | None) -> str:
+    if measured is None or planned <= 0:
+        return ""
+    change = measured / planned - 1
+    if abs(change) < 0.005:
+        return "as planned"
+    if change >= 1:
+        return f"{show_number(1 + change, digits=2).text} times as much"
+    return f"{'+' if change > 0 else MINUS}{show_share(abs(change)).text}"
+
+
+def event_rows(run: RunFiles) -> list[Row]:
+    """Return a row for each event, and one for each warning about the data."""
+    start = read_time(run.plan.get("created"))
+    return [row for event in run.events for row in _event_rows(event, start)]
+
+
+def _event_rows(event: Mapping[str, Any], start: datetime | None) -> Iterator[Row]:
+    kind, moment = str(event.get("kind", "event")), _event_time(number(event.get("time")), start)
+    warns = is_adjustment(event) and event.get("sort") == Warned.kind
+    yield {
+        "time": moment,
+        "kind": Warned.kind if warns else kind,
+        "text": str(event.get("sentence")) if warns else _event_text(event),
+        "notable": warns or kind in NOTABLE_KINDS,
+    }
+    for sentence in listed(mapping(event.get("data")).get("warnings")) if kind == Started.kind else ():
+        yield {"time": moment, "kind": Warned.kind, "text": str(sentence), "notable": True}
+
+
+def _event_time(seconds: float | None, start: datetime | None) -> Shown:
+    if seconds is None or not 0 <= seconds < 1e11:
+        return Shown("–")
+    moment = datetime.fromtimestamp(seconds, tz=start.tzinfo if start else timezone.utc)
+    if start is None or moment < start:
+        return show_time(moment)
+    return Shown(f"+{show_seconds((moment - start).total_seconds()).text}", moment.isoformat())
+
+
+def _event_text(event: Mapping[str, Any]) -> str:
+    """Return the event's message, or its values as a list when it has none."""
+    for name in ("message", "error", "reason"):
+        if event.get(name) and not is_adjustment(event):
+            return str(event[name])
+    if event.get("kind") == Profiled.kind:
+        return f"see {event.get('path', 'its files')}"
+    if event.get("kind") == Moved.kind:
+        losses = [
+            f"{side.get('loss')} on {side.get('backend')} ({side.get('precision')}, {side.get('quantization') or 'not quantized'})"
+            for side in (mapping(event.get(name)) for name in ("from", "to"))
+        ]
+        return f"loss of the same batches: {', '.join(losses)}; relative difference {event.get('difference')}"
+    words = []
+    for name, value in event.items():
+        if name == "samples":
+            words.append(f"{len(listed(value))} samples")
+        elif isinstance(value, Mapping):
+            words += [_named(str(key), item) for key, item in value.items() if is_flat(item)]
+        elif name not in ("time", "kind"):
+            words.append(_named(name, value))
+    return " · ".join(words)
+
+
+def _named(name: str, value: Any) -> str:
+    return f"{label_of(name)} {show_named(name, value).text}"

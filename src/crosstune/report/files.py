@@ -1,7 +1,8 @@
-"""Read the files of one run folder, tolerating missing and damaged ones."""
+"""Read the files of a run folder, tolerating missing and damaged ones; tell whether a process is writing them."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,10 +11,11 @@ from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.events import Adjusted, Event
-from crosstune.core.json_files import read_jsonl, read_object
+from crosstune.core.json_files import parse_json, read_jsonl, read_object
 from crosstune.core.missing_paths import missing_run
-from crosstune.core.plain_files import MissingFile
+from crosstune.core.plain_files import MissingFile, UnreadableFile, open_plain
 from crosstune.core.record import RUN_FILES
+from crosstune.core.run_lock import is_held
 from crosstune.core.yaml_files import read_yaml
 
 IDENTIFYING_FILES = ("plan.json", "config.yaml")
@@ -84,11 +86,11 @@ def load_run(run_dir: Path) -> RunFiles:
     metrics = rewind(rows)
     return RunFiles(
         folder=folder,
-        config=_read_mapping(folder / "config.yaml", problems),
-        plan=_read_mapping(folder / "plan.json", problems),
+        config=read_mapping(folder / "config.yaml", problems),
+        plan=read_mapping(folder / "plan.json", problems),
         metrics=metrics,
         events=_read_rows(folder / "events.jsonl", problems),
-        summary=_read_mapping(folder / "summary.json", problems),
+        summary=read_mapping(folder / "summary.json", problems),
         missing=tuple(name for name in RUN_FILES if name not in present),
         problems=tuple(problems),
         num_repeated_steps=len(rows) - len(metrics),
@@ -123,6 +125,10 @@ def mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def is_adjustment(event: Mapping[str, Any]) -> bool:
     return event.get("kind") == Adjusted.kind
 
@@ -135,7 +141,7 @@ def _read_rows(path: Path, problems: list[str]) -> list[Mapping[str, Any]]:
         return []
 
 
-def _read_mapping(path: Path, problems: list[str]) -> Mapping[str, Any]:
+def read_mapping(path: Path, problems: list[str]) -> Mapping[str, Any]:
     try:
         data = read_object(path) if path.suffix == ".json" else read_yaml(path)
     except MissingFile:
@@ -147,3 +153,43 @@ def _read_mapping(path: Path, problems: list[str]) -> Mapping[str, Any]:
         problems.append(f"{path.name} does not contain a mapping.")
         return {}
     return {str(key): value for key, value in data.items()}
+
+
+def is_running(folder: Path) -> bool | None:
+    """Return whether a process is at work on a run; None where that cannot be known.
+
+    A summary newer than the plan belongs to an ended run: resuming writes the plan again.
+    """
+    summary, plan = _changed(folder / "summary.json"), _changed(folder / "plan.json")
+    if summary is not None and (plan is None or summary >= plan):
+        return False
+    return is_held(folder)
+
+
+def _changed(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
+
+
+def last_rows(path: Path, *, limit: int) -> list[dict[str, Any]]:
+    """Return the rows in the last `limit` bytes of a JSON Lines file, without damaged and half-written ones. A missing or
+    unreadable file has none."""
+    try:
+        file = open_plain(path)
+    except UnreadableFile:
+        return []
+    with file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - limit))
+        lines = file.read(limit).split(b"\n")
+    rows = list[dict[str, Any]]()
+    for line in lines[1:] if size > limit else lines:
+        try:
+            row = parse_json(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows

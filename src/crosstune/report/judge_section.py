@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from markupsafe import Markup
 
 from crosstune.core.json_files import parse_json, read_json
 from crosstune.core.judge_metrics import LOWER_IS_BETTER, TITLES
 from crosstune.core.plain_files import UnreadableFile, read_plain_text
-from crosstune.report.axis import Axis, value_axis
-from crosstune.report.files import mapping, number
+from crosstune.report.charts import Chart, Series
+from crosstune.report.files import listed, mapping, number
 
 METRICS_FILE, PREDICTIONS_FILE = "test_metrics.json", "test_predictions.json"
 MOST_POINTS = 2000
@@ -21,220 +18,152 @@ MOST_CHARACTERS = 400
 _LIMIT_BYTES = 256 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Worst:
-    task: str
-    reference: str
-    answer: str
-    expected: str
-    predicted: str
-    feedback: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """A metric and its interval."""
-
-    value: str
-    bounds: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JudgeTest:
-    lead: str
-    """The main metric of the judge, and that of its best baseline."""
-    columns: list[str]
-    rows: list[tuple[str, list[Cell]]]
-    """Metric -> its value for the judge and for each baseline."""
-    notes: list[str]
-    num_items: int
-    scatter: Markup
-    calibration: Markup
-    labels: list[str]
-    confusion: list[tuple[str, list[tuple[int, int]]]]
-    """Expected label -> for each predicted one the count, and its share of the row in tenths."""
-    worst: list[Worst]
-
-
-def collect_judge_test(folder: Path) -> JudgeTest | None:
+def collect_judge_test(folder: Path) -> dict[str, Any] | None:
     """Return the test of the judge in a run folder; None if there is none."""
-    if not (folder / METRICS_FILE).is_file():
-        return None
     report = read_json(folder / METRICS_FILE)
-    columns = {
-        "judge": report,
-        **{name: mapping(value) for name, value in mapping(report.get("baselines")).items()},
+    if not report:
+        return None
+    columns = {"judge": report} | {
+        name: mapping(each) for name, each in mapping(report.get("baselines")).items()
     }
     known = {name for each in columns.values() for name in mapping(each.get("metrics"))}
-    names = [name for name in TITLES if name in known]
-    table = mapping(report.get("confusion"))
-    labels = [str(label) for label in table.get("labels", ())]
-    counts = [list(row) for row in table.get("counts", ())]
-    used = [place for place in range(len(labels)) if any(counts[place]) or any(row[place] for row in counts)]
-    unreadable = [Cell(value=str(each.get("num_unreadable", "–"))) for each in columns.values()]
-    return JudgeTest(
-        lead=_lead(columns),
-        columns=list(columns),
-        rows=[
-            *((_title(name), [_metric(each, name) for each in columns.values()]) for name in names),
-            ("unreadable verdicts", unreadable),
-        ],
-        notes=[str(note) for note in report.get("notes", ())],
-        num_items=int(number(report.get("num_items")) or 0),
-        scatter=_scatter(_points(folder)),
-        calibration=_calibration(report.get("calibration") or ()),
-        labels=[labels[place] for place in used],
-        confusion=[
-            (
-                labels[row],
-                [(counts[row][place], _tenths(counts[row][place], sum(counts[row]))) for place in used],
-            )
-            for row in used
-            if any(counts[row])
-        ],
-        worst=[_worst(mapping(row)) for row in report.get("worst", ())],
-    )
-
-
-def _title(name: str) -> str:
-    return f"{TITLES[name]} {'↓' if name in LOWER_IS_BETTER else '↑'}"
+    rows = [
+        (
+            f"{title} {'↓' if name in LOWER_IS_BETTER else '↑'}",
+            [_cell(each, name) for each in columns.values()],
+        )
+        for name, title in TITLES.items()
+        if name in known
+    ]
+    unreadable = [(str(each.get("num_unreadable", "–")), "") for each in columns.values()]
+    labels, confusion = _confusion(mapping(report.get("confusion")))
+    return {
+        "lead": _lead(columns),
+        "columns": list(columns),
+        "rows": [*rows, ("unreadable verdicts", unreadable)],
+        "notes": [str(note) for note in listed(report.get("notes"))],
+        "num_items": int(number(report.get("num_items")) or 0),
+        "charts": [chart for chart in (_scatter(folder), _calibration(report)) if chart is not None],
+        "labels": labels,
+        "confusion": confusion,
+        "worst": [_worst(mapping(row)) for row in listed(report.get("worst"))],
+    }
 
 
 def _lead(columns: Mapping[str, Mapping[str, Any]]) -> str:
-    """Say how far the judge is from people, beside the best of its baselines."""
-    main = next((name for name in ("mae", "accuracy") if _value(columns["judge"], name) is not None), None)
-    found = {
-        name: value for name, each in columns.items() if main and (value := _value(each, main)) is not None
-    }
-    others = {name: value for name, value in found.items() if name != "judge"}
-    if main is None or not others:
+    """Compare the main metric of the judge with that of its best baseline."""
+    main = "mae" if _value(columns["judge"], "mae") is not None else "accuracy"
+    found = {name: value for name, each in columns.items() if (value := _value(each, main)) is not None}
+    own = found.pop("judge", None)
+    if own is None or not found:
         return ""
-    best = (min if main in LOWER_IS_BETTER else max)(others, key=others.__getitem__)
+    best = (min if main in LOWER_IS_BETTER else max)(found, key=found.__getitem__)
     if main == "mae":
-        said = f"Its scores are {found['judge']:.2f} points away from people's on average"
-        return f"{said}; those of the best baseline ({best}) {others[best]:.2f}."
-    return f"It agrees with people on {found['judge']:.0%} of the pairs; the best baseline ({best}) on {others[best]:.0%}."
+        return (
+            f"Its scores differ from people's by {own:.2f} points on average; the best baseline ({best}) "
+            f"differs by {found[best]:.2f}."
+        )
+    return (
+        f"It agrees with people on {own:.0%} of the pairs; the best baseline ({best}) on {found[best]:.0%}."
+    )
 
 
 def _value(report: Mapping[str, Any], name: str) -> float | None:
     return number(mapping(report.get("metrics")).get(name))
 
 
-def _metric(report: Mapping[str, Any], name: str) -> Cell:
+def _cell(report: Mapping[str, Any], name: str) -> tuple[str, str]:
+    """Return a metric and its interval as text."""
     value = _value(report, name)
     if value is None:
-        return Cell(value="–" if name not in mapping(report.get("metrics")) else "undefined")
-    bounds = mapping(report.get("intervals")).get(name)
-    return Cell(value=f"{value:.3f}", bounds=f"{bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "")
+        return "undefined" if name in mapping(report.get("metrics")) else "–", ""
+    bounds = [number(bound) for bound in listed(mapping(report.get("intervals")).get(name))]
+    return f"{value:.3f}", " to ".join(f"{bound:.3f}" for bound in bounds if bound is not None)
 
 
-def _tenths(count: int, total: int) -> int:
-    return round(10 * count / total) if total else 0
+def _confusion(table: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, list[tuple[int, int]]]]]:
+    """Return the labels in use, and for each expected one the counts of the predicted ones with their share of the row
+    in tenths."""
+    labels = [str(label) for label in listed(table.get("labels"))]
+    counts = [[int(number(count) or 0) for count in listed(row)] for row in listed(table.get("counts"))]
+    if {len(counts), *map(len, counts)} != {len(labels)}:
+        raise ValueError("the confusion table is not square")
+    used = [place for place in range(len(labels)) if any(counts[place]) or any(row[place] for row in counts)]
+    rows = [
+        (
+            labels[place],
+            [(counts[place][at], round(10 * counts[place][at] / sum(counts[place]))) for at in used],
+        )
+        for place in used
+        if any(counts[place])
+    ]
+    return [labels[place] for place in used], rows
 
 
-def _points(folder: Path) -> list[tuple[float, float]]:
-    """Return the expected and the predicted scores; none for pairs."""
+def _scatter(folder: Path) -> Chart | None:
+    """Return the predicted over the expected scores; None for pairs."""
     try:
         rows = parse_json(read_plain_text(folder / PREDICTIONS_FILE, limit=_LIMIT_BYTES))
     except (UnreadableFile, ValueError):
-        return []
+        return None
     pairs = [
-        (number(row.get("expected")), number(row.get("predicted")))
-        for row in map(mapping, rows if isinstance(rows, list) else ())
+        (number(row.get("expected")), number(row.get("predicted"))) for row in map(mapping, listed(rows))
     ]
     known = [(first, second) for first, second in pairs if first is not None and second is not None]
-    step = -(-len(known) // MOST_POINTS) if known else 1
-    return known[::step]
-
-
-def _scatter(points: Sequence[tuple[float, float]]) -> Markup:
-    if not points:
-        return Markup()
-    axis = value_axis([value for point in points for value in point], from_zero=True)
-    return _square(
-        points,
-        axis,
-        across="people",
-        up="judge",
-        label=f"Scores of people and of the judge for {len(points)} items",
-        radii=[2.5] * len(points),
-    )
-
-
-def _calibration(bins: Sequence[Any]) -> Markup:
-    listed = [
-        tuple(number(mapping(each).get(name)) for name in ("confidence", "accuracy", "count"))
-        for each in bins
-    ]
-    known = [(first, second, count or 0) for first, second, count in listed if None not in (first, second)]
     if not known:
-        return Markup()
-    axis = Axis(low=0.0, high=1.0, ticks=(0.0, 0.25, 0.5, 0.75, 1.0))
-    most = max(count for _, _, count in known) or 1
-    return _square(
-        [(float(first or 0), float(second or 0)) for first, second, _ in known],
-        axis,
-        across="confidence",
-        up="right verdicts",
-        label=f"Accuracy over confidence in {len(known)} bins; a larger dot is more items",
-        radii=[3 + 6 * (count / most) ** 0.5 for _, _, count in known],
+        return None
+    points = known[:: -(-len(known) // MOST_POINTS)]
+    return Chart(
+        title="Scores of the judge over people's",
+        series=[
+            Series(label="items", points=points, look="scatter", colour=2, radii=[2.5] * len(points)),
+        ],
+        shape="square",
+        x_label="people",
+        y_label="judge",
+        from_zero=True,
+        shows_figures=False,
+        description=f"Scores of people and of the judge for {len(points)} items",
     )
 
 
-def _square(
-    points: Sequence[tuple[float, float]],
-    axis: Axis,
-    *,
-    across: str,
-    up: str,
-    label: str,
-    radii: Sequence[float],
-) -> Markup:
-    """Draw points over the same axis in both directions, with the diagonal on which they would agree."""
-    lines = []
-    for tick, text in zip(axis.ticks, axis.labels(), strict=True):
-        place = axis.fraction(tick)
-        lines.append(
-            Markup(
-                '<line x1="0" x2="100%" y1="{1}" y2="{1}"/><text class="down" x="0" dx="-8" y="{1}" dy="4">{2}</text>'
-                '<text class="across" x="{0}" y="100%" dy="18">{2}</text>'
-            ).format(_percent(place), _percent(1 - place), text)
-        )
-    circles = [
-        Markup('<circle cx="{}" cy="{}" r="{}"/>').format(
-            _percent(axis.fraction(first)), _percent(1 - axis.fraction(second)), f"{radius:.1f}"
-        )
-        for (first, second), radius in zip(points, radii, strict=True)
+def _calibration(report: Mapping[str, Any]) -> Chart | None:
+    bins = [
+        [number(mapping(each).get(name)) for name in ("confidence", "accuracy", "count")]
+        for each in listed(report.get("calibration"))
     ]
-    return Markup(
-        '<svg class="plot" role="img" aria-label="{}"><g class="grid" aria-hidden="true">{}'
-        '<text class="down" x="100%" y="100%" dy="36">{} →</text><text x="0" dx="-30" y="0" dy="-12">↑ {}</text></g>'
-        '<g class="marks"><line x1="0" y1="100%" x2="100%" y2="0"/></g><g class="dots seen c2">{}</g></svg>'
-    ).format(label, Markup("").join(lines), across, up, Markup("").join(circles))
-
-
-def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.2f}%"
-
-
-def _worst(row: Mapping[str, Any]) -> Worst:
-    answer = row.get("answer") or f"A: {row.get('answer_a', '')}\nB: {row.get('answer_b', '')}"
-    return Worst(
-        task=_cut(row.get("task")),
-        reference=_cut(row.get("reference")),
-        answer=_cut(answer),
-        expected=_said(row.get("expected")),
-        predicted=_said(row.get("predicted")),
-        feedback=_cut(row.get("text") or row.get("feedback")),
+    known = [
+        (first, second, count or 0.0) for first, second, count in bins if first is not None is not second
+    ]
+    if not known:
+        return None
+    most = max(count for _, _, count in known) or 1.0
+    radii = [3 + 6 * (max(0.0, count) / most) ** 0.5 for _, _, count in known]
+    points = [(first, second) for first, second, _ in known]
+    return Chart(
+        title="Calibration: right verdicts over confidence",
+        series=[Series(label="bins", points=points, look="scatter", colour=2, radii=radii)],
+        shape="square",
+        span=(0.0, 1.0),
+        x_label="confidence",
+        y_label="right verdicts",
+        from_zero=True,
+        shows_figures=False,
+        description=f"Accuracy over confidence in {len(known)} bins; a larger dot is more items",
     )
 
 
-def _said(verdict: Any) -> str:
-    if verdict is None:
-        return "unreadable"
-    return f"{verdict:.1f}" if isinstance(verdict, float) else str(verdict)
+def _worst(row: Mapping[str, Any]) -> dict[str, str]:
+    answer = row.get("answer") or f"A: {row.get('answer_a', '')}\nB: {row.get('answer_b', '')}"
+    verdicts = {}
+    for name in ("expected", "predicted"):
+        verdict = row.get(name)
+        shown = f"{verdict:.1f}" if isinstance(verdict, float) else str(verdict)
+        verdicts[name] = "unreadable" if verdict is None else shown
+    texts = {"task": row.get("task"), "reference": row.get("reference"), "answer": answer}
+    texts["feedback"] = row.get("text") or row.get("feedback")
+    return verdicts | {name: _cut(str(text or "")) for name, text in texts.items()}
 
 
-def _cut(text: Any) -> str:
-    said = str(text or "")
-    return said if len(said) <= MOST_CHARACTERS else f"{said[:MOST_CHARACTERS]}…"
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"

@@ -1,4 +1,4 @@
-"""Choose the commands that come after a run: use its result, continue it, or change what went wrong."""
+"""Suggest commands after a run: use its result, continue it, or fix a problem."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from crosstune.core.user_paths import shown_path
 from crosstune.report.files import RunFiles, mapping, number
 from crosstune.report.outcome import End
-from crosstune.report.turning_points import best_evaluation, evaluation_losses
+from crosstune.report.series import best_evaluation, evaluation_losses
 from crosstune.runs.next_commands import next_commands
 
 STILL_FALLING = 0.98
-"""A best last evaluation below this multiple of the one before says that more steps may help."""
+"""More steps may help when the last evaluation is the best and below this multiple of the one before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +26,7 @@ class Next:
 
 
 def use_result(summary: Mapping[str, Any], folder: Path, *, options: Any) -> Iterator[Next]:
-    """Yield the commands that use the result of a finished run with these resolved options: those of its recipe, or those of
-    a language model."""
+    """Yield the commands that use the result of a finished run: the recipe's own, or those of a language model."""
     run = shlex.quote(shown_path(folder))
     if own := next_commands(shown_path(folder), options):
         yield from (Next(label=label, command=command) for label, command in own)
@@ -38,18 +37,18 @@ def use_result(summary: Mapping[str, Any], folder: Path, *, options: Any) -> Ite
     yield Next(label="chat", command=f"crosstune chat {run}", why="a conversation")
     if Path(str(summary.get("result"))).name == "adapter":
         yield Next(
-            label="merge", command=f"crosstune merge {run}", why="one model without the adapter beside it"
+            label="merge", command=f"crosstune merge {run}", why="one model without a separate adapter"
         )
     yield Next(label="export", command=f"crosstune export {run} --to gguf", why="for llama.cpp and Ollama")
 
 
 def next_steps(run: RunFiles, end: End) -> list[Next]:
-    """Return what to do next, the most useful first."""
+    """Return suggestions, the most useful first."""
     found = list[Next]()
     summary = run.summary
     folder = shlex.quote(shown_path(run.folder))
     if end.status == "running":
-        return [Next(label="watch", command=f"crosstune report {folder}", why="write this page again")]
+        return [Next(label="watch", command=f"crosstune report {folder}", why="update this page")]
     if end.status != "finished":
         found.append(_continue(run, folder))
     found += _advice(run, folder)
@@ -62,16 +61,16 @@ def next_steps(run: RunFiles, end: End) -> list[Next]:
 def _continue(run: RunFiles, folder: str) -> Next:
     if run.summary.get("checkpoint") or (run.folder / "checkpoints" / "latest").exists():
         command = f"crosstune train --resume {folder}"
-        return Next(label="continue", command=command, why="go on from the last checkpoint")
+        return Next(label="continue", command=command, why="from the last checkpoint")
     why = "no checkpoint was saved, so it starts over; --save_steps keeps some"
     return Next(label="again", command="crosstune train --overwrite ... --save_steps 100", why=why)
 
 
 def _advice(run: RunFiles, folder: str) -> Iterator[Next]:
-    """Yield what the curves ask for."""
+    """Yield suggestions from the evaluation curve."""
     best = best_evaluation(run)
     if best is None:
-        why = "nothing held out was evaluated: without it nobody knows whether the model is better"
+        why = "nothing held out was evaluated, so it is unknown whether the model improved"
         yield Next(label="evaluate", command="crosstune train ... --eval_dataset FILE", why=why)
     elif best.overfits:
         why = f"evaluation was best at step {best.step:,.0f} and rose afterwards"
@@ -80,16 +79,16 @@ def _advice(run: RunFiles, folder: str) -> Iterator[Next]:
         why = "evaluation still fell at the last step"
         command = f"crosstune train --resume {folder} {_twice_as_long(run)}"
         if run.summary.get("checkpoint"):
-            yield Next(label="train on", command=command, why=why)
+            yield Next(label="train longer", command=command, why=why)
 
 
 def _twice_as_long(run: RunFiles) -> str:
-    """Return the options that double the length of a run, in the terms in which it was given."""
+    """Return the options that double the length of a run, in epochs or steps as it was requested."""
     options = mapping(run.plan.get("options"))
     epochs, steps = number(options.get("num_epochs")), number(options.get("max_steps"))
     if epochs and (steps is None or steps < 0):
         return f"--num_epochs {2 * epochs:g}"
-    return f"--num_epochs 0 --max_steps {2 * run.last_step}"  # no limit but that of the steps
+    return f"--num_epochs 0 --max_steps {2 * run.last_step}"  # limited by steps alone
 
 
 def _still_falls(run: RunFiles) -> bool:

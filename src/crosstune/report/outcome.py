@@ -1,75 +1,77 @@
-"""Determine the outcome of a run: status, evaluation before and after training, totals."""
+"""Determine the outcome of a run: status, evaluation before and after training, totals, and a summary in sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from crosstune.core.events import Evaluated, Event, Failed, Loaded, Stopped
-from crosstune.report.files import RunFiles, mapping, number
-from crosstune.report.live import is_running
-from crosstune.report.metric import Change, change_between, display_of, ordered
+from crosstune.report.files import RunFiles, is_running, listed, mapping, number
 from crosstune.report.quantity import (
     NOT_FINITE,
+    Change,
     Shown,
+    change_between,
+    display_of,
+    ordered,
     show_bytes,
     show_count,
     show_rate,
     show_seconds,
     show_share,
 )
-from crosstune.report.series import evaluation_step, finite_values, step_points
+from crosstune.report.run_list import status_of
+from crosstune.report.series import best_evaluation, evaluation_step, finite_values, step_points
 
 QUIET_S = 600.0
 """A run counts as killed when it wrote nothing for this long and for ten times its slowest step."""
+_METHODS = {
+    "full": "all of its weights",
+    "lora": "LoRA adapters",
+    "dora": "DoRA adapters",
+    "llama_pro": "new blocks (Llama-Pro)",
+}
+MOST_METRICS = 2
+"""Evaluated metrics in the lead; the cards below show all."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class End:
+class End(NamedTuple):
     status: str
-    """finished, stopped, failed or running."""
+    """finished, stopped, failed, running or damaged."""
     detail: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """A metric at the start and at the end of a run."""
+class MetricChange:
+    """A metric at the start and at the end of a run; None where it was not measured."""
 
     label: str
     before: Shown | None
-    """None when it was not measured."""
     after: Shown | None
     before_label: str
     after_label: str
     change: Change | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Total:
+class Total(NamedTuple):
     label: str
     value: Shown
     detail: str = ""
 
 
 def end_of(run: RunFiles) -> End:
-    """Return the recorded status; without one, infer it from the last events and the time of the last write."""
-    endings = {event.kind: _last(run, event) for event in (Failed, Stopped)}
-    running = is_running(run.folder)
-    if running:
-        return End(status="running", detail="This page shows the steps so far.")
-    recorded = run.summary.get("status")
-    status = str(recorded) if recorded is not None else None
-    if status is None:
-        status = next((kind for kind, event in endings.items() if event), None)
-    if status is None and running is False:
-        return End(status="stopped", detail="No end is recorded, and no process runs it: it was killed.")
-    if status is None:
+    """Return the status of a run. Without a recorded end or a lock, infer it from the time of the last write."""
+    status = status_of(run.summary, run.events, running=is_running(run.folder), problems=run.problems)
+    if status == "running":
+        return End(status, "This page shows the steps so far.")
+    if status == "killed":
+        return End("stopped", "No end is recorded, and no process runs it: it was killed.")
+    if status == "unknown":
         return _unrecorded_end(run)
-    if status not in endings:
-        return End(status=status)
-    detail = run.summary.get("error") or endings[status].get("error") or endings[status].get("reason")
-    return End(status=status, detail=str(detail or ""))
+    event = next((_last(run, kind) for kind in (Failed, Stopped) if kind.kind == status), {})
+    return End(status, str(run.summary.get("error") or event.get("error") or event.get("reason") or ""))
 
 
 def _unrecorded_end(run: RunFiles) -> End:
@@ -77,12 +79,9 @@ def _unrecorded_end(run: RunFiles) -> End:
     slowest_s = max(finite_values(step_points(run.metrics, "step_s")), default=0.0)
     ago = show_seconds(idle_s).text if idle_s >= 60 else "less than a minute"
     if idle_s <= max(QUIET_S, 10 * slowest_s):
-        return End(
-            status="running", detail=f"No end is recorded; the last line was written {ago} before this page."
-        )
+        return End("running", f"No end is recorded; the last line was written {ago} before this page.")
     return End(
-        status="stopped",
-        detail=f"No end is recorded and nothing was written for {ago}: the run was probably killed.",
+        "stopped", f"No end is recorded and nothing was written for {ago}: the run was probably killed."
     )
 
 
@@ -90,26 +89,25 @@ def _last(run: RunFiles, event: type[Event]) -> Mapping[str, Any]:
     return next(reversed(run.events_of(event)), {})
 
 
-def evaluations(run: RunFiles) -> list[Measured]:
-    """Return every evaluated metric before training and of the result: of its step, or at the last evaluation."""
+def evaluations(run: RunFiles) -> list[MetricChange]:
+    """Return every evaluated metric before training and for the result: at its step, or at the last evaluation."""
     before = mapping(run.summary.get("eval_before")) or _metrics_when(run, "before")
     after, after_label = _result_evaluation(run) or _last_evaluation(run)
-    rows = []
-    for name in ordered(dict.fromkeys([*before, *after])):
-        rows.append(_measured(name, before, after, labels=("before", after_label)))
-    return rows
+    names = ordered(dict.fromkeys([*before, *after]))
+    return [_metric_change(name, before, after, labels=("before", after_label)) for name in names]
 
 
-def training_loss(run: RunFiles) -> Measured | None:
+def training_loss(run: RunFiles) -> MetricChange | None:
     """Return the loss of the first and the last step."""
     points = step_points(run.metrics, "loss")
     if points:
-        first = {"loss": points[0][1]} if len(points) > 1 else {}
-        return _measured("loss", first, {"loss": points[-1][1]}, labels=("first step", "last step"))
-    if "final_loss" not in run.summary:
+        first, last = {"loss": points[0][1]} if len(points) > 1 else {}, points[-1][1]
+    elif "final_loss" in run.summary:
+        first = {"loss": run.summary["first_loss"]} if "first_loss" in run.summary else {}
+        last = run.summary["final_loss"]
+    else:
         return None
-    first = {"loss": run.summary["first_loss"]} if "first_loss" in run.summary else {}
-    return _measured("loss", first, {"loss": run.summary["final_loss"]}, labels=("first step", "last step"))
+    return _metric_change("loss", first, {"loss": last}, labels=("first step", "last step"))
 
 
 def _metrics_when(run: RunFiles, when: str) -> Mapping[str, Any]:
@@ -118,7 +116,7 @@ def _metrics_when(run: RunFiles, when: str) -> Mapping[str, Any]:
 
 
 def _result_evaluation(run: RunFiles) -> tuple[Mapping[str, Any], str] | None:
-    """Return the metrics of the best step, if its weights are the result and not those of the last step."""
+    """Return the metrics of the best step if the result has its weights, and not those of the last step."""
     best, last = mapping(run.summary.get("best")), mapping(run.summary.get("last"))
     step = number(best.get("step"))
     if step is None or step != run.summary.get("result_step") or step == last.get("step"):
@@ -128,19 +126,17 @@ def _result_evaluation(run: RunFiles) -> tuple[Mapping[str, Any], str] | None:
 
 def _last_evaluation(run: RunFiles) -> tuple[Mapping[str, Any], str]:
     after = mapping(run.summary.get("eval_after")) or _metrics_when(run, "after")
-    if after:
-        return after, "after"
     later = [event for event in run.events_of(Evaluated) if event.get("when") != "before"]
-    if later:
+    if not after and later:
         return mapping(later[-1].get("metrics")), f"at step {evaluation_step(later[-1], run):,.0f}"
-    if number(run.summary.get("eval_loss")) is not None:
-        return {"loss": run.summary["eval_loss"]}, "after"
-    return {}, "after"
+    if not after and number(run.summary.get("eval_loss")) is not None:
+        after = {"loss": run.summary["eval_loss"]}
+    return after, "after"
 
 
-def _measured(
+def _metric_change(
     name: str, before: Mapping[str, Any], after: Mapping[str, Any], *, labels: tuple[str, str]
-) -> Measured:
+) -> MetricChange:
     first, last = number(before.get(name)), number(after.get(name))
     display = display_of(name, [value for value in (first, last) if value is not None])
 
@@ -149,7 +145,7 @@ def _measured(
             return display.show(value)
         return Shown(NOT_FINITE) if name in values else None
 
-    return Measured(
+    return MetricChange(
         label=display.label,
         before=show(before, first),
         after=show(after, last),
@@ -161,78 +157,129 @@ def _measured(
 
 def totals(run: RunFiles) -> list[Total]:
     """Return steps, tokens, speed, memory and parameters, from the summary or else summed over the steps."""
-    found = [_steps(run), _tokens(run), _speed(run), _memory(run), _parameters(run)]
-    return [total for total in found if total is not None]
+    steps, planned = number(run.summary.get("steps")), number(run.plan.get("num_steps"))
+    done = run.last_step if steps is None else int(steps)
+    found = [Total("Steps", show_count(done), f"of {planned:,.0f} planned" if planned else "")]
+    tokens, supervised = summed(run, "tokens"), summed(run, "supervised_tokens")
+    if tokens is not None:
+        detail = "" if supervised is None else f"{show_count(supervised).text} carry loss"
+        found.append(Total("Tokens", show_count(tokens), detail))
+    rate, seconds = number(run.summary.get("tokens_per_s")), summed(run, "step_s")
+    if rate is not None:
+        found.append(Total("Speed", show_rate(rate)))
+    elif tokens is not None and seconds:
+        found.append(Total("Speed", show_rate(tokens / seconds), "over all steps"))
+    peak = number(run.summary.get("peak_memory_bytes"))
+    if peak is None:
+        peak = max(finite_values(step_points(run.metrics, "memory_bytes")), default=None)
+    if peak is not None:
+        sizes = (number(device.get("memory_total_bytes")) for device in devices(run))
+        whole = min((size for size in sizes if size), default=None)
+        detail = f"{show_share(peak / whole).text} of {show_bytes(whole).text}" if whole else ""
+        found.append(Total("Peak memory", show_bytes(peak), detail))
+    counted = run.summary if "trained_parameters" in run.summary else _last(run, Loaded)
+    trained, whole = number(counted.get("trained_parameters")), number(counted.get("parameters"))
+    if trained is not None:
+        detail = f"{show_share(trained / whole).text} of {show_count(whole).text}" if whole else ""
+        found.append(Total("Trained parameters", show_count(trained), detail))
+    return found
+
+
+def summed(run: RunFiles, key: str) -> float | None:
+    """Return a total from the summary, or else summed over the steps."""
+    value = number(run.summary.get(key))
+    values = finite_values(step_points(run.metrics, key))
+    return value if value is not None else sum(values) if values else None
 
 
 def duration(run: RunFiles) -> Shown | None:
     seconds = number(run.summary.get("seconds"))
     if seconds is not None:
         return show_seconds(seconds)
-    spent = finite_values(step_points(run.metrics, "step_s"))
-    return (
-        Shown(f"{show_seconds(sum(spent)).text} in steps", show_seconds(sum(spent)).full) if spent else None
-    )
-
-
-def _steps(run: RunFiles) -> Total:
-    done, planned = run.last_step, number(run.plan.get("num_steps"))
-    summary_steps = number(run.summary.get("steps"))
-    if summary_steps is not None:
-        done = int(summary_steps)
-    detail = f"of {planned:,.0f} planned" if planned else ""
-    return Total(label="Steps", value=show_count(done), detail=detail)
-
-
-def _summed(run: RunFiles, key: str) -> float | None:
-    value = number(run.summary.get(key))
-    if value is not None:
-        return value
-    values = finite_values(step_points(run.metrics, key))
-    return sum(values) if values else None
-
-
-def _tokens(run: RunFiles) -> Total | None:
-    tokens, supervised = _summed(run, "tokens"), _summed(run, "supervised_tokens")
-    if tokens is None:
+    spent = summed(run, "step_s")
+    if spent is None:
         return None
-    detail = "" if supervised is None else f"{show_count(supervised).text} carry loss"
-    return Total(label="Tokens", value=show_count(tokens), detail=detail)
-
-
-def _speed(run: RunFiles) -> Total | None:
-    rate = number(run.summary.get("tokens_per_s"))
-    detail = ""
-    if rate is None:
-        tokens = finite_values(step_points(run.metrics, "tokens"))
-        seconds = sum(finite_values(step_points(run.metrics, "step_s")))
-        rate, detail = (sum(tokens) / seconds, "over all steps") if tokens and seconds > 0 else (None, "")
-    return None if rate is None else Total(label="Speed", value=show_rate(rate), detail=detail)
-
-
-def _memory(run: RunFiles) -> Total | None:
-    peak = number(run.summary.get("peak_memory_bytes"))
-    if peak is None:
-        peak = max(finite_values(step_points(run.metrics, "memory_bytes")), default=None)
-    if peak is None:
-        return None
-    sizes = [number(device.get("memory_total_bytes")) for device in devices(run)]
-    whole = min((size for size in sizes if size), default=None)
-    detail = f"{show_share(peak / whole).text} of {show_bytes(whole).text}" if whole else ""
-    return Total(label="Peak memory", value=show_bytes(peak), detail=detail)
+    shown = show_seconds(spent)
+    return shown._replace(text=f"{shown.text} in steps")
 
 
 def devices(run: RunFiles) -> list[Mapping[str, Any]]:
     """Return the devices of the backend that ran."""
     backends = mapping(mapping(run.plan.get("machine")).get("backends"))
-    found = mapping(backends.get(str(run.plan.get("backend")))).get("devices")
-    return [mapping(device) for device in found] if isinstance(found, list) else []
+    return [
+        mapping(each) for each in listed(mapping(backends.get(str(run.plan.get("backend")))).get("devices"))
+    ]
 
 
-def _parameters(run: RunFiles) -> Total | None:
-    counted = run.summary if "trained_parameters" in run.summary else _last(run, Loaded)
-    trained, whole = number(counted.get("trained_parameters")), number(counted.get("parameters"))
-    if trained is None:
-        return None
-    detail = f"{show_share(trained / whole).text} of {show_count(whole).text}" if whole else ""
-    return Total(label="Trained parameters", value=show_count(trained), detail=detail)
+def lead_sentences(run: RunFiles, end: End) -> list[str]:
+    """Return what was trained, how the metrics changed, and which weights are the result."""
+    return [sentence for sentence in (_trained(run, end), _changed(run), _result(run)) if sentence]
+
+
+def _trained(run: RunFiles, end: End) -> str:
+    verb = {"finished": "Trained", "running": "Training"}.get(end.status, "Began to train")
+    parts = [f"{verb} {_model(run)}"]
+    data = mapping(run.plan.get("data"))
+    if name := data.get("dataset") or run.asked.get("dataset"):
+        examples = number(mapping(data.get("train")).get("examples"))
+        counted = f"{show_count(examples).text} examples of " if examples else ""
+        parts.append(f"on {counted}{Path(str(name)).name or name}")
+    steps, planned = show_count(run.last_step).text, number(run.plan.get("num_steps"))
+    if end.status == "finished" or not planned:
+        parts.append(f"for {steps} step{'s' * (run.last_step != 1)}")
+    else:
+        parts.append(f"for {steps} of {planned:,.0f} steps")
+    if (spent := duration(run)) is not None and run.summary.get("seconds"):
+        parts.append(f"in {spent.text}")
+    if backend := run.plan.get("backend") or run.summary.get("backend"):
+        parts.append(f"on {backend}")
+    return " ".join(parts) + "."
+
+
+def _model(run: RunFiles) -> str:
+    model = mapping(run.plan.get("model"))
+    name = str(model.get("name") or run.asked.get("model_name") or "a model")
+    recipe, method = str(run.asked.get("recipe") or "sft"), str(run.plan.get("method") or "")
+    if model.get("source") == "recipe":
+        return f"the model of the recipe {recipe}"
+    name = Path(name).name if name.startswith(("/", ".", "~")) else name
+    whole = f"{name} as a judge" if recipe == "judge" else name
+    base, quantizer = "", run.plan.get("quantizer")
+    if quantizer and quantizer != "none":
+        bits = f"{run.plan['n_bits']}-bit " if run.plan.get("n_bits") else ""
+        base = f" over a {bits}{quantizer} base"
+    return f"{whole} with {_METHODS.get(method, method)}{base}" if method else whole
+
+
+def _changed(run: RunFiles) -> str:
+    """Say how the evaluated metrics changed; without an evaluation, the training loss."""
+    found = [text for row in evaluations(run) if (text := _change_text(row))]
+    if found:
+        return f"On held-out data {' and '.join(found[:MOST_METRICS])}."
+    loss = training_loss(run)
+    said = _change_text(loss, label="training loss") if loss is not None else ""
+    return f"Nothing held out was evaluated{'; ' * bool(said)}{said}."
+
+
+def _change_text(row: MetricChange, *, label: str = "") -> str:
+    if row.change is None or row.before is None or row.after is None:
+        return ""
+    label = label or ("the loss" if row.label == "loss" else row.label)
+    if row.change.verdict == "unchanged":
+        return f"{label} stayed at {row.after.text}"
+    if row.before.text == row.after.text:
+        return f"{label} hardly changed from {row.after.text}"
+    verb = "rose" if row.change.rising else "fell"
+    worse = " (worse)" if row.change.verdict == "worse" else ""
+    return f"{label} {verb} from {row.before.text} to {row.after.text}{worse}"
+
+
+def _result(run: RunFiles) -> str:
+    best = best_evaluation(run)
+    if best is None or best.is_last:
+        return ""
+    if run.summary.get("result_step") == best.step:
+        return f"The result has the weights of step {best.step:,.0f}, the best evaluation."
+    return (
+        f"Evaluation was best at step {best.step:,.0f}; the model overfits after it." if best.overfits else ""
+    )

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from crosstune.report.data_section import SHOWN_APART, length_chart, masked_example
-from crosstune.report.event_log import MOST_EVENTS, event_rows
-from crosstune.report.expected import plan_against_measured
-from crosstune.report.facts import (
-    adjustment_rows,
-    data_tables,
-    header_facts,
-    identity_facts,
-    machine_facts,
-    option_rows,
-    reproduce_command,
-    unasked_options,
-    version_facts,
-)
+from crosstune.core.errors import UserError
+from crosstune.report import facts, outcome
+from crosstune.report.charts import length_chart, run_charts
 from crosstune.report.files import RunFiles, load_run, mapping
 from crosstune.report.judge_section import collect_judge_test
-from crosstune.report.lead import lead_sample, lead_sentences
 from crosstune.report.next_steps import next_steps
-from crosstune.report.outcome import End, end_of, evaluations, totals, training_loss
 from crosstune.report.profile_section import collect_profile
 from crosstune.report.quantity import show_time
-from crosstune.report.run_charts import run_charts
-from crosstune.report.samples import collect_samples
+from crosstune.report.samples import collect_samples, lead_sample
 from crosstune.report.template import fill, write_page
 
 REPORT_FILE = "report.html"
+MOST_EVENTS = 400
 MISSING_MEANS = {
     "config.yaml": "the requested options are taken from the plan.",
     "plan.json": "the resolved options, the data and the machine are unknown.",
@@ -39,6 +27,8 @@ MISSING_MEANS = {
     "events.jsonl": "no evaluations, samples, checkpoints or warnings are recorded.",
     "summary.json": "the run did not finish; totals are summed over its steps.",
 }
+DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, UserError)
+"""Errors from values of a wrong type or range in the files of a run."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -49,54 +39,54 @@ def write_report(run_dir: Path) -> Path:
 
 
 def render(run: RunFiles) -> str:
-    """Return the whole page as HTML."""
-    return fill("page.html.jinja", **_contents(run))
+    """Return the whole page as HTML. A section with damaged records is left out with a warning."""
+    problems = list(run.problems)
 
+    def section(title: str, build: Callable[[], Any], default: Any = None) -> Any:
+        try:
+            return build()
+        except DAMAGED as error:
+            reason = error.why if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            problems.append(f"The section {title} is left out, because its records are damaged ({reason}).")
+            return default
 
-def _contents(run: RunFiles) -> dict[str, Any]:
     data = mapping(run.plan.get("data"))
-    plain = {name: value for name, value in data.items() if name not in SHOWN_APART}
-    data_facts, data_grid, data_rest = data_tables(plain)
-    graphs, samples = run_charts(run), collect_samples(run)
-    events = event_rows(run)
-    end = end_of(run)
-    return {
-        "run": run,
-        "end": end,
-        "lead": lead_sentences(run, end),
-        "lead_sample": lead_sample(samples),
-        "missing": _missing(run, end),
-        "facts": header_facts(run),
-        "evaluations": evaluations(run),
-        "training_loss": training_loss(run),
-        "totals": totals(run),
-        "next_steps": next_steps(run, end),
-        "charts": graphs.charts,
-        "absent_charts": graphs.absent,
-        "samples": samples,
-        "judge": collect_judge_test(run.folder),
-        "asked": option_rows(run),
-        "unasked": unasked_options(run),
-        "adjustments": adjustment_rows(run),
-        "data_facts": data_facts,
-        "data_grid": data_grid,
-        "data_rest": data_rest,
-        "lengths": length_chart(data),
-        "example": masked_example(data),
-        "expected": plan_against_measured(run),
-        "profile": collect_profile(run),
-        "machine": machine_facts(run),
-        "versions": version_facts(run),
-        "identity": identity_facts(run),
-        "command": reproduce_command(run),
-        "notable_events": [event for event in events if event.notable],
-        "events": events[-MOST_EVENTS:],
-        "num_events": len(events),
-        "written": show_time(datetime.fromtimestamp(run.read_time).astimezone()),
-    }
-
-
-def _missing(run: RunFiles, end: End) -> list[tuple[str, str]]:
-    """Return the files that should exist by now, and what the page lacks without each."""
-    expected = [name for name in run.missing if not (name == "summary.json" and end.status == "running")]
-    return [(name, MISSING_MEANS[name]) for name in expected]
+    end = section("Status", lambda: outcome.end_of(run), outcome.End("unknown"))
+    charts = section("Charts", lambda: run_charts(run), [])
+    samples = section("Samples", lambda: collect_samples(run))
+    events = section("Events", lambda: facts.event_rows(run), [])
+    missing = [name for name in run.missing if not (name == "summary.json" and end.status == "running")]
+    return fill(
+        "page.html.jinja",
+        run=run,
+        end=end,
+        lead=section("Summary", lambda: outcome.lead_sentences(run, end), []),
+        samples=samples,
+        lead_sample=lead_sample(samples) if samples else None,
+        missing=[(name, MISSING_MEANS[name]) for name in missing],
+        facts=section("Run", lambda: facts.header_facts(run), []),
+        evaluations=section("Evaluation", lambda: outcome.evaluations(run), []),
+        training_loss=section("Training loss", lambda: outcome.training_loss(run)),
+        totals=section("Totals", lambda: outcome.totals(run), []),
+        next_steps=section("Next", lambda: next_steps(run, end), []),
+        charts=[chart for chart in charts if chart.values],
+        absent_charts=[chart.title for chart in charts if not chart.values],
+        judge=section("Judge", lambda: collect_judge_test(run.folder)),
+        asked=section("Options", lambda: facts.option_rows(run), []),
+        unasked=section("Options", lambda: facts.unasked_options(run), []),
+        adjustments=section("Adjustments", lambda: facts.adjustment_rows(run), []),
+        data=section("Data", lambda: facts.data_tables(data), ([], None, [])),
+        lengths=section("Example lengths", lambda: length_chart(data)),
+        example=section("Example", lambda: facts.masked_example(data)),
+        expected=section("Plan", lambda: facts.plan_against_measured(run), []),
+        profile=section("Profile", lambda: collect_profile(run)),
+        machine=section("Machine", lambda: facts.machine_facts(run), []),
+        versions=section("Versions", lambda: facts.version_facts(run), []),
+        identity=section("Weights", lambda: facts.identity_facts(run), []),
+        command=section("Command", lambda: facts.reproduce_command(run), ""),
+        notable_events=[event for event in events if event["notable"]],
+        events=events[-MOST_EVENTS:],
+        num_events=len(events),
+        written=show_time(datetime.fromtimestamp(run.read_time).astimezone()),
+        problems=problems,
+    )

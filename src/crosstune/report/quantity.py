@@ -1,9 +1,10 @@
-"""Format values for the page: a short text, and the full value for its tooltip."""
+"""Format values for the page: numbers, options, times, and metrics by their name."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
@@ -12,6 +13,20 @@ from crosstune.report.files import number
 MINUS = "\N{MINUS SIGN}"
 NOT_FINITE = "not finite"
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_FIRST_METRICS = ("loss", "exact_match")
+_LOWER_IS_BETTER = frozenset(
+    {"loss", "nll", "nats", "perplexity", "ppl", "error", "mse", "mae", "rmse", "wer", "cer", "ece"}
+)
+_SHARES = frozenset(
+    {"match", "accuracy", "acc", "agreement", "precision", "recall", "f1", "auc", "share", "winrate"}
+)
+_HIGHER_IS_BETTER = _SHARES | frozenset(
+    {"bleu", "chrf", "rouge", "correlation", "spearman", "pearson", "kendall", "win"}
+)
+_OUT_OF_100 = frozenset({"bleu", "chrf"})
+_SPELLING = {"bleu": "BLEU", "chrf": "chrF"}
+_CONTROLS = frozenset({"shuffled", "zero"})
+"""Words of metrics that are measured with wrong inputs, for comparison: no direction is better."""
 
 
 class Shown(NamedTuple):
@@ -158,3 +173,82 @@ def _short_exponent(text: str) -> str:
 
 def _signed(text: str) -> str:
     return text.replace("-", MINUS, 1) if text.startswith("-") else text
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricDisplay:
+    """Label and format of a metric."""
+
+    label: str
+    show: Callable[[float], Shown]
+    unit: str = ""
+    divisor: float = 1.0
+    """Axes show values divided by this."""
+    from_zero: bool = False
+    points: float = 0.0
+    """For a metric with a maximum: the number of points of the value 1. Its change is shown in points."""
+    better: int = 0
+    """1 when higher is better, -1 when lower is better, 0 when the name does not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """The formatted difference between two values."""
+
+    amount: Shown
+    verdict: str
+    """better, worse, unchanged, or empty when the metric's name does not say which direction is better."""
+    rising: bool
+
+
+def display_of(name: str, values: Sequence[float]) -> MetricDisplay:
+    """Choose label, format and direction of improvement of a metric by its name."""
+    label = " ".join(_SPELLING.get(word, word) for word in label_of(name).split())
+    if name == "lr":
+        return MetricDisplay(label=label, show=show_setting, from_zero=True)
+    if name == "tokens_per_s":
+        return MetricDisplay(label=label, show=show_rate, unit="tok/s", from_zero=True, better=1)
+    if name == "memory_bytes":
+        unit, divisor = byte_unit(max(values, default=0.0))
+        return MetricDisplay(
+            label=label, show=show_bytes, unit=unit, divisor=divisor, from_zero=True, better=-1
+        )
+    words = set(name.lower().replace("-", "_").replace("/", "_").split("_"))
+    better = -1 if words & _LOWER_IS_BETTER else int(bool(words & _HIGHER_IS_BETTER))
+    better = 0 if words & _CONTROLS else better
+    if words & _SHARES and all(0 <= value <= 1 for value in values):
+        return MetricDisplay(
+            label=label,
+            show=show_share,
+            unit="%",
+            divisor=0.01,
+            from_zero=True,
+            points=100.0,
+            better=better,
+        )
+    points = float(bool(words & _OUT_OF_100))
+    return MetricDisplay(
+        label=label, show=show_number, from_zero=name == "grad_norm", points=points, better=better
+    )
+
+
+def ordered(names: Iterable[str]) -> list[str]:
+    """Return loss and exact match first, the others in their given order."""
+    names = list(names)
+    first = [name for name in _FIRST_METRICS if name in names]
+    return first + [name for name in names if name not in first]
+
+
+def change_between(before: float, after: float, display: MetricDisplay) -> Change:
+    delta = after - before
+    if delta == 0:
+        return Change(amount=Shown("no change"), verdict="unchanged", rising=False)
+    if display.points:
+        text = f"{show_number(abs(delta) * display.points).text} points"
+    elif before > 0:
+        text = show_share(abs(delta) / before).text
+    else:
+        text = show_number(abs(delta)).text
+    verdict = {1: "better", -1: "worse", 0: ""}[display.better * (1 if delta > 0 else -1)]
+    amount = Shown(f"{'+' if delta > 0 else MINUS}{text}", repr(delta))
+    return Change(amount=amount, verdict=verdict, rising=delta > 0)

@@ -11,18 +11,15 @@ from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.events import Evaluated, Failed, Stopped
-from crosstune.core.json_files import read_object
-from crosstune.core.plain_files import MissingFile
 from crosstune.core.record import RUN_FILES
 from crosstune.loop.best import best_step
-from crosstune.report.files import mapping, number
-from crosstune.report.live import is_running, last_rows
+from crosstune.report.files import is_running, last_rows, mapping, number, read_mapping
 
 _STEPS_BYTES = 1 << 16
 _EVENTS_BYTES = 1 << 20
 """Bytes read from the ends of metrics.jsonl and events.jsonl, of runs without a summary."""
 RECORDED = ("finished", "stopped", "failed")
-"""What summary.json says of a run that has ended."""
+"""Statuses in summary.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +27,6 @@ class ListedRun:
     name: str
     folder: str
     status: str
-    """As `status_of` says."""
     recipe: str
     model: str
     method: str
@@ -80,8 +76,8 @@ def _last_write(folder: Path) -> float | None:
 def read_listed(folder: Path, *, changed: float, now: float | None = None) -> ListedRun:
     """Return the figures of a run. Damaged files are named in `problems`, and their figures are missing."""
     problems = list[str]()
-    plan = _read(folder / "plan.json", problems)
-    summary = _read(folder / "summary.json", problems)
+    plan = read_mapping(folder / "plan.json", problems)
+    summary = read_mapping(folder / "summary.json", problems)
     running = is_running(folder)
     steps = last_rows(folder / "metrics.jsonl", limit=_STEPS_BYTES) if running or not summary else []
     last = steps[-1] if steps else {}
@@ -161,13 +157,3 @@ def _rate(steps: Sequence[Mapping[str, Any]]) -> float | None:
 def _whole(value: Any) -> int | None:
     found = number(value)
     return None if found is None else int(found)
-
-
-def _read(path: Path, problems: list[str]) -> Mapping[str, Any]:
-    try:
-        return read_object(path)
-    except MissingFile:
-        return {}
-    except UserError as error:
-        problems.append(f"{path.name}: {error.why}")
-        return {}

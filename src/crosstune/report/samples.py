@@ -1,18 +1,18 @@
-"""Collect the answers to the same prompts at several evaluations, beside their references."""
+"""Collect the answers to the same prompts at several evaluations, and mark the words that changed."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from difflib import SequenceMatcher
+from typing import Any, NamedTuple
 
 from crosstune.core.control_characters import printable
 from crosstune.core.events import Evaluated
-from crosstune.report.differences import Piece, changed_pieces
-from crosstune.report.files import RunFiles, mapping
-from crosstune.report.series import evaluation_step
-from crosstune.report.turning_points import Best, best_evaluation
+from crosstune.report.files import RunFiles, listed, mapping
+from crosstune.report.series import Best, best_evaluation, evaluation_step
 
 METRIC = "exact_match"
 MOST_DURING = 2
@@ -20,9 +20,17 @@ MOST_DURING = 2
 MOST_PROMPTS = 40
 MOST_CHARACTERS = 6000
 MOST_FRAMES = 200
+MOST_WORDS = 600
+"""Longer texts are not compared: the time grows with the product of their lengths."""
+_WORDS = re.compile(r"\s+|\w+|[^\w\s]")
 
 Key = tuple[str, int]
 """A prompt and its index among equal prompts of one evaluation."""
+
+
+class Piece(NamedTuple):
+    text: str
+    changed: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +43,9 @@ class Answer:
     frames: list[str] = field(default_factory=list)
     """The states of the answer while it was generated, the last one its text."""
     pieces: list[Piece] = field(default_factory=list)
-    """The text, with the words marked that the answer of the column before lacks; in the first column, those that the
-    next one lacks."""
+    """The text in pieces, changed words marked: against the column before, in the first column against the next."""
     is_same: bool = False
-    """Whether it equals the answer of the column before."""
+    """Whether it equals the answer in the column before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +55,7 @@ class SampleRow:
     answers: list[Answer]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleColumn:
+class SampleColumn(NamedTuple):
     title: str
     num_matches: int
     num_compared: int
@@ -64,8 +70,7 @@ class Samples:
 
 
 def collect_samples(run: RunFiles) -> Samples:
-    recorded = [event for event in run.events_of(Evaluated) if isinstance(event.get("samples"), list)]
-    recorded = [event for event in recorded if event["samples"]]
+    recorded = [event for event in run.events_of(Evaluated) if listed(event.get("samples"))]
     best = best_evaluation(run)
     moments = _choose(recorded, best=best, run=run)
     tables = [dict(_keyed(event["samples"])) for event in moments]
@@ -77,9 +82,7 @@ def collect_samples(run: RunFiles) -> Samples:
     for index, event in enumerate(moments):
         marks = Counter(row.answers[index].mark for row in rows)
         compared = marks["match"] + marks["no match"]
-        columns.append(
-            SampleColumn(title=_title(event, run, best), num_matches=marks["match"], num_compared=compared)
-        )
+        columns.append(SampleColumn(_title(event, run, best), marks["match"], compared))
     return Samples(
         columns=columns, rows=rows[:MOST_PROMPTS], num_prompts=len(rows), num_moments=len(recorded)
     )
@@ -117,7 +120,7 @@ def _title(event: Mapping[str, Any], run: RunFiles, best: Best | None) -> str:
     when, step = str(event.get("when", "")), evaluation_step(event, run)
     title = when if when in ("before", "after") else f"step {step:,.0f}"
     is_best = best is not None and step == best.step and when != "before"
-    return f"{title}, the best" if is_best else title
+    return f"{title} (best)" if is_best else title
 
 
 def _row(key: Key, tables: Sequence[Mapping[Key, Mapping[str, Any]]], compares: Sequence[bool]) -> SampleRow:
@@ -133,7 +136,7 @@ def _row(key: Key, tables: Sequence[Mapping[Key, Mapping[str, Any]]], compares: 
 
 
 def compare_answers(answers: Sequence[Answer]) -> list[Answer]:
-    """Mark in each answer what the one before it lacks, and in the first one what the next lacks."""
+    """Mark the words of each answer that the one before it lacks; in the first one, those that the next lacks."""
     found = []
     for place, answer in enumerate(answers):
         others = [*answers[:place][::-1], *answers[place + 1 :]]
@@ -161,14 +164,55 @@ def _answer(answer: str | None, reference: str) -> Answer:
 
 
 def _frames(recorded: Any) -> list[str]:
-    return (
-        [_cut(printable(str(frame))) for frame in recorded[:MOST_FRAMES]]
-        if isinstance(recorded, list)
-        else []
-    )
+    return [_cut(printable(str(frame))) for frame in listed(recorded)[:MOST_FRAMES]]
 
 
 def _cut(text: str) -> str:
     if len(text) <= MOST_CHARACTERS:
         return text
     return f"{text[:MOST_CHARACTERS]}… [{len(text) - MOST_CHARACTERS:,} more characters]"
+
+
+def changed_pieces(text: str, other: str) -> list[Piece]:
+    """Split a text into pieces, those that the other text lacks marked. A text too long to compare is one piece."""
+    words, others = _WORDS.findall(text), _WORDS.findall(other)
+    if not text:
+        return []
+    if max(len(words), len(others)) > MOST_WORDS:
+        return [Piece(text, False)]
+    matches = SequenceMatcher(a=others, b=words, autojunk=False).get_opcodes()
+    pieces = [
+        Piece("".join(words[start:stop]), kind != "equal")
+        for kind, _, _, start, stop in matches
+        if stop > start
+    ]
+    return _joined(pieces)
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    """Join changed pieces that only a space or punctuation separates: scattered highlights are hard to read."""
+    found = list[Piece]()
+    for place, piece in enumerate(pieces):
+        between = 0 < place < len(pieces) - 1 and not piece.changed and not re.search(r"\w", piece.text)
+        changed = piece.changed or (between and pieces[place - 1].changed and pieces[place + 1].changed)
+        if found and found[-1].changed == changed:
+            found[-1] = Piece(found[-1].text + piece.text, changed)
+        else:
+            found.append(Piece(piece.text, changed))
+    return found
+
+
+def lead_sample(samples: Samples) -> SampleRow | None:
+    """Return the row that shows the effect of training best, with its first and its last answer."""
+    rows = [row for row in samples.rows if row.answers[0].text is not None and row.answers[-1].text]
+    if not rows or len(samples.columns) < 2:
+        return None
+    row = max(rows, key=_interest)
+    return replace(row, answers=compare_answers([row.answers[0], row.answers[-1]]))
+
+
+def _interest(row: SampleRow) -> tuple[bool, bool, int]:
+    """Rank a row: an answer that became right first, then one that changed, then the shortest."""
+    first, last = row.answers[0], row.answers[-1]
+    became_right = last.mark == "match" and first.mark != "match"
+    return became_right, first.text != last.text, -len(row.prompt) - len(last.text or "")

@@ -22,7 +22,7 @@
   };
 
   const attach = (plot) => {
-    const { steps, series } = JSON.parse(plot.dataset.readout);
+    const { x: label, steps, series } = JSON.parse(plot.dataset.readout);
     const guide = plot.querySelector(".guide");
     const line = guide.querySelector("line");
     const output = plot.parentElement.querySelector(".readout");
@@ -49,7 +49,7 @@
       const step = main[place][0];
       line.setAttribute("x1", across(step));
       line.setAttribute("x2", across(step));
-      const lines = [word(`step ${step.toLocaleString("en")}`)];
+      const lines = [word(`${label} ${step.toLocaleString("en")}`)];
       series.forEach((each, number) => {
         const [at, height, text] = each.points[nearest(each.points, step)];
         dots[number].setAttribute("visibility", height === null ? "hidden" : "inherit");

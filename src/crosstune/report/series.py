@@ -1,12 +1,14 @@
-"""Extract series of values over steps, smooth them, and downsample them without losing their extremes."""
+"""Extract series of values over steps, smooth and downsample them, and find the best evaluation and overfitting."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from crosstune.core.events import Evaluated, StepMetrics
+from crosstune.loop.best import WORSE, best_step
 from crosstune.report.files import RunFiles, mapping, number
 
 Point = tuple[float, float | None]
@@ -16,6 +18,27 @@ NUM_BUCKETS = 120
 SMOOTHED_SHARE = 20
 """The smoothing window covers one part in this many of all points."""
 FEWEST_TO_SMOOTH = 12
+GAP = 0.1
+"""Overfitting is likely where the training loss is lower by more than this share of the evaluation loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    step: float
+    loss: float
+    is_last: bool
+    """Whether no later evaluation exists."""
+    overfits: bool
+    """Whether the last evaluation is clearly worse."""
+    last_loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overfitting:
+    step: float
+    train: float
+    """The smoothed training loss at the last evaluation."""
+    evaluation: float
 
 
 def step_points(rows: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
@@ -23,18 +46,17 @@ def step_points(rows: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
     return [(float(row["step"]), number(row[key])) for row in rows if key in row]
 
 
+def smoothed_points(run: RunFiles, key: str) -> list[Point]:
+    points = step_points(run.metrics, key)
+    return smooth(points, window=smoothing_window(len(points)))
+
+
 def task_metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names of the metrics that a task adds to the rows of metrics.jsonl. They are fractions; the count that
     a recipe adds is a whole number."""
     known = StepMetrics.__annotations__
-    return list(
-        dict.fromkeys(
-            name
-            for row in rows
-            for name, value in row.items()
-            if name not in known and isinstance(value, float)
-        )
-    )
+    added = (name for row in rows for name, value in row.items() if isinstance(value, float))
+    return [name for name in dict.fromkeys(added) if name not in known]
 
 
 def evaluation_points(run: RunFiles) -> dict[str, list[Point]]:
@@ -54,6 +76,48 @@ def evaluation_step(event: Mapping[str, Any], run: RunFiles) -> float:
     return float(run.last_step) if event.get("when") == "after" else 0.0
 
 
+def evaluation_losses(run: RunFiles) -> list[Point]:
+    """Return the evaluation losses over steps; from the summary if the events are lost."""
+    found = evaluation_points(run).get("loss", [])
+    if finite_values(found):
+        return found
+    kept = mapping(run.summary.get("evaluations"))
+    points: list[Point] = [(float(step), number(loss)) for step, loss in kept.items() if step.isdecimal()]
+    return sorted(points, key=lambda point: point[0])
+
+
+def best_evaluation(run: RunFiles) -> Best | None:
+    """Return the lowest evaluation loss after at least one step; None without one."""
+    losses = {int(step): loss for step, loss in evaluation_losses(run) if step and loss is not None}
+    step = best_step(losses)
+    if step is None:
+        return None
+    last, lowest = max(losses), losses[step]
+    return Best(
+        step=step,
+        loss=lowest,
+        is_last=step == last,
+        overfits=losses[last] > (WORSE * lowest if lowest > 0 else lowest),
+        last_loss=losses[last],
+    )
+
+
+def overfitting(run: RunFiles) -> Overfitting | None:
+    """Return the first evaluation from which on the training loss stays clearly below it; None without one."""
+    smoothed = dict(smoothed_points(run, "loss"))
+    found: Overfitting | None = None
+    for step, loss in evaluation_losses(run):
+        before = [at for at in smoothed if at <= step]
+        level = smoothed[max(before)] if before else None
+        if loss is None or level is None or not step:
+            continue
+        if loss <= 0 or loss - level <= GAP * loss:
+            found = None
+        else:
+            found = Overfitting(step=found.step if found else step, train=level, evaluation=loss)
+    return found
+
+
 def finite_values(points: Sequence[Point]) -> list[float]:
     return [value for _, value in points if value is not None]
 
@@ -66,7 +130,7 @@ def smoothing_window(num_points: int) -> int:
 
 
 def smooth(points: Sequence[Point], *, window: int) -> list[Point]:
-    """Return the centred moving mean, which does not lag behind the values. Gaps stay gaps."""
+    """Return the centred moving mean. Gaps stay gaps."""
     half = window // 2
     values = [value for _, value in points]
     sums = [0.0, *accumulate(value or 0.0 for value in values)]
@@ -85,14 +149,8 @@ def kept_indices(points: Sequence[Point], *, num_buckets: int = NUM_BUCKETS) -> 
         return list(range(len(points)))
     keep = {0, len(points) - 1}
     for bucket in range(num_buckets):
-        start = bucket * len(points) // num_buckets
-        stop = (bucket + 1) * len(points) // num_buckets
-        keep |= _extremes(points, start, stop)
+        within = range(bucket * len(points) // num_buckets, (bucket + 1) * len(points) // num_buckets)
+        known = [(value, index) for index in within if (value := points[index][1]) is not None]
+        keep |= {min(known)[1], max(known)[1]} if known else set()
+        keep |= set([index for index in within if points[index][1] is None][:1])
     return sorted(keep)
-
-
-def _extremes(points: Sequence[Point], start: int, stop: int) -> set[int]:
-    known = [(value, index) for index in range(start, stop) if (value := points[index][1]) is not None]
-    gap = next((index for index in range(start, stop) if points[index][1] is None), None)
-    keep = {min(known)[1], max(known)[1]} if known else set()
-    return keep if gap is None else keep | {gap}

@@ -1,9 +1,10 @@
-"""Fill a page's template: self-contained, escaped, with a policy that forbids every request."""
+"""Fill the templates of pages and charts: self-contained, escaped, with a policy that forbids every request."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,37 @@ from crosstune.core.atomic_files import write_bytes
 from crosstune.core.control_characters import printable
 from crosstune.core.errors import UserError
 from crosstune.core.version import __version__
-from crosstune.report.chart import draw, legend_key
+from crosstune.report.charts import Chart
+from crosstune.report.layout import layout
 
 
 def fill(template: str, **contents: Any) -> str:
     """Return a page as HTML."""
+    style, script = _asset("style.css"), _asset("script.js")
+    html = (
+        _environment()
+        .get_template(template)
+        .render(
+            style=Markup(style),
+            script=Markup(script),
+            policy=_policy(style, script),
+            version=__version__,
+            **contents,
+        )
+    )
+    return printable(html.replace("\r\n", "\n"))
+
+
+def draw(chart: Chart) -> Markup:
+    """Return the chart as an SVG element; empty when no value is finite."""
+    if not chart.values:
+        return Markup()
+    return Markup(_environment().get_template("chart.svg.jinja").render(chart=chart, **layout(chart)))
+
+
+@cache
+def _environment() -> Environment:
+    """Return the templates' environment, kept because compiling them takes most of the time of a page."""
     environment = Environment(
         loader=FunctionLoader(_asset),
         autoescape=True,
@@ -27,16 +54,8 @@ def fill(template: str, **contents: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals.update(draw=draw, legend_key=legend_key)
-    style, script = _asset("style.css"), _asset("script.js")
-    html = environment.get_template(template).render(
-        style=Markup(style),
-        script=Markup(script),
-        policy=_policy(style, script),
-        version=__version__,
-        **contents,
-    )
-    return printable(html.replace("\r\n", "\n"))
+    environment.globals.update(draw=draw)
+    return environment
 
 
 def write_page(target: Path, html: str) -> None:

@@ -17,7 +17,7 @@ from crosstune.config.plan import Plan
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
 from crosstune.core.events import LossCompared, LossMeasured, Observer, Warned
-from crosstune.core.measured import Comparison, Measured
+from crosstune.core.measured import Comparison, LossMeasurement
 from crosstune.core.names import unknown_name
 from crosstune.core.protocols import Recipe
 from crosstune.core.weight_average import result_weights
@@ -130,7 +130,7 @@ def _check_training(checkpoint: Checkpoint, side: Side) -> None:
     check_same([d for d in differences if d.kind not in expected], side.plan.config)
 
 
-def _measure(checkpoint: Checkpoint, side: Side, *, like: Measured | None = None) -> Measured:
+def _measure(checkpoint: Checkpoint, side: Side, *, like: LossMeasurement | None = None) -> LossMeasurement:
     session = open_session(side.plan, side.model, task=side.recipe.task(side.plan.engine))
     session.import_weights(result_weights(checkpoint.load()))
     measured = move_check.measure(
@@ -160,7 +160,7 @@ def _plan_there(checkpoint: Checkpoint, to: str, machine: str | None, model_name
 
 def _compare_here(
     checkpoint: Checkpoint,
-    measured: Measured,
+    measured: LossMeasurement,
     to: str,
     observer: Observer,
     model_name: str | None,

@@ -10,7 +10,7 @@ from crosstune.checkpoint.read import Checkpoint
 from crosstune.config.options.run import mismatches
 from crosstune.config.plan import Plan
 from crosstune.core.events import Moved, Observer, Resumed, Warned
-from crosstune.core.measured import Measured
+from crosstune.core.measured import LossMeasurement
 from crosstune.core.protocols import Recipe, Session, SessionState
 from crosstune.core.scaling import LossScale
 from crosstune.loop import move_check
@@ -27,7 +27,7 @@ class Start:
     adapted: Sequence[same_training.Difference]
     """Expected on another backend."""
     changes: Sequence[same_training.Difference]
-    measured: Measured | None
+    measured: LossMeasurement | None
     """Loss of the next batches, measured on the machine of the checkpoint."""
 
     @property
@@ -89,7 +89,7 @@ def _num_restored(start: Start, state: SessionState) -> str:
 def _compare_machines(
     session: Session,
     start: Start,
-    measured: Measured,
+    measured: LossMeasurement,
     *,
     plan: Plan,
     recipe: Recipe,

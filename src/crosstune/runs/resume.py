@@ -20,7 +20,7 @@ from crosstune.config.schema import Config, options_on_resume
 from crosstune.core.atomic_files import set_aside
 from crosstune.core.errors import UserError, naming
 from crosstune.core.events import Observer, Observers, Warned
-from crosstune.core.measured import Measured
+from crosstune.core.measured import LossMeasurement
 from crosstune.core.names import load_plugin, plugin_names
 from crosstune.core.protocols import Array, SessionState
 from crosstune.core.record import holds_record
@@ -251,11 +251,11 @@ def continues_in_place(folder: Path, checkpoint: Checkpoint) -> bool:
     return find_run(checkpoint.folder) == folder.resolve()
 
 
-def measured_before(checkpoint: Checkpoint) -> Measured | None:
+def measured_before(checkpoint: Checkpoint) -> LossMeasurement | None:
     """Return the loss that `crosstune move` measured at this checkpoint, if any."""
     note = read_unpacked_note(find_run(checkpoint.folder))
     found = note.get("measured")
-    return Measured.from_json(found) if found and found["step"] == checkpoint.step else None
+    return LossMeasurement.from_json(found) if found and found["step"] == checkpoint.step else None
 
 
 def fitting_state(

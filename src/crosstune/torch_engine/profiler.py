@@ -20,6 +20,7 @@ from crosstune.torch_engine.count_flops import count_flops
 from crosstune.torch_engine.device_limits import measure_limits
 
 _MICROSECOND = 1e-6
+_TRACED_DEVICES = ("cuda", "xpu")
 _COLLECTIVES = ("c10d::", "nccl", "gloo:", "rccl", "oneccl")
 
 
@@ -34,7 +35,7 @@ class TorchProfiler:
 
     def warm_up(self) -> None:
         activities = [ProfilerActivity.CPU]
-        if self.device.type in ("cuda", "xpu"):
+        if self.device.type in _TRACED_DEVICES:
             activities.append(getattr(ProfilerActivity, self.device.type.upper()))
         self._recording = profile(
             activities=activities,
@@ -68,10 +69,11 @@ class TorchProfiler:
         events = list(recording.events() or ())
         files, timeline = self._write_files(recording, folder, step)
         operators = _operators(recording, by_shape=self.settings.shapes)
+        collectives = [each.seconds for each in operators if each.name.lower().startswith(_COLLECTIVES)]
         return Recorded(
             operators=operators,
-            device_busy_s=_busy_s(_device_events(events)) if self._has_device_events else None,
-            communication_s=sum(each.seconds for each in operators if _is_collective(each.name)),
+            device_busy_s=_busy_s(_device_events(events)) if self.device.type in _TRACED_DEVICES else None,
+            communication_s=sum(collectives),
             flops=float(sum(count_flops(event.name, event.input_shapes) for event in events)),
             memory_timeline=timeline,
             files=files,
@@ -80,14 +82,10 @@ class TorchProfiler:
     def measure_limits(self) -> Limits | None:
         return measure_limits(self.device, self.dtype)
 
-    @property
-    def _has_device_events(self) -> bool:
-        return self.device.type in ("cuda", "xpu")
-
     def _write_files(
         self, recording: profile, folder: Path, step: int
     ) -> tuple[list[Path], list[tuple[float, int]]]:
-        """Write the trace, the timeline of memory and, on CUDA, the snapshot of the allocator, as far as asked."""
+        """Write the requested files: the trace, the memory timeline and, on CUDA, the snapshot of the allocator."""
         files, timeline = list[Path](), list[tuple[float, int]]()
         plain = folder / f"trace-step-{step:08d}.json"
         if self.settings.trace or self.settings.memory_timeline:
@@ -109,7 +107,7 @@ class TorchProfiler:
 
 
 def _operators(recording: profile, *, by_shape: bool) -> list[Operator]:
-    """Return the operators with the time that they take themselves, of the device where it has any."""
+    """Return the operators with their own time, on the device if it has any."""
     averages = [
         each
         for each in recording.key_averages(group_by_input_shape=by_shape)
@@ -144,7 +142,7 @@ def _device_events(events: Iterable[Any]) -> list[tuple[float, float]]:
 
 
 def _busy_s(intervals: Sequence[tuple[float, float]]) -> float:
-    """Return the time that the intervals cover together; they overlap where streams do."""
+    """Return the length of the union of the intervals, which overlap where streams do."""
     covered, last = 0.0, float("-inf")
     for start, end in sorted(intervals):
         covered += max(0.0, end - max(start, last))
@@ -152,12 +150,8 @@ def _busy_s(intervals: Sequence[tuple[float, float]]) -> float:
     return covered * _MICROSECOND
 
 
-def _is_collective(name: str) -> bool:
-    return name.lower().startswith(_COLLECTIVES)
-
-
 def _compress(path: Path) -> Path:
-    """Write a compressed copy, which the viewers of traces read as it is. torch's own takes several times as long."""
+    """Write a compressed copy, which trace viewers read directly. torch's own compression is several times slower."""
     target = path.with_suffix(".json.gz")
     with path.open("rb") as source, gzip.open(target, "wb", compresslevel=3) as file:
         shutil.copyfileobj(source, file, 1 << 20)
@@ -179,7 +173,7 @@ def memory_timeline(trace: Path, device: torch.device) -> list[tuple[float, int]
 
 @contextlib.contextmanager
 def _without_messages() -> Iterator[None]:
-    """Hide what the profiler's library prints when it starts and stops, past Python's streams."""
+    """Hide messages that the profiler's library prints to file descriptor 2."""
     sys.stderr.flush()
     kept = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)

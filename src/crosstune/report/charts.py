@@ -1,0 +1,282 @@
+"""Build the charts of runs as data: series of points, marks, and the format of their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from crosstune.core.events import Loaded, Resumed
+from crosstune.report.files import RunFiles, listed, mapping, number
+from crosstune.report.quantity import (
+    NOT_FINITE,
+    Shown,
+    display_of,
+    label_of,
+    ordered,
+    show_count,
+    show_number,
+)
+from crosstune.report.series import (
+    Point,
+    best_evaluation,
+    evaluation_losses,
+    evaluation_points,
+    finite_values,
+    overfitting,
+    smooth,
+    smoothed_points,
+    smoothing_window,
+    step_points,
+    task_metrics,
+)
+
+LEAST_LOG_RATIO = 3.0
+"""A logarithmic axis is offered where the highest value is at least this multiple of the lowest."""
+NUM_COLOURS = 7
+MOST_BINS = 200
+_STEP_CHARTS = (
+    ("Learning rate", "lr", False),
+    ("Throughput", "tokens_per_s", True),
+    ("Memory", "memory_bytes", False),
+    ("Gradient norm", "grad_norm", True),
+)
+"""Title, key in metrics.jsonl, and whether the curve is smoothed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One curve. `colour` is an index into the page's palette; `look` distinguishes curves without colour."""
+
+    label: str
+    points: Sequence[Point]
+    look: Literal["line", "faint", "marked", "scatter", "bars"] = "line"
+    colour: int = 1
+    radii: Sequence[float] = ()
+    """The size of each point of a scatter plot."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """A vertical line for an event; `overfit` also shades the region after it."""
+
+    at: float
+    label: str
+    look: Literal["move", "best", "overfit"] = "move"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    title: str
+    series: Sequence[Series]
+    marks: Sequence[Mark] = ()
+    unit: str = ""
+    divisor: float = 1.0
+    """The axis shows the values divided by this."""
+    show: Callable[[float], Shown] = show_number
+    """Format of a value in the read-out."""
+    x_label: str = "step"
+    y_label: str = ""
+    span: tuple[float, float] | None = None
+    """The range of steps, when several charts share one."""
+    from_zero: bool = False
+    is_log: bool = False
+    shape: Literal["small", "wide", "square", "single"] = "small"
+    notes: Sequence[str] = ()
+    """Sentences below the chart."""
+    description: str = ""
+    """Text alternative; derived from the values if empty."""
+    shows_figures: bool = True
+    """Whether the last, lowest and highest value of the first series stand beside the title."""
+
+    @property
+    def logarithmic(self) -> Chart | None:
+        """The same chart over a logarithmic axis; None where it would show nothing more."""
+        values = self.values
+        is_wide = self.shape == "wide" and values and min(values) > 0
+        return (
+            replace(self, is_log=True) if is_wide and max(values) >= LEAST_LOG_RATIO * min(values) else None
+        )
+
+    @property
+    def values(self) -> list[float]:
+        return [value for series in self.series for value in finite_values(series.points)]
+
+    @property
+    def x_range(self) -> tuple[float, float]:
+        places = [at for series in self.series for at, _ in series.points]
+        return min(places), max(places)
+
+    @property
+    def num_gaps(self) -> int:
+        """The number of steps of the first series whose value is not finite."""
+        return sum(value is None for _, value in self.series[0].points)
+
+    @property
+    def figures(self) -> list[tuple[str, Shown]]:
+        """The last, lowest and highest value of the first series."""
+        points = self.series[0].points
+        values = finite_values(points)
+        if not values:
+            return []
+        if len(points) == 1:
+            return [("only value", self.show(values[0]))]
+        last = points[-1][1]
+        found = [("last", Shown(NOT_FINITE) if last is None else self.show(last))]
+        found += [("lowest", self.show(min(values))), ("highest", self.show(max(values)))]
+        # The title already shows the unit; a value so small that it has another unit keeps its own.
+        return [
+            (name, shown._replace(text=shown.text.removesuffix(self.unit).rstrip())) for name, shown in found
+        ]
+
+
+def run_charts(run: RunFiles) -> list[Chart]:
+    """Return the charts of a run over one range of steps, so that they line up; some may have no finite value."""
+    evaluated = evaluation_points(run)
+    steps = [step for points in evaluated.values() for step, _ in points]
+    span = (0.0, max([*steps, float(run.last_step)]))
+    charts = [_loss_chart(run)]
+    for name in ordered(evaluated):
+        if name != "loss":
+            series = [Series(label=label_of(name), points=evaluated[name], look="marked", colour=2)]
+            charts.append(_metric_chart("Evaluation: ", name, series))
+    for name in task_metrics(run.metrics):
+        charts.append(_metric_chart("Training: ", name, _with_smoothed(step_points(run.metrics, name))))
+    for title, name, smoothed in _STEP_CHARTS:
+        points = step_points(run.metrics, name)
+        plain = [Series(label=title.lower(), points=points, colour=3)]
+        charts.append(_metric_chart(title, name, _with_smoothed(points) if smoothed else plain))
+    moves = run_moves(run)
+    return [replace(chart, span=span, marks=[*moves, *chart.marks]) for chart in charts]
+
+
+def run_moves(run: RunFiles) -> list[Mark]:
+    """Return a mark for each step at which the run was resumed on another backend."""
+    found, backend = list[Mark](), ""
+    for event in run.events:
+        if event.get("kind") == Loaded.kind:
+            backend = str(event.get("backend", ""))
+        step, before = number(event.get("step")), event.get("backend")
+        if event.get("kind") == Resumed.kind and step is not None and before and backend not in ("", before):
+            found.append(Mark(at=step, label=f"{before} → {backend}"))
+    return found
+
+
+def _with_smoothed(points: list[Point]) -> list[Series]:
+    window = smoothing_window(len(points))
+    if window == 1:
+        return [Series(label="each step", points=points)]
+    return [
+        Series(label="each step", points=points, look="faint"),
+        Series(label=f"mean of {window} steps", points=smooth(points, window=window)),
+    ]
+
+
+def _metric_chart(title: str, name: str, series: Sequence[Series], **more: Any) -> Chart:
+    """Return a chart in the format of a metric. A title that ends in a space is completed with the metric's label."""
+    display = display_of(name, [value for each in series for value in finite_values(each.points)])
+    return Chart(
+        title=f"{title}{display.label}" if title.endswith(" ") else title,
+        series=series,
+        unit=display.unit,
+        divisor=display.divisor,
+        show=display.show,
+        from_zero=display.from_zero,
+        **more,
+    )
+
+
+def _loss_chart(run: RunFiles) -> Chart:
+    series = _with_smoothed(step_points(run.metrics, "loss"))
+    if evaluated := evaluation_losses(run):
+        series.append(Series(label="evaluation", points=evaluated, look="marked", colour=2))
+    marks, notes = list[Mark](), list[str]()
+    if (best := best_evaluation(run)) is not None:
+        lowest = show_number(best.loss).text
+        marks.append(Mark(at=best.step, label=f"best evaluation {lowest}", look="best"))
+        later = f"; the last one is {show_number(best.last_loss).text}" if not best.is_last else ""
+        notes.append(f"Best evaluation: {lowest} at step {best.step:,.0f}{later}.")
+    if (found := overfitting(run)) is not None:
+        marks.append(Mark(at=found.step, label="likely overfitting", look="overfit"))
+        low, high = show_number(found.train).text, show_number(found.evaluation).text
+        notes.append(
+            f"The shaded region marks likely overfitting, from step {found.step:,.0f}: at the last evaluation the "
+            f"training loss is {low} and the evaluation loss {high}."
+        )
+    return Chart(title="Loss", series=series, shape="wide", marks=marks, notes=notes)
+
+
+def overlay_charts(runs: Sequence[RunFiles], names: Sequence[str]) -> list[Chart]:
+    """Return charts with a curve for each run; a chart without a finite value is left out."""
+    span = (0.0, max(float(run.last_step) for run in runs))
+    evaluated = [evaluation_points(run) for run in runs]
+
+    def overlay(title: str, name: str, points: Sequence[Sequence[Point]], **more: Any) -> Chart:
+        marked = title.startswith("Evaluation")
+        series = [
+            Series(
+                label=label,
+                points=each,
+                colour=1 + place % NUM_COLOURS,
+                look="marked" if marked or place >= NUM_COLOURS else "line",
+            )
+            for place, (label, each) in enumerate(zip(names, points, strict=True))
+            if finite_values(each)
+        ]
+        return _metric_chart(title, name, series, span=span, shows_figures=False, **more)
+
+    losses = [smoothed_points(run, "loss") for run in runs]
+    charts = [
+        overlay("Training loss, smoothed", "loss", losses, shape="wide"),
+        overlay("Evaluation loss", "loss", [evaluation_losses(run) for run in runs], shape="wide"),
+    ]
+    for name in ordered(dict.fromkeys(name for points in evaluated for name in points if name != "loss")):
+        charts.append(overlay("Evaluation: ", name, [points.get(name, []) for points in evaluated]))
+    speeds = [smoothed_points(run, "tokens_per_s") for run in runs]
+    memory = [step_points(run.metrics, "memory_bytes") for run in runs]
+    charts += [
+        overlay("Throughput, smoothed", "tokens_per_s", speeds),
+        overlay("Memory", "memory_bytes", memory),
+    ]
+    return [chart for chart in charts if chart.values]
+
+
+def length_chart(data: Mapping[str, Any]) -> Chart | None:
+    """Return a histogram of the examples' lengths in tokens; None if they are not recorded."""
+    found = mapping(data.get("lengths"))
+    first, width = number(found.get("first")), number(found.get("width"))
+    counts = [number(count) for count in listed(found.get("counts"))][:MOST_BINS]
+    known = [count for count in counts if count is not None and count >= 0]
+    if first is None or not width or width < 0 or not known or len(known) != len(counts):
+        return None
+    points = [(first + width * place, count) for place, count in enumerate(known)]
+    high = first + width * len(known)
+    most = max(points, key=lambda point: point[1])[0]
+    context = number(data.get("context_length"))
+    marked = context is not None and first < context <= high
+    return Chart(
+        title="Example lengths",
+        unit="tokens",
+        series=[Series(label="examples", points=points, look="bars")],
+        marks=[Mark(at=context, label=f"context {context:,.0f}")] if context is not None and marked else [],
+        show=show_count,
+        x_label="tokens",
+        shape="single",
+        span=(first, high),
+        from_zero=True,
+        shows_figures=False,
+        description=(
+            f"Lengths of {show_count(sum(known)).text} examples, from {first:,.0f} to {high:,.0f} tokens; "
+            f"most have {most:,.0f} to {most + width - 1:,.0f}."
+        ),
+    )
+
+
+def memory_chart(timeline: Any) -> Chart | None:
+    """Return the allocated bytes over the milliseconds of a profile; None with fewer than two points."""
+    pairs = [(number(pair[0]), number(pair[1])) for pair in map(listed, listed(timeline)) if len(pair) == 2]
+    points = [(1000 * at, size) for at, size in pairs if at is not None and size is not None]
+    if len(points) < 2:
+        return None
+    series = [Series(label="allocated", points=points, colour=3)]
+    return _metric_chart("Allocated memory", "memory_bytes", series, x_label="ms", shape="single")
