@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from crosstune.cli.fold import fold_help
+from crosstune.cli.streams import fold_help
 from crosstune.config.load import load_config
 from crosstune.config.schema import Config
 from crosstune.config.values import wrong_path

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from crosstune.cli.arguments import Parser
-from crosstune.cli.errors import print_error
 from crosstune.cli.generate import add_model_arguments, open_model, read_sampling
+from crosstune.cli.output import print_error
 from crosstune.core.errors import UserError
 from crosstune.core.names import nearest
 

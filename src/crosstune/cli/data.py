@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from crosstune.cli.arguments import Parser, parse_config, print_json
-from crosstune.cli.escape_controls import raw_stream
+from crosstune.cli.streams import styled
 from crosstune.cli.units import count
 from crosstune.config.schema import Config
 from crosstune.core.control_characters import printable
@@ -74,7 +74,7 @@ def run(words: Sequence[str]) -> int:
         print_line(line, style=WARNING if line.startswith("warning") else None)
     for number, text in enumerate(shown, start=1):
         print(
-            f"\nexample {number}\n{text}", file=raw_stream(sys.stdout)
+            f"\nexample {number}\n{text}", file=styled(sys.stdout)
         )  # its text is escaped, our colours are not
     return EXIT_DONE
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from crosstune.cli.arguments import Parser, read_path
-from crosstune.cli.errors import print_error
+from crosstune.cli.output import print_error
 from crosstune.config.load import load_config
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, UserError

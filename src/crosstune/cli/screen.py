@@ -12,7 +12,7 @@ from crosstune.cli.event_lines import event_lines
 from crosstune.cli.live_line import BarLine, LiveLine
 from crosstune.cli.output import GOOD, QUIET, STRONG, WARNING, Output
 from crosstune.cli.pace import RecentPace
-from crosstune.cli.unblocked import unblocked
+from crosstune.cli.streams import Stream
 from crosstune.cli.units import duration, figure, size
 from crosstune.config.log_targets import screen_in
 from crosstune.config.schema import Config
@@ -46,12 +46,16 @@ NOT_SHOWN: tuple[type[Event], ...] = (Failed, Interrupted)
 def open_screen(config: Config, *, as_json: bool = False, quiet: bool = False) -> Screen:
     """Return the screen that a configuration asks for. With `as_json`, standard output is for the result alone."""
     shown = screen_in(config.log_to)
-    stream = sys.stdout if shown == "stdout" and not as_json else sys.stderr
+    stream: Any = sys.stdout if shown == "stdout" and not as_json else sys.stderr
+    if stream is not None and not isinstance(stream, Stream) and stream.isatty():  # not from the command line
+        stream = Stream(stream, keeps_return=True)
+    if isinstance(stream, Stream):
+        stream.unblock()
     screen = Screen(
         live=shown == "tqdm" and not quiet,
         every=config.log_every_n_steps if "log_every_n_steps" in config.asked else None,
         verbose=config.verbose,
-        stream=unblocked(stream) if stream is not None else None,
+        stream=stream,
     )
     screen.output.console.quiet = quiet
     return screen
@@ -94,7 +98,6 @@ class Screen:
     def close(self) -> None:
         self._line.clear()
         self._bar = None
-        self.output.drain()
 
     def on_step(self, metrics: StepMetrics) -> None:
         step = metrics["step"]

@@ -1,4 +1,4 @@
-"""Know whether this process is still connected to others, and end it without Python's shutdown if it is.
+"""End a process without Python's shutdown where that may hang or abort.
 
 A thread of Python that is inside torch while the interpreter shuts down ends the process with "terminate called without an
 active exception" and SIGABRT, whatever its exit code was to be. A process that leaves its group in order has no such
@@ -14,6 +14,7 @@ import threading
 from typing import NoReturn
 
 _CONNECTED = threading.Event()
+_UNFINISHED = threading.Event()
 
 
 def note_connected() -> None:
@@ -24,8 +25,14 @@ def note_left() -> None:
     _CONNECTED.clear()
 
 
-def is_connected() -> bool:
-    return _CONNECTED.is_set()
+def note_unfinished() -> None:
+    """Note that a library was given up: its threads and exit handlers may never end."""
+    _UNFINISHED.set()
+
+
+def may_hang() -> bool:
+    """Return whether Python's shutdown of this process may hang or abort."""
+    return _CONNECTED.is_set() or _UNFINISHED.is_set()
 
 
 def end_at_once(code: int) -> NoReturn:
