@@ -91,7 +91,7 @@ def test_a_tracker_gets_everything_in_order(tmp_path: Path) -> None:
     run.mkdir()
     sample = {"prompt": "a|b\u2028", "answer": f"half \ud800 {SECRET}", "reference": "hf_" + "aB3dE" * 7}
     with Tracking() as tracking:
-        tracking.start(config_for("notes", group="g"), {}, folder=run, report=seen)
+        tracking.start(config_for("notes", tracker_group="g"), {}, folder=run, report=seen)
         tracking.on_event(Evaluated(step=0, when="before", metrics={"loss": math.nan}, samples=[], seconds=1))
         tracking.on_step(step_row(1, skipped=True, loss=None, big=10**25))
         metrics = {"loss": 0.1 + 0.2, "pearson": -math.inf}

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from crosstune.cli.streams import fold_help
 from crosstune.config.load import load_config
-from crosstune.config.schema import Config
+from crosstune.config.schema import Config, options_by_name
 from crosstune.config.values import wrong_path
 from crosstune.core.errors import UserError, shown
 from crosstune.core.names import nearest, unknown_name
@@ -66,8 +66,13 @@ def parse_config(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespa
     if "-h" in words or "--help" in words:
         from crosstune.config.table import help_text
 
+        named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        named.add_argument("--recipe", default="sft")
+        recipe, recipes = named.parse_known_args(list(words))[0].recipe, options_by_name()["recipe"].choices
+        if recipe not in (recipes or ()):
+            raise unknown_name("recipe", recipe, recipes or ())
         parser.print_help()
-        print(help_text())
+        print(help_text(recipe=recipe))
         sys.exit(0)
     own, flags = parser.parse_known_args(list(words))
     return own, load_config(flags, file=own.config)

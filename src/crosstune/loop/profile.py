@@ -104,20 +104,20 @@ class StepProfile:
     def __post_init__(self) -> None:
         config = self.config
         self.schedule = Schedule(
-            wait=config.wait_steps,
+            wait=config.profile_wait_steps,
             warm_up=config.profiler_warmup_steps,
-            active=config.active_steps,
+            active=config.profile_active_steps,
             every=config.profiling_frequency,
-            repeat=config.repeat,
+            repeat=config.profile_repeat,
         )
         if isinstance(self.session, Profiles):
             self._profiler = self.session.profiler(
                 ProfileSettings(
-                    stacks=config.with_stack,
-                    shapes=config.with_shapes,
-                    memory=config.profile_memory or config.export_memory_timeline,
-                    memory_timeline=config.export_memory_timeline,
-                    trace=config.export_trace,
+                    stacks=config.profile_with_stack,
+                    shapes=config.profile_with_shapes,
+                    memory=config.profile_memory or config.profile_export_memory_timeline,
+                    memory_timeline=config.profile_export_memory_timeline,
+                    trace=config.profile_export_trace,
                 )
             )
             self.clock.synchronize, self.clock.mark = self._profiler.synchronize, self._profiler.mark

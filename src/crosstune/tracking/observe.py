@@ -207,7 +207,7 @@ class Tracking:
             "project": config.project_name,
             "project_asked": "project_name" in config.asked,
             "entity": config.entity,
-            "group": config.group,
+            "group": config.tracker_group,
             "folder": folder.absolute(),
             "resumes_at": resumes_at,
             "config": tracked_config(described),
